@@ -1,0 +1,28 @@
+"""tierfs: the storage under large-model training.
+
+An fsspec filesystem and tiered cache whose saves are published whole, verified on every read, and pay only for the
+bytes that changed. ``import tierfs`` is cheap: what it offers is loaded at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tierfs.errors import TierfsError
+
+if TYPE_CHECKING:
+    from tierfs.fs import TierFileSystem
+    from tierfs.store import init
+
+__all__ = ["TierFileSystem", "TierfsError", "__version__", "init"]
+
+__version__ = "0.1.0"
+
+_HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.store"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tierfs' has no attribute {name!r}")

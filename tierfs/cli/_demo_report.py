@@ -1,0 +1,175 @@
+"""What ``tierfs demo`` found: two runs compared loss by loss, and what their checkpoints cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierfs.units import format_bytes
+
+__all__ = ["Checkpoint", "LossRow", "Report", "compare_losses"]
+
+_ROWS_BEFORE = 3
+_ROWS_AFTER = 6
+_ROWS_UNEQUAL_MAX = 10
+
+
+@dataclass(frozen=True, slots=True)
+class LossRow:
+    """The losses of one step in both runs, as hexadecimal floats; None where a run never made the step."""
+
+    step: int
+    uninterrupted: str | None
+    resumed: str | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether both runs made the step and agree in every bit."""
+        return self.uninterrupted is not None and self.uninterrupted == self.resumed
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One completed save: where, the bytes of its files, and how long training stood still for it."""
+
+    name: str
+    logical_bytes: int
+    blocked_s: float
+
+
+def compare_losses(
+    uninterrupted: Mapping[int, str], resumed: Mapping[int, str], *, first: int, last: int
+) -> list[LossRow]:
+    """Pair two runs' losses for each step from ``first`` to ``last``, whether or not the runs have it."""
+    return [LossRow(step, uninterrupted.get(step), resumed.get(step)) for step in range(first, last + 1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of the demo.
+
+    Attributes:
+        rows: Every step from 1 to the last; up to ``resumed_from``, the resumed run's losses are those of the
+            process that was killed later.
+        killed_at: The step whose save was killed.
+        digests: Digest of the final state of the uninterrupted and of the resumed run.
+        stored_bytes: What the object tier holds for all checkpoints together.
+        training_s: Seconds that all runs together spent in steps and saves.
+    """
+
+    url: str
+    parameters: int
+    killed_at: int
+    resumed_from: int
+    rows: Sequence[LossRow]
+    digests: tuple[str, str]
+    checkpoints: Sequence[Checkpoint]
+    stored_bytes: int
+    training_s: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether every step after the resume point, and the final state, came out equal in every bit."""
+        after = [row for row in self.rows if row.step > self.resumed_from]
+        return bool(after) and all(row.equal for row in after) and self.digests[0] == self.digests[1]
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of all completed checkpoints."""
+        return sum(checkpoint.logical_bytes for checkpoint in self.checkpoints)
+
+    @property
+    def blocked_s(self) -> float:
+        """Seconds that training stood still for all completed checkpoints."""
+        return sum(checkpoint.blocked_s for checkpoint in self.checkpoints)
+
+    def as_document(self) -> dict[str, Any]:
+        """The report as one JSON-ready value."""
+        return {
+            "equal": self.equal,
+            "url": self.url,
+            "parameters": self.parameters,
+            "killed_at": self.killed_at,
+            "resumed_from": self.resumed_from,
+            "state_digest": {"uninterrupted": self.digests[0], "resumed": self.digests[1]},
+            "losses": [
+                {"step": row.step, "uninterrupted": row.uninterrupted, "resumed": row.resumed, "equal": row.equal}
+                for row in self.rows
+            ],
+            "checkpoints": [
+                {"name": one.name, "logical_bytes": one.logical_bytes, "blocked_s": one.blocked_s}
+                for one in self.checkpoints
+            ],
+            "totals": {
+                "checkpoints": len(self.checkpoints),
+                "logical_bytes": self.logical_bytes,
+                "stored_bytes": self.stored_bytes,
+                "blocked_s": self.blocked_s,
+                "training_s": self.training_s,
+            },
+        }
+
+    def as_text(self) -> str:
+        """The report for people: the losses around the kill, the verdict, the checkpoints."""
+        return "\n".join([*self._loss_lines(), "", *self._verdict_lines(), "", *self._checkpoint_lines()])
+
+    def _loss_lines(self) -> list[str]:
+        """The steps around the resume point, the last one, and the first unequal ones."""
+        shown_steps = {*range(self.resumed_from - _ROWS_BEFORE + 1, self.killed_at + _ROWS_AFTER + 1)}
+        shown_steps |= {row.step for row in self.rows[-1:]}
+        shown_steps |= set([row.step for row in self.rows if not row.equal][:_ROWS_UNEQUAL_MAX])
+        lines = [f"{'step':>6}  {'uninterrupted':>24}  {'resumed':>24}  equal"]
+        shown = 0
+        for row in self.rows:
+            if row.step not in shown_steps:
+                continue
+            if shown and row.step > shown + 1:
+                lines.append(f"{'...':>6}")
+            shown = row.step
+            lines.append(
+                f"{row.step:>6}  {_loss(row.uninterrupted)}  {_loss(row.resumed)}  {'yes' if row.equal else 'NO'}"
+            )
+            if row.step == self.resumed_from:
+                lines.append(f"{'':>6}  resumed here, after the save of step {self.killed_at} was killed")
+        return lines
+
+    def _verdict_lines(self) -> list[str]:
+        """Whether the equality held."""
+        after = [row for row in self.rows if row.step > self.resumed_from]
+        different = [row.step for row in after if not row.equal]
+        if self.equal:
+            losses = "the loss after resuming is" if len(after) == 1 else f"all {len(after)} losses after resuming are"
+            return [f"EQUAL: {losses} those of the uninterrupted run, bit for bit; so is the final state"]
+        if different:
+            return [f"DIFFERENT: {len(different)} of {len(after)} losses differ, first at step {different[0]}"]
+        return ["DIFFERENT: the losses are equal, but the final state is not"]
+
+    def _checkpoint_lines(self) -> list[str]:
+        """One line per checkpoint, and their sum with what is stored."""
+        width = max(len(name) for name in ("checkpoints: 00", *(one.name for one in self.checkpoints)))
+        lines = [f"{'checkpoint':<{width}}  {'logical':>10}  {'stored':>10}  {'blocked':>8}"]
+        lines += [
+            f"{one.name:<{width}}  {format_bytes(one.logical_bytes):>10}  {'':>10}  {one.blocked_s:>6.2f} s"
+            for one in self.checkpoints
+        ]
+        share = self.stored_bytes / self.logical_bytes if self.logical_bytes else 0.0
+        blocked = self.blocked_s / self.training_s if self.training_s else 0.0
+        total = f"checkpoints: {len(self.checkpoints)}"
+        lines.append(
+            f"{total:<{width}}  {format_bytes(self.logical_bytes):>10}  {format_bytes(self.stored_bytes):>10}"
+            f"  {self.blocked_s:>6.2f} s"
+        )
+        lines.append(f"stored {share:.0%} of the logical bytes; blocked {blocked:.1%} of the time in training")
+        return lines
+
+
+def _loss(value: str | None) -> str:
+    """A loss as a decimal and exactly."""
+    return f"{'-':>24}" if value is None else f"{float.fromhex(value):>8.4f} {_short(value):>15}"
+
+
+def _short(value: str) -> str:
+    """A hexadecimal float without the zeros that end its fraction."""
+    fraction, _, exponent = value.partition("p")
+    return f"{fraction.rstrip('0').rstrip('.')}p{exponent}"

@@ -1,0 +1,84 @@
+"""Content digests: of a block, of a chunk, of a file.
+
+A chunk's digest covers its length and its blocks' digests, so blocks can be hashed in parallel, on a GPU, and
+verified one by one (FORMAT.md, "Digests").
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import xxhash
+
+from tierfs.errors import InvalidInputError
+
+__all__ = ["BLOCK_BYTES", "CHUNK_BLOCKS", "CHUNK_BYTES", "Buffer", "DigestKind", "checksum", "combine", "hash_bytes"]
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+"""C-contiguous bytes-like object; where it is lent to be filled, it is writable."""
+
+BLOCK_BYTES = 1 << 20
+CHUNK_BLOCKS = 16
+CHUNK_BYTES = BLOCK_BYTES * CHUNK_BLOCKS
+
+
+class DigestKind(enum.IntEnum):
+    """How a store names its contents. The number is stored in every envelope and manifest."""
+
+    XXH3_128 = 1
+    BLAKE3 = 2
+
+    @property
+    def size(self) -> int:
+        """Bytes of one digest."""
+        return 16 if self is DigestKind.XXH3_128 else 32
+
+    @property
+    def label(self) -> str:
+        """The name used in the descriptor and on the command line."""
+        return "xxh3-128" if self is DigestKind.XXH3_128 else "blake3"
+
+    @classmethod
+    def from_label(cls, label: str) -> DigestKind:
+        """Return the kind called ``label``.
+
+        Raises:
+            InvalidInputError: No digest has this name.
+        """
+        for kind in cls:
+            if kind.label == label:
+                return kind
+        names = ", ".join(kind.label for kind in cls)
+        raise InvalidInputError(f"unknown digest {label!r}: choose one of {names}")
+
+
+def _blake3() -> Callable[[Any], bytes]:
+    try:
+        import blake3  # noqa: PLC0415 - only stores made with BLAKE3 need the package
+    except ImportError as error:
+        raise InvalidInputError(
+            "this store uses BLAKE3 digests and the package is missing: pip install 'tierfs[fast]'"
+        ) from error
+    return lambda data: bytes(blake3.blake3(data).digest())
+
+
+def hash_bytes(kind: DigestKind, data: Buffer) -> bytes:
+    """Digest one block of raw bytes (canonical, big-endian). Releases the GIL; thread-safe."""
+    if kind is DigestKind.XXH3_128:
+        return xxhash.xxh3_128_digest(data)
+    return _blake3()(data)
+
+
+def combine(kind: DigestKind, length: int, parts: Iterable[bytes]) -> bytes:
+    """Digest a sequence of ``length`` bytes from its parts' digests: blocks of a chunk, chunks of a file."""
+    return hash_bytes(kind, length.to_bytes(8, "little") + b"".join(parts))
+
+
+def checksum(*pieces: Buffer) -> bytes:
+    """XXH3-128 over ``pieces`` laid end to end: what guards headers and manifests against damage."""
+    state = xxhash.xxh3_128()
+    for piece in pieces:
+        state.update(piece)
+    return state.digest()

@@ -1,0 +1,180 @@
+"""``store.json``: what a store is, and what its endpoint can promise.
+
+FORMAT.md, "Descriptor". It is JSON so that a person can read it; its checksum covers the canonical form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from tierfs import digest
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer, DigestKind
+from tierfs.errors import CorruptionError, FormatError
+from tierfs.format.header import VERSION
+from tierfs.format.manifest import INLINE_BYTES_MAX
+
+__all__ = ["Capabilities", "Descriptor"]
+
+DESCRIPTOR_BYTES_MAX = 64 * 1024
+_MAGIC = "tierfs-store"
+_UUID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an endpoint can promise.
+
+    Attributes:
+        conditional_create: A create fails where the object exists, whoever else is writing.
+        conditional_update: An overwrite or delete fails where the version is another than the one named.
+        list_after_write: A listing shows everything acknowledged before it began.
+        atomic_put: No reader ever sees part of an object.
+        checksums: Algorithms the endpoint verifies before it stores; the first is preferred.
+        host_local: The objects lie on this host and share its fate.
+    """
+
+    conditional_create: bool
+    conditional_update: bool
+    list_after_write: bool
+    atomic_put: bool
+    checksums: tuple[str, ...] = ()
+    host_local: bool = False
+
+    @property
+    def single_writer(self) -> bool:
+        """Whether only one process may write to a store here at a time."""
+        return not (self.conditional_create and self.conditional_update and self.list_after_write)
+
+    @property
+    def missing(self) -> list[str]:
+        """What it cannot promise, in words for a person."""
+        words = {
+            "conditional creates": self.conditional_create,
+            "conditional updates": self.conditional_update,
+            "list-after-write": self.list_after_write,
+            "atomic puts": self.atomic_put,
+            "checksums verified by the server": bool(self.checksums),
+        }
+        return [word for word, promised in words.items() if not promised]
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptor:
+    """What a store is.
+
+    Attributes:
+        uuid: 32 hex digits, made at init.
+        created_ns: When, nanoseconds since the epoch.
+        digest_kind: How contents are named.
+        inline_bytes: Files up to this size lie in their manifest.
+        chain_max: Deltas a chunk may be away from a standalone one.
+        lease_s: How long a writer's knowledge counts without renewal.
+        grace_s: How long replaced, deleted and condemned things stay readable.
+        endpoint: What the object tier promised at init.
+    """
+
+    uuid: str
+    created_ns: int
+    digest_kind: DigestKind
+    endpoint: Capabilities
+    inline_bytes: int = INLINE_BYTES_MAX
+    chain_max: int = 1
+    lease_s: int = 60
+    grace_s: int = 3600
+
+    @property
+    def single_writer(self) -> bool:
+        """Whether only one process may write at a time."""
+        return self.endpoint.single_writer
+
+    def encode(self) -> bytes:
+        """The bytes of ``store.json``."""
+        fields: dict[str, object] = {
+            "magic": _MAGIC,
+            "format": VERSION,
+            "uuid": self.uuid,
+            "created_ns": self.created_ns,
+            "digest": self.digest_kind.label,
+            "block_bytes": BLOCK_BYTES,
+            "chunk_bytes": CHUNK_BYTES,
+            "inline_bytes": self.inline_bytes,
+            "chain_max": self.chain_max,
+            "lease_s": self.lease_s,
+            "grace_s": self.grace_s,
+            "single_writer": self.single_writer,
+            "endpoint": asdict(self.endpoint),
+        }
+        fields["checksum"] = digest.checksum(_canonical(fields)).hex()
+        return (json.dumps(fields, indent=2) + "\n").encode()
+
+    @classmethod
+    def decode(cls, data: Buffer, where: str) -> Descriptor:
+        """Read ``store.json``.
+
+        Raises:
+            CorruptionError: Damaged or cut short.
+            FormatError: Another version, or sizes that this tierfs does not know.
+        """
+        try:
+            fields = json.loads(bytes(data))
+        except ValueError:
+            fields = None
+        if not isinstance(fields, dict) or fields.get("magic") != _MAGIC:
+            raise CorruptionError(f"{where}: is no store descriptor: damaged, or not written by tierfs", path=where)
+        if fields.get("format") != VERSION:
+            raise FormatError(
+                f"{where}: store format {fields.get('format')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
+                path=where,
+            )
+        if fields.pop("checksum", None) != digest.checksum(_canonical(fields)).hex():
+            raise CorruptionError(f"{where}: checksum mismatch: the store descriptor is damaged", path=where)
+        return cls._from_fields(fields, where)
+
+    @classmethod
+    def _from_fields(cls, fields: Mapping[str, object], where: str) -> Descriptor:
+        def malformed(what: str) -> FormatError:
+            return FormatError(f"{where}: {what}", path=where)
+
+        def number(name: str, low: int, high: int) -> int:
+            value = fields.get(name)
+            if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+                raise malformed(f"{name} is {value!r}, and must be from {low} to {high}")
+            return value
+
+        number("block_bytes", BLOCK_BYTES, BLOCK_BYTES)
+        number("chunk_bytes", CHUNK_BYTES, CHUNK_BYTES)
+        uuid = fields.get("uuid")
+        if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
+            raise malformed(f"uuid is {uuid!r}")
+        try:
+            kind = next(kind for kind in DigestKind if kind.label == fields.get("digest"))
+        except StopIteration:
+            raise malformed(f"unknown digest {fields.get('digest')!r}: use a newer tierfs") from None
+        return cls(
+            uuid=uuid,
+            created_ns=number("created_ns", -(1 << 63), (1 << 63) - 1),
+            digest_kind=kind,
+            endpoint=_decode_endpoint(fields.get("endpoint"), malformed),
+            inline_bytes=number("inline_bytes", 0, INLINE_BYTES_MAX),
+            chain_max=number("chain_max", 0, 32),
+            lease_s=number("lease_s", 1, 3600),
+            grace_s=number("grace_s", 1, 365 * 86400),
+        )
+
+
+def _decode_endpoint(value: object, malformed: type[FormatError] | object) -> Capabilities:
+    assert callable(malformed)
+    if not isinstance(value, dict):
+        raise malformed("endpoint is missing")
+    flags = {name: value.get(name) for name in Capabilities.__slots__ if name != "checksums"}
+    checksums = value.get("checksums")
+    if not all(isinstance(flag, bool) for flag in flags.values()) or not isinstance(checksums, list):
+        raise malformed(f"endpoint is {value!r}")
+    return Capabilities(**flags, checksums=tuple(str(name) for name in checksums))
+
+
+def _canonical(fields: Mapping[str, object]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()

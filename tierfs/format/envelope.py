@@ -1,0 +1,159 @@
+"""The envelope of a chunk object: everything needed to fetch, decode and verify one block alone.
+
+FORMAT.md, "Chunk envelope".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierfs import digest
+from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, CHUNK_BYTES, Buffer, DigestKind
+from tierfs.errors import CorruptionError
+from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES, Kind, header, open_sealed, peek_kind, seal
+from tierfs.format.keys import NO_RECIPE, ChunkName
+
+__all__ = ["Base", "Block", "Envelope", "block_count", "envelope_bytes"]
+
+BASES_MAX = 8
+_FIXED_BYTES = 40
+_BLOCK_EXTRA_BYTES = 8
+_BASE_EXTRA_BYTES = 28
+ENVELOPE_BYTES_MAX = _FIXED_BYTES + 32 + CHUNK_BLOCKS * (32 + 8) + BASES_MAX * (32 + 28) + CHECKSUM_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One row of the block table."""
+
+    digest: bytes
+    codec: int
+    encoded_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Bytes of another chunk that this one is encoded against."""
+
+    name: ChunkName
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The head of a chunk object.
+
+    Attributes:
+        digest_kind: Kind of every digest in it.
+        digest: The chunk's digest, over its length and its blocks' digests.
+        raw_length: Decoded bytes, 1 to 16 MiB.
+        blocks: One row per MiB begun.
+        recipe: Hash of codec and bases; zero for a chunk that needs no other.
+        bases: What has to be fetched before this can be decoded.
+    """
+
+    digest_kind: DigestKind
+    digest: bytes
+    raw_length: int
+    blocks: tuple[Block, ...]
+    recipe: bytes = NO_RECIPE
+    bases: tuple[Base, ...] = ()
+
+    @property
+    def header_length(self) -> int:
+        """Bytes before the first encoded block."""
+        return envelope_bytes(self.digest_kind, len(self.blocks), len(self.bases))
+
+    @property
+    def stored_length(self) -> int:
+        """Bytes of the whole object."""
+        return self.header_length + sum(block.encoded_length for block in self.blocks)
+
+    def raw_block_length(self, index: int) -> int:
+        """Decoded bytes of block ``index``: 1 MiB, but for the last."""
+        return min(BLOCK_BYTES, self.raw_length - index * BLOCK_BYTES)
+
+    def encode(self) -> bytes:
+        """The bytes to put before the encoded blocks."""
+        out = bytearray(header(Kind.CHUNK, self.header_length))
+        out += bytes((self.digest_kind, 0))
+        out += len(self.blocks).to_bytes(2, "little")
+        out += len(self.bases).to_bytes(2, "little")
+        out += bytes(2)
+        out += self.raw_length.to_bytes(4, "little")
+        out += BLOCK_BYTES.to_bytes(4, "little")
+        out += self.recipe
+        out += self.digest
+        for block in self.blocks:
+            out += block.digest + bytes((block.codec, 0, 0, 0)) + block.encoded_length.to_bytes(4, "little")
+        for base in self.bases:
+            out += base.name.digest + base.name.generation.to_bytes(4, "little") + base.name.recipe
+            out += base.offset.to_bytes(8, "little") + base.length.to_bytes(8, "little")
+        return seal(bytes(out))
+
+    @classmethod
+    def decode(cls, data: Buffer, where: str, *, stored_length: int) -> Envelope:
+        """Read an envelope from the first bytes of a chunk object.
+
+        Args:
+            data: The object's first bytes; bytes behind the envelope are not looked at.
+            where: How to call the object in an error.
+            stored_length: Bytes of the whole object, as the object tier counts them.
+
+        Raises:
+            CorruptionError: Damaged, cut short, or its digest does not follow from its blocks' digests.
+            FormatError: Another version, or a field over its limit.
+        """
+        kind, header_length = peek_kind(data, where)
+        if kind is not Kind.CHUNK:
+            raise CorruptionError(f"{where}: a {kind.name.lower()} record where a chunk belongs", path=where)
+        if not _FIXED_BYTES < header_length <= min(len(data), ENVELOPE_BYTES_MAX):
+            raise CorruptionError(f"{where}: its envelope is cut short or damaged", path=where)
+        cursor = open_sealed(memoryview(data)[:header_length], where)
+        digest_kind = cursor.digest_kind()
+        cursor.zeros(1)
+        blocks = cursor.bounded(2, CHUNK_BLOCKS, "block count")
+        bases = cursor.bounded(2, BASES_MAX, "base count")
+        cursor.zeros(2)
+        raw_length = cursor.bounded(4, CHUNK_BYTES, "raw length")
+        if cursor.unsigned(4) != BLOCK_BYTES or blocks != block_count(raw_length) or not blocks:
+            raise cursor.malformed(f"{blocks} blocks do not make {raw_length} bytes")
+        recipe = cursor.bytes(8)
+        name = cursor.bytes(digest_kind.size)
+        table = []
+        for index in range(blocks):
+            block_digest = cursor.bytes(digest_kind.size)
+            codec = cursor.unsigned(1)
+            cursor.zeros(3)
+            limit = min(BLOCK_BYTES, raw_length - index * BLOCK_BYTES)
+            table.append(Block(block_digest, codec, cursor.bounded(4, limit, "encoded length")))
+        needs = []
+        for _ in range(bases):
+            base = ChunkName(cursor.bytes(digest_kind.size), cursor.unsigned(4), cursor.bytes(8))
+            needs.append(Base(base, cursor.unsigned(8), cursor.bounded(8, CHUNK_BYTES, "base length")))
+        cursor.finish()
+        envelope = cls(digest_kind, name, raw_length, tuple(table), recipe, tuple(needs))
+        if digest.combine(digest_kind, raw_length, (block.digest for block in table)) != name:
+            raise CorruptionError(f"{where}: its blocks' digests do not make its digest", path=where)
+        if envelope.stored_length != stored_length:
+            raise CorruptionError(
+                f"{where}: the object has {stored_length} bytes where {envelope.stored_length} belong: "
+                "it was cut short or added to",
+                path=where,
+            )
+        return envelope
+
+
+def block_count(raw_length: int) -> int:
+    """Blocks of a chunk of ``raw_length`` bytes."""
+    return -(-raw_length // BLOCK_BYTES)
+
+
+def envelope_bytes(kind: DigestKind, blocks: int, bases: int = 0) -> int:
+    """Bytes of an envelope with this many blocks and bases."""
+    rows = blocks * (kind.size + _BLOCK_EXTRA_BYTES) + bases * (kind.size + _BASE_EXTRA_BYTES)
+    return _FIXED_BYTES + kind.size + rows + CHECKSUM_BYTES
+
+
+assert HEADER_BYTES < _FIXED_BYTES

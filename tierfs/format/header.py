@@ -1,0 +1,160 @@
+"""What every binary object has in common: magic, version, kind, and a checksum at its end.
+
+FORMAT.md, "Common header". Reading is bounded: a count or length found in an object is compared with the bytes that
+are really there before anything is allocated for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+
+from tierfs import digest
+from tierfs.digest import Buffer, DigestKind
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError
+
+__all__ = ["CHECKSUM_BYTES", "HEADER_BYTES", "VERSION", "Cursor", "Kind", "header", "open_sealed", "peek_kind", "seal"]
+
+MAGIC = b"\x89TIERFS\n"
+VERSION = 1
+HEADER_BYTES = 16
+CHECKSUM_BYTES = 16
+_HEADER = struct.Struct("<8sHHI")
+
+
+class Kind(enum.IntEnum):
+    """What an object is."""
+
+    CHUNK = 1
+    FILE = 2
+    TOMBSTONE = 3
+    DIRECTORY = 4
+    CONDEMNED = 6
+    LEASE = 7
+
+
+def header(kind: Kind, word: int) -> bytes:
+    """The 16 bytes an object starts with. ``word`` is the kind's own: flags, or the header's length."""
+    return _HEADER.pack(MAGIC, VERSION, kind, word)
+
+
+def peek_kind(data: Buffer, where: str) -> tuple[Kind, int]:
+    """Read the common header.
+
+    Returns:
+        The kind, and the kind's own word.
+
+    Raises:
+        CorruptionError: Too short, or the magic is not there.
+        FormatError: Another format version, or an unknown kind.
+    """
+    if len(data) < HEADER_BYTES:
+        raise CorruptionError(f"{where}: {len(data)} bytes are too few for a tierfs object: it was cut short", path=where)
+    magic, version, kind, word = _HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise CorruptionError(f"{where}: does not start like a tierfs object: damaged, or not written by tierfs", path=where)
+    if version != VERSION:
+        raise FormatError(
+            f"{where}: format version {version}, and this tierfs reads version {VERSION}: use a newer tierfs", path=where
+        )
+    try:
+        return Kind(kind), word
+    except ValueError:
+        raise FormatError(f"{where}: unknown kind of object {kind}: use a newer tierfs", path=where) from None
+
+
+def seal(body: bytes) -> bytes:
+    """``body`` with its checksum behind it."""
+    return body + digest.checksum(body)
+
+
+def open_sealed(data: Buffer, where: str) -> Cursor:
+    """Check the checksum behind ``data`` and return a cursor over what it guards, past the common header.
+
+    Raises:
+        CorruptionError: The checksum does not fit: a bit flipped, or bytes are missing.
+    """
+    view = memoryview(data)
+    if len(view) < HEADER_BYTES + CHECKSUM_BYTES or digest.checksum(view[:-CHECKSUM_BYTES]) != view[-CHECKSUM_BYTES:]:
+        raise CorruptionError(f"{where}: checksum mismatch: the object is damaged or cut short", path=where)
+    return Cursor(view[HEADER_BYTES:-CHECKSUM_BYTES], where)
+
+
+class Cursor:
+    """Reads fields one after another from a buffer whose checksum fits; a field that leaves it is a `FormatError`."""
+
+    def __init__(self, data: memoryview, where: str) -> None:
+        self._data = data
+        self._at = 0
+        self.where = where
+
+    @property
+    def remaining(self) -> int:
+        """Bytes not read yet."""
+        return len(self._data) - self._at
+
+    def take(self, count: int) -> memoryview:
+        """The next ``count`` bytes, not copied."""
+        if count > self.remaining:
+            raise self.malformed(f"a field of {count} bytes where {self.remaining} are left")
+        piece = self._data[self._at : self._at + count]
+        self._at += count
+        return piece
+
+    def bytes(self, count: int) -> bytes:
+        """The next ``count`` bytes, copied."""
+        return bytes(self.take(count))
+
+    def unsigned(self, size: int) -> int:
+        """The next ``size`` bytes as a little-endian unsigned number."""
+        return int.from_bytes(self.take(size), "little")
+
+    def signed(self, size: int) -> int:
+        """The next ``size`` bytes as a little-endian two's complement number."""
+        return int.from_bytes(self.take(size), "little", signed=True)
+
+    def text(self, count: int, field: str) -> str:
+        """The next ``count`` bytes as UTF-8."""
+        try:
+            return str(self.take(count), "utf-8")
+        except UnicodeDecodeError:
+            raise self.malformed(f"{field} is not UTF-8") from None
+
+    def digest_kind(self, size: int = 1) -> DigestKind:
+        """The next ``size`` bytes as a digest kind."""
+        number = self.unsigned(size)
+        try:
+            return DigestKind(number)
+        except ValueError:
+            raise self.malformed(f"unknown digest kind {number}") from None
+
+    def bounded(self, size: int, limit: int, field: str) -> int:
+        """The next ``size`` bytes as a number of at most ``limit``."""
+        value = self.unsigned(size)
+        if value > limit:
+            raise self.malformed(f"{field} is {value}, over the limit of {limit}")
+        return value
+
+    def zeros(self, count: int) -> None:
+        """Pass over reserved bytes, which must be zero."""
+        if any(self.take(count)):
+            raise self.malformed("reserved bytes are not zero: written by a newer tierfs?")
+
+    def finish(self) -> None:
+        """Check that nothing is left over."""
+        if self.remaining:
+            raise self.malformed(f"{self.remaining} bytes too many")
+
+    def malformed(self, what: str) -> FormatError:
+        """The error for a field that breaks FORMAT.md."""
+        return FormatError(f"{self.where}: {what}", path=self.where)
+
+
+def check_writable(value: int, limit: int, field: str) -> None:
+    """Check a field on its way out against the limit that a reader will hold it to.
+
+    Raises:
+        InvalidInputError: It is larger.
+    """
+    if value > limit:
+        raise InvalidInputError(f"{field} is {value}, over the limit of {limit}")

@@ -1,0 +1,171 @@
+"""Where things lie below a store's root: paths and chunk names to object keys, and back.
+
+FORMAT.md, "Keys". A key component that ends in ``!`` is a record, any other is a directory, so a record and a
+directory of one name never collide, not even on a backend whose keys are real file names.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tierfs.digest import DigestKind
+from tierfs.errors import FormatError, InvalidInputError
+
+__all__ = [
+    "CHUNKS",
+    "DESCRIPTOR",
+    "GC",
+    "LEASES",
+    "PRIVATE",
+    "TREE",
+    "ChunkName",
+    "chunk_key",
+    "condemned_key",
+    "directory_prefix",
+    "lease_key",
+    "marker_key",
+    "parse_chunk_key",
+    "parse_tree_component",
+    "record_key",
+    "validate_path",
+]
+
+PRIVATE = ".tierfs"
+DESCRIPTOR = f"{PRIVATE}/store.json"
+CHUNKS = f"{PRIVATE}/chunks/"
+TREE = f"{PRIVATE}/tree/"
+GC = f"{PRIVATE}/gc/"
+LEASES = f"{PRIVATE}/leases/"
+
+PATH_BYTES_MAX = 800
+COMPONENT_BYTES_MAX = 250
+NO_RECIPE = bytes(8)
+
+_PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.=+,@")
+_ESCAPE = re.compile(r"!([0-9a-f]{2})")
+_CHUNK = re.compile(r"([0-9a-f]{2})/([0-9a-f]{32}|[0-9a-f]{64})\.(0|[1-9][0-9]{0,9})(?:-([0-9a-f]{16}))?")
+
+
+class ChunkName(NamedTuple):
+    """Names one chunk object: what is in it, which copy of it, and how it is encoded."""
+
+    digest: bytes
+    generation: int = 0
+    recipe: bytes = NO_RECIPE
+
+
+def _encode(component: str) -> str:
+    return "".join(chr(byte) if byte in _PLAIN else f"!{byte:02x}" for byte in component.encode())
+
+
+def validate_path(path: str) -> str:
+    """Check a path relative to the store's root, and return it.
+
+    Raises:
+        InvalidInputError: Empty, absolute, with ``.``, ``..``, an empty part or a NUL in it, below ``.tierfs``, not
+            UTF-8, or over a limit.
+    """
+    parts = path.split("/")
+    problem = ""
+    if not path or not parts[0]:
+        problem = "it is empty or absolute: give a path relative to the store"
+    elif not all(parts):
+        problem = "it has an empty part ('//' or a '/' at its end)"
+    elif "." in parts or ".." in parts:
+        problem = "'.' and '..' are not allowed: name the file directly"
+    elif "\0" in path:
+        problem = "it has a NUL byte"
+    elif parts[0] == PRIVATE:
+        problem = f"{PRIVATE} holds the store's own objects"
+    else:
+        try:
+            encoded = [_encode(part) for part in parts]
+        except UnicodeEncodeError:
+            problem = "it is not valid Unicode"
+        else:
+            if max(map(len, encoded)) > COMPONENT_BYTES_MAX:
+                problem = f"a part of it is over the limit of {COMPONENT_BYTES_MAX} bytes in encoded form"
+            elif sum(map(len, encoded)) + len(encoded) > PATH_BYTES_MAX:
+                problem = f"it is over the limit of {PATH_BYTES_MAX} bytes in encoded form"
+    if problem:
+        shown = path if len(path) <= PATH_BYTES_MAX else path[:80] + "..."
+        raise InvalidInputError(f"bad path {shown!r}: {problem}", path=shown)
+    return path
+
+
+def record_key(path: str) -> str:
+    """The key of the record of the file ``path``: its manifest, or its tombstone."""
+    return TREE + "/".join(_encode(part) for part in validate_path(path).split("/")) + "!"
+
+
+def directory_prefix(path: str) -> str:
+    """What the keys of all records below the directory ``path`` start with. ``""`` is the root."""
+    if not path:
+        return TREE
+    return TREE + "/".join(_encode(part) for part in validate_path(path).split("/")) + "/"
+
+
+def marker_key(path: str) -> str:
+    """The key of the record that says that the directory ``path`` exists even when it is empty."""
+    return directory_prefix(path) + "!"
+
+
+def parse_tree_component(component: str) -> tuple[str, bool]:
+    """Turn one part of a key below ``tree/`` back into the user's name.
+
+    Returns:
+        The name, and whether it is a record. A directory's own marker has the empty name.
+
+    Raises:
+        FormatError: No name encodes to this.
+    """
+    is_record = component.endswith("!")
+    encoded = component[:-1] if is_record else component
+    try:
+        name = bytes(_unescape(encoded)).decode()
+    except (UnicodeDecodeError, ValueError):
+        name = ""
+    if _encode(name) != encoded or name in (".", ".."):
+        raise FormatError(f"{component!r} is no name of a record: not written by tierfs", path=component)
+    return name, is_record
+
+
+def _unescape(encoded: str) -> bytearray:
+    out = bytearray()
+    at = 0
+    for match in _ESCAPE.finditer(encoded):
+        out += encoded[at : match.start()].encode("ascii")
+        out.append(int(match[1], 16))
+        at = match.end()
+    out += encoded[at:].encode("ascii")
+    return out
+
+
+def chunk_key(name: ChunkName) -> str:
+    """The key of a chunk object."""
+    text = name.digest.hex()
+    recipe = "" if name.recipe == NO_RECIPE else f"-{name.recipe.hex()}"
+    return f"{CHUNKS}{text[:2]}/{text}.{name.generation}{recipe}"
+
+
+def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
+    """The inverse of `chunk_key`.
+
+    Raises:
+        FormatError: This is no chunk's key in a store with digests of this kind.
+    """
+    match = _CHUNK.fullmatch(key.removeprefix(CHUNKS))
+    if match is None or match[2][:2] != match[1] or len(match[2]) != 2 * kind.size:
+        raise FormatError(f"{key!r} is no chunk's key", path=key)
+    return ChunkName(bytes.fromhex(match[2]), int(match[3]), bytes.fromhex(match[4]) if match[4] else NO_RECIPE)
+
+
+def lease_key(holder: bytes) -> str:
+    """The key of the lease of the writer with this id."""
+    return f"{LEASES}{holder.hex()}"
+
+
+def condemned_key(epoch: int) -> str:
+    """The key of the list of chunks condemned in this epoch; keys sort as epochs do."""
+    return f"{GC}{epoch:016x}"

@@ -1,0 +1,5 @@
+"""fsspec: the filesystem, its files, its URL forms."""
+
+from tierfs.fs.filesystem import TierFileSystem
+
+__all__ = ["TierFileSystem"]

@@ -1,0 +1,351 @@
+"""File handles: what ``open`` returns."""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import io
+import logging
+import os
+import sys
+import threading
+import warnings
+from types import TracebackType
+from typing import Any
+
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import TierfsError
+from tierfs.store import Reader, Writer
+
+__all__ = ["CompressedFile", "ReadFile", "TextFile", "WriteFile"]
+
+READ_AHEAD_BLOCKS = 4
+CACHED_BLOCKS_MAX = 8
+_logger = logging.getLogger("tierfs.fs")
+
+
+class ReadFile(io.BufferedReader):
+    """A file at one version, opened for reading. Large reads go straight into the caller's buffer.
+
+    Args:
+        fs: The filesystem it was opened with.
+        path: The path, as that filesystem writes it.
+        reader: The opened version.
+        details: What ``fs.info`` says of it.
+
+    Attributes:
+        size: Bytes of the file.
+        details: What ``fs.info`` said of it when it was opened.
+    """
+
+    def __init__(self, fs: Any, path: str, reader: Reader, details: dict[str, Any]) -> None:
+        super().__init__(_RawReader(path, reader), max(1, min(BLOCK_BYTES, reader.length)))
+        self.fs = fs
+        self.path = path
+        self.size = reader.length
+        self.details = details
+
+    @property
+    def full_name(self) -> str:
+        """The path with its protocol."""
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def info(self) -> dict[str, Any]:
+        """What ``fs.info`` said of it when it was opened."""
+        return self.details
+
+
+class _RawReader(io.RawIOBase):
+    """Positioned reads; small ones through a few blocks that are kept, with read-ahead where they follow each other."""
+
+    mode = "rb"
+
+    def __init__(self, path: str, reader: Reader) -> None:
+        self.name = path
+        self._reader = reader
+        self._at = 0
+        self._next = 0
+        self._blocks: collections.OrderedDict[int, memoryview] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.length}
+        if whence not in base:
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
+        target = base[whence] + offset
+        if target < 0:
+            raise ValueError(f"cannot seek to {target}, before the start of the file")
+        self._at = target
+        return target
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        count = max(0, min(len(out), self._reader.length - self._at))
+        if count > BLOCK_BYTES:
+            self._reader.read_into(self._at, out[:count])
+        elif count:
+            with self._lock:
+                self._read_small(out[:count])
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        out = bytearray(max(0, self._reader.length - self._at))
+        self._reader.read_into(self._at, memoryview(out))
+        self._at += len(out)
+        return bytes(out)
+
+    def _read_small(self, out: memoryview) -> None:
+        done = 0
+        while done < len(out):
+            index, start = divmod(self._at + done, BLOCK_BYTES)
+            block = self._block(index)
+            piece = block[start : start + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+
+    def _block(self, index: int) -> memoryview:
+        if index not in self._blocks:
+            wanted = READ_AHEAD_BLOCKS if index == self._next and index else 1
+            begin = index * BLOCK_BYTES
+            run = memoryview(bytearray(min(wanted * BLOCK_BYTES, self._reader.length - begin)))
+            self._reader.read_into(begin, run)
+            for offset in range(0, len(run), BLOCK_BYTES):
+                self._blocks[index + offset // BLOCK_BYTES] = run[offset : offset + BLOCK_BYTES]
+            self._next = index + -(-len(run) // BLOCK_BYTES)
+            while len(self._blocks) > CACHED_BLOCKS_MAX:
+                self._blocks.popitem(last=False)
+        return self._blocks[index]
+
+
+class WriteFile(io.BufferedIOBase):
+    """A file being written. It is published whole by ``close``, or not at all.
+
+    An exception inside ``with``, or one that is on its way while ``close`` is called, publishes nothing; nor does a
+    handle that is dropped without being closed. Both are logged.
+
+    Args:
+        fs: The filesystem it was opened with.
+        path: The path, as that filesystem writes it.
+        writer: Where the bytes go.
+        mode: As given to ``open``.
+        autocommit: Whether ``close`` publishes; without, ``commit`` does (transactions).
+    """
+
+    def __init__(self, fs: Any, path: str, writer: Writer, mode: str, *, autocommit: bool = True) -> None:
+        self.fs = fs
+        self.path = path
+        self.mode = mode
+        self.autocommit = autocommit
+        self._writer: Writer | None = writer
+        self._memory_file: int | None = None
+        self._error_at_open = sys.exc_info()[1]
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self.path
+
+    @property
+    def full_name(self) -> str:
+        """The path with its protocol."""
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Add bytes at the end. They are copied, so ``data`` may change afterwards."""
+        return self._open_writer().write(data)
+
+    def tell(self) -> int:
+        """Bytes of the file so far; for an appending handle, with what was there."""
+        return self._open_writer().length
+
+    def flush(self) -> None:
+        """Nothing: bytes become visible, and durable, when the file is closed."""
+        if not self.closed:
+            self._open_writer()
+
+    def fileno(self) -> int:
+        """A descriptor on which ``os.fsync`` succeeds and does nothing, because ``close`` is what makes bytes durable.
+
+        Code that flushes what it wrote, as DCP does, would otherwise flush every filesystem of the machine. The file
+        behind it is sealed: writing to the descriptor directly fails rather than losing bytes.
+        """
+        self._open_writer()
+        if self._memory_file is None:
+            self._memory_file = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fcntl.fcntl(self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        return self._memory_file
+
+    def close(self) -> None:
+        """Publish the file, or in a transaction leave it to `commit`. A second call does nothing.
+
+        Raises:
+            ConflictError: Somebody else changed the path since it was opened; theirs stands.
+            TierfsError: It could not be stored; the path holds what it held before.
+        """
+        if self.closed:
+            return
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._error_at_open:
+            _logger.warning("%s was closed while handling %r and is not published", self.path, error)
+            self.discard()
+            return
+        self._close_handle()
+        if self.autocommit:
+            self.commit()
+
+    def commit(self) -> None:
+        """Publish what was written. Raises as `close` does."""
+        self._close_handle()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.commit()
+
+    def discard(self) -> None:
+        """Publish nothing."""
+        self._close_handle()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.abort()
+
+    def __enter__(self) -> WriteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.discard()
+        else:
+            self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_writer", None) is not None and not self.closed:
+            _logger.warning("%s was dropped without being closed and is not published", self.path)
+            warnings.warn(f"unclosed file {self.path!r} is not published", ResourceWarning, stacklevel=2, source=self)
+            self.discard()
+
+    def _open_writer(self) -> Writer:
+        if self.closed or self._writer is None:
+            raise ValueError(f"{self.path}: I/O operation on closed file")
+        return self._writer
+
+    def _close_handle(self) -> None:
+        if self._memory_file is not None:
+            os.close(self._memory_file)
+            self._memory_file = None
+        super().close()
+
+
+class TextFile(io.TextIOWrapper):
+    """A handle in text mode, which passes on that an exception is to publish nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._discard()
+        else:
+            self.close()
+
+    def __del__(self) -> None:
+        if not self.closed:
+            self._discard()
+
+    def _discard(self) -> None:
+        discard = getattr(self.buffer, "discard", None)
+        if discard is not None:
+            discard()
+        else:
+            self.close()
+
+
+class CompressedFile(io.BufferedIOBase):
+    """A handle behind a compressor, whose ``close`` also closes what lies below it, as compressors leave undone."""
+
+    def __init__(self, outer: Any, inner: ReadFile | WriteFile) -> None:
+        self._outer = outer
+        self._inner = inner
+        self.path = inner.path
+
+    def readable(self) -> bool:
+        """Whether the handle below is."""
+        return self._inner.readable()
+
+    def writable(self) -> bool:
+        """Whether the handle below is."""
+        return self._inner.writable()
+
+    def seekable(self) -> bool:
+        """Whether the compressor can seek."""
+        return bool(self._outer.seekable())
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read and decompress."""
+        return bytes(self._outer.read(-1 if size is None else size))
+
+    def read1(self, size: int = -1) -> bytes:
+        """Read and decompress, at most one block."""
+        return self.read(size if size >= 0 else BLOCK_BYTES)
+
+    def readinto(self, buffer: Any) -> int:
+        """Read and decompress into ``buffer``."""
+        out = memoryview(buffer).cast("B")
+        piece = self.read(len(out))
+        out[: len(piece)] = piece
+        return len(piece)
+
+    def write(self, data: Any) -> int:
+        """Compress and write."""
+        self._outer.write(data)
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Seek in the decompressed bytes."""
+        return int(self._outer.seek(offset, whence))
+
+    def tell(self) -> int:
+        """Position in the decompressed bytes."""
+        return int(self._outer.tell())
+
+    def close(self) -> None:
+        """Close the compressor, then the handle below, which publishes."""
+        if self.closed:
+            return
+        try:
+            self._outer.close()
+            self._inner.close()
+        finally:
+            super().close()
+
+    def discard(self) -> None:
+        """Publish nothing."""
+        if isinstance(self._inner, WriteFile):
+            self._inner.discard()
+        try:
+            self._outer.close()
+        except (ValueError, TierfsError) as error:
+            # The compressor's last words have nowhere to go any more.
+            _logger.debug("closing the compressor of a discarded file: %r", error)
+        super().close()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.discard()
+        else:
+            self.close()

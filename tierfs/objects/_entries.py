@@ -1,0 +1,85 @@
+"""What the dictionaries that fsspec filesystems describe their files with say about an object's version and time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from tierfs.objects.protocol import ObjectInfo, Version
+
+__all__ = ["Entry", "is_directory"]
+
+# In order of preference. Those that ``info`` knows and listings may not, like S3's version id, come last: an object
+# must have the same version in both.
+_TAGS = ("generation", "ETag", "etag", "versionId", "VersionId", "checksum")
+_TIMES = (
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "updated",
+    "modified",
+    "modify",
+    "modificationTime",
+    "last_write_time",
+    "created",
+)
+_MILLISECONDS_FROM = 1e11  # as seconds this would be the year 5138; the web face of HDFS counts milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file.
+
+    Attributes:
+        info: As an object.
+        stamp: The time that tells its version from others; ``None`` where the version is more than time and size.
+    """
+
+    info: ObjectInfo
+    stamp: str | None
+
+    @classmethod
+    def of(cls, key: str, fields: Mapping[str, Any]) -> Entry:
+        """Read what the filesystem says of ``key``."""
+        size = int(fields.get("size") or 0)
+        stamp, modified_ns = _time(fields)
+        for name in _TAGS:
+            if fields.get(name):
+                return cls(ObjectInfo(key, size, Version(str(fields[name]).strip('"')), modified_ns), None)
+        version = Version(f"t{stamp}-{size:x}-{int(fields.get('ino') or 0):x}")
+        return cls(ObjectInfo(key, size, version, modified_ns), stamp)
+
+
+def is_directory(fields: Mapping[str, Any]) -> bool:
+    """Whether a filesystem describes a directory."""
+    return fields.get("type") == "directory"
+
+
+def _time(fields: Mapping[str, Any]) -> tuple[str, int]:
+    """The time of the last change, as text that tells it from others and as nanoseconds; empty and 0 where unknown."""
+    for name in _TIMES:
+        value = fields.get(name)
+        if not value:
+            continue
+        seconds = _seconds(value)
+        if seconds is None:
+            return str(value), 0
+        # Microseconds: the same file is described by a float in listings and by a datetime elsewhere.
+        modified_ns = round(seconds * 1_000_000) * 1000
+        return f"{modified_ns:x}", modified_ns
+    return "", 0
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value.replace("Z", "+00:00"))
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=timezone.utc)).timestamp()
+    if isinstance(value, int | float):
+        return value / 1000 if value > _MILLISECONDS_FROM else value
+    return None

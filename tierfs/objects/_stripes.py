@@ -1,0 +1,33 @@
+"""Locks on paths, shared by everything in this process that changes the same kind of filesystem."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+
+__all__ = ["locked"]
+
+_STRIPES = 1024  # so that few of a few dozen concurrent writes wait for one another by chance
+
+_locks: dict[type, tuple[threading.RLock, ...]] = {}
+os.register_at_fork(after_in_child=_locks.clear)  # a thread that the child lacks may have held one
+
+
+@contextlib.contextmanager
+def locked(kind: type, paths: Iterable[str]) -> Iterator[None]:
+    """Exclude every other holder of one of ``paths``.
+
+    Args:
+        kind: The filesystem's class. Not the instance, since fsspec makes several for one and the same filesystem.
+        paths: Whole paths there.
+    """
+    stripes = _locks.get(kind) or _locks.setdefault(kind, tuple(threading.RLock() for _ in range(_STRIPES)))
+    # In one order everywhere, so that two holders of several cannot wait for each other.
+    chosen = sorted({zlib.crc32(os.fsencode(path)) % _STRIPES for path in paths})
+    with contextlib.ExitStack() as stack:
+        for index in chosen:
+            stack.enter_context(stripes[index])
+        yield

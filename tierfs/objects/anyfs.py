@@ -1,0 +1,323 @@
+"""Object tier on any fsspec filesystem, for those that have no tier of their own here.
+
+fsspec has no conditional writes, so a store here is a single-writer one: conditions are checked before the write, under
+a lock of this process, which other processes do not see. What is written is looked at afterwards; what is read comes
+from one version as far as one look before the read can tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import fsspec
+import fsspec.asyn
+
+from tierfs.clock import Clock, SystemClock
+from tierfs.digest import Buffer
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    TierfsError,
+)
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects._entries import Entry, is_directory
+from tierfs.objects._stripes import locked
+from tierfs.objects.clienterrors import translate_client_error, translated_client
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Range,
+    Update,
+    Version,
+    verify_checksum,
+)
+
+__all__ = ["FsspecObjects"]
+
+# Filesystems that are a flat set of keys: there are no directories to make, a put is seen whole or not at all, and
+# `find` is one listing. Everywhere else `find` passes over directories that it could not read, and `ls` does not.
+_FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"})
+# Those whose `pipe_file(mode="create")` is known to reach the server as a condition.
+_EXCLUSIVE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
+_ON_THIS_HOST = frozenset({"file", "local", "memory"})
+
+_DELETES_AT_ONCE = 32
+_DIRECTORIES_REMEMBERED = 4096
+_NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, those of FAT, count two seconds
+
+
+class FsspecObjects:
+    """Objects as files of an fsspec filesystem. Single-writer.
+
+    ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it; what the
+    filesystem remembers of its listings is dropped before each look. Where versions are made of time and size, a put
+    that would get the time of the object it replaces is written again until it has another one.
+
+    Args:
+        fs: The filesystem, made without ``asynchronous=True``.
+        root: Path there, with or without the protocol.
+        clock: Where time comes from.
+
+    Raises:
+        InvalidInputError: The filesystem is asynchronous.
+    """
+
+    def __init__(self, fs: fsspec.AbstractFileSystem, root: str, *, clock: Clock | None = None) -> None:
+        if getattr(fs, "asynchronous", False):
+            raise InvalidInputError(f"{type(fs).__name__} is asynchronous: make it without asynchronous=True")
+        self.fs = fs
+        self.root = str(fs._strip_protocol(root)).rstrip("/")
+        self._below = f"{self.root.strip('/')}/".lstrip("/")
+        self._clock: Clock = clock or SystemClock()
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._flat = bool(protocols & _FLAT)
+        self._exclusive = bool(protocols & _EXCLUSIVE)
+        # Not of every asynchronous one: `DirFileSystem` is one around those that are not.
+        self._concurrent = self._flat and fs.async_impl
+        self._directories_made: set[str] = set()
+        self._capabilities = Capabilities(
+            conditional_create=False,
+            conditional_update=False,
+            list_after_write=True,
+            atomic_put=self._flat,
+            host_local=bool(protocols & _ON_THIS_HOST),
+        )
+
+    def __repr__(self) -> str:
+        return f"FsspecObjects({type(self.fs).__name__}, {self.root!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return self._capabilities
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        verify_checksum(checksum, data, key)
+        content = b"".join(data)  # clients take one bytes object and nothing else
+        path = self._path(key)
+        with locked(type(self.fs), [path]):
+            before = None if self._flat and mode == OVERWRITE else self._look(key)
+            if isinstance(mode, Create) and before is not None:
+                raise AlreadyExistsError(f"{key} exists", path=key)
+            if isinstance(mode, Update):
+                self._expect(key, before, mode.version)
+            if before is not None and before.stamp == "":
+                raise _indistinguishable(key)
+            try:
+                self._write(path, content, key, exclusive=isinstance(mode, Create) and self._exclusive)
+                return self._settle(path, content, key, before).info
+            except NotFoundError as error:
+                raise StoreError(f"{key}: the bucket or directory to write it to is not there", path=key) from error
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        info = self.head(key)
+        if version is not None and info.version != version:
+            raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+        wanted = [(offset, out) for offset, out in ranges if len(out)]
+        for offset, out in wanted:
+            end = offset + len(out)
+            if end > info.size:
+                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {end}: cut short", path=key)
+        if not wanted:
+            return info
+        starts = [offset for offset, _ in wanted]
+        ends = [offset + len(out) for offset, out in wanted]
+        with translated_client(key):
+            pieces = self.fs.cat_ranges([self._path(key)] * len(wanted), starts, ends, on_error="return")
+        for (_, out), piece in zip(wanted, pieces, strict=True):
+            if isinstance(piece, BaseException):
+                raise translate_client_error(piece, key) from piece
+            if len(piece) != len(out):
+                raise self._mismatch(info, f"a range of {len(out)} bytes came with {len(piece)}")
+            out[:] = piece
+        return info
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        # Looked at first: where the object changes in between, new content goes by the old version, and an update that
+        # builds on it is refused. The other way round it would overwrite what nobody had seen.
+        info = self.head(key)
+        if info.size > limit:
+            raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+        if not info.size:
+            return b"", info  # a range of an empty object is an error on S3
+        with translated_client(key):
+            # One byte more, so that an object that has grown does not pass for a whole one.
+            content = bytes(self.fs.cat_file(self._path(key), 0, info.size + 1))
+        if len(content) != info.size:
+            raise self._mismatch(info, f"it has {info.size} bytes, and {len(content)} came")
+        return content, info
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        found = self._look(key)
+        if found is None:
+            raise NotFoundError(f"{key} is not there", path=key)
+        return found.info
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        waiting = [prefix]
+        while waiting:
+            at = waiting.pop()
+            for key, fields in self._entries(at, flat=self._flat and not delimiter):
+                if not is_directory(fields):
+                    yield Entry.of(key, fields).info
+                elif delimiter:
+                    yield Prefix(f"{key}/")
+                else:
+                    waiting.append(f"{key}/")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        several = list(dict.fromkeys(keys))
+        step = _DELETES_AT_ONCE if self._concurrent else 1
+        for start in range(0, len(several), step):
+            some = several[start : start + step]
+            paths = [self._path(key) for key in some]
+            with locked(type(self.fs), paths):
+                for key, error in zip(some, self._remove(paths), strict=True):
+                    translation = error and translate_client_error(error, key)
+                    if translation is not None and not isinstance(translation, NotFoundError):
+                        raise translation from error
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        path = self._path(key)
+        with locked(type(self.fs), [path]):
+            found = self._look(key)
+            if found is None:
+                raise NotFoundError(f"{key} is not there", path=key)
+            self._expect(key, found, version)
+            with translated_client(key):
+                self.fs.rm_file(path)
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    def _look(self, key: str) -> Entry | None:
+        try:
+            with translated_client(key):
+                self.fs.invalidate_cache()
+                fields = self.fs.info(self._path(key))
+        except NotFoundError:
+            return None
+        return None if is_directory(fields) else Entry.of(key, fields)
+
+    def _expect(self, key: str, found: Entry | None, version: Version) -> None:
+        if found is None:
+            raise ConflictError(f"{key} is not there any more", path=key)
+        if found.info.version != version:
+            raise ConflictError(f"{key} is at version {found.info.version}, not at {version}", path=key)
+
+    def _write(self, path: str, content: bytes, key: str, *, exclusive: bool) -> None:
+        if not self._flat:
+            self._make_directory(path.rpartition("/")[0], key)
+        try:
+            with translated_client(key):
+                if exclusive:
+                    self.fs.pipe_file(path, content, mode="create")
+                else:
+                    self.fs.pipe_file(path, content)
+        except ConflictError as error:  # the server's refusal of a condition, and the only one sent is "create"
+            raise AlreadyExistsError(f"{key} exists", path=key) from error
+        except NotFoundError:
+            self._directories_made.clear()  # somebody removed one
+            raise
+
+    def _make_directory(self, directory: str, key: str) -> None:
+        if directory in self._directories_made:
+            return
+        with translated_client(key):
+            self.fs.makedirs(directory, exist_ok=True)
+        if len(self._directories_made) >= _DIRECTORIES_REMEMBERED:
+            self._directories_made.clear()
+        self._directories_made.add(directory)
+
+    def _settle(self, path: str, content: bytes, key: str, before: Entry | None) -> Entry:
+        """Check that what was written is there, under a version that is not the one before."""
+        deadline = self._clock.monotonic() + _NEW_TIME_WITHIN_S
+        pause_s = 0.001
+        while True:
+            after = self._look(key)
+            if after is None or after.info.size != len(content):
+                found = "nothing" if after is None else f"{after.info.size} bytes"
+                raise StoreError(
+                    f"{key}: {len(content)} bytes were written, and {found} stored", transient=True, path=key
+                )
+            if before is None or after.stamp is None or after.stamp != before.stamp:
+                return after
+            if self._clock.monotonic() >= deadline:
+                raise _indistinguishable(key)
+            self._clock.sleep(pause_s)
+            pause_s *= 2
+            self._write(path, content, key, exclusive=False)
+
+    def _remove(self, paths: Sequence[str]) -> list[BaseException | None]:
+        """Remove files, at once where the filesystem can, and return the error of each."""
+        if not self._concurrent:
+            return [_error_of(self.fs.rm_file, path) for path in paths]
+
+        async def remove() -> list[BaseException | None]:
+            results = await asyncio.gather(*(self.fs._rm_file(path) for path in paths), return_exceptions=True)
+            return [result if isinstance(result, BaseException) else None for result in results]
+
+        errors: list[BaseException | None] = fsspec.asyn.sync(self.fs.loop, remove)
+        return errors
+
+    def _mismatch(self, info: ObjectInfo, what: str) -> TierfsError:
+        """Why fewer or more bytes came than were asked for."""
+        if self.head(info.key).version != info.version:
+            return StoreError(f"{info.key} changed while it was read: {what}", transient=True, path=info.key)
+        return CorruptionError(f"{info.key}: {what}: cut short", path=info.key)
+
+    def _entries(self, prefix: str, *, flat: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Key and description of everything directly below ``prefix``, or of every file below it."""
+        directory = self._path(prefix).rstrip("/") or "/"
+        try:
+            with translated_client(prefix):
+                self.fs.invalidate_cache()
+                if flat:
+                    entries = list(self.fs.find(directory, detail=True).values())
+                else:
+                    entries = self.fs.ls(directory, detail=True)
+        except NotFoundError:
+            return
+        for fields in entries:
+            path = str(fields["name"]).lstrip("/")
+            if not is_directory(fields) and path.endswith("/"):
+                continue  # a placeholder that some tools put where a directory would be
+            key = path.rstrip("/")[len(self._below) :]
+            if path.startswith(self._below) and key.startswith(prefix) and key != prefix:
+                yield key, fields
+
+
+def _indistinguishable(key: str) -> StoreError:
+    return StoreError(
+        f"{key}: the filesystem does not tell one content from the next, so readers would miss the change: keep the"
+        " store on another one",
+        path=key,
+    )
+
+
+def _error_of(action: Callable[[str], object], path: str) -> Exception | None:
+    try:
+        action(path)
+    except Exception as error:  # noqa: BLE001 - the caller translates it
+        return error
+    return None

@@ -1,0 +1,279 @@
+"""Object tier in a directory of this host.
+
+A put writes a temporary file, flushes it, and puts it in its place with ``link`` (create) or ``rename`` under a lock
+(overwrite, update), then flushes the directories concerned; so an object is there whole or not at all, whatever
+crashes, and conditions hold between processes. Keys are file names. Temporary files and locks lie in ``.tierfs/tmp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tierfs.digest import Buffer
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.oserrors import translated
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Range,
+    Update,
+    Version,
+    verify_checksum,
+)
+
+__all__ = ["LocalObjects"]
+
+_TEMPORARY = ".tierfs/tmp"
+_LOCKS = 64
+_IOV_MAX = 512
+STALE_TEMPORARY_S = 86400.0
+
+_CAPABILITIES = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("xxh3-128",),
+    host_local=True,
+)
+
+
+class LocalObjects:
+    """Objects as files below ``root``.
+
+    Args:
+        root: The directory; made by the first put where it is missing.
+    """
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))
+
+    def __repr__(self) -> str:
+        return f"LocalObjects({str(self.root)!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return _CAPABILITIES
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        verify_checksum(checksum, data, key)
+        try:
+            with translated(key):
+                return self._put(key, data, mode)
+        except NotFoundError as error:
+            raise StoreError(f"{key}: a file is where a directory must be, or the other way round", path=key) from error
+
+    def _put(self, key: str, data: Sequence[Buffer], mode: PutMode) -> ObjectInfo:
+        target = self._path(key)
+        if isinstance(mode, Create) and target.exists():
+            raise AlreadyExistsError(f"{key} exists", path=key)
+        # Described before it gets its name: afterwards somebody else's object may already stand there.
+        temporary, info = self._write_temporary(key, data)
+        try:
+            self._make_directory(target.parent)
+            if isinstance(mode, Create):
+                os.link(temporary, target)
+            else:
+                with self._lock(key):
+                    if isinstance(mode, Update):
+                        self._expect(key, mode.version)
+                    os.rename(temporary, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        _flush_directory(target.parent)
+        return info
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        with translated(key), open(self._path(key), "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            if version is not None and info.version != version:
+                raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+            for offset, out in ranges:
+                _read_exactly(file.fileno(), offset, out, key)
+            return info
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        with translated(key), open(self._path(key), "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            if info.size > limit:
+                raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+            out = bytearray(info.size)
+            _read_exactly(file.fileno(), 0, memoryview(out), key)
+            return bytes(out), info
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        with translated(key):
+            status = os.stat(self._path(key))
+            if not _is_file(status):
+                raise NotFoundError(f"{key} is not there", path=key)
+            return _info(key, status)
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        if prefix == f"{_TEMPORARY}/":
+            return
+        try:
+            with translated(prefix):
+                entries = list(os.scandir(self._path(prefix) if prefix else self.root))
+        except NotFoundError:
+            return
+        for entry in entries:
+            key = prefix + entry.name
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    if key == _TEMPORARY:
+                        continue
+                    if delimiter:
+                        yield Prefix(f"{key}/")
+                    else:
+                        yield from self.list(f"{key}/")
+                elif entry.is_file():
+                    with translated(key):
+                        yield _info(key, entry.stat())
+            except (FileNotFoundError, NotFoundError):
+                continue  # deleted since the directory was read
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        for key in keys:
+            with contextlib.suppress(NotFoundError), translated(key), self._lock(key):
+                self._unlink(key)
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        with translated(key):
+            self.head(key)
+            with self._lock(key):
+                self._expect(key, version)
+                self._unlink(key)
+
+    def _unlink(self, key: str) -> None:
+        path = self._path(key)
+        os.unlink(path)
+        _flush_directory(path.parent)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key
+
+    def _expect(self, key: str, version: Version) -> None:
+        try:
+            found = self.head(key).version
+        except NotFoundError:
+            raise ConflictError(f"{key} is not there any more", path=key) from None
+        if found != version:
+            raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+
+    def _make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents so that they survive a crash."""
+        if directory.is_dir():
+            return
+        self._make_directory(directory.parent)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+        _flush_directory(directory.parent)
+
+    def _write_temporary(self, key: str, data: Sequence[Buffer]) -> tuple[Path, ObjectInfo]:
+        directory = self.root / _TEMPORARY
+        if not directory.is_dir():
+            self._make_directory(directory)
+        self._sweep(directory)
+        temporary = directory / f"put-{secrets.token_hex(16)}"
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                _write_all(descriptor, data)
+                # A version is told from the next by this time, so it is set with the clock's full resolution: the
+                # kernel's own stamps repeat within one tick.
+                now_ns = time.time_ns()
+                os.utime(descriptor, ns=(now_ns, now_ns))
+                os.fsync(descriptor)
+                info = _info(key, os.fstat(descriptor))
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return temporary, info
+
+    def _sweep(self, directory: Path) -> None:
+        """Delete what crashed puts left, about once in a thousand puts."""
+        if secrets.randbelow(1000):
+            return
+        oldest = time.time() - STALE_TEMPORARY_S
+        for entry in os.scandir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.name.startswith("put-") and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry.path)
+
+    @contextlib.contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        """Exclude every other update and delete of ``key``, in this process or another."""
+        directory = self.root / _TEMPORARY
+        if not directory.is_dir():
+            self._make_directory(directory)
+        path = directory / f"lock-{zlib.crc32(os.fsencode(key)) % _LOCKS:02x}"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _is_file(status: os.stat_result) -> bool:
+    return (status.st_mode & 0o170000) == 0o100000
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    version = Version(f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}")
+    return ObjectInfo(key, status.st_size, version, status.st_mtime_ns)
+
+
+def _write_all(descriptor: int, data: Sequence[Buffer]) -> None:
+    pieces = [memoryview(piece).cast("B") for piece in data if len(piece)]
+    while pieces:
+        written = os.writev(descriptor, pieces[:_IOV_MAX])
+        while pieces and written >= len(pieces[0]):
+            written -= len(pieces.pop(0))
+        if written:
+            pieces[0] = pieces[0][written:]
+
+
+def _read_exactly(descriptor: int, offset: int, out: memoryview, key: str) -> None:
+    done = 0
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done:]], offset + done)
+        if not count:
+            end = offset + len(out)
+            raise CorruptionError(f"{key} ends at byte {offset + done}, before byte {end}: cut short", path=key)
+        done += count
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

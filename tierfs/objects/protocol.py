@@ -1,0 +1,212 @@
+"""The one narrow interface to the object tier, and the values that cross it.
+
+Keys are ``/``-separated text below a base that the backend was made with. Objects are replaced or created whole.
+Every method is synchronous and may be called from many threads at once. Behaviour such as retries or limits is added by
+wrapping: a wrapper takes an `ObjectTier` and is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol, TypeAlias
+
+from tierfs import digest
+from tierfs.digest import Buffer
+from tierfs.errors import InvalidInputError, StoreError
+from tierfs.format.descriptor import Capabilities
+
+__all__ = [
+    "CREATE",
+    "OVERWRITE",
+    "Checksum",
+    "Create",
+    "Listed",
+    "ObjectInfo",
+    "ObjectTier",
+    "Overwrite",
+    "Prefix",
+    "PutMode",
+    "Range",
+    "Update",
+    "Version",
+    "checksum_for",
+    "verify_checksum",
+]
+
+Version = NewType("Version", str)
+"""What an object tier calls one content of a key. Two writes never get the same one."""
+
+Range: TypeAlias = tuple[int, memoryview]
+"""An offset into an object, and the writable buffer that the bytes from there are to fill entirely."""
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Put only where nothing is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite:
+    """Put whatever is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """Put only where this version is."""
+
+    version: Version
+
+
+PutMode: TypeAlias = Create | Overwrite | Update
+CREATE = Create()
+OVERWRITE = Overwrite()
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What the endpoint is to verify before it stores.
+
+    Attributes:
+        algorithm: One of `Capabilities.checksums`.
+        value: The digest, in the algorithm's canonical byte order.
+    """
+
+    algorithm: str
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """One object as the tier sees it.
+
+    Attributes:
+        key: Its key.
+        size: Bytes.
+        version: Of its content.
+        modified_ns: When it was stored, by the tier's clock; 0 where unknown.
+    """
+
+    key: str
+    size: int
+    version: Version
+    modified_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """A "directory" in a listing with a delimiter. ``key`` ends with ``/``."""
+
+    key: str
+
+
+Listed: TypeAlias = ObjectInfo | Prefix
+
+
+class ObjectTier(Protocol):
+    """Where objects live. Conformance: `tierfs.testing.ObjectTierTests`."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this endpoint promises. Costs nothing."""
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """Store ``data``, laid end to end, durably, all or nothing.
+
+        Args:
+            key: Where.
+            data: Borrowed for the call only.
+            mode: Condition on what is there. Where the endpoint cannot promise it, it is checked as well as can be.
+            checksum: Refuse the bytes unless they have this one.
+
+        Returns:
+            The object as stored.
+
+        Raises:
+            AlreadyExistsError: ``Create``, and something is there.
+            ConflictError: ``Update``, and another version or nothing is there.
+            StoreError: Among others, the bytes that arrived do not have the checksum; nothing was stored then.
+            CapacityError, ReadOnlyError: It failed. After a transient `StoreError` the object may be stored or not.
+        """
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """Fill each range's buffer from the object. All ranges come from one version.
+
+        Raises:
+            NotFoundError: Nothing is there.
+            ConflictError: ``version`` is given, and another one is there.
+            CorruptionError: The object is too short for a range.
+            StoreError, ReadOnlyError: It failed; the buffers' content is undefined.
+        """
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """Return a whole small object.
+
+        Raises:
+            NotFoundError: Nothing is there.
+            CorruptionError: It is larger than ``limit`` bytes, which are never allocated.
+            StoreError, ReadOnlyError: It failed.
+        """
+
+    def head(self, key: str) -> ObjectInfo:
+        """Describe the object without its bytes.
+
+        Raises:
+            NotFoundError: Nothing is there.
+            StoreError, ReadOnlyError: It failed.
+        """
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """Go through the objects whose key starts with ``prefix``, in no promised order, page by page.
+
+        Args:
+            prefix: Empty, or ends with ``/``.
+            delimiter: Fold everything behind the next ``/`` into one `Prefix`. Where prefixes are directories, one may
+                be listed that holds nothing.
+
+        Raises:
+            StoreError, ReadOnlyError: It failed, also part of the way through.
+        """
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects, whatever their version. Keys that hold nothing are passed over.
+
+        Raises:
+            StoreError, ReadOnlyError: It failed; some may be gone.
+        """
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """Delete one object if this is its version.
+
+        Raises:
+            NotFoundError: Nothing is there.
+            ConflictError: Another version is there.
+            StoreError, ReadOnlyError: It failed; after a transient one the object may be gone.
+        """
+
+
+def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum | None:
+    """The checksum to send with ``data``, by the algorithm the endpoint likes best; ``None`` where it verifies none."""
+    for algorithm in capabilities.checksums:
+        if algorithm == "xxh3-128":
+            return Checksum(algorithm, digest.checksum(*data))
+    return None
+
+
+def verify_checksum(checksum: Checksum | None, data: Sequence[Buffer], key: str) -> None:
+    """What a backend that verifies XXH3-128 itself does before it stores.
+
+    Raises:
+        InvalidInputError: Another algorithm.
+        StoreError: The bytes do not have the checksum: they changed on the way; transient, since the sender has them.
+    """
+    if checksum is None:
+        return
+    if checksum.algorithm != "xxh3-128":
+        raise InvalidInputError(f"this object tier verifies xxh3-128, not {checksum.algorithm}")
+    if digest.checksum(*data) != checksum.value:
+        raise StoreError(
+            f"{key}: the bytes that arrived do not have the checksum sent with them", transient=True, path=key
+        )

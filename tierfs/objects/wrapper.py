@@ -1,0 +1,93 @@
+"""What every wrapper of an object tier has in common: it takes one, and is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tierfs.digest import Buffer
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.protocol import OVERWRITE, Checksum, Listed, ObjectInfo, ObjectTier, PutMode, Range, Version
+
+__all__ = ["METHODS", "Request", "WrappedObjects"]
+
+Answer = TypeVar("Answer")
+
+METHODS = ("put", "get", "read", "head", "list", "delete", "delete_version")
+"""The methods of an object tier that cost a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One call on its way to the object tier.
+
+    Attributes:
+        method: One of `METHODS`.
+        key: Its key; of a listing the prefix, of a deletion the first key.
+        size: Bytes of the buffers that came with it.
+    """
+
+    method: str
+    key: str
+    size: int = 0
+
+
+class WrappedObjects:
+    """An object tier that hands every request on, through two methods that a wrapper overrides.
+
+    Args:
+        inner: The tier to hand on to.
+    """
+
+    def __init__(self, inner: ObjectTier) -> None:
+        self.inner = inner
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+    def _around(self, request: Request, send: Callable[[], Answer]) -> Answer:
+        """Send one request, which may be sent again, and return its answer."""
+        return send()
+
+    def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
+        """Begin one listing and go through it."""
+        return send()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return self.inner.capabilities
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        request = Request("put", key, sum(memoryview(piece).nbytes for piece in data))
+        return self._around(request, lambda: self.inner.put(key, data, mode=mode, checksum=checksum))
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        request = Request("get", key, sum(out.nbytes for _, out in ranges))
+        return self._around(request, lambda: self.inner.get(key, ranges, version=version))
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        return self._around(Request("read", key), lambda: self.inner.read(key, limit))
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        return self._around(Request("head", key), lambda: self.inner.head(key))
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        return self._around_list(Request("list", prefix), lambda: self.inner.list(prefix, delimiter=delimiter))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        several = list(keys)
+        self._around(Request("delete", several[0] if several else ""), lambda: self.inner.delete(several))
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        self._around(Request("delete_version", key), lambda: self.inner.delete_version(key, version))

@@ -1,0 +1,110 @@
+"""Copy and rename: manifests move, data never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tierfs.errors import AlreadyExistsError, NotFoundError
+from tierfs.format.manifest import Manifest
+from tierfs.store.delete import bury
+from tierfs.store.listing import Entry, stat
+from tierfs.store.load import open_entry
+from tierfs.store.records import Observed, observe, publish
+from tierfs.store.save import Writer, confirm, learn_rows, refuse_foreign
+from tierfs.store.store import Store
+
+__all__ = ["copy", "rename"]
+
+COPY_BYTES = 8 << 20
+
+
+def copy(store: Store, source: str, target: str) -> None:
+    """Make ``target`` hold what ``source`` holds, replacing what it held. One manifest is written.
+
+    A file that tierfs did not write is read and stored, since its bytes are not in the store yet.
+
+    Raises:
+        NotFoundError: There is no file at ``source``.
+        ReadOnlyError: tierfs did not write what lies at ``target``.
+        ConflictError: Somebody else changed ``target`` since this call looked at it; theirs stands.
+        StoreError: It failed; if it is transient, ``target`` may be written or not.
+    """
+    entry = stat(store, source)
+    if entry.is_directory:
+        raise NotFoundError(f"{store.where(source)} is a directory", path=source)
+    if source == target:
+        return
+    if entry.manifest is None:
+        _copy_bytes(store, entry, target)
+        return
+    now_ns = store.clock.now_ns()
+    _place(store, entry.manifest, source, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
+
+
+def rename(store: Store, source: str, target: str, *, overwrite: bool = True) -> None:
+    """Move a file: its manifest is written at ``target``, then a tombstone at ``source``.
+
+    A crash in between leaves both, each whole.
+
+    Args:
+        store: The store.
+        source: From where.
+        target: To where; what is there is replaced.
+        overwrite: Whether it may be.
+
+    Raises:
+        NotFoundError: There is no file at ``source``.
+        AlreadyExistsError: There is one at ``target``, and ``overwrite`` is not set.
+        ReadOnlyError: tierfs did not write one of the two.
+        ConflictError: Somebody else changed one of the two since this call looked at it; theirs stands. If it was
+            the source, the target is written all the same.
+        StoreError: It failed; if it is transient, either record may be written or not.
+    """
+    observed = observe(store, source)
+    manifest = observed.manifest
+    if manifest is None:
+        refuse_foreign(store, source)
+        raise NotFoundError(f"{store.where(source)} is not there", path=source)
+    if source == target:
+        return
+    there = observe(store, target)
+    if there.manifest is not None and not overwrite:
+        raise AlreadyExistsError(f"{store.where(target)} exists", path=target)
+    _place(store, manifest, source, there, created_ns=manifest.created_ns, modified_ns=manifest.modified_ns)
+    bury(store, observed)
+
+
+def _place(
+    store: Store, manifest: Manifest, source: str, target: Observed, *, created_ns: int, modified_ns: int
+) -> None:
+    if target.version is None:
+        refuse_foreign(store, target.path)
+    moved = replace(
+        manifest,
+        write_id=store.random_bytes(16),
+        created_ns=created_ns,
+        modified_ns=modified_ns,
+        previous=target.previous,
+    )
+    if manifest.indirect:
+        table = confirm(store, source, manifest.rows)
+        moved = replace(moved, rows=tuple(table))
+        confirm(store, source, learn_rows(store, moved, source))
+    else:
+        moved = replace(moved, rows=tuple(confirm(store, source, learn_rows(store, manifest, source))))
+    publish(store, target, moved)
+
+
+def _copy_bytes(store: Store, entry: Entry, target: str) -> None:
+    reader = open_entry(store, entry)
+    writer = Writer(store, target)
+    try:
+        buffer = memoryview(bytearray(min(COPY_BYTES, reader.length)))
+        for offset in range(0, reader.length, COPY_BYTES):
+            piece = buffer[: min(COPY_BYTES, reader.length - offset)]
+            reader.read_into(offset, piece)
+            writer.write(piece)
+    except BaseException:
+        writer.abort()
+        raise
+    writer.commit()

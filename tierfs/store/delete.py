@@ -1,0 +1,34 @@
+"""Delete a file: its record becomes a tombstone, on condition that it is still the one that was observed."""
+
+from __future__ import annotations
+
+from tierfs.errors import NotFoundError
+from tierfs.format.manifest import Tombstone
+from tierfs.store.records import Observed, observe, publish
+from tierfs.store.save import refuse_foreign
+from tierfs.store.store import Store
+
+__all__ = ["bury", "delete"]
+
+
+def delete(store: Store, path: str) -> None:
+    """Delete the file ``path``. Its chunks are left for garbage collection, one grace later at the earliest.
+
+    Raises:
+        NotFoundError: There is no file.
+        ReadOnlyError: tierfs did not write it.
+        ConflictError: Somebody else changed it since this call looked at it; theirs stands.
+        StoreError: It failed; if it is transient, the file may be gone or not.
+    """
+    observed = observe(store, path)
+    if observed.manifest is None:
+        refuse_foreign(store, path)
+        raise NotFoundError(f"{store.where(path)} is not there", path=path)
+    bury(store, observed)
+
+
+def bury(store: Store, observed: Observed) -> None:
+    """Replace what was observed by a tombstone. Raises as `publish` does."""
+    assert observed.version is not None
+    tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version))
+    publish(store, observed, tombstone)

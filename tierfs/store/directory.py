@@ -1,0 +1,69 @@
+"""Directories that exist though nothing lies in them."""
+
+from __future__ import annotations
+
+from tierfs.errors import AlreadyExistsError, NotFoundError, StoreError
+from tierfs.format.header import Kind
+from tierfs.format.manifest import Manifest, inline_digest
+from tierfs.store.delete import bury
+from tierfs.store.listing import list_directory, stat
+from tierfs.store.records import observe, publish
+from tierfs.store.store import Store
+
+__all__ = ["make_directory", "remove_directory"]
+
+
+def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
+    """Make ``path`` a directory that is shown even while it is empty. Its parents are implied.
+
+    Raises:
+        AlreadyExistsError: There is a file, or, unless ``exist_ok``, a directory.
+        ConflictError, StoreError, ReadOnlyError: As for any change of a record.
+    """
+    if not path:
+        if exist_ok:
+            return
+        raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
+    observed = observe(store, f"{path}/")
+    try:
+        entry = stat(store, path)
+    except NotFoundError:
+        pass
+    else:
+        if not entry.is_directory or not exist_ok:
+            kind = "directory" if entry.is_directory else "file"
+            raise AlreadyExistsError(f"{store.where(path)} exists and is a {kind}", path=path)
+        if observed.manifest is not None:
+            return
+    now_ns = store.clock.now_ns()
+    kind_of_digest = store.descriptor.digest_kind
+    marker = Manifest(
+        kind=Kind.DIRECTORY,
+        write_id=store.random_bytes(16),
+        length=0,
+        created_ns=now_ns,
+        modified_ns=now_ns,
+        digest_kind=kind_of_digest,
+        digest=inline_digest(kind_of_digest, b""),
+        inline=b"",
+        previous=observed.previous,
+    )
+    publish(store, observed, marker)
+
+
+def remove_directory(store: Store, path: str) -> None:
+    """Remove an empty directory.
+
+    Raises:
+        NotFoundError: There is no directory.
+        StoreError: It is not empty.
+        ConflictError, ReadOnlyError: As for any change of a record.
+    """
+    entry = stat(store, path)
+    if not entry.is_directory:
+        raise NotFoundError(f"{store.where(path)} is a file", path=path)
+    if list_directory(store, path, detail=False):
+        raise StoreError(f"{store.where(path)} is not empty", path=path)
+    observed = observe(store, f"{path}/") if path else None
+    if observed is not None and observed.manifest is not None:
+        bury(store, observed)

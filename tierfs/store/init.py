@@ -1,0 +1,91 @@
+"""Make a store: one conditional create, so that any number of hosts that do it at once make one."""
+
+from __future__ import annotations
+
+import logging
+
+from tierfs.clock import Clock, SystemClock
+from tierfs.digest import DigestKind
+from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
+from tierfs.objects.protocol import CREATE, ObjectTier, checksum_for
+
+__all__ = ["create_store", "read_descriptor"]
+
+_logger = logging.getLogger("tierfs.store")
+
+
+def read_descriptor(objects: ObjectTier, url: str) -> Descriptor:
+    """Read the descriptor of the store whose root ``objects`` is based at.
+
+    Raises:
+        NotFoundError: There is no store.
+        CorruptionError, FormatError: The descriptor is damaged, or of another version.
+        StoreError, ReadOnlyError: It failed.
+    """
+    data, _ = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
+    return Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
+
+
+def create_store(
+    objects: ObjectTier,
+    url: str,
+    *,
+    digest: DigestKind = DigestKind.XXH3_128,
+    random_bytes: bytes,
+    clock: Clock | None = None,
+) -> tuple[Descriptor, bool]:
+    """Make a store at the base of ``objects``, or find the one that is there.
+
+    Args:
+        objects: Based at the root.
+        url: How to name the root to a person.
+        digest: How contents are named.
+        random_bytes: 16 of them, for the store's id.
+        clock: Where time comes from.
+
+    Returns:
+        The descriptor that stands, and whether this call made it.
+
+    Raises:
+        InvalidInputError: There is a store, with another kind of digest.
+        CorruptionError, FormatError: There is one, damaged or of another version.
+        StoreError, CapacityError, ReadOnlyError: It failed.
+    """
+    made = Descriptor(
+        uuid=random_bytes.hex(),
+        created_ns=(clock or SystemClock()).now_ns(),
+        digest_kind=digest,
+        endpoint=objects.capabilities,
+    )
+    try:
+        found = read_descriptor(objects, url)
+    except NotFoundError:
+        found = _put(objects, url, made)
+    if found.digest_kind is not digest:
+        raise InvalidInputError(
+            f"{url} is a store with {found.digest_kind.label} digests already: that cannot be changed", path=url
+        )
+    if found == made and found.single_writer:
+        _logger.warning(
+            "%s: this endpoint cannot promise %s, so only one process may write to the store at a time",
+            url,
+            ", ".join(objects.capabilities.missing),
+        )
+    return found, found == made
+
+
+def _put(objects: ObjectTier, url: str, made: Descriptor) -> Descriptor:
+    data = [made.encode()]
+    try:
+        objects.put(keys.DESCRIPTOR, data, mode=CREATE, checksum=checksum_for(objects.capabilities, data))
+    except (AlreadyExistsError, StoreError) as error:
+        if isinstance(error, StoreError) and not error.transient:
+            raise
+        # Another host was faster, or the answer to our own put was lost: what stands is the store.
+        try:
+            return read_descriptor(objects, url)
+        except NotFoundError:
+            raise error from None
+    return made

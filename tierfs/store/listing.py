@@ -1,0 +1,250 @@
+"""What is in a store: one path, one directory, or everything below one.
+
+A directory is there while a live record lies below it, its own marker included, or a file that tierfs did not write.
+Tombstones are told from live records by their size, so only live records that this process has not seen in this
+version cost a GET.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierfs.errors import FormatError, InvalidInputError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
+from tierfs.objects.protocol import ObjectInfo, Prefix
+from tierfs.store.records import observe, observe_listed
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+
+__all__ = ["Entry", "find", "foreign_objects", "is_directory", "list_directory", "live_records", "stat"]
+
+_logger = logging.getLogger("tierfs.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file or directory in a store.
+
+    Attributes:
+        path: Relative to the store's root; empty for the root itself.
+        is_directory: Whether it is one.
+        manifest: Of a file that tierfs wrote, or a directory's marker; ``None`` where there is none or it was not
+            asked for.
+        foreign: The object, for a file that tierfs did not write.
+    """
+
+    path: str
+    is_directory: bool
+    manifest: Manifest | None = None
+    foreign: ObjectInfo | None = None
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file; 0 for a directory."""
+        if self.foreign is not None:
+            return self.foreign.size
+        return self.manifest.length if self.manifest is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Live:
+    """A live record in a listing, not read yet."""
+
+    path: str
+    info: ObjectInfo
+
+
+def stat(store: Store, path: str) -> Entry:
+    """Describe one path; ``""`` is the root.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        CorruptionError, FormatError: Its record is damaged, or of another version.
+        InvalidInputError: The path is no good.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    if not path:
+        return Entry("", is_directory=True)
+    manifest = observe(store, path).manifest
+    if manifest is not None:
+        return Entry(path, is_directory=False, manifest=manifest)
+    try:
+        return Entry(path, is_directory=False, foreign=store.objects.head(path))
+    except NotFoundError:
+        pass
+    marker = observe(store, f"{path}/").manifest
+    if marker is not None or _has_live(store, path) or _has_foreign(store, path):
+        return Entry(path, is_directory=True, manifest=marker)
+    raise NotFoundError(f"{store.where(path)} is not there", path=path)
+
+
+def is_directory(store: Store, path: str) -> bool:
+    """Whether ``path`` is a directory. Raises as `stat` does, but for `NotFoundError`."""
+    try:
+        return stat(store, path).is_directory
+    except NotFoundError:
+        return False
+
+
+def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
+    """What lies in a directory, sorted by name; of a file, the file.
+
+    Args:
+        store: The store.
+        path: The directory; ``""`` is the root.
+        detail: Whether to read the manifests. Without, no record is read and lengths are unknown (0).
+
+    Raises:
+        NotFoundError: Nothing is there.
+        StoreError, ReadOnlyError, CorruptionError, FormatError: It failed.
+    """
+    entries: dict[str, Entry] = {}
+    records: list[_Live] = []
+    directories: list[str] = []
+    exists = not path
+    for item in store.objects.list(_foreign_prefix(path), delimiter=True):
+        child = item.key.rstrip("/")
+        if child != keys.PRIVATE and _is_valid(child):
+            exists = True
+            is_dir = isinstance(item, Prefix)
+            entries[child] = Entry(child, is_directory=is_dir, foreign=None if isinstance(item, Prefix) else item)
+    for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
+        if isinstance(item, Prefix):
+            name = _component(item.key.rstrip("/").rpartition("/")[2])
+            if name is not None and not name[1]:
+                directories.append(_join(path, name[0]))
+            continue
+        live = _parse(path, item)
+        if live is not None:
+            exists = True
+            if not live.path.endswith("/"):
+                records.append(live)
+    alive = transfers().map(lambda name: _has_live(store, name), directories)
+    for name in itertools.compress(directories, alive):
+        entries.setdefault(name, Entry(name, is_directory=True))
+        exists = True
+    for entry in _read_all(store, records, detail=detail):
+        entries[entry.path] = entry
+    if not exists:
+        entry = stat(store, path)
+        return [] if entry.is_directory else [entry]
+    return [entries[name] for name in sorted(entries)]
+
+
+def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
+    """Every file and directory below ``path``, not ``path`` itself, sorted; of a file, the file.
+
+    Raises:
+        StoreError, ReadOnlyError, CorruptionError, FormatError: It failed. A path with nothing there is no error.
+    """
+    entries: dict[str, Entry] = {}
+    records: list[_Live] = []
+    for info in foreign_objects(store, path):
+        entries[info.key] = Entry(info.key, is_directory=False, foreign=info)
+    for item in store.objects.list(keys.directory_prefix(path)):
+        live = _parse(path, item) if isinstance(item, ObjectInfo) else None
+        if live is not None:
+            records.append(live)
+    files = [record for record in records if not record.path.endswith("/")]
+    for entry in _read_all(store, files, detail=detail):
+        entries[entry.path] = entry
+    for name in [*entries, *(record.path for record in records)]:
+        parent = name[:-1] if name.endswith("/") else name.rpartition("/")[0]
+        while len(parent) > len(path) and parent not in entries:
+            entries[parent] = Entry(parent, is_directory=True)
+            parent = parent.rpartition("/")[0]
+    if not entries and path:
+        try:
+            entry = stat(store, path)
+        except NotFoundError:
+            return []
+        return [] if entry.is_directory else [entry]
+    return [entries[name] for name in sorted(entries)]
+
+
+def live_records(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
+    """Path and object of every live record below ``path``, unread; markers' paths end with ``/``."""
+    for item in store.objects.list(keys.directory_prefix(path)):
+        live = _parse(path, item) if isinstance(item, ObjectInfo) else None
+        if live is not None:
+            yield live.path, live.info
+
+
+def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:
+    """Every object below ``path`` that tierfs did not write."""
+    for item in store.objects.list(_foreign_prefix(path)):
+        if isinstance(item, ObjectInfo) and not item.key.startswith(f"{keys.PRIVATE}/") and _is_valid(item.key):
+            yield item
+
+
+def _read_all(store: Store, records: list[_Live], *, detail: bool) -> list[Entry]:
+    if not detail:
+        return [Entry(record.path, is_directory=False) for record in records]
+
+    def read(record: _Live) -> Entry | None:
+        try:
+            manifest = observe_listed(store, record.path, record.info).manifest
+        except NotFoundError:
+            return None  # collected since the listing
+        return None if manifest is None else Entry(record.path, is_directory=False, manifest=manifest)
+
+    known = [record for record in records if _is_known(store, record)]
+    unknown = [record for record in records if not _is_known(store, record)]
+    found = [*map(read, known), *transfers().map(read, unknown)]
+    return [entry for entry in found if entry is not None]
+
+
+def _is_known(store: Store, record: _Live) -> bool:
+    known = store.records.get(record.info.key)
+    return known is not None and known[0] == record.info.version
+
+
+def _has_live(store: Store, path: str) -> bool:
+    return any(True for _ in live_records(store, path))
+
+
+def _has_foreign(store: Store, path: str) -> bool:
+    return any(True for _ in store.objects.list(_foreign_prefix(path), delimiter=True))
+
+
+def _foreign_prefix(path: str) -> str:
+    return f"{keys.validate_path(path)}/" if path else ""
+
+
+def _parse(path: str, info: ObjectInfo) -> _Live | None:
+    """A live record of a listing below ``path``, or ``None`` for a tombstone or a stray object."""
+    prefix = keys.directory_prefix(path)
+    parts = [_component(part) for part in info.key[len(prefix) :].split("/")]
+    names = [part[0] for part in parts if part is not None]
+    well_formed = len(names) == len(parts) and [part[1] for part in parts if part] == [False] * (len(parts) - 1) + [True]
+    if not well_formed:
+        _logger.warning("%s is no record and is passed over: `tierfs verify` lists such objects", info.key)
+        return None
+    if info.size == TOMBSTONE_BYTES:
+        return None
+    return _Live("/".join([path, *names] if path else names) or "/", info)
+
+
+def _component(part: str) -> tuple[str, bool] | None:
+    try:
+        return keys.parse_tree_component(part)
+    except FormatError:
+        return None
+
+
+def _is_valid(path: str) -> bool:
+    """Whether a file that tierfs did not write has a name that a store's path can have."""
+    try:
+        keys.validate_path(path)
+    except InvalidInputError as error:
+        _logger.warning("a file that tierfs did not write cannot be shown: %s", error)
+        return False
+    return True
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}/{name}" if path else name

@@ -1,0 +1,157 @@
+"""Read a file: any range of it, verified block by block, straight into the caller's buffer."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from typing import Protocol
+
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import ConflictError, CorruptionError, NotFoundError
+from tierfs.format.header import Cursor
+from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.store.chunks import fetch
+from tierfs.store.listing import Entry, stat
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+
+__all__ = ["Reader", "expand_rows", "load", "open_entry", "open_manifest"]
+
+PIECE_BYTES_MAX = CHUNK_BYTES
+
+
+class Reader(Protocol):
+    """A file at one version, opened for reading. Safe for use by many threads."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file."""
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``offset``, all of which must be in the file.
+
+        Raises:
+            CorruptionError: A byte that cannot be verified or is missing; ``out`` is undefined.
+            ConflictError: The file was not written by tierfs and has changed since it was opened.
+            StoreError, ReadOnlyError, FormatError: It failed.
+        """
+
+
+def load(store: Store, path: str) -> bytes:
+    """Return a whole file. Raises as `open_entry` and `Reader.read_into` do."""
+    reader = open_entry(store, stat(store, path))
+    out = bytearray(reader.length)
+    reader.read_into(0, memoryview(out))
+    return bytes(out)
+
+
+def open_entry(store: Store, entry: Entry) -> Reader:
+    """Open what a listing or `stat` found.
+
+    Raises:
+        NotFoundError: It is a directory.
+    """
+    if entry.manifest is not None and not entry.is_directory:
+        return open_manifest(store, entry.path, entry.manifest)
+    if entry.foreign is not None:
+        return _ForeignReader(store, entry.foreign)
+    raise NotFoundError(f"{store.where(entry.path)} is a directory", path=entry.path)
+
+
+def open_manifest(store: Store, path: str, manifest: Manifest) -> Reader:
+    """Open the version of a file that a manifest describes."""
+    if manifest.inline is not None:
+        return _InlineReader(manifest.inline)
+    return _ChunkReader(store, path, expand_rows(store, manifest, path))
+
+
+def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
+    """Every chunk of a file in order, also where the table itself lies in chunks.
+
+    Raises:
+        CorruptionError: The table does not make up the file.
+    """
+    if not manifest.indirect:
+        return manifest.rows
+    where = store.where(path)
+    table = memoryview(bytearray(sum(row.raw_length for row in manifest.rows)))
+    _ChunkReader(store, path, manifest.rows).read_into(0, table)
+    rows = decode_rows(Cursor(table, where), None, manifest.digest_kind)
+    if (
+        sum(row.raw_length for row in rows) != manifest.length
+        or content_digest(manifest.digest_kind, manifest.length, [row.name.digest for row in rows]) != manifest.digest
+    ):
+        raise CorruptionError(f"{where}: its table of chunks does not make up the file", path=path)
+    return rows
+
+
+class _InlineReader:
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    @property
+    def length(self) -> int:
+        return len(self._content)
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        out[:] = self._content[offset : offset + len(out)]
+
+
+class _ForeignReader:
+    """A file that tierfs did not write: there is no digest to hold it to, so it is held to its version."""
+
+    def __init__(self, store: Store, info: ObjectInfo) -> None:
+        self._store = store
+        self._info = info
+
+    @property
+    def length(self) -> int:
+        return self._info.size
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        if not len(out):
+            return
+        pieces = [out[at : at + PIECE_BYTES_MAX] for at in range(0, len(out), PIECE_BYTES_MAX)]
+        starts = itertools.accumulate((len(piece) for piece in pieces), initial=offset)
+
+        def fill(piece: tuple[int, memoryview]) -> None:
+            try:
+                self._store.objects.get(self._info.key, [piece], version=self._info.version)
+            except ConflictError as error:
+                raise ConflictError(
+                    f"{self._store.where(self._info.key)} was changed while it was being read: open it again",
+                    path=self._info.key,
+                ) from error
+
+        transfers().map(fill, zip(starts, pieces, strict=False))
+
+
+class _ChunkReader:
+    def __init__(self, store: Store, path: str, rows: tuple[Row, ...]) -> None:
+        self._store = store
+        self._where = store.where(path)
+        self._rows = rows
+        self._starts = [0, *itertools.accumulate(row.raw_length for row in rows)]
+
+    @property
+    def length(self) -> int:
+        return self._starts[-1]
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        pieces = []
+        at = 0
+        index = bisect.bisect_right(self._starts, offset) - 1
+        while at < len(out):
+            start = offset + at - self._starts[index]
+            count = min(self._rows[index].raw_length - start, len(out) - at)
+            pieces.append((self._rows[index], start, out[at : at + count]))
+            at += count
+            index += 1
+
+        def fill(piece: tuple[Row, int, memoryview]) -> None:
+            fetch(self._store, *piece, self._where)
+
+        transfers().map(fill, pieces)
+
+

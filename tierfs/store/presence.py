@@ -1,0 +1,176 @@
+"""The writer's lease, and which chunks it knows to be in the store.
+
+FORMAT.md, "Leases and condemned chunks". Garbage collection condemns what it finds unreached and deletes it one grace
+later, if it is unreached still. A writer that would refer to a chunk it did not just store must not do so on
+knowledge older than that. So knowledge counts only within the continuous lease it was learned in (its *term*), each
+renewal reads the lists of condemned chunks, and a condemned chunk counts as absent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+from tierfs.clock import Clock
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.format.keys import ChunkName
+from tierfs.format.lease import Condemned, Lease
+from tierfs.format.manifest import Row
+from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, checksum_for
+
+__all__ = ["Presence"]
+
+KNOWN_MAX = 200_000
+LIST_BYTES_MAX = 64 << 20
+
+
+class Presence:
+    """What one writer knows to be in the store, and until when that counts. Safe for use by many threads."""
+
+    def __init__(
+        self,
+        objects: ObjectTier,
+        descriptor: Descriptor,
+        clock: Clock,
+        random_bytes: Callable[[int], bytes],
+        *,
+        host: str,
+    ) -> None:
+        self._objects = objects
+        self._descriptor = descriptor
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._host = host
+        self._lock = threading.Lock()
+        self._holder = b""
+        self._sequence = 0
+        self._term = 0
+        self._version: Version | None = None
+        self._renew_at = self._valid_until = float("-inf")
+        self._known: dict[bytes, Row] = {}
+        self._epochs: set[str] = set()
+        self._condemned: set[ChunkName] = set()
+
+    def __repr__(self) -> str:
+        return f"Presence({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned)"
+
+    def ensure(self) -> int:
+        """Hold a lease that counts for at least half its duration from now; forget what an expired one taught.
+
+        Returns:
+            The term: the number of the continuous lease. What is learned from now on is learned in it.
+
+        Raises:
+            StoreError: It could not be renewed in time.
+        """
+        with self._lock:
+            if self._clock.monotonic() < self._renew_at:
+                return self._term
+            # Time counts from before the request is sent, so the writer never believes in its lease for longer than
+            # the server's clock does.
+            start = self._clock.monotonic()
+            if start >= self._valid_until:
+                self._begin_term()
+            self._renew()
+            self._read_condemned()
+            duration = self._descriptor.lease_s
+            if self._clock.monotonic() >= start + duration:
+                raise StoreError(
+                    f"renewing the lease took longer than it lasts ({duration} s): the object tier is too slow; "
+                    "nothing was published",
+                    transient=True,
+                    tier="object",
+                )
+            self._valid_until = start + duration
+            self._renew_at = start + duration / 2
+            return self._term
+
+    def find(self, digest: bytes) -> Row | None:
+        """The chunk with this digest, if it is known to be in the store. Call `ensure` first."""
+        with self._lock:
+            return self._known.get(digest)
+
+    def learn(self, term: int, rows: Iterable[Row]) -> None:
+        """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``."""
+        with self._lock:
+            for row in rows:
+                if term == self._term and row.name not in self._condemned:
+                    self._known[row.name.digest] = row
+            while len(self._known) > KNOWN_MAX:
+                del self._known[next(iter(self._known))]
+
+    def is_condemned(self, name: ChunkName) -> bool:
+        """Whether this chunk object may be deleted at any time and must not be referred to."""
+        with self._lock:
+            return name in self._condemned
+
+    def doubtful(self, rows: Iterable[Row]) -> list[Row]:
+        """Those of ``rows`` that are not known to be in the store within this lease. Call `ensure` first."""
+        with self._lock:
+            return [row for row in rows if not self._is_known(row)]
+
+    def release(self) -> None:
+        """Give the lease up. Called when the process is done with the store; a crash just lets it expire."""
+        with self._lock:
+            if self._version is not None:
+                self._objects.delete([keys.lease_key(self._holder)])
+            self._version = None
+            self._renew_at = self._valid_until = float("-inf")
+            self._begin_term()
+
+    def _begin_term(self) -> None:
+        self._term += 1
+        self._known.clear()
+
+    def _is_known(self, row: Row) -> bool:
+        known = self._known.get(row.name.digest)
+        return known is not None and known.name == row.name and not row.bases
+
+    def _renew(self) -> None:
+        if self._version is not None:
+            try:
+                self._put_lease(Update(self._version))
+            except (ConflictError, NotFoundError):
+                # Somebody swept it as expired: what was learned under it does not count any more.
+                self._version = None
+                self._begin_term()
+            else:
+                return
+        self._holder = self._random_bytes(16)
+        self._put_lease(CREATE)
+
+    def _put_lease(self, mode: PutMode) -> None:
+        self._sequence += 1
+        key = keys.lease_key(self._holder)
+        lease = Lease(self._holder, self._sequence, self._descriptor.lease_s, self._host, self._clock.now_ns())
+        data = [lease.encode()]
+        try:
+            info = self._objects.put(key, data, mode=mode, checksum=checksum_for(self._objects.capabilities, data))
+        except (AlreadyExistsError, ConflictError):
+            # The id is ours alone, so a lease with this sequence is our own put whose answer was lost.
+            found, info = self._read_lease(key)
+            if found.sequence != self._sequence:
+                raise
+        self._version = info.version
+
+    def _read_lease(self, key: str) -> tuple[Lease, ObjectInfo]:
+        data, info = self._objects.read(key, 4096)
+        return Lease.decode(data, key), info
+
+    def _read_condemned(self) -> None:
+        """Read the lists that appeared since the last time. They never change."""
+        current = {item.key for item in self._objects.list(keys.GC) if isinstance(item, ObjectInfo)}
+        if self._epochs - current:  # a list that gc has finished with: read the rest anew
+            self._epochs = set()
+            self._condemned = set()
+        for key in sorted(current - self._epochs):
+            try:
+                data, _ = self._objects.read(key, LIST_BYTES_MAX)
+            except NotFoundError:
+                continue
+            self._condemned |= Condemned.decode(data, key).names
+            self._epochs.add(key)
+        for row in [row for row in self._known.values() if row.name in self._condemned]:
+            del self._known[row.name.digest]

@@ -1,0 +1,123 @@
+"""The one mutable point: the record of a path, observed and then replaced on condition that it is still that one.
+
+FORMAT.md, "Changing a record". Every put of a record is conditional on the version, or the absence, that the
+operation observed when it was asked for. A random write id in the record settles what happened to a put whose answer
+was lost. Nothing here ever replaces a record that was not observed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
+from tierfs.store.store import Store
+
+__all__ = ["Observed", "observe", "observe_listed", "publish"]
+
+_READ_MAX = MANIFEST_BYTES_MAX + 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was at a path when it was looked at.
+
+    Attributes:
+        path: The path, relative to the store; for a directory's marker it ends with ``/``.
+        key: Where its record lies.
+        record: The record, or ``None`` where there was none.
+        version: Of the record, or ``None`` where there was none.
+    """
+
+    path: str
+    key: str
+    record: Record | None
+    version: Version | None
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The record, unless it is absent or a tombstone."""
+        return self.record if isinstance(self.record, Manifest) else None
+
+    @property
+    def previous(self) -> str:
+        """What a record that replaces this one notes as the version before it."""
+        return self.version or ""
+
+
+def observe(store: Store, path: str) -> Observed:
+    """Look at the record of a file, or of a directory's marker if ``path`` ends with ``/`` (``"/"`` is the root's).
+
+    Raises:
+        CorruptionError, FormatError: The record is damaged, or of another version.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    key = keys.marker_key(path[:-1]) if path.endswith("/") else keys.record_key(path)
+    try:
+        if store.records.get(key) is not None:
+            return observe_listed(store, path, store.objects.head(key))
+        return _read(store, path, key)
+    except NotFoundError:
+        return Observed(path, key, None, None)
+
+
+def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
+    """The same where a listing or HEAD has told the version already: no GET for a version seen before."""
+    known = store.records.get(info.key)
+    if known is not None and known[0] == info.version:
+        return Observed(path, info.key, known[1], info.version)
+    return _read(store, path, info.key)
+
+
+def publish(store: Store, observed: Observed, record: Record) -> Observed:
+    """Replace what was observed by ``record``, if it is there still.
+
+    Returns:
+        The path as it is now.
+
+    Raises:
+        ConflictError: Somebody else changed the path since; theirs stands.
+        StoreError: The object tier failed. If it is transient, the record may or may not have been replaced.
+        CapacityError, ReadOnlyError: Nothing was changed.
+    """
+    data = [record.encode(observed.path)]
+    mode = CREATE if observed.version is None else Update(observed.version)
+    checksum = checksum_for(store.objects.capabilities, data)
+    try:
+        version = store.objects.put(observed.key, data, mode=mode, checksum=checksum).version
+    except (AlreadyExistsError, ConflictError) as error:
+        found = _find_own(store, observed, record)
+        if found is None:
+            raise ConflictError(
+                f"{store.where(observed.path)} was changed by somebody else in the meantime: theirs stands, "
+                "this change was not made; reload and try again",
+                path=observed.path,
+            ) from error
+        version = found
+    except StoreError as error:
+        found = _find_own(store, observed, record) if error.transient else None
+        if found is None:
+            raise
+        version = found
+    store.records.remember(observed.key, version, record)
+    return Observed(observed.path, observed.key, record, version)
+
+
+def _find_own(store: Store, observed: Observed, record: Record) -> Version | None:
+    """The version that our own put made, if its record is what stands there now."""
+    try:
+        current = _read(store, observed.path, observed.key)
+    except NotFoundError:
+        return None
+    if current.record is not None and current.record.write_id == record.write_id:
+        return current.version
+    return None
+
+
+def _read(store: Store, path: str, key: str) -> Observed:
+    data, info = store.objects.read(key, _READ_MAX)
+    record = decode_record(data, path, store.where(key))
+    store.records.remember(key, info.version, record)
+    return Observed(path, key, record, info.version)

@@ -1,0 +1,110 @@
+"""An open store: its object tier, its descriptor, and what this process knows of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+
+from tierfs.clock import Clock, SystemClock
+from tierfs.format.descriptor import Descriptor
+from tierfs.format.manifest import Manifest, Record
+from tierfs.objects.protocol import ObjectTier, Version
+from tierfs.store.presence import Presence
+
+__all__ = ["Store"]
+
+RECORDS_MAX = 50_000
+RECORD_BYTES_MAX = 64 << 20
+
+
+class Store:
+    """A prefix of an object tier with a descriptor. Safe for use by many threads.
+
+    Args:
+        objects: The object tier, based at the store's root.
+        descriptor: What the store is.
+        url: How to name the store's root to a person.
+        clock: Where time comes from.
+        random_bytes: Where ids come from.
+    """
+
+    def __init__(
+        self,
+        objects: ObjectTier,
+        descriptor: Descriptor,
+        *,
+        url: str,
+        clock: Clock | None = None,
+        random_bytes: Callable[[int], bytes] = os.urandom,
+    ) -> None:
+        self.objects = objects
+        self.descriptor = descriptor
+        self.url = url
+        self.clock: Clock = clock or SystemClock()
+        self.random_bytes = random_bytes
+        self.records = RecordCache()
+        self.presence = Presence(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
+
+    def __repr__(self) -> str:
+        return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self.objects!r})"
+
+    def where(self, key: str) -> str:
+        """How to name one of the store's objects in an error."""
+        return f"{self.url}/{key}"
+
+
+class RecordCache:
+    """Records of the tree that this process has seen, by key and version, the least recently used dropped first.
+
+    A version never means two contents, so what is here needs no check but that of the version.
+    """
+
+    def __init__(self, records: int = RECORDS_MAX, size_bytes: int = RECORD_BYTES_MAX) -> None:
+        self._records_max = records
+        self._bytes_max = size_bytes
+        self._bytes = 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[str, tuple[Version, Record, int]] = OrderedDict()
+
+    def __repr__(self) -> str:
+        return f"RecordCache({len(self._entries)}/{self._records_max} records, {self._bytes}/{self._bytes_max} bytes)"
+
+    def get(self, key: str) -> tuple[Version, Record] | None:
+        """The newest version seen of this key, and its record."""
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(key)
+            return entry[0], entry[1]
+
+    def remember(self, key: str, version: Version, record: Record) -> None:
+        """Note what this version of the key is."""
+        size = _weight(record)
+        with self._lock:
+            self._drop(key)
+            self._entries[key] = (version, record, size)
+            self._bytes += size
+            while len(self._entries) > self._records_max or self._bytes > self._bytes_max:
+                self._drop(next(iter(self._entries)))
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+    def _drop(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._bytes -= entry[2]
+
+
+def _weight(record: Record) -> int:
+    """About how much memory a record takes, in bytes."""
+    if not isinstance(record, Manifest):
+        return 200
+    return 600 + len(record.inline or b"") + 300 * len(record.rows)

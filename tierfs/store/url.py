@@ -1,0 +1,156 @@
+"""From what a user writes to where it is: URL forms, named stores, the configuration file.
+
+==============================  ================================================================
+``tierfs::s3://bucket/run/x``   the object tier's own URL, behind ``tierfs::``
+``tierfs://NAME/run/x``         a store named in the configuration file, and a path in it
+==============================  ================================================================
+
+The configuration file is ``$TIERFS_CONFIG``, else ``~/.config/tierfs/config.toml``::
+
+    [stores.prod]
+    url = "s3://bucket/runs"
+    create = true               # make the store at the first write
+    [stores.prod.options]       # for the object tier's own filesystem
+    endpoint_url = "https://..."
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+
+from tierfs.errors import InvalidInputError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["Location", "named_location", "parse_url", "split_url"]
+
+LOCAL = ("file", "local")
+_CHAIN = "tierfs::"
+_NAMED = "tierfs://"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_PROTOCOL = re.compile(r"([a-z][a-z0-9+._-]+)://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an object tier's path is.
+
+    Attributes:
+        protocol: fsspec's name of the object tier's filesystem.
+        path: As that filesystem writes it, without the protocol and without a ``/`` at its end.
+        options: For that filesystem.
+        create: Whether the configuration asks for the store to be made at the first write.
+        root: Where it would be made; empty where that follows from the path.
+    """
+
+    protocol: str
+    path: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    create: bool = False
+    root: str = ""
+
+    @property
+    def url(self) -> str:
+        """The path as an object tier's URL, without options."""
+        return f"{self.protocol}://{self.path}"
+
+
+def split_url(url: str) -> tuple[str | None, str]:
+    """Cut a URL into the object tier's protocol and path; ``None`` stands for a named store or a bare path.
+
+    Raises:
+        InvalidInputError: A chain that tierfs does not understand.
+    """
+    if url.startswith(_CHAIN):
+        url = url[len(_CHAIN) :]
+        if not _PROTOCOL.match(url):
+            raise InvalidInputError(
+                f"tierfs::{url} names no filesystem after 'tierfs::': write tierfs::file:///absolute/path, "
+                "tierfs::s3://bucket/path or tierfs://NAME/path"
+            )
+    elif url.startswith(_NAMED):
+        if "::" in url:
+            raise InvalidInputError(f"{url!r} names a store twice: write tierfs://NAME/path or tierfs::URL")
+        return None, url[len(_NAMED) :].rstrip("/")
+    if "::" in url and _PROTOCOL.search(url):
+        raise InvalidInputError(f"{url!r}: a chain behind tierfs:: is not supported: name the object tier itself")
+    match = _PROTOCOL.match(url)
+    if match is None:
+        return None, url
+    return match[1], strip(match[1], url)
+
+
+def strip(protocol: str, path: str) -> str:
+    """A path of this filesystem in its own canonical form.
+
+    Raises:
+        InvalidInputError: fsspec knows no such filesystem, or its package is missing.
+    """
+    try:
+        stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(path)  # noqa: SLF001 - fsspec's own contract
+    except (ValueError, ImportError) as error:
+        raise InvalidInputError(f"{path!r}: {error}") from None
+    text = str(stripped)
+    if protocol in LOCAL:
+        text = re.sub("/+", "/", text)
+    return text.rstrip("/") or ("/" if text.startswith("/") else "")
+
+
+def parse_url(url: str) -> Location:
+    """Where a URL, or a local path, points.
+
+    Raises:
+        InvalidInputError: The URL is no good, or the named store is not in the configuration.
+    """
+    protocol, path = split_url(url)
+    if protocol is not None:
+        chained = url[len(_CHAIN) :] if url.startswith(_CHAIN) else url
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(chained)  # noqa: SLF001 - as above
+        return Location(protocol, path, options)
+    if url.startswith(_NAMED):
+        return named_location(path)
+    return Location("file", strip("file", path))
+
+
+def named_location(path: str) -> Location:
+    """Where ``NAME/path`` is, by the configuration file.
+
+    Raises:
+        InvalidInputError: There is no such name, or the file cannot be read or understood.
+    """
+    name, _, rest = path.partition("/")
+    file_path = Path(os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml").expanduser()
+    hint = f'put this into {file_path}:\n[stores.{name}]\nurl = "s3://bucket/path"'
+    if not _NAME.fullmatch(name):
+        raise InvalidInputError(f"{name!r} is no name of a store: tierfs://NAME/path, or tierfs::URL for a URL")
+    try:
+        with open(file_path, "rb") as file:
+            stores = tomllib.load(file).get("stores", {})
+    except FileNotFoundError:
+        raise InvalidInputError(f"no store is named {name!r}: there is no {file_path}; {hint}") from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInputError(f"{file_path} cannot be read: {error}") from None
+    entry = stores.get(name) if isinstance(stores, dict) else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
+        raise InvalidInputError(f"no store is named {name!r} in {file_path}; {hint}")
+    unknown = sorted(set(entry) - {"url", "create", "options"})
+    options = entry.get("options", {})
+    create = entry.get("create", False)
+    if unknown or not isinstance(options, dict) or not isinstance(create, bool):
+        problem = f"unknown key {unknown[0]!r}" if unknown else "'options' must be a table and 'create' true or false"
+        raise InvalidInputError(f"{file_path}: stores.{name}: {problem}")
+    if entry["url"].startswith(_NAMED):
+        raise InvalidInputError(f"{file_path}: stores.{name}: its url must be the object tier's own")
+    target = parse_url(entry["url"])
+    inside = f"{target.path}/{rest}".rstrip("/") if rest else target.path
+    return Location(target.protocol, inside, {**target.options, **options}, create, root=target.path)

@@ -1,0 +1,171 @@
+"""Read everything back and say what is damaged. Nothing is changed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.format import keys
+from tierfs.format.envelope import block_count, envelope_bytes
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Row, decode_record
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.store.chunks import fetch
+from tierfs.store.listing import stat
+from tierfs.store.load import expand_rows
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+
+__all__ = ["Damage", "VerifyReport", "verify"]
+
+BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One thing that is wrong.
+
+    Attributes:
+        path: The file it concerns, or the object's key where it belongs to no file.
+        key: The object that is damaged or missing.
+        kind: Category of the error.
+        problem: What is wrong, in words.
+    """
+
+    path: str
+    key: str
+    kind: str
+    problem: str
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify` looked at and found.
+
+    Attributes:
+        files: Records read.
+        chunks: Chunk objects read, each once.
+        raw_bytes: Decoded bytes that were checked.
+        damage: What is wrong; empty if all is well.
+    """
+
+    files: int = 0
+    chunks: int = 0
+    raw_bytes: int = 0
+    damage: list[Damage] = field(default_factory=list)
+
+
+def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | None = None) -> VerifyReport:
+    """Read every byte of a file, of all files below a directory, or of the whole store, and check it.
+
+    Args:
+        store: The store.
+        path: Where to begin; empty for everything, which also finds objects that belong nowhere.
+        progress: Called with raw bytes as they are checked, from several threads.
+
+    Raises:
+        NotFoundError: Nothing is at ``path``.
+        StoreError, ReadOnlyError: The object tier cannot be listed.
+    """
+    report = VerifyReport()
+    seen: set[ChunkName] = set()
+    lock = threading.Lock()
+
+    def check_chunk(job: tuple[str, Row]) -> None:
+        where, row = job
+        key = keys.chunk_key(row.name)
+        buffer = transfers().take_buffer()
+        try:
+            fetch(store, row, 0, memoryview(buffer)[: row.raw_length], store.where(where))
+        except (CorruptionError, FormatError, StoreError) as error:
+            with lock:
+                report.damage.append(Damage(where, key, error.kind, str(error)))
+        finally:
+            transfers().give_buffer(buffer)
+        with lock:
+            report.chunks += 1
+            report.raw_bytes += row.raw_length
+        if progress is not None:
+            progress(row.raw_length)
+
+    jobs: list[tuple[str, Row]] = []
+    for where, rows in _files(store, path, report):
+        for row in rows:
+            if row.name not in seen:
+                seen.add(row.name)
+                jobs.append((where, row))
+        if len(jobs) >= BATCH:
+            transfers().map(check_chunk, jobs)
+            jobs = []
+    transfers().map(check_chunk, jobs)
+    if not path:
+        _check_strays(store, report)
+    report.damage.sort(key=lambda damage: (damage.path, damage.key))
+    return report
+
+
+def _files(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
+    """Path and chunks of every sound record; the unsound ones go into the report."""
+    for where, key in _records(store, path, report):
+        report.files += 1
+        try:
+            data, _ = store.objects.read(key, MANIFEST_BYTES_MAX + 1024)
+            record = decode_record(data, where, store.where(key))
+            if not isinstance(record, Manifest):
+                continue
+            rows = expand_rows(store, record, where)
+            _check_sizes(rows, record, store.where(key))
+        except NotFoundError:
+            continue  # deleted since the listing
+        except (CorruptionError, FormatError, StoreError) as error:
+            report.damage.append(Damage(where, key, error.kind, str(error)))
+        else:
+            yield where, (*(record.rows if record.indirect else ()), *rows)
+
+
+def _check_sizes(rows: Iterable[Row], manifest: Manifest, where: str) -> None:
+    for row in rows:
+        least = envelope_bytes(manifest.digest_kind, block_count(row.raw_length), len(row.bases))
+        if row.stored_length <= least:
+            raise FormatError(f"{where}: a chunk of {row.stored_length} bytes cannot hold {row.raw_length}", path=where)
+
+
+def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, str]]:
+    """Path and key of every record at or below ``path``, tombstones too; what is no record goes into the report."""
+    found = not path
+    if path:
+        try:
+            store.objects.head(keys.record_key(path))
+        except NotFoundError:
+            pass
+        else:
+            found = True
+            yield path, keys.record_key(path)
+    prefix = keys.directory_prefix(path)
+    for item in store.objects.list(prefix):
+        if not isinstance(item, ObjectInfo):
+            continue
+        found = True
+        try:
+            parts = [keys.parse_tree_component(part) for part in item.key[len(keys.TREE) :].split("/")]
+            if [part[1] for part in parts] != [False] * (len(parts) - 1) + [True]:
+                raise FormatError(f"{item.key} is no record", path=item.key)
+        except FormatError as error:
+            report.damage.append(Damage(item.key, item.key, error.kind, f"{store.where(item.key)}: {error}"))
+            continue
+        yield "/".join(part[0] for part in parts) or "/", item.key
+    if not found:
+        stat(store, path)  # raises NotFoundError, unless it is a file that tierfs did not write
+
+
+def _check_strays(store: Store, report: VerifyReport) -> None:
+    """Objects where chunks lie that are none."""
+    for item in store.objects.list(keys.CHUNKS):
+        if not isinstance(item, ObjectInfo):
+            continue
+        try:
+            keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
+        except TierfsError as error:
+            report.damage.append(Damage(item.key, item.key, error.kind, f"{store.where(item.key)}: {error}"))

@@ -1,0 +1,36 @@
+"""For tests, ours and others': conformance suites to subclass, and object tiers that fail on demand.
+
+Nothing in tierfs imports this package. Only the suites need pytest.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tierfs.testing.damage import flip_bit, remove, swap, truncate
+from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
+
+if TYPE_CHECKING:
+    from tierfs.testing.objects import ObjectTierTests
+
+__all__ = [
+    "Fault",
+    "FaultyObjects",
+    "ObjectTierTests",
+    "PlannedFault",
+    "flip_bit",
+    "remove",
+    "swap",
+    "truncate",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name != "ObjectTierTests":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import pytest  # noqa: PLC0415 - only those who run a suite need it
+
+    pytest.register_assert_rewrite("tierfs.testing.objects")
+    from tierfs.testing.objects import ObjectTierTests  # noqa: PLC0415 - needs pytest
+
+    return ObjectTierTests

@@ -1,0 +1,492 @@
+"""The conformance suite of object tiers: what every backend and every wrapper must do.
+
+Subclass it with a name that pytest collects and give it one fixture::
+
+    class TestMyObjects(ObjectTierTests):
+        @pytest.fixture
+        def objects(self, tmp_path):
+            return MyObjects(tmp_path)
+
+Where the tier does not promise something in its capabilities, the tests check what is left of the promise. No test uses
+an object both as one and as a "directory" of others: files cannot be that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import string
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+from typing import TypeVar
+
+import pytest
+
+from tierfs import digest
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    TierfsError,
+)
+from tierfs.objects.protocol import (
+    CREATE,
+    OVERWRITE,
+    Checksum,
+    ObjectInfo,
+    ObjectTier,
+    Prefix,
+    Update,
+    Version,
+    checksum_for,
+)
+
+__all__ = ["ObjectTierTests"]
+
+Answer = TypeVar("Answer")
+
+RACERS = 12
+MANY = 1_050  # more than a page of S3's listings, and more than one of its batched deletions takes
+
+
+class ObjectTierTests:
+    """Subclass it and give it the fixture ``objects``.
+
+    Attributes:
+        versions_name_contents: Set it where a version is a digest of the content, as S3's ETags are: identical bytes
+            written again then have the same version.
+    """
+
+    versions_name_contents = False
+
+    @pytest.fixture
+    def objects(self) -> ObjectTier:
+        """An empty object tier."""
+        raise NotImplementedError("give the suite an empty object tier")
+
+    # Put
+
+    def test_what_is_put_can_be_read(self, objects: ObjectTier) -> None:
+        info = objects.put("run/a", [b"content"])
+        assert (info.key, info.size) == ("run/a", 7)
+        assert objects.read("run/a", 100) == (b"content", objects.head("run/a"))
+
+    def test_a_put_answers_what_head_says(self, objects: ObjectTier) -> None:
+        info = objects.put("run/a", [b"content"])
+        assert objects.head("run/a") == info
+
+    def test_buffers_of_every_kind_are_laid_end_to_end(self, objects: ObjectTier) -> None:
+        pieces = [b"one", bytearray(b"two"), memoryview(b"-three-")[1:-1], memoryview(bytearray(b"four")), b""]
+        assert objects.put("a", pieces).size == 15
+        assert _content(objects, "a") == b"onetwothreefour"
+
+    def test_many_buffers_make_one_object(self, objects: ObjectTier) -> None:
+        pieces = [bytes([number % 251]) * (number % 7) for number in range(3000)]
+        objects.put("a", pieces)
+        assert _content(objects, "a") == b"".join(pieces)
+
+    @pytest.mark.parametrize("pieces", [[], [b""], [b"", memoryview(b"")]], ids=["none", "one", "two"])
+    def test_an_object_may_be_empty(self, objects: ObjectTier, pieces: list[bytes]) -> None:
+        assert objects.put("empty", pieces).size == 0
+        assert objects.read("empty", 0)[0] == b""
+        assert objects.get("empty", []).size == 0
+        assert [listed.key for listed in objects.list("")] == ["empty"]
+
+    def test_an_object_does_not_change_with_the_buffers_it_was_put_from(self, objects: ObjectTier) -> None:
+        lent = bytearray(b"before")
+        objects.put("a", [lent])
+        objects.put("b", [memoryview(lent)])
+        lent[:] = b"after!"
+        assert (_content(objects, "a"), _content(objects, "b")) == (b"before", b"before")
+
+    def test_a_large_object_comes_back_whole(self, objects: ObjectTier) -> None:
+        piece = Random(20).randbytes(5 << 20)
+        assert objects.put("large", [piece, memoryview(piece), piece, piece]).size == 20 << 20
+        out = bytearray(20 << 20)
+        objects.get("large", [(0, memoryview(out))])
+        assert digest.checksum(out) == digest.checksum(piece, piece, piece, piece)
+
+    def test_an_overwrite_replaces_the_object(self, objects: ObjectTier) -> None:
+        first = objects.put("a", [b"a long content"])
+        second = objects.put("a", [b"short"])
+        assert second.version != first.version
+        assert objects.read("a", 100) == (b"short", second)
+
+    def test_a_create_stores_where_nothing_is(self, objects: ObjectTier) -> None:
+        info = objects.put("run/a", [b"new"], mode=CREATE)
+        assert objects.read("run/a", 100) == (b"new", info)
+
+    def test_a_create_fails_where_an_object_is(self, objects: ObjectTier) -> None:
+        info = objects.put("run/a", [b"old"])
+        with pytest.raises(AlreadyExistsError):
+            objects.put("run/a", [b"new"], mode=CREATE)
+        assert objects.read("run/a", 100) == (b"old", info)
+
+    def test_a_create_succeeds_again_after_a_delete(self, objects: ObjectTier) -> None:
+        objects.put("a", [b"old"], mode=CREATE)
+        objects.delete(["a"])
+        objects.put("a", [b"new"], mode=CREATE)
+        assert _content(objects, "a") == b"new"
+
+    def test_an_update_replaces_the_version_it_names(self, objects: ObjectTier) -> None:
+        first = objects.put("a", [b"first"])
+        second = objects.put("a", [b"second"], mode=Update(first.version))
+        assert objects.read("a", 100) == (b"second", second)
+
+    def test_an_update_fails_where_another_version_is(self, objects: ObjectTier) -> None:
+        first = objects.put("a", [b"first"])
+        second = objects.put("a", [b"other"])
+        with pytest.raises(ConflictError):
+            objects.put("a", [b"third"], mode=Update(first.version))
+        assert objects.read("a", 100) == (b"other", second)
+
+    def test_an_update_fails_where_nothing_is(self, objects: ObjectTier) -> None:
+        with pytest.raises(ConflictError):
+            objects.put("a", [b"new"], mode=Update(objects.put("b", [b"b"]).version))
+        with pytest.raises(NotFoundError):
+            objects.head("a")
+
+    def test_an_update_fails_where_the_version_was_deleted_and_written_again(self, objects: ObjectTier) -> None:
+        first = objects.put("a", [b"first"])
+        objects.delete(["a"])
+        objects.put("a", [b"again, and longer"])
+        with pytest.raises(ConflictError):
+            objects.put("a", [b"third"], mode=Update(first.version))
+
+    def test_of_many_creates_at_once_one_wins(self, objects: ObjectTier) -> None:
+        outcomes = _together(lambda racer: objects.put("run/a", [b"%02d" % racer], mode=CREATE))
+        self._check_race(objects, "run/a", outcomes, AlreadyExistsError, objects.capabilities.conditional_create)
+
+    def test_of_many_updates_at_once_one_wins(self, objects: ObjectTier) -> None:
+        update = Update(objects.put("run/a", [b"??"]).version)
+        outcomes = _together(lambda racer: objects.put("run/a", [b"%02d" % racer], mode=update))
+        self._check_race(objects, "run/a", outcomes, ConflictError, objects.capabilities.conditional_update)
+
+    def _check_race(
+        self,
+        objects: ObjectTier,
+        key: str,
+        outcomes: Sequence[ObjectInfo | TierfsError],
+        refusal: type[TierfsError],
+        promised: bool,
+    ) -> None:
+        winners = {b"%02d" % racer for racer, outcome in enumerate(outcomes) if isinstance(outcome, ObjectInfo)}
+        refused = [outcome for outcome in outcomes if isinstance(outcome, refusal)]
+        assert len(winners) + len(refused) == RACERS, outcomes
+        if promised:
+            assert len(winners) == 1, outcomes
+        assert _content(objects, key) in winners
+
+    def test_writers_that_reload_and_retry_lose_no_update(self, objects: ObjectTier) -> None:
+        objects.put("counter", [b"0"])
+
+        def count(_: int) -> int:
+            for attempt in itertools.count():
+                content, info = objects.read("counter", 100)
+                try:
+                    objects.put("counter", [b"%d" % (int(content) + 1)], mode=Update(info.version))
+                except ConflictError:
+                    continue
+                return attempt
+            raise AssertionError
+
+        if not objects.capabilities.conditional_update:
+            assert count(0) == 0  # one writer at a time is all that is promised
+            assert _content(objects, "counter") == b"1"
+            return
+        outcomes = _together(count)
+        assert all(isinstance(outcome, int) for outcome in outcomes), outcomes
+        assert _content(objects, "counter") == b"%d" % RACERS
+
+    def test_every_put_makes_a_version_of_its_own(self, objects: ObjectTier) -> None:
+        same = not self.versions_name_contents
+        contents = [b"the same bytes" if same else b"other bytes %2d" % number for number in range(100)]
+        versions = [objects.put("a", [content]).version for content in contents]
+        assert len(set(versions)) == 100
+
+    # Checksums
+
+    def test_a_right_checksum_is_accepted(self, objects: ObjectTier) -> None:
+        pieces = [b"some", b"thing"]
+        objects.put("a", pieces, checksum=checksum_for(objects.capabilities, pieces))
+        assert _content(objects, "a") == b"something"
+
+    def test_bytes_with_another_checksum_are_refused(self, objects: ObjectTier) -> None:
+        for algorithm in objects.capabilities.checksums:
+            right = checksum_for(objects.capabilities, [b"something"])
+            assert right is not None
+            wrong = Checksum(algorithm, bytes(len(right.value)))
+            for mode in (OVERWRITE, CREATE):
+                with pytest.raises(StoreError):
+                    objects.put("a", [b"something"], mode=mode, checksum=wrong)
+        with pytest.raises(NotFoundError):
+            objects.head("a")
+
+    def test_an_unknown_checksum_is_refused(self, objects: ObjectTier) -> None:
+        with pytest.raises(InvalidInputError):
+            objects.put("a", [b"something"], checksum=Checksum("sum-of-digits", b"4"))
+        with pytest.raises(NotFoundError):
+            objects.head("a")
+
+    # Get, read, head
+
+    def test_ranges_fill_their_buffers_in_any_order(self, objects: ObjectTier) -> None:
+        content = bytes(range(256)) * 40
+        info = objects.put("run/a", [content])
+        spans = [(9000, 1240), (0, 1), (5000, 100), (0, 10240), (5050, 200), (10239, 1)]
+        outs = [bytearray(length) for _, length in spans]
+        got = objects.get("run/a", [(start, memoryview(out)) for (start, _), out in zip(spans, outs, strict=True)])
+        assert got == info
+        for (start, length), out in zip(spans, outs, strict=True):
+            assert out == content[start : start + length]
+
+    def test_ranges_fill_parts_of_a_larger_buffer(self, objects: ObjectTier) -> None:
+        objects.put("a", [b"0123456789"])
+        out = memoryview(bytearray(b".........."))
+        objects.get("a", [(7, out[1:3]), (2, out[5:8])])
+        assert bytes(out) == b".78..234.."
+
+    @pytest.mark.parametrize(("start", "length"), [(0, 11), (10, 1), (5, 6), (1000, 1)])
+    def test_a_range_past_the_end_is_corruption(self, objects: ObjectTier, start: int, length: int) -> None:
+        objects.put("a", [b"0123456789"])
+        with pytest.raises(CorruptionError):
+            objects.get("a", [(0, memoryview(bytearray(2))), (start, memoryview(bytearray(length)))])
+
+    def test_a_get_of_the_version_it_names_succeeds(self, objects: ObjectTier) -> None:
+        info = objects.put("a", [b"first"])
+        out = bytearray(5)
+        assert objects.get("a", [(0, memoryview(out))], version=info.version) == info
+        assert out == b"first"
+
+    def test_a_get_of_another_version_is_a_conflict(self, objects: ObjectTier) -> None:
+        first = objects.put("a", [b"first"])
+        objects.put("a", [b"other"])
+        with pytest.raises(ConflictError):
+            objects.get("a", [(0, memoryview(bytearray(5)))], version=first.version)
+
+    def test_a_read_takes_an_object_of_just_the_limit(self, objects: ObjectTier) -> None:
+        objects.put("a", [b"12345"])
+        assert objects.read("a", 5)[0] == b"12345"
+
+    def test_a_read_refuses_an_object_over_the_limit(self, objects: ObjectTier) -> None:
+        objects.put("a", [b"12345"])
+        with pytest.raises(CorruptionError):
+            objects.read("a", 4)
+
+    def test_head_describes_the_object(self, objects: ObjectTier) -> None:
+        put = objects.put("run/a", [b"12345"])
+        head = objects.head("run/a")
+        assert (head.key, head.size, head.version) == ("run/a", 5, put.version)
+
+    @pytest.mark.parametrize("key", ["absent", "run/absent", "absent/run/a", "run", "run/a/below"])
+    def test_what_is_not_there_is_not_found(self, objects: ObjectTier, key: str) -> None:
+        objects.put("run/a", [b"something"])
+        with pytest.raises(NotFoundError):
+            objects.head(key)
+        with pytest.raises(NotFoundError):
+            objects.read(key, 100)
+        with pytest.raises(NotFoundError):
+            objects.get(key, [(0, memoryview(bytearray(1)))])
+        with pytest.raises(NotFoundError):
+            objects.delete_version(key, Version("1"))
+
+    # List
+
+    def test_an_empty_tier_lists_nothing(self, objects: ObjectTier) -> None:
+        assert list(objects.list("")) == []
+        assert list(objects.list("", delimiter=True)) == []
+
+    @pytest.mark.parametrize("delimiter", [False, True])
+    @pytest.mark.parametrize("prefix", ["absent/", "run/absent/", "run/a/", "ru/"])
+    def test_a_prefix_that_holds_nothing_lists_nothing(
+        self, objects: ObjectTier, prefix: str, delimiter: bool
+    ) -> None:
+        objects.put("run/a", [b"something"])
+        assert list(objects.list(prefix, delimiter=delimiter)) == []
+
+    def test_a_listing_describes_every_object_as_head_does(self, objects: ObjectTier) -> None:
+        keys = ["a", "run/b", "run/deep/er/c", "run/deep/d", "running/e"]
+        for number, key in enumerate(keys):
+            objects.put(key, [b"x" * number])
+        listed = {entry.key: entry for entry in objects.list("")}
+        assert listed == {key: objects.head(key) for key in keys}
+        assert sorted(entry.key for entry in objects.list("run/")) == ["run/b", "run/deep/d", "run/deep/er/c"]
+
+    def test_a_listing_with_delimiter_folds_what_lies_deeper(self, objects: ObjectTier) -> None:
+        for key in ("run/b", "run/c/d", "run/c/e/f", "run/g/h", "running/i"):
+            objects.put(key, [b"something"])
+        listed = list(objects.list("run/", delimiter=True))
+        assert {entry for entry in listed if isinstance(entry, Prefix)} == {Prefix("run/c/"), Prefix("run/g/")}
+        assert [entry for entry in listed if isinstance(entry, ObjectInfo)] == [objects.head("run/b")]
+        assert len(listed) == 3
+        assert {Prefix("run/"), Prefix("running/")} <= set(objects.list("", delimiter=True))
+
+    def test_a_prefix_is_not_confused_with_names_that_begin_like_it(self, objects: ObjectTier) -> None:
+        # In byte order "a!", "a-" and "a." stand before "a/", and "a0" and "aa" behind it.
+        for key in ("x/a!", "x/a-", "x/a.", "x/a/b", "x/a/b!", "x/a0", "x/aa"):
+            objects.put(key, [b"something"])
+        assert sorted(entry.key for entry in objects.list("x/a/")) == ["x/a/b", "x/a/b!"]
+        folded = sorted(entry.key for entry in objects.list("x/", delimiter=True))
+        assert folded == ["x/a!", "x/a-", "x/a.", "x/a/", "x/a0", "x/aa"]
+
+    def test_odd_characters_come_back_as_they_are(self, objects: ObjectTier) -> None:
+        odd = [f"run/{mark}name{mark}" for mark in "-_.=+,@!"]
+        keys = [*odd, *(f"{key}.d/{mark}" for key, mark in zip(odd, "-_@=+,x!", strict=True))]
+        keys += [f"run/{string.ascii_letters}{string.digits}", "run/a..b", "run/..c", "run/.d", "run/e."]
+        for key in keys:
+            objects.put(key, [key.encode()])
+        assert sorted(entry.key for entry in objects.list("")) == sorted(keys)
+        assert [_content(objects, key).decode() for key in keys] == keys
+        objects.delete(keys)
+        assert list(objects.list("")) == []
+
+    def test_components_may_be_251_bytes_long(self, objects: ObjectTier) -> None:
+        key = "/".join(letter * 251 for letter in "abc")
+        objects.put(key, [b"something"], mode=CREATE)
+        objects.put(key, [b"something else"], mode=Update(objects.head(key).version))
+        assert [entry.key for entry in objects.list("")] == [key]
+        assert [entry.key for entry in objects.list("a" * 251 + "/", delimiter=True)] == [key[: 2 * 252]]
+
+    def test_more_objects_than_a_page_holds_are_listed_and_deleted(self, objects: ObjectTier) -> None:
+        keys = [f"chunks/{number % 16:x}/{number:04}" for number in range(MANY)]
+        with ThreadPoolExecutor(RACERS) as pool:
+            list(pool.map(lambda key: objects.put(key, [b""]), keys))
+        assert sorted(entry.key for entry in objects.list("chunks/")) == sorted(keys)
+        assert len(list(objects.list("chunks/", delimiter=True))) == 16
+        assert len(list(objects.list("chunks/7/", delimiter=True))) == len(keys[7::16])
+        objects.delete(iter(keys))
+        assert list(objects.list("chunks/")) == []
+
+    def test_a_listing_shows_everything_acknowledged_before(self, objects: ObjectTier) -> None:
+        for number in range(20):
+            list(objects.list("run/"))  # so that whoever remembers listings has one to be wrong with
+            objects.put(f"run/{number}", [b"something"])
+            if objects.capabilities.list_after_write:
+                assert len(list(objects.list("run/"))) == number + 1
+            assert objects.head(f"run/{number}").size == 9
+
+    def test_a_listing_shows_nothing_deleted_before(self, objects: ObjectTier) -> None:
+        for number in range(5):
+            objects.put(f"run/{number}", [b"something"])
+        for number in range(5):
+            objects.delete([f"run/{number}"])
+            if objects.capabilities.list_after_write:
+                assert len(list(objects.list("run/"))) == 4 - number
+            with pytest.raises(NotFoundError):
+                objects.head(f"run/{number}")
+
+    def test_listings_show_only_what_was_put(self, objects: ObjectTier) -> None:
+        info = objects.put("run/a", [b"first"], mode=CREATE)
+        with pytest.raises(AlreadyExistsError):
+            objects.put("run/a", [b"second"], mode=CREATE)
+        info = objects.put("run/a", [b"third"], mode=Update(info.version))
+        objects.put("run/b", [b"fourth"])
+        objects.delete(["run/b", "run/c"])
+        assert list(objects.list("")) == [info]
+
+    # Delete
+
+    def test_deleted_objects_are_gone(self, objects: ObjectTier) -> None:
+        for key in ("run/a", "run/b", "run/c"):
+            objects.put(key, [b"something"])
+        objects.delete(["run/a", "run/c"])
+        assert [entry.key for entry in objects.list("")] == ["run/b"]
+
+    def test_keys_that_hold_nothing_are_passed_over(self, objects: ObjectTier) -> None:
+        keys = [f"run/{number}" for number in range(40)]
+        for key in keys[::2]:
+            objects.put(key, [b"something"])
+        objects.put("kept", [b"something"])
+        objects.delete([*keys, "elsewhere/absent", "kept/below"])
+        assert [entry.key for entry in objects.list("")] == ["kept"]
+
+    def test_a_key_may_be_deleted_twice_in_one_call(self, objects: ObjectTier) -> None:
+        objects.put("a", [b"something"])
+        objects.delete(["a", "a"])
+        objects.delete([])
+        assert list(objects.list("")) == []
+
+    def test_deleting_a_version_removes_it(self, objects: ObjectTier) -> None:
+        info = objects.put("a", [b"something"])
+        objects.delete_version("a", info.version)
+        assert list(objects.list("")) == []
+
+    def test_deleting_another_version_is_a_conflict(self, objects: ObjectTier) -> None:
+        first = objects.put("a", [b"first"])
+        second = objects.put("a", [b"other"])
+        with pytest.raises(ConflictError):
+            objects.delete_version("a", first.version)
+        assert objects.head("a") == second
+
+    # At once
+
+    def test_readers_during_overwrites_see_one_content(self, objects: ObjectTier) -> None:
+        size = 64 << 10
+        objects.put("a", [b"a" * size])
+        over = threading.Event()
+
+        def read(reader: int) -> int:
+            mixed = 0
+            while not over.is_set():
+                out = memoryview(bytearray(size))
+                try:
+                    if reader % 2:
+                        content, _ = objects.read("a", size)
+                    else:
+                        objects.get("a", [(size // 2, out[size // 2 :]), (0, out[: size // 2])])
+                        content = bytes(out)
+                except TierfsError:
+                    assert not objects.capabilities.atomic_put
+                    continue
+                mixed += content != content[:1] * size
+            return mixed
+
+        with ThreadPoolExecutor(3) as pool:
+            readers = [pool.submit(read, reader) for reader in range(3)]
+            try:
+                for letter in b"bcdefghijklm":
+                    objects.put("a", [bytes([letter]) * size])
+            finally:
+                over.set()
+            mixed = sum(reader.result() for reader in readers)
+        # A single-writer tier reads its ranges one by one, and pins them with one look beforehand.
+        assert not mixed or objects.capabilities.single_writer
+        assert _content(objects, "a") == b"m" * size
+
+    def test_objects_written_at_once_do_not_disturb_each_other(self, objects: ObjectTier) -> None:
+        def write(racer: int) -> list[ObjectInfo]:
+            return [objects.put(f"run/{racer}/{number}", [b"%d-%d" % (racer, number)]) for number in range(8)]
+
+        outcomes = _together(write)
+        assert all(isinstance(outcome, list) for outcome in outcomes), outcomes
+        for racer, number in itertools.product(range(RACERS), range(8)):
+            assert _content(objects, f"run/{racer}/{number}") == b"%d-%d" % (racer, number)
+
+    def test_a_tier_shows_what_it_is_made_of(self, objects: ObjectTier) -> None:
+        assert "Objects(" in repr(objects)
+        assert objects.capabilities == objects.capabilities
+
+
+def _content(objects: ObjectTier, key: str) -> bytes:
+    out = bytearray(objects.head(key).size)
+    objects.get(key, [(0, memoryview(out))])
+    return bytes(out)
+
+
+def _together(action: Callable[[int], Answer]) -> list[Answer | TierfsError]:
+    """What each of many threads came to that began at once."""
+    start = threading.Barrier(RACERS, timeout=60)
+
+    def race(racer: int) -> Answer | TierfsError:
+        start.wait()
+        try:
+            return action(racer)
+        except TierfsError as error:
+            return error
+
+    with ThreadPoolExecutor(RACERS) as pool:
+        return list(pool.map(race, range(RACERS)))

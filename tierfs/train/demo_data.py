@@ -1,0 +1,84 @@
+"""The data of ``tierfs demo``: the source text of the Python standard library, read in lanes.
+
+Owns the reading position and its random generator, both of which a checkpoint has to hold: a resumed run that
+lost either would see other bytes, and its losses would tell.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tierfs.errors import InvalidInputError
+
+__all__ = ["ByteStream", "standard_library_text"]
+
+_CORPUS_SIZE_MAX = 16 * 2**20
+_SKIPPED = frozenset({"__pycache__", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
+
+
+def standard_library_text(root: Path | None = None) -> bytes:
+    """The ``*.py`` files of the standard library, joined in the order of their paths; at most 16 MiB.
+
+    Args:
+        root: Where to look; the running interpreter's standard library by default. Tests and installed packages
+            below it are left out.
+
+    Raises:
+        InvalidInputError: There is no readable source text, as in an interpreter that keeps it in a zip file.
+    """
+    root = root or Path(sysconfig.get_path("stdlib"))
+    parts: list[bytes] = []
+    size = 0
+    for directory, names, files in os.walk(root):
+        names[:] = sorted(set(names) - _SKIPPED)
+        for file in sorted(files):
+            if file.endswith(".py") and size < _CORPUS_SIZE_MAX:
+                parts.append(Path(directory, file).read_bytes())
+                size += len(parts[-1])
+    if not size:
+        raise InvalidInputError(f"there is no Python source text below {root} to train on", path=str(root))
+    return b"".join(parts)[:_CORPUS_SIZE_MAX]
+
+
+class ByteStream:
+    """Batches of consecutive bytes, one lane of the text per row of a batch.
+
+    Each row reads on where it stopped, after a random gap that is drawn once per batch.
+
+    Args:
+        text: The whole text, the same on all ranks.
+        batch: Rows of a batch.
+        context: Bytes of a row.
+        rank: Which lanes this one reads.
+        world_size: How many ranks share the text.
+        seed: Where the random gaps start; each rank draws its own.
+
+    Raises:
+        InvalidInputError: The text is shorter than one row for every lane.
+    """
+
+    def __init__(self, text: bytes, *, batch: int, context: int, rank: int, world_size: int, seed: int) -> None:
+        self.position = 0
+        self.generator = random.Random(seed + rank)  # noqa: S311 - no secret: it has to repeat
+        self._context = context
+        self._lane_size = len(text) // (batch * world_size)
+        if self._lane_size < 2 * context + 2:
+            raise InvalidInputError(f"{len(text)} bytes of text are too few for {batch * world_size} rows of {context}")
+        # A copy, because torch refuses to promise anything about a tensor over read-only bytes.
+        self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._starts = [(rank * batch + row) * self._lane_size for row in range(batch)]
+
+    def next_batch(self) -> tuple[Tensor, Tensor]:
+        """The next tokens and the bytes that follow them, both int64, (batch, context)."""
+        span = self._lane_size - self._context - 1
+        self.position = (self.position + self.generator.randrange(self._context)) % span
+        begins = [start + self.position for start in self._starts]
+        rows = torch.stack([self._text[begin : begin + self._context + 1] for begin in begins]).long()
+        self.position = (self.position + self._context) % span
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
