@@ -37,6 +37,7 @@ from tierfs.objects.protocol import (
     CREATE,
     OVERWRITE,
     Checksum,
+    Listed,
     ObjectInfo,
     ObjectTier,
     Prefix,
@@ -312,8 +313,8 @@ class ObjectTierTests:
         keys = ["a", "run/b", "run/deep/er/c", "run/deep/d", "running/e"]
         for number, key in enumerate(keys):
             objects.put(key, [b"x" * number])
-        listed = {entry.key: entry for entry in objects.list("")}
-        assert listed == {key: objects.head(key) for key in keys}
+        listed = sorted(_identity(entry) for entry in objects.list(""))
+        assert listed == sorted(_identity(objects.head(key)) for key in keys)
         assert sorted(entry.key for entry in objects.list("run/")) == ["run/b", "run/deep/d", "run/deep/er/c"]
 
     def test_a_listing_with_delimiter_folds_what_lies_deeper(self, objects: ObjectTier) -> None:
@@ -321,7 +322,7 @@ class ObjectTierTests:
             objects.put(key, [b"something"])
         listed = list(objects.list("run/", delimiter=True))
         assert {entry for entry in listed if isinstance(entry, Prefix)} == {Prefix("run/c/"), Prefix("run/g/")}
-        assert [entry for entry in listed if isinstance(entry, ObjectInfo)] == [objects.head("run/b")]
+        assert [_identity(entry) for entry in listed if entry.key == "run/b"] == [_identity(objects.head("run/b"))]
         assert len(listed) == 3
         assert {Prefix("run/"), Prefix("running/")} <= set(objects.list("", delimiter=True))
 
@@ -386,7 +387,7 @@ class ObjectTierTests:
         info = objects.put("run/a", [b"third"], mode=Update(info.version))
         objects.put("run/b", [b"fourth"])
         objects.delete(["run/b", "run/c"])
-        assert list(objects.list("")) == [info]
+        assert [_identity(entry) for entry in objects.list("")] == [_identity(info)]
 
     # Delete
 
@@ -439,7 +440,10 @@ class ObjectTierTests:
                     else:
                         objects.get("a", [(size // 2, out[size // 2 :]), (0, out[: size // 2])])
                         content = bytes(out)
-                except TierfsError:
+                except StoreError as error:
+                    assert error.transient and objects.capabilities.single_writer
+                    continue
+                except CorruptionError:
                     assert not objects.capabilities.atomic_put
                     continue
                 mixed += content != content[:1] * size
@@ -475,6 +479,12 @@ def _content(objects: ObjectTier, key: str) -> bytes:
     out = bytearray(objects.head(key).size)
     objects.get(key, [(0, memoryview(out))])
     return bytes(out)
+
+
+def _identity(listed: Listed) -> tuple[str, int, Version]:
+    """What head and listings agree on; the time one of them may give to the second only."""
+    assert isinstance(listed, ObjectInfo)
+    return listed.key, listed.size, listed.version
 
 
 def _together(action: Callable[[int], Answer]) -> list[Answer | TierfsError]:
