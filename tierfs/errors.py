@@ -61,7 +61,7 @@ class TierfsError(Exception):
         self.tier = tier
         if isinstance(self, OSError):
             # OSError only sets errno when it is given two arguments, which would also change the message.
-            self.errno = self.error_number
+            OSError.__setattr__(self, "errno", self.error_number)
 
 
 class InvalidInputError(TierfsError, ValueError):

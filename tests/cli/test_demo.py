@@ -13,12 +13,14 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from tierfs.cli import demo
 from tierfs.cli._demo_ranks import RankGroup
 from tierfs.cli._demo_report import Checkpoint, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
+from tierfs.store import init, open_store, parse_url, save, usage
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--params", "200k", "--steps", "4", "--every", "2")
@@ -58,7 +60,7 @@ def report(*, uninterrupted: dict[int, str], resumed: dict[int, str], digests: t
         rows=compare_losses(uninterrupted, resumed, first=1, last=4),
         digests=digests,
         checkpoints=[Checkpoint("straight/step_2", 4096, 0.25), Checkpoint("resumed/step_2", 4096, 0.5)],
-        stored_bytes=2048,
+        stored_bytes={"straight": 2048, "resumed": 0},
         training_s=10.0,
     )
 
@@ -69,7 +71,7 @@ NEXT_AFTER = {**LOSSES, 4: (0.25 + 2**-54).hex()}
 
 @needs_torch
 def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/demo"
+    url = f"tierfs::file://{tmp_path}/demo"
     process = subprocess.run(
         [sys.executable, "-c", RUN_DEMO, *TINY, "--url", url, "--json"],
         cwd=ROOT,
@@ -92,8 +94,12 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
         "resumed/step_4",
     ]
     # The save that was killed was made again, in the same directory.
-    assert (tmp_path / "demo/resumed/step_4/.metadata").is_file()
-    assert document["totals"]["stored_bytes"] == document["totals"]["logical_bytes"]  # no tiers in between here
+    fs, root = fsspec.url_to_fs(url)
+    assert fs.isfile(f"{root}/resumed/step_4/.metadata")
+    # The second run saves what the first one did, and it is stored once.
+    totals = document["totals"]
+    assert 0 < totals["stored_bytes"] < 0.7 * totals["logical_bytes"]
+    assert totals["stored_bytes"] == usage(*open_store(parse_url(url))).stored_bytes
     assert "SIGKILL" in process.stderr
 
 
@@ -101,7 +107,7 @@ def test_equal_losses_and_states_are_equal() -> None:
     found = report(uninterrupted=LOSSES, resumed=LOSSES)
     assert found.equal
     assert "EQUAL: all 2 losses" in found.as_text()
-    assert "stored 25%" in found.as_text()
+    assert "resumed: 1 checkpoint " in found.as_text()
 
 
 def test_a_loss_that_differs_in_its_last_bit_is_different() -> None:
@@ -147,7 +153,7 @@ def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: p
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--url", "tierfs::/data"), "is no URL"),
+        (("--url", "tierfs::/data"), "is no tierfs URL"),
         (("--url", "tierfs::memory://demo"), "ends with its process"),
         (("--params", "lots"), "is no size"),
         (("--params", "10"), "--params must lie between"),
@@ -163,25 +169,25 @@ def test_an_option_that_makes_no_sense_is_refused(arguments: tuple[str, ...], me
 
 @needs_torch
 def test_an_earlier_demo_is_not_written_over(tmp_path: Path) -> None:
-    (tmp_path / "straight").mkdir()
+    save(init(f"file://{tmp_path}"), "straight/step_6/.metadata", b"")
     with pytest.raises(AlreadyExistsError, match="from an earlier demo"):
-        demo.run(parsed("--url", f"file://{tmp_path}"))
+        demo.run(parsed("--url", f"tierfs::file://{tmp_path}"))
 
 
 @needs_torch
 def test_a_failing_rank_is_named_with_the_end_of_its_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    (tmp_path / "file").touch()
-    with pytest.raises(
-        TierfsError, match=r"(?s)uninterrupted run failed: rank \d with exit code 1.*NotADirectoryError"
-    ):
-        demo.run(parsed(*TINY, "--url", f"file://{tmp_path}/file/below"))
+    # No store was made there, so the first save of the ranks fails.
+    options = ["--url", f"tierfs::file://{tmp_path}/no-store", "--steps", "2", "--every", "2", "--params", "200000"]
+    group = RankGroup("short run", options, world_size=2, timeout_s=60)
+    with pytest.raises(TierfsError, match=r"(?s)short run failed: rank \d with exit code 1.*tierfs init"), group as ranks:
+        list(ranks.events())
 
 
 @needs_torch
 def test_a_phase_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    options = ["--url", f"file://{tmp_path}", "--steps", "100000", "--every", "100000", "--params", "200000"]
+    options = ["--url", f"tierfs::file://{tmp_path}", "--steps", "100000", "--every", "100000", "--params", "200000"]
     group = RankGroup("long run", options, world_size=2, timeout_s=0.5)
     with pytest.raises(TierfsError, match=r"the long run did not end within 0\.5 s: raise --timeout"), group as ranks:
         list(ranks.events())
@@ -191,7 +197,7 @@ def test_a_phase_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
 @needs_torch
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     launcher = subprocess.Popen(
-        [sys.executable, "-c", START_RANKS_AND_WAIT, f"file://{tmp_path}"],
+        [sys.executable, "-c", START_RANKS_AND_WAIT, f"tierfs::file://{tmp_path}"],
         cwd=ROOT,
         env=os.environ | {"TMPDIR": str(tmp_path)},  # what it leaves behind goes with the test
         stdout=subprocess.PIPE,

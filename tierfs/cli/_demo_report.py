@@ -54,7 +54,7 @@ class Report:
             process that was killed later.
         killed_at: The step whose save was killed.
         digests: Digest of the final state of the uninterrupted and of the resumed run.
-        stored_bytes: What the object tier holds for all checkpoints together.
+        stored_bytes: How many bytes each run added to the object tier, by the run's name.
         training_s: Seconds that all runs together spent in steps and saves.
     """
 
@@ -65,7 +65,7 @@ class Report:
     rows: Sequence[LossRow]
     digests: tuple[str, str]
     checkpoints: Sequence[Checkpoint]
-    stored_bytes: int
+    stored_bytes: Mapping[str, int]
     training_s: float
 
     @property
@@ -104,7 +104,8 @@ class Report:
             "totals": {
                 "checkpoints": len(self.checkpoints),
                 "logical_bytes": self.logical_bytes,
-                "stored_bytes": self.stored_bytes,
+                "stored_bytes": sum(self.stored_bytes.values()),
+                "stored_bytes_by_run": dict(self.stored_bytes),
                 "blocked_s": self.blocked_s,
                 "training_s": self.training_s,
             },
@@ -146,22 +147,35 @@ class Report:
         return ["DIFFERENT: the losses are equal, but the final state is not"]
 
     def _checkpoint_lines(self) -> list[str]:
-        """One line per checkpoint, and their sum with what is stored."""
-        width = max(len(name) for name in ("checkpoints: 00", *(one.name for one in self.checkpoints)))
+        """One line per checkpoint, one per run with what it added to the store, and the sum."""
+        names = [one.name for one in self.checkpoints] + [_count(run, 99) for run in self.stored_bytes]
+        width = max(len(name) for name in names)
         lines = [f"{'checkpoint':<{width}}  {'logical':>10}  {'stored':>10}  {'blocked':>8}"]
-        lines += [
-            f"{one.name:<{width}}  {format_bytes(one.logical_bytes):>10}  {'':>10}  {one.blocked_s:>6.2f} s"
-            for one in self.checkpoints
-        ]
-        share = self.stored_bytes / self.logical_bytes if self.logical_bytes else 0.0
+
+        def add(name: str, logical_bytes: int, stored: str, blocked_s: float) -> None:
+            lines.append(f"{name:<{width}}  {format_bytes(logical_bytes):>10}  {stored:>10}  {blocked_s:>6.2f} s")
+
+        for run, stored_bytes in self.stored_bytes.items():
+            of_run = [one for one in self.checkpoints if one.name.startswith(f"{run}/")]
+            for one in of_run:
+                add(one.name, one.logical_bytes, "", one.blocked_s)
+            logical_bytes = sum(one.logical_bytes for one in of_run)
+            blocked_s = sum(one.blocked_s for one in of_run)
+            add(_count(run, len(of_run)), logical_bytes, format_bytes(stored_bytes), blocked_s)
+        stored_bytes = sum(self.stored_bytes.values())
+        add(_count("all", len(self.checkpoints)), self.logical_bytes, format_bytes(stored_bytes), self.blocked_s)
         blocked = self.blocked_s / self.training_s if self.training_s else 0.0
-        total = f"checkpoints: {len(self.checkpoints)}"
-        lines.append(
-            f"{total:<{width}}  {format_bytes(self.logical_bytes):>10}  {format_bytes(self.stored_bytes):>10}"
-            f"  {self.blocked_s:>6.2f} s"
-        )
-        lines.append(f"stored {share:.0%} of the logical bytes; blocked {blocked:.1%} of the time in training")
+        lines += [
+            "",
+            f"blocked: {blocked:.1%} of the time in training",
+            "The resumed run saves the bytes of the uninterrupted one again: it adds little where they are stored once.",
+        ]
         return lines
+
+
+def _count(run: str, count: int) -> str:
+    """A run and how many checkpoints it has."""
+    return f"{run}: {count} checkpoint{'s' if count != 1 else ''}"
 
 
 def _loss(value: str | None) -> str:

@@ -20,7 +20,8 @@ import fsspec
 
 from tierfs.cli._demo_ranks import RankGroup
 from tierfs.cli._demo_report import Checkpoint, Report, compare_losses
-from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, StoreNotFoundError, TierfsError
+from tierfs.store import init, open_store, parse_url, usage
 from tierfs.units import format_bytes, parse_size
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
@@ -35,7 +36,6 @@ tierfs demo --url tierfs::s3://bucket/demo --steps 200 --every 20 --params 100M"
 _WORLD_SIZE = 2
 _PARAMETERS_MIN = 50_000
 _PARAMETERS_MAX = 10_000_000_000
-_SETTLE_S_MAX = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,10 +91,10 @@ def _checked(arguments: argparse.Namespace) -> _Plan:
     """The options, or an error that says which one is wrong."""
     if importlib.util.find_spec("torch") is None:
         raise InvalidInputError("the demo trains with torch, which is not installed: pip install 'tierfs[torch]'")
-    if arguments.url and "://" not in arguments.url:
+    if arguments.url and not (arguments.url.startswith("tierfs") and "://" in arguments.url):
         # DCP takes anything without "://" for a local path, "tierfs::/data" included.
         raise InvalidInputError(
-            f"{arguments.url!r} is no URL: for a directory, write tierfs::file:///absolute/path", path=arguments.url
+            f"{arguments.url!r} is no tierfs URL: for a directory, write tierfs::file:///absolute/path", path=arguments.url
         )
     if arguments.url and "memory://" in arguments.url:
         raise InvalidInputError("memory:// ends with its process, and the demo needs several", path=arguments.url)
@@ -153,23 +153,24 @@ class _Demo:
 
     def play(self) -> Report:
         """Run all phases and gather what they found."""
-        if self._url.startswith("tierfs"):
-            import tierfs
-
-            tierfs.init(self._url)
+        try:
+            store, path = open_store(parse_url(self._url))
+        except StoreNotFoundError:
+            store, path = init(self._url), ""
         filesystem, root = fsspec.url_to_fs(self._url)
         for name in ("straight", "resumed"):
             if filesystem.exists(f"{root}/{name}"):
                 raise AlreadyExistsError(
                     f"{self._url}/{name} exists, from an earlier demo: remove it or give another --url", path=self._url
                 )
-        stored_before = _stored_bytes(self._url)
+        stored = [usage(store, path).stored_bytes if filesystem.exists(root) else 0]
         plan = self._plan
         began = time.monotonic()
 
         _say(f"1/3 {plan.steps} steps without interruption, {_WORLD_SIZE} ranks, saving every {plan.every}")
         straight, resumed = _Run(), _Run()
         self._follow("uninterrupted run", straight, "straight")
+        stored.append(usage(store, path).stored_bytes)
 
         _say(f"2/3 the same again, killed in the middle of the save of step {plan.killed_at}")
         self._follow_until_killed(resumed)
@@ -182,13 +183,12 @@ class _Demo:
 
         # Up to the resume point there is only the killed process; after it, only what the resumed one computed.
         resumed.losses.update({step: loss for step, loss in before_kill.items() if step <= resumed_from})
-        filesystem.invalidate_cache()
         checkpoints = [
             Checkpoint(f"{name}/step_{step}", filesystem.du(f"{root}/{name}/step_{step}"), blocked_s)
             for name, one in (("straight", straight), ("resumed", resumed))
             for step, blocked_s in sorted(one.blocked_s.items())
         ]
-        _settle(filesystem, root)
+        stored.append(usage(store, path).stored_bytes)
         return Report(
             url=self._url,
             parameters=straight.parameters,
@@ -197,7 +197,7 @@ class _Demo:
             rows=compare_losses(straight.losses, resumed.losses, first=1, last=plan.steps),
             digests=(straight.digest, resumed.digest),
             checkpoints=checkpoints,
-            stored_bytes=_stored_bytes(self._url) - stored_before,
+            stored_bytes={"straight": stored[1] - stored[0], "resumed": stored[2] - stored[1]},
             training_s=straight.training_s + resumed.training_s,
         )
 
@@ -232,7 +232,6 @@ class _Demo:
 
     def _newest_complete(self, filesystem: fsspec.AbstractFileSystem, directory: str) -> int:
         """The newest step with a complete checkpoint, once it is sure that the killed save is none."""
-        filesystem.invalidate_cache()
         steps = _complete_steps(filesystem, directory)
         killed_at = self._plan.killed_at
         if killed_at in steps:
@@ -248,24 +247,6 @@ def _complete_steps(filesystem: fsspec.AbstractFileSystem, directory: str) -> li
     names = [str(path).rstrip("/").rpartition("/")[2] for path in filesystem.ls(directory, detail=False)]
     steps = [int(name.removeprefix("step_")) for name in names if name.startswith("step_")]
     return sorted(step for step in steps if filesystem.exists(f"{directory}/step_{step}/.metadata"))
-
-
-def _settle(filesystem: fsspec.AbstractFileSystem, root: str) -> None:
-    """Wait until all that was saved is in the object tier, so that counting its bytes means something."""
-    # A filesystem without levels has nothing to wait for: its saves are where they belong when they return.
-    if hasattr(filesystem, "wait"):
-        filesystem.wait(root, "object", timeout=_SETTLE_S_MAX)
-
-
-def _stored_bytes(url: str) -> int:
-    """Bytes that the object tier holds below a URL, as they are stored.
-
-    Placeholder until the store can tell (`tierfs du --stored`): adds up the objects below the inner URL, which is
-    right where the store's root is this URL, and wrong where it lies above.
-    """
-    filesystem, root = fsspec.url_to_fs(url.removeprefix("tierfs::"))
-    filesystem.invalidate_cache()
-    return int(filesystem.du(root))
 
 
 def _say(line: str) -> None:

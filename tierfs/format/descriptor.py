@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 
 from tierfs import digest
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer, DigestKind
@@ -92,7 +92,7 @@ class Descriptor:
 
     def encode(self) -> bytes:
         """The bytes of ``store.json``."""
-        fields: dict[str, object] = {
+        document: dict[str, object] = {
             "magic": _MAGIC,
             "format": VERSION,
             "uuid": self.uuid,
@@ -107,8 +107,8 @@ class Descriptor:
             "single_writer": self.single_writer,
             "endpoint": asdict(self.endpoint),
         }
-        fields["checksum"] = digest.checksum(_canonical(fields)).hex()
-        return (json.dumps(fields, indent=2) + "\n").encode()
+        document["checksum"] = digest.checksum(_canonical(document)).hex()
+        return (json.dumps(document, indent=2) + "\n").encode()
 
     @classmethod
     def decode(cls, data: Buffer, where: str) -> Descriptor:
@@ -119,45 +119,45 @@ class Descriptor:
             FormatError: Another version, or sizes that this tierfs does not know.
         """
         try:
-            fields = json.loads(bytes(data))
+            document = json.loads(bytes(data))
         except ValueError:
-            fields = None
-        if not isinstance(fields, dict) or fields.get("magic") != _MAGIC:
+            document = None
+        if not isinstance(document, dict) or document.get("magic") != _MAGIC:
             raise CorruptionError(f"{where}: is no store descriptor: damaged, or not written by tierfs", path=where)
-        if fields.get("format") != VERSION:
+        if document.get("format") != VERSION:
             raise FormatError(
-                f"{where}: store format {fields.get('format')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
+                f"{where}: store format {document.get('format')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
                 path=where,
             )
-        if fields.pop("checksum", None) != digest.checksum(_canonical(fields)).hex():
+        if document.pop("checksum", None) != digest.checksum(_canonical(document)).hex():
             raise CorruptionError(f"{where}: checksum mismatch: the store descriptor is damaged", path=where)
-        return cls._from_fields(fields, where)
+        return cls._from_document(document, where)
 
     @classmethod
-    def _from_fields(cls, fields: Mapping[str, object], where: str) -> Descriptor:
+    def _from_document(cls, document: Mapping[str, object], where: str) -> Descriptor:
         def malformed(what: str) -> FormatError:
             return FormatError(f"{where}: {what}", path=where)
 
         def number(name: str, low: int, high: int) -> int:
-            value = fields.get(name)
+            value = document.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
                 raise malformed(f"{name} is {value!r}, and must be from {low} to {high}")
             return value
 
         number("block_bytes", BLOCK_BYTES, BLOCK_BYTES)
         number("chunk_bytes", CHUNK_BYTES, CHUNK_BYTES)
-        uuid = fields.get("uuid")
+        uuid = document.get("uuid")
         if not isinstance(uuid, str) or not _UUID.fullmatch(uuid):
             raise malformed(f"uuid is {uuid!r}")
         try:
-            kind = next(kind for kind in DigestKind if kind.label == fields.get("digest"))
+            kind = next(kind for kind in DigestKind if kind.label == document.get("digest"))
         except StopIteration:
-            raise malformed(f"unknown digest {fields.get('digest')!r}: use a newer tierfs") from None
+            raise malformed(f"unknown digest {document.get('digest')!r}: use a newer tierfs") from None
         return cls(
             uuid=uuid,
             created_ns=number("created_ns", -(1 << 63), (1 << 63) - 1),
             digest_kind=kind,
-            endpoint=_decode_endpoint(fields.get("endpoint"), malformed),
+            endpoint=_decode_endpoint(document.get("endpoint"), malformed),
             inline_bytes=number("inline_bytes", 0, INLINE_BYTES_MAX),
             chain_max=number("chain_max", 0, 32),
             lease_s=number("lease_s", 1, 3600),
@@ -165,16 +165,16 @@ class Descriptor:
         )
 
 
-def _decode_endpoint(value: object, malformed: type[FormatError] | object) -> Capabilities:
-    assert callable(malformed)
+def _decode_endpoint(value: object, malformed: Callable[[str], FormatError]) -> Capabilities:
     if not isinstance(value, dict):
         raise malformed("endpoint is missing")
-    flags = {name: value.get(name) for name in Capabilities.__slots__ if name != "checksums"}
+    names = [item.name for item in fields(Capabilities) if item.name != "checksums"]
+    flags = {name: flag for name in names if isinstance(flag := value.get(name), bool)}
     checksums = value.get("checksums")
-    if not all(isinstance(flag, bool) for flag in flags.values()) or not isinstance(checksums, list):
+    if len(flags) != len(names) or not isinstance(checksums, list):
         raise malformed(f"endpoint is {value!r}")
     return Capabilities(**flags, checksums=tuple(str(name) for name in checksums))
 
 
-def _canonical(fields: Mapping[str, object]) -> bytes:
-    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+def _canonical(document: Mapping[str, object]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 from tierfs.digest import BLOCK_BYTES
-from tierfs.errors import TierfsError
+from tierfs.errors import StoreError
 from tierfs.store import Reader, Writer
 
 __all__ = ["CompressedFile", "ReadFile", "TextFile", "WriteFile"]
@@ -131,7 +131,8 @@ class WriteFile(io.BufferedIOBase):
     """A file being written. It is published whole by ``close``, or not at all.
 
     An exception inside ``with``, or one that is on its way while ``close`` is called, publishes nothing; nor does a
-    handle that is dropped without being closed. Both are logged.
+    handle that is dropped without being closed. Both are logged. A write that failed leaves a hole, so from then on every
+    write raises its error again, and so does ``close``, which publishes nothing.
 
     Args:
         fs: The filesystem it was opened with.
@@ -146,9 +147,12 @@ class WriteFile(io.BufferedIOBase):
         self.path = path
         self.mode = mode
         self.autocommit = autocommit
-        self._writer: Writer | None = writer
+        self._writer: Writer | None = writer  # None once it is clear what is published
+        self._failure: BaseException | None = None
         self._memory_file: int | None = None
+        self._process = os.getpid()
         self._error_at_open = sys.exc_info()[1]
+        self._settled = False  # whether it is published, or whoever writes it knows that it is not
 
     @property
     def name(self) -> str:
@@ -160,22 +164,39 @@ class WriteFile(io.BufferedIOBase):
         """The path with its protocol."""
         return str(self.fs.unstrip_protocol(self.path))
 
+    @property
+    def pending(self) -> bool:
+        """Whether `commit` would publish something."""
+        return self._writer is not None
+
     def writable(self) -> bool:
         """True."""
         return True
 
     def write(self, data: Any) -> int:
         """Add bytes at the end. They are copied, so ``data`` may change afterwards."""
-        return self._open_writer().write(data)
+        view = memoryview(data)
+        self._check_open()
+        if self._writer is None or not view.nbytes:
+            return view.nbytes
+        if not self._is_ours():
+            raise ValueError(f"{self.path} is being written by the process that this one was forked from")
+        self._raise_failure()
+        view = view.cast("B")
+        try:
+            return self._writer.write(view)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def tell(self) -> int:
         """Bytes of the file so far; for an appending handle, with what was there."""
-        return self._open_writer().length
+        self._check_open()
+        return self._writer.length if self._writer is not None else 0
 
     def flush(self) -> None:
         """Nothing: bytes become visible, and durable, when the file is closed."""
-        if not self.closed:
-            self._open_writer()
+        self._check_open()
 
     def fileno(self) -> int:
         """A descriptor on which ``os.fsync`` succeeds and does nothing, because ``close`` is what makes bytes durable.
@@ -183,7 +204,7 @@ class WriteFile(io.BufferedIOBase):
         Code that flushes what it wrote, as DCP does, would otherwise flush every filesystem of the machine. The file
         behind it is sealed: writing to the descriptor directly fails rather than losing bytes.
         """
-        self._open_writer()
+        self._check_open()
         if self._memory_file is None:
             self._memory_file = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             fcntl.fcntl(self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
@@ -200,9 +221,10 @@ class WriteFile(io.BufferedIOBase):
             return
         error = sys.exc_info()[1]
         if error is not None and error is not self._error_at_open:
-            _logger.warning("%s was closed while handling %r and is not published", self.path, error)
+            self.give_up(error)
+        if self._writer is not None and self._failure is not None:
             self.discard()
-            return
+            self._raise_failure()
         self._close_handle()
         if self.autocommit:
             self.commit()
@@ -211,15 +233,43 @@ class WriteFile(io.BufferedIOBase):
         """Publish what was written. Raises as `close` does."""
         self._close_handle()
         writer, self._writer = self._writer, None
-        if writer is not None:
+        if writer is not None and self._is_ours():
             writer.commit()
+            self._settled = True
 
     def discard(self) -> None:
         """Publish nothing."""
+        self._abort()
         self._close_handle()
-        writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.abort()
+
+    def give_up(self, error: BaseException) -> None:
+        """Publish nothing, because of this error. What a wrapper still writes before it closes the handle is ignored."""
+        if self._abort():
+            _logger.warning("%s was given up because of %r and is not published", self.path, error)
+
+    def absorb_removal(self) -> bool:
+        """Whether deleting its path, as the thread that opened it asks for now, is meant for what it could not write.
+
+        It is, and that is given up, if the thread is handling an exception that came up before the file was published or
+        ``with`` was left. DCP, for one, deletes a data file that it fails to write before it lets go of the handle; what
+        lies there is the version before.
+        """
+        error = sys.exc_info()[1]
+        if self._settled or error is None or error is self._error_at_open:
+            return False
+        self._settled = True
+        self.give_up(error)
+        return True
+
+    def drop(self) -> None:
+        """The same for a handle that nobody refers to any more and nobody closed."""
+        if self._abort():
+            _logger.warning("%s was dropped without being closed and is not published", self.path)
+            warnings.warn(f"unclosed file {self.path!r} is not published", ResourceWarning, stacklevel=3, source=self)
+
+    def _dealloc_warn(self, source: Any) -> None:
+        """What a text wrapper of ``io`` calls when it is dropped unclosed, before it flushes and closes this handle."""
+        self.drop()
 
     def __enter__(self) -> WriteFile:
         return self
@@ -227,21 +277,38 @@ class WriteFile(io.BufferedIOBase):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.discard()
-        else:
-            self.close()
+        self._settled = True
+        if error is not None and not self.closed:
+            self.give_up(error)
+        self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_writer", None) is not None and not self.closed:
-            _logger.warning("%s was dropped without being closed and is not published", self.path)
-            warnings.warn(f"unclosed file {self.path!r} is not published", ResourceWarning, stacklevel=2, source=self)
-            self.discard()
+        if hasattr(self, "_error_at_open") and not self.closed:
+            try:
+                self.drop()
+            finally:
+                self._close_handle()
 
-    def _open_writer(self) -> Writer:
-        if self.closed or self._writer is None:
+    def _check_open(self) -> None:
+        if self.closed:
             raise ValueError(f"{self.path}: I/O operation on closed file")
-        return self._writer
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, Exception):
+            raise self._failure
+        if self._failure is not None:
+            raise StoreError(f"{self.path}: a write was interrupted: write the file again") from self._failure
+
+    def _abort(self) -> bool:
+        writer, self._writer = self._writer, None
+        if writer is None or not self._is_ours():
+            return False
+        writer.abort()
+        return True
+
+    def _is_ours(self) -> bool:
+        """False in a child forked since: the file is its parent's, and so are the threads that send its chunks."""
+        return self._process == os.getpid()
 
     def _close_handle(self) -> None:
         if self._memory_file is not None:
@@ -251,25 +318,25 @@ class WriteFile(io.BufferedIOBase):
 
 
 class TextFile(io.TextIOWrapper):
-    """A handle in text mode, which passes on that an exception is to publish nothing."""
+    """A handle in text mode, which passes on that an exception, or being dropped, is to publish nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._discard()
-        else:
-            self.close()
+        if error is not None and not self.closed and isinstance(self.buffer, WriteFile | CompressedFile):
+            self.buffer.give_up(error)
+        self.close()
 
     def __del__(self) -> None:
-        if not self.closed:
-            self._discard()
-
-    def _discard(self) -> None:
-        discard = getattr(self.buffer, "discard", None)
-        if discard is not None:
-            discard()
-        else:
+        try:
+            if self.closed:
+                return
+        except ValueError:
+            return  # its arguments were refused, so it never became a handle
+        try:
+            if isinstance(self.buffer, WriteFile | CompressedFile):
+                self.buffer.drop()
+        finally:
             self.close()
 
 
@@ -322,30 +389,43 @@ class CompressedFile(io.BufferedIOBase):
         return int(self._outer.tell())
 
     def close(self) -> None:
-        """Close the compressor, then the handle below, which publishes."""
+        """Close the compressor, then the handle below, which publishes unless the compressor failed."""
         if self.closed:
             return
         try:
             self._outer.close()
-            self._inner.close()
+        except BaseException as error:
+            self.give_up(error)
+            raise
         finally:
-            super().close()
+            try:
+                self._inner.close()
+            finally:
+                super().close()
 
-    def discard(self) -> None:
-        """Publish nothing."""
+    def give_up(self, error: BaseException) -> None:
+        """See `WriteFile.give_up`."""
         if isinstance(self._inner, WriteFile):
-            self._inner.discard()
-        try:
-            self._outer.close()
-        except (ValueError, TierfsError) as error:
-            # The compressor's last words have nowhere to go any more.
-            _logger.debug("closing the compressor of a discarded file: %r", error)
-        super().close()
+            self._inner.give_up(error)
+
+    def drop(self) -> None:
+        """See `WriteFile.drop`."""
+        if isinstance(self._inner, WriteFile):
+            self._inner.drop()
+
+    def _dealloc_warn(self, source: Any) -> None:
+        self.drop()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self.discard()
-        else:
-            self.close()
+        if error is not None and not self.closed:
+            self.give_up(error)
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "path") and not self.closed:
+            try:
+                self.drop()
+            finally:
+                self.close()

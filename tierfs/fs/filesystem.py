@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import io
 import os
-import tempfile
+import secrets
+import threading
+import weakref
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, BinaryIO
+from typing import Any
 
-from fsspec.asyn import AsyncFileSystem, get_loop
+from fsspec.asyn import AsyncFileSystem, get_loop, sync
 from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.compression import compr
 from fsspec.core import get_compression
@@ -22,9 +25,10 @@ from fsspec.implementations.chained import ChainedFileSystem
 from fsspec.utils import isfilelike, stringify_path, tokenize
 
 from tierfs import store as verbs
-from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError, TierfsError
 from tierfs.fs.files import CompressedFile, ReadFile, TextFile, WriteFile
 from tierfs.fs.threads import run_in_thread
+from tierfs.fs.transactions import TierTransaction
 from tierfs.store import Entry, Location, Store, WriteMode, Writer
 from tierfs.store.transfers import transfers
 from tierfs.store.url import named_location, split_url, strip
@@ -33,6 +37,7 @@ __all__ = ["TierFileSystem"]
 
 COPY_BYTES = 16 << 20
 _TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
 _FSSPEC_OPTIONS = frozenset(
     {"use_listings_cache", "listings_expiry_time", "max_paths", "add_docs", "add_aliases", "protocol", "fs"}
 )
@@ -57,6 +62,7 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
 
     protocol = "tierfs"
     root_marker = ""
+    transaction_type = TierTransaction
     # One instance serves every URL of an object tier, so that they share stores and caches.
     _strip_tokenize_options = ("fo",)
 
@@ -76,13 +82,12 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
         if unknown:
             raise InvalidInputError(f"unknown option {unknown[0]!r} for tierfs: it takes 'create', and what fsspec takes")
         super().__init__(asynchronous=asynchronous, loop=loop, batch_size=batch_size, **options)
-        if create is None:
-            create = os.environ.get("TIERFS_CREATE", "")
-        self._create = create if isinstance(create, bool) else create.lower() in _TRUE
+        self._create = _flag(create)
         self._target_protocol = target_protocol
         self._target_options = dict(target_options or {})
         if target_protocol is not None:
             strip(target_protocol, "")
+        self._opened = _Opened()
         # fsspec calls this on instances; there, a bare path is one of the object tier's.
         self._strip_protocol = self._strip  # type: ignore[method-assign]
 
@@ -131,17 +136,26 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
     def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
         """The store that a path lies in, and the path relative to it."""
         stripped = self._strip(path)
+        if not stripped and not write:
+            raise StoreNotFoundError(f"{self.unstrip_protocol('')} is above every store: name a path in one")
         if self._target_protocol is None:
             location = named_location(stripped)
         else:
             location = Location(self._target_protocol, stripped, self._target_options)
-        return verbs.open_store(location, create=write and (self._create or location.create))
+        return verbs.open_store(location, create=write and self._may_create(location))
+
+    def _may_create(self, location: Location) -> bool:
+        if self._create is not None:
+            return self._create
+        # Looked up each time, because fsspec hands the same instance out again after the environment has changed.
+        wish = os.environ.get("TIERFS_CREATE")
+        return wish.lower() in _TRUE if wish else location.create
 
     def _name(self, path: str, relative: str, found: str) -> str:
         """The name to show for what was found at ``found`` in the store, when ``path`` is ``relative`` in it."""
         stripped = self._strip(path)
-        base = stripped[: len(stripped) - len(relative)].rstrip("/")
-        return f"{base}/{found}" if found else base or stripped
+        below = found[len(relative) :].strip("/")
+        return f"{stripped.rstrip('/')}/{below}" if below else str(stripped)
 
     # -- looking -------------------------------------------------------------------------------------------------
 
@@ -244,11 +258,17 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
 
     def created(self, path: str) -> datetime.datetime:
         """When the file first appeared, in UTC."""
-        return _time(self._info_now(path)["created"])
+        return self._time(path, "created")
 
     def modified(self, path: str) -> datetime.datetime:
         """When its content was written, in UTC."""
-        return _time(self._info_now(path)["mtime"])
+        return self._time(path, "mtime")
+
+    def _time(self, path: str, which: str) -> datetime.datetime:
+        info = self._info_now(path)
+        if which not in info:
+            raise IsADirectoryError(f"{path} is a directory that is there only because of what lies in it: it has no times")
+        return datetime.datetime.fromtimestamp(info[which], tz=datetime.timezone.utc)
 
     def ukey(self, path: str) -> str:
         """The content digest: the same for the same content cut in the same places, wherever it lies."""
@@ -338,15 +358,17 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
         reader = verbs.open_entry(store, entry)
         directory = os.path.dirname(os.path.abspath(target))
         os.makedirs(directory, exist_ok=True)
-        # Beside the target, then renamed: a download that breaks off leaves no half file under the real name.
-        with tempfile.NamedTemporaryFile(dir=directory, prefix=".tierfs-get-", delete=False) as file:
-            try:
+        # Beside the target, then renamed: a download that breaks off leaves no half file under the real name. Opened as
+        # any new file, so that the kernel applies the umask, which no thread can read without changing it for all.
+        temporary = os.path.join(directory, f".tierfs-get-{secrets.token_hex(8)}")
+        try:
+            with open(temporary, "xb") as file:
                 self._download(reader, file, callback)
-                os.chmod(file.name, 0o666 & ~_umask())
-                os.replace(file.name, target)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
 
     def _download(self, reader: Any, file: Any, callback: Any) -> None:
         callback.set_size(reader.length)
@@ -414,6 +436,17 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
     async def _rm_file(self, path: str, **kwargs: Any) -> None:
         await run_in_thread(lambda: verbs.delete(*self._locate(path)))
 
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """Delete files, and with ``recursive`` directories.
+
+        A path that this thread is failing to write keeps what it held before (see `WriteFile.absorb_removal`).
+        """
+        if isinstance(path, (str, os.PathLike)):
+            stripped = self._strip(path)
+            if any(handle.path == stripped and handle.absorb_removal() for handle in list(self._opened.handles)):
+                return
+        sync(self.loop, self._rm, path, recursive=recursive, maxdepth=maxdepth, **kwargs)
+
     async def _rm(
         self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **kwargs: Any
     ) -> None:
@@ -478,6 +511,7 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
         A directory is moved with all below it, file by file. If ``path2`` is a directory, or ends with ``/``, what is
         moved goes into it under its own name; so does each of several, for a list or a pattern.
         """
+        path1 = stringify_path(path1)
         if isinstance(path1, list) and isinstance(path2, list):
             for pair in zip(path1, path2, strict=True):
                 self.mv(*pair)
@@ -505,7 +539,16 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
                     self._mkdir_now(target + name[len(source) :], create_parents=True, exist_ok=True)
                 else:
                     self._mv_now(name, target + name[len(source) :])
-            self.rm(source, recursive=True)
+            self._remove_if_empty(source)
+
+    def _remove_if_empty(self, path: str) -> None:
+        """Remove a directory and those below it, but for those in which something was written in the meantime."""
+        below = [name for name, info in self._find_now(path, None, withdirs=True, detail=True).items() if info["type"] == "directory"]
+        for name in sorted({path, *below}, key=len, reverse=True):
+            store, relative = self._locate(name)
+            with contextlib.suppress(NotFoundError):
+                if not verbs.list_directory(store, relative, detail=False):
+                    verbs.remove_directory(store, relative)
 
     # -- handles -------------------------------------------------------------------------------------------------
 
@@ -536,6 +579,7 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
         """
         if "b" not in mode:
             text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
+            io.TextIOWrapper(io.BytesIO(), **text).close()  # refuses bad arguments before anything is opened
             binary = mode.replace("t", "") + "b"
             return TextFile(self.open(path, binary, compression=compression, **kwargs), **text)
         if compression is not None and (name := get_compression(self._strip(path), compression)) is not None:
@@ -567,11 +611,22 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
             raise InvalidInputError(
                 f"mode {mode!r} is not supported: files are written whole (wb, xb) or at their end (ab)"
             ) from None
+        if not autocommit:
+            self.transaction.check(path, mode)
         store, relative = self._locate(path, write=True)
         if not relative:
             raise IsADirectoryError(f"{path} is the root of a store")
         writer = Writer(store, relative, mode=write_mode, metadata=metadata)
-        return WriteFile(self, path, writer, mode, autocommit=autocommit)
+        handle = WriteFile(self, path, writer, mode, autocommit=autocommit)
+        self._opened.handles.add(handle)
+        return handle
+
+
+class _Opened(threading.local):
+    """What each thread opened for writing and still refers to."""
+
+    def __init__(self) -> None:
+        self.handles: weakref.WeakSet[WriteFile] = weakref.WeakSet()
 
 
 def _describe(name: str, entry: Entry) -> dict[str, Any]:
@@ -593,11 +648,16 @@ def _describe(name: str, entry: Entry) -> dict[str, Any]:
     return info
 
 
-def _time(seconds: float) -> datetime.datetime:
-    return datetime.datetime.fromtimestamp(seconds, tz=datetime.timezone.utc)
+def _flag(value: bool | str | None) -> bool | None:
+    """An option that may come from a URL's configuration as text; ``None`` if it was not given."""
+    if value is None or str(value).lower() in _TRUE:
+        return None if value is None else True
+    if str(value).lower() in _FALSE:
+        return False
+    raise InvalidInputError(f"'create' is true or false, not {value!r}")
 
 
-def _pieces(file: BinaryIO | Any, callback: Any) -> Iterable[memoryview]:
+def _pieces(file: Any, callback: Any) -> Iterable[memoryview]:
     buffer = transfers().take_buffer()
     try:
         while count := file.readinto(buffer):
@@ -605,12 +665,3 @@ def _pieces(file: BinaryIO | Any, callback: Any) -> Iterable[memoryview]:
             callback.relative_update(count)
     finally:
         transfers().give_buffer(buffer)
-
-
-def _umask() -> int:
-    """The process's umask, which can only be read by setting it."""
-    value = os.umask(0o077)
-    os.umask(value)
-    return value
-
-

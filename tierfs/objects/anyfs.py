@@ -266,7 +266,7 @@ class FsspecObjects:
             pause_s *= 2
             self._write(path, content, key, exclusive=False)
 
-    def _remove(self, paths: Sequence[str]) -> list[BaseException | None]:
+    def _remove(self, paths: Sequence[str]) -> Sequence[BaseException | None]:
         """Remove files, at once where the filesystem can, and return the error of each."""
         if not self._concurrent:
             return [_error_of(self.fs.rm_file, path) for path in paths]
@@ -288,7 +288,7 @@ class FsspecObjects:
         """Key and description of everything directly below ``prefix``, or of every file below it."""
         directory = self._path(prefix).rstrip("/") or "/"
         try:
-            with translated_client(prefix):
+            with translated_client(prefix or self.root):
                 self.fs.invalidate_cache()
                 if flat:
                     entries = list(self.fs.find(directory, detail=True).values())

@@ -136,6 +136,7 @@ def _translate_status(status: int, reason: str, key: str) -> TierfsError:
 
 
 def _is_lost_connection(error: BaseException) -> bool:
-    if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):  # noqa: UP041 - two classes until 3.11
+    # Two classes of timeouts until Python 3.11.
+    if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
         return True
     return any(base.__name__ in _LOST_CONNECTION for base in type(error).__mro__)

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import secrets
+import stat
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -125,7 +126,7 @@ class LocalObjects:
         """See `ObjectTier.head`."""
         with translated(key):
             status = os.stat(self._path(key))
-            if not _is_file(status):
+            if not stat.S_ISREG(status.st_mode):
                 raise NotFoundError(f"{key} is not there", path=key)
             return _info(key, status)
 
@@ -240,10 +241,6 @@ class LocalObjects:
             yield
         finally:
             os.close(descriptor)
-
-
-def _is_file(status: os.stat_result) -> bool:
-    return (status.st_mode & 0o170000) == 0o100000
 
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:

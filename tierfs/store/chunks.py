@@ -144,6 +144,11 @@ def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> N
             path=where,
             tier="object",
         ) from None
+    except CorruptionError as error:
+        if str(error).startswith(place):
+            raise
+        # What the object tier itself finds out, an object cut short for example, names the key alone.
+        raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
 
 
 def _fetch_object(store: Store, key: str, row: Row, start: int, out: memoryview, place: str) -> None:

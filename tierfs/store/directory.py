@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tierfs.errors import AlreadyExistsError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest, inline_digest
 from tierfs.store.delete import bury
@@ -25,16 +25,16 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
             return
         raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
     observed = observe(store, f"{path}/")
-    try:
-        entry = stat(store, path)
-    except NotFoundError:
-        pass
+    if observed.manifest is None:
+        try:
+            entry = stat(store, path)
+        except NotFoundError:
+            pass
+        else:
+            _refuse(store, path, exist_ok=exist_ok and entry.is_directory)
     else:
-        if not entry.is_directory or not exist_ok:
-            kind = "directory" if entry.is_directory else "file"
-            raise AlreadyExistsError(f"{store.where(path)} exists and is a {kind}", path=path)
-        if observed.manifest is not None:
-            return
+        _refuse(store, path, exist_ok=exist_ok)
+        return
     now_ns = store.clock.now_ns()
     kind_of_digest = store.descriptor.digest_kind
     marker = Manifest(
@@ -48,7 +48,18 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
         inline=b"",
         previous=observed.previous,
     )
-    publish(store, observed, marker)
+    try:
+        publish(store, observed, marker)
+    except ConflictError:
+        # All ranks of a job make the directory they save into: whose marker it is does not matter.
+        if observe(store, observed.path).manifest is None:
+            raise
+        _refuse(store, path, exist_ok=exist_ok)
+
+
+def _refuse(store: Store, path: str, *, exist_ok: bool) -> None:
+    if not exist_ok:
+        raise AlreadyExistsError(f"{store.where(path)} exists", path=path)
 
 
 def remove_directory(store: Store, path: str) -> None:

@@ -114,9 +114,9 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
             entries[child] = Entry(child, is_directory=is_dir, foreign=None if isinstance(item, Prefix) else item)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
         if isinstance(item, Prefix):
-            name = _component(item.key.rstrip("/").rpartition("/")[2])
-            if name is not None and not name[1]:
-                directories.append(_join(path, name[0]))
+            part = _component(item.key.rstrip("/").rpartition("/")[2])
+            if part is not None and not part[1]:
+                directories.append(_join(path, part[0]))
             continue
         live = _parse(path, item)
         if live is not None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreNotFoundError
 from tierfs.objects import connect
-from tierfs.store.init import create_store, read_descriptor
+from tierfs.store.create import create_store, read_descriptor
 from tierfs.store.store import Store
 from tierfs.store.url import Location, parse_url
 

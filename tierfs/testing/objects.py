@@ -11,6 +11,9 @@ Where the tier does not promise something in its capabilities, the tests check w
 an object both as one and as a "directory" of others: files cannot be that.
 """
 
+# Tests are described by their names, and compare with plain numbers.
+# ruff: noqa: D102, PLR2004
+
 from __future__ import annotations
 
 import itertools
@@ -24,6 +27,7 @@ from typing import TypeVar
 import pytest
 
 from tierfs import digest
+from tierfs.digest import Buffer
 from tierfs.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -81,7 +85,13 @@ class ObjectTierTests:
         assert objects.head("run/a") == info
 
     def test_buffers_of_every_kind_are_laid_end_to_end(self, objects: ObjectTier) -> None:
-        pieces = [b"one", bytearray(b"two"), memoryview(b"-three-")[1:-1], memoryview(bytearray(b"four")), b""]
+        pieces: list[Buffer] = [
+            b"one",
+            bytearray(b"two"),
+            memoryview(b"-three-")[1:-1],
+            memoryview(bytearray(b"four")),
+            b"",
+        ]
         assert objects.put("a", pieces).size == 15
         assert _content(objects, "a") == b"onetwothreefour"
 
@@ -303,9 +313,7 @@ class ObjectTierTests:
 
     @pytest.mark.parametrize("delimiter", [False, True])
     @pytest.mark.parametrize("prefix", ["absent/", "run/absent/", "run/a/", "ru/"])
-    def test_a_prefix_that_holds_nothing_lists_nothing(
-        self, objects: ObjectTier, prefix: str, delimiter: bool
-    ) -> None:
+    def test_a_prefix_that_holds_nothing_lists_nothing(self, objects: ObjectTier, prefix: str, delimiter: bool) -> None:
         objects.put("run/a", [b"something"])
         assert list(objects.list(prefix, delimiter=delimiter)) == []
 
@@ -441,10 +449,12 @@ class ObjectTierTests:
                         objects.get("a", [(size // 2, out[size // 2 :]), (0, out[: size // 2])])
                         content = bytes(out)
                 except StoreError as error:
-                    assert error.transient and objects.capabilities.single_writer
+                    if not (error.transient and objects.capabilities.single_writer):
+                        raise
                     continue
                 except CorruptionError:
-                    assert not objects.capabilities.atomic_put
+                    if objects.capabilities.atomic_put:
+                        raise
                     continue
                 mixed += content != content[:1] * size
             return mixed

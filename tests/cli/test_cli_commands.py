@@ -1,0 +1,256 @@
+"""What holds for every command: help, documentation, exit codes, errors, and that starting one is cheap."""
+
+import errno
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tierfs
+from tierfs import errors
+from tierfs.cli import frame, ls, main
+from tierfs.cli._failures import describe
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()
+CATEGORIES = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.TierfsError)]
+
+
+@pytest.fixture
+def url(tmp_path):
+    """A store on disk."""
+    tierfs.init(str(tmp_path / "store"))
+    return f"tierfs::file://{tmp_path}/store"
+
+
+def section(name):
+    """What the reference says of one command."""
+    return re.split(r"^## ", PAGE.partition(f"\n## tierfs {name}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize("name", frame.COMMANDS)
+def test_every_command_has_help_with_examples(name, capsys):
+    command = frame.load_command(name)
+    assert name == command.NAME
+    assert "\n" not in command.HELP
+    assert main([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    for line in command.EXAMPLES.splitlines():
+        assert f"tierfs {name}" in line
+        assert line in shown
+
+
+@pytest.mark.parametrize("name", frame.COMMANDS)
+def test_every_example_in_a_help_text_is_accepted_by_the_parser(name):
+    _, parsers = frame.build_parser([name])
+    for line in frame.load_command(name).EXAMPLES.splitlines():
+        words = line.partition(" |")[0].partition("  #")[0].split()
+        parsers[name].parse_intermixed_args(words[2:])
+
+
+@pytest.mark.parametrize("name", frame.COMMANDS)
+def test_every_command_and_every_option_is_in_the_reference(name):
+    text = section(name)
+    assert f"\ntierfs {name} " in text
+    assert f"[{name}](#tierfs-{name})" in PAGE
+    _, parsers = frame.build_parser([name])
+    for action in parsers[name]._actions:
+        for option in action.option_strings:
+            assert option in ("-h", "--help") or f"`{option}`" in text, option
+
+
+def test_the_reference_has_no_command_that_is_not_there():
+    assert sorted(re.findall(r"^## tierfs (\w+)$", PAGE, flags=re.MULTILINE)) == sorted(frame.COMMANDS)
+
+
+@pytest.mark.parametrize("kind", CATEGORIES, ids=lambda kind: kind.__name__)
+def test_every_category_of_errors_is_in_the_table_of_exit_codes(kind):
+    assert re.search(rf"^\| {kind.exit_code} \|.*`{kind.kind}`", PAGE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", CATEGORIES, ids=lambda kind: kind.__name__)
+def test_an_error_ends_in_the_exit_code_of_its_category(kind, monkeypatch, capsys):
+    def fail(_arguments):
+        raise kind("it broke", path="run/a")
+
+    monkeypatch.setattr(ls, "run", fail)
+    assert main(["ls", "x", "--json"]) == kind.exit_code
+    shown = capsys.readouterr()
+    assert shown.err.startswith("tierfs: it broke")
+    error = json.loads(shown.out)["error"]
+    assert (error["kind"], error["path"]) == (kind.kind, "run/a")
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOENT, errors.NotFoundError),
+        (errno.EEXIST, errors.AlreadyExistsError),
+        (errno.EACCES, errors.ReadOnlyError),
+        (errno.EROFS, errors.ReadOnlyError),
+        (errno.ENOSPC, errors.CapacityError),
+        (errno.EISDIR, errors.InvalidInputError),
+        (errno.ENOTDIR, errors.InvalidInputError),
+        (errno.ELOOP, errors.InvalidInputError),
+        (errno.EIO, errors.TierfsError),
+    ],
+)
+def test_an_error_of_a_local_file_has_the_category_of_ours(number, kind):
+    failure = describe(OSError(number, os.strerror(number), "/there/file"))
+    assert (failure.kind, failure.exit_code, failure.path) == (kind.kind, kind.exit_code, "/there/file")
+    assert failure.message.startswith(f"/there/file: {os.strerror(number)}")
+
+
+def test_an_interrupt_exits_with_130(monkeypatch, capsys):
+    def interrupt(_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ls, "run", interrupt)
+    assert main(["ls", "x"]) == 130
+    assert capsys.readouterr().err == "tierfs: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["ls"],
+        ["ls", "--colour", "x"],
+        ["dance"],
+        ["--dance"],
+        ["cat", "x", "--offset", "-1"],
+        ["cat", "x", "--offset", "much"],
+        ["cp", "one"],
+        ["init", "x", "--digest", "md5"],
+    ],
+)
+def test_wrong_usage_exits_with_2_and_says_where_to_look(words, capsys):
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "--help` shows examples" in shown.err
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["kind"] == "invalid-input"
+
+
+def test_without_a_command_the_help_is_shown_on_stderr(capsys):
+    assert main([]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert all(f"\n    {name} " in shown.err for name in frame.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "next_step"),
+    [
+        (["ls", "{url}/nothing"], 3, "tierfs ls {url}"),
+        (["ls", "{url}/nothing", "-R"], 3, "tierfs ls {url}"),
+        (["stat", "{url}/nothing"], 3, "tierfs ls {url}"),
+        (["du", "{url}/nothing"], 3, "tierfs ls {url}"),
+        (["verify", "{url}/nothing"], 3, "tierfs ls {url}"),
+        (["cat", "{url}/nothing"], 3, "tierfs ls {url}"),
+        (["cat", "{url}"], 2, "tierfs ls"),
+        (["cp", "{url}/nothing", "/tmp/x"], 3, "tierfs ls {url}"),
+        (["cp", "/nothing/there", "{url}/"], 3, "starts with tierfs::"),
+        (["mv", "{url}/nothing", "{url}/x"], 3, "tierfs ls {url}"),
+        (["rm", "{url}/nothing"], 3, "tierfs ls {url}"),
+        (["ls", "/nothing/there"], 3, "tierfs init"),
+        (["ls", "tierfs://nowhere/x"], 2, "[stores.nowhere]"),
+        (["ls", "nosuchprotocol://x/y"], 2, "nosuchprotocol"),
+        (["ls", ""], 2, "give a URL"),
+        (["rm", "{url}"], 2, "add -r"),
+        (["init", "{url}/inside"], 2, "use that one"),
+        (["init", "{url}", "--digest", "blake3"], 2, "cannot be changed"),
+    ],
+)
+def test_an_error_names_the_path_and_the_next_step(url, words, code, next_step, capsys, monkeypatch):
+    monkeypatch.setenv("TIERFS_CONFIG", "/nothing/config.toml")
+    words = [word.format(url=url) for word in words]
+    assert main([*words, "--json"] if words[0] != "cat" else words) == code
+    shown = capsys.readouterr()
+    assert next_step.format(url=url) in shown.err
+    assert (
+        words[-2 if words[0] == "cp" else 1].removeprefix("tierfs::").removeprefix("tierfs://").removesuffix("/x")
+        in shown.err
+    )
+    if words[0] != "cat":
+        assert json.loads(shown.out)["error"]["message"] in shown.err
+
+
+def test_a_warning_is_shown_on_stderr_and_debugging_can_be_turned_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_LOG", "info")
+    assert main(["init", str(tmp_path / "store")]) == 0
+    assert "tierfs: info: made the store" in capsys.readouterr().err
+    monkeypatch.setenv("TIERFS_LOG", "loud")
+    assert main(["version"]) == 2
+    assert "debug, info, warning, error" in capsys.readouterr().err
+
+
+def test_version_says_what_is_installed(capsys):
+    assert main(["version", "--json"]) == 0
+    versions = json.loads(capsys.readouterr().out)
+    assert list(versions) == ["tierfs", "format", "python", "fsspec", "torch"]
+    assert versions["fsspec"] == importlib.metadata.version("fsspec")
+    assert main(["version"]) == 0
+    assert f"fsspec  {versions['fsspec']}" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tierfs {versions['tierfs']}\n"
+
+
+def run_program(*words, **more):
+    """The program itself, as a shell would start it."""
+    return subprocess.run(
+        [sys.executable, "-m", "tierfs.cli", *words], cwd=ROOT, capture_output=True, check=False, **more
+    )
+
+
+def test_the_program_runs_and_hands_its_exit_code_on(tmp_path):
+    assert run_program("version").stdout.startswith(b"tierfs ")
+    failed = run_program("ls", str(tmp_path), "--json", text=True)
+    assert failed.returncode == 3
+    assert "Traceback" not in failed.stderr
+    assert json.loads(failed.stdout)["error"]["kind"] == "store-not-found"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_closes_the_pipe_ends_the_program_quietly(url, tmp_path, unbuffered):
+    (tmp_path / "file").write_bytes(bytes(300_000))
+    assert main(["cp", str(tmp_path / "file"), f"{url}/file"]) == 0
+    script = f"{sys.executable} -m tierfs.cli cat {url}/file | head -c 1; echo ${{PIPESTATUS[0]}}"
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=True, env=environment)
+    assert done.stdout == b"\x00141\n"
+    assert done.stderr == b""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux")
+def test_a_full_disk_behind_stdout_is_an_error_like_others(url):
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "tierfs.cli", "stat", url],
+            cwd=ROOT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    assert done.returncode == 9
+    assert b"Traceback" not in done.stderr
+    assert b"ignored" not in done.stderr
+
+
+def test_a_command_imports_nothing_heavy():
+    code = """
+import sys
+from tierfs.cli import main
+main(["version"])
+light = set(sys.modules)
+main(["ls", "/nothing/there"])
+heavy = {"torch", "numpy", "s3fs", "gcsfs", "adlfs", "aiobotocore", "obstore", "cupy"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert not {"fsspec", "tqdm", "asyncio", "tierfs.store"} & light, light
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

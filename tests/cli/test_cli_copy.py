@@ -1,0 +1,308 @@
+"""``cp``: into a store, out of it, within it and between stores."""
+
+import io
+import json
+import os
+import random
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import tierfs
+from tierfs.cli import _parallel, main
+from tierfs.cli._parallel import Stopped, run_in_parallel
+from tierfs.errors import StoreError
+from tierfs.store import Writer, load, open_store, parse_url, save
+from tierfs.testing import damage
+
+ROOT = Path(__file__).parents[2]
+RANDOM = random.Random(11)
+FILES = {
+    "zero": b"",
+    "small": b"small",
+    "a/big": RANDOM.randbytes((16 << 20) + 77),
+    "a/b/deep é": RANDOM.randbytes(100_000),
+    "a/b/.hidden": b"hidden",
+}
+TOTAL = sum(map(len, FILES.values()))
+
+
+@pytest.fixture
+def url(tmp_path):
+    """An empty store on disk."""
+    tierfs.init(str(tmp_path / "store"))
+    return f"tierfs::file://{tmp_path}/store"
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A local directory, with an empty one in it."""
+    for name, content in FILES.items():
+        path = tmp_path / "tree" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (tmp_path / "tree" / "empty" / "inner").mkdir(parents=True)
+    return tmp_path / "tree"
+
+
+def below(directory):
+    """Every file below a local directory."""
+    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def stored(url):
+    """Every file below a URL."""
+    fs, path = fsspec.url_to_fs(url)
+    return {name[len(path) + 1 :]: fs.cat_file(name) for name in fs.find(path)}
+
+
+def put(url, content):
+    """Save a file."""
+    save(*open_store(parse_url(url)), content)
+
+
+def test_a_directory_goes_into_a_store_and_comes_back(url, tree, tmp_path, capsys):
+    assert main(["cp", "-r", str(tree), f"{url}/run", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {"files": len(FILES), "bytes": TOTAL}
+    assert shown.err == ""
+    assert stored(f"{url}/run") == FILES
+    assert main(["cp", f"{url}/run", "-r", str(tmp_path / "back")]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert below(tmp_path / "back") == FILES
+    assert (tmp_path / "back" / "empty" / "inner").is_dir()
+
+
+def test_progress_is_shown_on_stderr_when_it_is_asked_for(url, tree, tmp_path, capsys):
+    for words in (["-r", str(tree), f"{url}/run"], ["-r", f"{url}/run", str(tmp_path / "back")]):
+        assert main(["cp", "--progress", *words]) == 0
+        shown = capsys.readouterr()
+        assert shown.out == ""
+        assert "100%" in shown.err
+        assert "16.1M/16.1M" in shown.err
+
+
+def test_progress_is_shown_by_itself_only_on_a_terminal(url, tree, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["cp", str(tree / "small"), f"{url}/x"]) == 0
+    assert "100%" in capsys.readouterr().err
+    assert main(["cp", "--no-progress", str(tree / "small"), f"{url}/x"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["{tree}/small", "{url}/new"], {"new"}),
+        (["{tree}/small", "{url}/new/"], {"new/small"}),
+        (["{tree}/small", "{url}"], {"small"}),
+        (["{tree}/small", "{url}/there"], {"there/small"}),
+        (["{tree}/small", "-T", "{url}/there/file"], set()),
+        (["{tree}/small", "{tree}/zero", "{url}/new/"], {"new/small", "new/zero"}),
+        (["{tree}/small", "-r", "{tree}/a/b", "{url}/there"], {"there/small", "there/b/deep é", "there/b/.hidden"}),
+        (["-r", "{tree}/a/b", "{url}/there"], {"there/b/deep é", "there/b/.hidden"}),
+        (["-r", "{tree}/a/b/", "{url}/there/"], {"there/b/deep é", "there/b/.hidden"}),
+        (["-rT", "{tree}/a/b", "{url}/there"], {"there/deep é", "there/.hidden"}),
+        (["-r", "{tree}/a/b/.", "{url}/there"], {"there/deep é", "there/.hidden"}),
+        (["-r", "{tree}/a/b", "{url}/new"], {"new/deep é", "new/.hidden"}),
+    ],
+)
+def test_the_target_is_a_new_name_or_a_directory_as_for_cp(url, tree, words, expected):
+    put(f"{url}/there/file", b"old")
+    assert main(["cp", *(word.format(url=url, tree=tree) for word in words)]) == 0
+    assert set(stored(url)) == expected | {"there/file"}
+
+
+def test_the_same_rules_hold_for_a_local_target(url, tmp_path):
+    put(f"{url}/d/file", b"1")
+    (tmp_path / "there").mkdir()
+    for target in ("there", "new/", "name"):
+        assert main(["cp", f"{url}/d/file", f"{tmp_path}/{target}"]) == 0
+    assert main(["cp", "-r", f"{url}/d", f"{tmp_path}/there"]) == 0
+    assert {"there/file", "new/file", "name", "there/d/file"} <= set(below(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["{tree}", "{url}/x"], 2, "add -r"),
+        (["{tree}/small", "{tree}/zero", "{url}/x"], 2, "end it with /"),
+        (["{tree}/small", "{tree}/zero", "{url}/there/file"], 2, "end it with /"),
+        (["-r", "{tree}/a", "{url}/there/file"], 4, "is a file"),
+        (["{tree}/small", "{url}/there/file/"], 4, "is a file"),
+        (["-T", "{tree}/small", "{url}/there"], 4, "is a directory"),
+        (["-T", "{tree}/small", "{url}"], 4, "is a directory"),
+        (["{tree}/small", "{tree}/./small", "{url}/new/"], 2, "two sources"),
+        (["-r", "{url}/there", "{url}/there/x"], 2, "into itself"),
+        (["-r", "{url}", "{url}/x"], 2, "into itself"),
+        (["{url}/there/file", "{url}/there/file"], 2, "are the same"),
+        (["{tree}/small", "{tree}/x"], 2, "starts with tierfs::"),
+        (["s3://bucket/x", "{url}/x"], 2, "tierfs::s3://bucket/x"),
+        (["simplecache::s3://bucket/x", "{url}/x"], 2, "no local path"),
+        (["{tree}/small", "{url}/.tierfs/x"], 2, ".tierfs"),
+        (["-", "-"], 2, "stdin"),
+        (["-", "{tree}/small", "{url}/"], 2, "one SOURCE"),
+        (["-", "{url}/there"], 2, "is a directory"),
+        (["{url}/there", "-"], 2, "is a directory"),
+        (["{url}/there/file", "-", "--json"], 2, "--json"),
+        (["{url}/there/file", "{tree}/a/b/deep é/x"], 2, "deep é"),
+    ],
+)
+def test_what_cannot_be_copied_is_refused_before_anything_is_written(url, tree, words, code, message, capsys):
+    put(f"{url}/there/file", b"old")
+    before = stored(url), below(tree)
+    assert main(["cp", *(word.format(url=url, tree=tree) for word in words)]) == code
+    assert message in capsys.readouterr().err
+    assert (stored(url), below(tree)) == before
+
+
+def test_a_file_and_a_directory_of_one_name_are_found_before_anything_is_written(url, tree, capsys):
+    put(f"{url}/run/a", b"a file")
+    assert main(["cp", "-rT", str(tree), f"{url}/run"]) == 4
+    assert f"{url}/run/a is a file" in capsys.readouterr().err
+    assert stored(f"{url}/run") == {"a": b"a file"}
+
+
+def test_within_a_store_only_the_manifest_is_copied(url, tree, monkeypatch):
+    put(f"{url}/a/big", FILES["a/big"])
+    monkeypatch.setattr(Writer, "write", None)
+    assert main(["cp", "-r", f"{url}/a", f"{url}/b"]) == 0
+    assert stored(f"{url}/b") == {"big": FILES["a/big"]}
+
+
+def test_between_stores_bytes_metadata_and_empty_directories_are_copied(url, tmp_path):
+    tierfs.init(str(tmp_path / "other"))
+    fs, path = fsspec.url_to_fs(url)
+    with fs.open(f"{path}/run/big", "wb", metadata={"step": 3}) as file:
+        file.write(FILES["a/big"])
+    fs.makedirs(f"{path}/run/empty")
+    target = f"tierfs::file://{tmp_path}/other/run"
+    assert main(["cp", "-r", f"{url}/run", target]) == 0
+    assert stored(target) == {"big": FILES["a/big"]}
+    assert fs.info(f"{tmp_path}/other/run/big")["metadata"] == {"step": 3}
+    assert fs.isdir(f"{tmp_path}/other/run/empty")
+
+
+def test_a_store_is_made_where_the_environment_asks_for_it(tmp_path, tree, monkeypatch, capsys):
+    target = f"tierfs::file://{tmp_path}/fresh/run/small"
+    assert main(["cp", str(tree / "small"), target]) == 3
+    assert "tierfs init" in capsys.readouterr().err
+    monkeypatch.setenv("TIERFS_CREATE", "1")
+    assert main(["cp", str(tree / "small"), target]) == 0
+    assert stored(f"tierfs::file://{tmp_path}/fresh/run") == {"small": b"small"}
+
+
+def test_a_stream_goes_in_and_out(url, capsysbinary, monkeypatch):
+    content = FILES["a/big"]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+    assert main(["cp", "-", f"{url}/stream"]) == 0
+    capsysbinary.readouterr()
+    assert main(["cp", f"{url}/stream", "-"]) == 0
+    assert capsysbinary.readouterr().out == content
+
+
+def test_a_pipe_is_copied_when_it_is_named(url):
+    script = f"{sys.executable} -m tierfs.cli cp <(echo piped) {url}/pipe"
+    subprocess.run(["bash", "-c", script], cwd=ROOT, check=True)
+    assert stored(url) == {"pipe": b"piped\n"}
+
+
+def test_a_pipe_in_a_directory_is_refused_rather_than_waited_for(url, tree, capsys):
+    os.mkfifo(tree / "pipe")
+    assert main(["cp", "-r", str(tree), f"{url}/run"]) == 2
+    assert f"{tree}/pipe is a pipe" in capsys.readouterr().err
+    assert stored(url) == {}
+
+
+def test_links_are_followed_and_loops_are_found(url, tree, capsys):
+    (tree / "link").symlink_to("a/b")
+    assert main(["cp", "-r", str(tree), f"{url}/run"]) == 0
+    assert stored(f"{url}/run/link") == {"deep é": FILES["a/b/deep é"], ".hidden": b"hidden"}
+    (tree / "a" / "loop").symlink_to("..")
+    assert main(["cp", "-r", str(tree), f"{url}/again"]) == 2
+    assert "a/loop is a link back" in capsys.readouterr().err
+
+
+def test_a_link_and_a_device_as_local_target_stay_what_they_are(url, tmp_path):
+    put(f"{url}/file", b"new")
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "real").chmod(0o640)
+    (tmp_path / "link").symlink_to("real")
+    assert main(["cp", f"{url}/file", str(tmp_path / "link")]) == 0
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+    assert stat.S_IMODE((tmp_path / "real").stat().st_mode) == 0o640
+    assert main(["cp", f"{url}/file", "/dev/null"]) == 0
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_new_local_file_has_the_usual_rights(url, tmp_path):
+    put(f"{url}/file", b"new")
+    (tmp_path / "usual").touch()
+    assert main(["cp", f"{url}/file", str(tmp_path / "copy")]) == 0
+    assert (tmp_path / "copy").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+def test_a_damaged_file_leaves_the_local_target_as_it_was(url, tmp_path, capsys):
+    put(f"{url}/big", FILES["a/big"])
+    store, _ = open_store(parse_url(url))
+    assert main(["stat", "--chunks", f"{url}/big", "--json"]) == 0
+    key = json.loads(capsys.readouterr().out)["chunk_table"][1]["key"]
+    damage.truncate(store.objects, key, 100)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "big").write_bytes(b"old")
+    assert main(["cp", f"{url}/big", str(tmp_path / "out")]) == 6
+    shown = capsys.readouterr().err
+    assert f"{store.url}/big" in shown
+    assert key in shown
+    assert "tierfs verify" in shown
+    assert below(tmp_path / "out") == {"big": b"old"}
+
+
+def test_a_failing_upload_publishes_nothing_and_stops_the_others(url, tmp_path, monkeypatch, capsys):
+    (tmp_path / "many").mkdir()
+    for number in range(50):
+        (tmp_path / "many" / f"{number:02}").write_bytes(b"x" * 70_000)
+    real = Writer.commit
+
+    def commit(self):
+        if self.path.endswith("05"):
+            raise StoreError("out of order", path=self.path)
+        return real(self)
+
+    monkeypatch.setattr(Writer, "commit", commit)
+    assert main(["cp", "-r", str(tmp_path / "many"), f"{url}/many"]) == 8
+    assert "out of order" in capsys.readouterr().err
+    assert "05" not in stored(f"{url}/many")
+    assert len(stored(f"{url}/many")) < 49
+
+
+def test_several_tasks_run_at_once_and_the_first_error_ends_all():
+    meeting = threading.Barrier(_parallel.FILES_AT_ONCE, timeout=10)
+    run_in_parallel(lambda _item, _stop: meeting.wait(), range(_parallel.FILES_AT_ONCE))
+
+    ended = []
+
+    def task(item, stop):
+        if item == 1:
+            raise ValueError("first")
+        stop.wait(10)
+        ended.append(item)
+        raise Stopped
+
+    with pytest.raises(ValueError, match="first"):
+        run_in_parallel(task, range(100))
+    assert len(ended) < _parallel.FILES_AT_ONCE
+
+
+def test_a_file_is_whole_or_not_there_while_others_are_copied(url, tree):
+    put(f"{url}/run/small", b"old")
+    assert main(["cp", "-rT", str(tree), f"{url}/run"]) == 0
+    assert main(["cp", "-rT", str(tree), f"{url}/run"]) == 0
+    assert stored(f"{url}/run") == FILES
+    assert load(*open_store(parse_url(f"{url}/run/small"))) == b"small"

@@ -1,0 +1,213 @@
+"""``init``, ``ls``, ``stat``, ``cat``, ``du``: what a store holds."""
+
+import json
+import random
+import re
+
+import fsspec
+import pytest
+
+import tierfs
+from tierfs.cli import main
+from tierfs.errors import TierfsError
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.local import LocalObjects
+from tierfs.store import open_store, parse_url, save
+
+RANDOM = random.Random(7)
+BIG = RANDOM.randbytes((17 << 20) + 5)
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
+
+
+@pytest.fixture
+def url(tmp_path):
+    """A store with a few files; one of them, ``foreign``, tierfs did not write."""
+    tierfs.init(str(tmp_path / "store"))
+    fs, path = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store")
+    with fs.open(f"{path}/run/big", "wb", metadata={"step": 7, "note": "warm"}) as file:
+        file.write(BIG)
+    fs.pipe_file(f"{path}/run/copy", BIG)
+    fs.pipe_file(f"{path}/run/deep/small", b"small")
+    fs.makedirs(f"{path}/run/empty")
+    (tmp_path / "store" / "run").mkdir()
+    (tmp_path / "store" / "run" / "foreign").write_bytes(b"not ours")
+    return f"tierfs::file://{tmp_path}/store"
+
+
+@pytest.fixture
+def tell(capsys):
+    """Run a command that succeeds and return its stdout."""
+
+    def run(*words):
+        assert main(list(words)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_init_makes_a_store_once_and_finds_it_afterwards(tmp_path, tell):
+    made = json.loads(tell("init", f"{tmp_path}/new", "--json"))
+    found = json.loads(tell("init", f"tierfs::file://{tmp_path}/new/", "--json"))
+    assert (made.pop("made"), found.pop("made")) == (True, False)
+    assert made == found
+    assert made["url"] == f"file://{tmp_path}/new"
+    assert made["digest"] == "xxh3-128"
+    assert (made["cannot_promise"], made["single_writer"], made["host_local"]) == ([], False, True)
+    shown = tell("init", f"file://{tmp_path}/new")
+    assert re.search(rf"^found +file://{tmp_path}/new$", shown, flags=re.MULTILINE)
+    assert made["uuid"] in shown
+
+
+def test_init_takes_another_digest(tmp_path, tell):
+    pytest.importorskip("blake3")
+    assert json.loads(tell("init", str(tmp_path), "--digest", "blake3", "--json"))["digest"] == "blake3"
+
+
+def test_init_says_what_the_endpoint_cannot_promise(tmp_path, tell, monkeypatch):
+    weak = Capabilities(conditional_create=True, conditional_update=False, list_after_write=False, atomic_put=True)
+    monkeypatch.setattr(LocalObjects, "capabilities", property(lambda _: weak))
+    missing = ["conditional updates", "list-after-write", "checksums verified by the server"]
+    told = json.loads(tell("init", str(tmp_path), "--json"))
+    assert (told["cannot_promise"], told["single_writer"]) == (missing, True)
+    shown = tell("init", str(tmp_path))
+    assert ", ".join(missing) in shown
+    assert "one process at a time" in shown
+
+
+def test_a_relative_path_is_a_local_one(tmp_path, tell, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(tell("init", "here", "--json"))["url"] == f"file://{tmp_path}/here"
+    assert tell("ls", "here") == ""
+
+
+def test_a_named_store_can_be_used_by_its_name(url, tmp_path, tell, monkeypatch):
+    config = tmp_path / "config.toml"
+    config.write_text(f'[stores.mine]\nurl = "{url.removeprefix("tierfs::")}"\n')
+    monkeypatch.setenv("TIERFS_CONFIG", str(config))
+    assert tell("ls", "tierfs://mine/run/deep") == "small\n"
+    assert json.loads(tell("stat", "tierfs://mine/run/big", "--json"))["url"] == "tierfs://mine/run/big"
+
+
+def test_ls_shows_one_name_per_line(url, tell):
+    assert tell("ls", f"{url}/run") == "big\ncopy\ndeep/\nempty/\nforeign\n"
+    assert tell("ls", f"{url}/run/") == tell("ls", url.removeprefix("tierfs::") + "/run") == tell("ls", f"{url}/run")
+    assert tell("ls", f"{url}/run/empty") == ""
+    assert tell("ls", f"{url}/run/deep/small") == "small\n"
+
+
+def test_ls_long_shows_types_sizes_and_times_in_columns(url, tell):
+    lines = tell("ls", "-l", f"{url}/run").splitlines()
+    assert re.fullmatch(rf"file       17 MiB  {TIME}Z  big", lines[0])
+    assert re.fullmatch(r"directory +-  - +deep/", lines[2])
+    assert re.fullmatch(rf"foreign       8 B  {TIME}Z  foreign", lines[4])
+
+
+def test_ls_recursive_shows_everything_below(url, tell):
+    below = "run/\nrun/big\nrun/copy\nrun/deep/\nrun/deep/small\nrun/empty/\nrun/foreign\n"
+    assert tell("ls", "-R", url) == below
+    assert tell("ls", "-R", f"{url}/run/empty") == ""
+
+
+def test_ls_prints_json(url, tell):
+    told = json.loads(tell("ls", "-R", f"{url}/run", "--json"))
+    assert told["url"] == f"{url}/run"
+    entries = {entry["name"]: entry for entry in told["entries"]}
+    assert list(entries) == ["big", "copy", "deep", "deep/small", "empty", "foreign"]
+    assert entries["big"]["size"] == len(BIG)
+    assert entries["big"]["digest"] == entries["copy"]["digest"]
+    assert re.fullmatch(rf"{TIME}\.\d{{6}}Z", entries["big"]["modified"])
+    assert (entries["deep"]["type"], entries["deep"]["size"], entries["deep"]["digest"]) == ("directory", 0, None)
+    assert [name for name, entry in entries.items() if entry["foreign"]] == ["foreign"]
+
+
+def test_a_name_cannot_command_the_terminal(url, tell):
+    store, _ = open_store(parse_url(url))
+    save(store, "odd/\x1b[31mred\nline é", b"x")
+    assert tell("ls", f"{url}/odd") == "\\x1b[31mred\\nline é\n"
+    assert json.loads(tell("ls", f"{url}/odd", "--json"))["entries"][0]["name"] == "\x1b[31mred\nline é"
+
+
+def test_stat_shows_a_file_with_its_chunks(url, tell):
+    told = json.loads(tell("stat", f"{url}/run/big", "--chunks", "--json"))
+    assert (told["type"], told["size"], told["chunks"], told["inline"]) == ("file", len(BIG), 2, False)
+    assert told["metadata"] == {"step": 7, "note": "warm"}
+    assert told["store"] == url.removeprefix("tierfs::")
+    assert [(chunk["offset"], chunk["length"]) for chunk in told["chunk_table"]] == [(0, 16 << 20), (16 << 20, 1048581)]
+    assert told["chunk_bytes"] == sum(chunk["stored_length"] for chunk in told["chunk_table"])
+    store, _ = open_store(parse_url(url))
+    assert [store.objects.head(chunk["key"]).size for chunk in told["chunk_table"]] == [
+        chunk["stored_length"] for chunk in told["chunk_table"]
+    ]
+    shown = tell("stat", "--chunks", f"{url}/run/big")
+    assert f"{len(BIG)} bytes" in shown
+    assert '{"note": "warm", "step": 7}' in shown
+    assert all(chunk["key"] in shown for chunk in told["chunk_table"])
+    assert ".tierfs/chunks" not in tell("stat", f"{url}/run/big")
+
+
+def test_stat_shows_directories_small_files_and_foreign_ones(url, tell):
+    assert json.loads(tell("stat", url, "--json"))["type"] == "directory"
+    assert "created" in json.loads(tell("stat", f"{url}/run/empty", "--json"))
+    small = json.loads(tell("stat", f"{url}/run/deep/small", "--chunks", "--json"))
+    assert (small["inline"], small["chunk_table"]) == (True, [])
+    foreign = json.loads(tell("stat", f"{url}/run/foreign", "--json"))
+    assert (foreign["foreign"], foreign["size"]) == (True, 8)
+    assert re.search(r"^foreign +yes$", tell("stat", f"{url}/run/foreign"), flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("words", "start", "stop"),
+    [
+        ([], 0, None),
+        (["--offset", "16MiB"], 16 << 20, None),
+        (["--length", "10"], 0, 10),
+        (["--offset", "1000", "--length", "16M"], 1000, 16_001_000),
+        (["--offset", "1GiB"], 1 << 30, None),
+        (["--length", "0"], 0, 0),
+        (["--offset", "16MiB", "--length", "1GiB"], 16 << 20, None),
+    ],
+)
+def test_cat_writes_the_bytes_asked_for(url, words, start, stop, capsysbinary, monkeypatch):
+    monkeypatch.setattr("tierfs.cli._transfer.WINDOW_BYTES", 5_000_000)
+    assert main(["cat", f"{url}/run/big", *words]) == 0
+    assert capsysbinary.readouterr().out == BIG[start:stop]
+
+
+def test_cat_reads_a_file_that_tierfs_did_not_write(url, tell):
+    assert tell("cat", f"{url}/run/foreign") == "not ours"
+
+
+def test_cat_never_holds_the_whole_file(url, capsysbinary, monkeypatch):
+    from tierfs.cli import cat
+
+    pieces = []
+    monkeypatch.setattr("tierfs.cli._transfer.WINDOW_BYTES", 1 << 20)
+    read = cat.read_pieces
+    monkeypatch.setattr(cat, "read_pieces", lambda *args: (pieces.append(len(piece)) or piece for piece in read(*args)))
+    assert main(["cat", f"{url}/run/big"]) == 0
+    assert max(pieces) == 1 << 20
+    assert sum(pieces) == len(BIG)
+
+
+def test_du_counts_what_is_held_and_what_is_stored(url, tell):
+    told = json.loads(tell("du", url, "--json"))
+    assert list(told) == [
+        "files", "logical_bytes", "stored_bytes", "deduplicated_bytes", "chunks", "foreign_files", "foreign_bytes",
+    ]  # fmt: skip
+    assert (told["files"], told["logical_bytes"]) == (3, 2 * len(BIG) + 5)
+    assert (told["deduplicated_bytes"], told["chunks"]) == (len(BIG), 2)
+    assert (told["foreign_files"], told["foreign_bytes"]) == (1, 8)
+    assert len(BIG) < told["stored_bytes"] < len(BIG) * 1.01
+    assert json.loads(tell("du", f"{url}/run/deep/small", "--json"))["files"] == 1
+    shown = tell("du", url)
+    assert re.search(rf"^logical bytes +34 MiB +\({told['logical_bytes']}\)$", shown, flags=re.MULTILINE)
+    assert re.search(r"^foreign bytes +8 B$", shown, flags=re.MULTILINE)
+
+
+def test_no_error_of_a_store_becomes_a_traceback(url, capsys, monkeypatch):
+    def fail(*_args, **_options):
+        raise TierfsError("the tier is on fire", path="run")
+
+    monkeypatch.setattr(LocalObjects, "list", fail)
+    assert main(["ls", url]) == 1
+    assert capsys.readouterr().err == "tierfs: the tier is on fire\n"

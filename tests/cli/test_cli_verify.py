@@ -1,0 +1,92 @@
+"""``verify``: planted damage is found, named, and ends in exit code 6."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+import tierfs
+from tierfs.cli import main
+from tierfs.store import save
+
+BIG = random.Random(3).randbytes(300_000)
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A store's directory, with three files in the store."""
+    store = tierfs.init(str(tmp_path / "store"))
+    save(store, "run/big", BIG)
+    save(store, "run/other", BIG[::-1])
+    save(store, "run/small", b"small")
+    return tmp_path / "store"
+
+
+def chunk_of(url, capsys):
+    """The key of the only chunk of a file."""
+    assert main(["stat", "--chunks", url, "--json"]) == 0
+    (chunk,) = json.loads(capsys.readouterr().out)["chunk_table"]
+    return chunk["key"]
+
+
+def test_a_sound_store_passes(root, capsys):
+    assert main(["verify", str(root)]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == f"checked 3 records, 2 chunks, 586 KiB below tierfs::file://{root}: all sound\n"
+    assert shown.err == ""
+    assert main(["verify", str(root), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told == {
+        "url": f"tierfs::file://{root}",
+        "files": 3,
+        "chunks": 2,
+        "raw_bytes": 2 * len(BIG),
+        "damage": [],
+    }
+
+
+def test_a_truncated_chunk_is_found_and_named(root, capsys):
+    key = chunk_of(f"{root}/run/big", capsys)
+    chunk = root / key
+    chunk.chmod(0o644)
+    with open(chunk, "r+b") as file:
+        file.truncate(1000)
+    assert main(["verify", str(root), "--json"]) == 6
+    (damage,) = json.loads(capsys.readouterr().out)["damage"]
+    assert (damage["path"], damage["key"], damage["kind"]) == ("run/big", key, "corruption")
+    assert "run/big" in damage["problem"]
+    assert main(["verify", str(root)]) == 6
+    shown = capsys.readouterr().out
+    assert "damaged  run/big\n" in shown
+    assert re.search(rf"^  key +{re.escape(key)}$", shown, flags=re.MULTILINE)
+    assert shown.endswith(": 1 damaged\n")
+    assert main(["verify", f"{root}/run/other"]) == 0
+
+
+def test_a_missing_chunk_a_damaged_manifest_and_a_stray_object_are_found(root, capsys):
+    (root / chunk_of(f"{root}/run/big", capsys)).unlink()
+    manifest = root / ".tierfs" / "tree" / "run" / "other!"
+    manifest.chmod(0o644)
+    manifest.write_bytes(manifest.read_bytes()[:-1])
+    (root / ".tierfs" / "chunks" / "stray").write_bytes(b"x")
+    assert main(["verify", str(root), "--json"]) == 6
+    damage = {item["path"]: item for item in json.loads(capsys.readouterr().out)["damage"]}
+    assert set(damage) == {"run/big", "run/other", ".tierfs/chunks/stray"}
+    assert main(["cat", f"{root}/run/other"]) == 6
+    shown = capsys.readouterr().err
+    assert "run/other" in shown
+    assert "tierfs verify" in shown
+
+
+def test_progress_is_shown_while_everything_is_read(root, capsys):
+    assert main(["verify", str(root), "--progress"]) == 0
+    assert "586k" in capsys.readouterr().err
+
+
+def test_a_relative_path_is_enough(root, capsys, monkeypatch):
+    monkeypatch.chdir(root)
+    assert main(["verify", "run"]) == 0
+    assert f"below tierfs::file://{root}/run" in capsys.readouterr().out
+    assert Path.cwd() == root

@@ -1,0 +1,84 @@
+"""Every later version reads what version 1 wrote, and refuses what is damaged the way FORMAT.md says."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tierfs.errors import TierfsError
+from tierfs.format.keys import parse_tree_component
+from tierfs.objects import LocalObjects
+from tierfs.store import Store, find, load, verify
+from tierfs.store.create import read_descriptor
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+CASES = json.loads((GOLDEN / "damaged" / "cases.json").read_text())
+FORMAT = Path(__file__).parents[2] / "docs" / "reference" / "FORMAT.md"
+
+
+def open_at(root):
+    objects = LocalObjects(root)
+    return Store(objects, read_descriptor(objects, "golden"), url="golden")
+
+
+def copy_golden(target):
+    shutil.copytree(GOLDEN / "store", target)
+    return open_at(target)
+
+
+def test_every_golden_file_reads_as_it_was_written():
+    store = open_at(GOLDEN / "store")
+    for path, digest in EXPECTED["files"].items():
+        assert hashlib.sha256(load(store, path)).hexdigest() == digest, path
+
+
+def test_the_golden_store_lists_its_files_and_directories_and_no_tombstone():
+    entries = find(open_at(GOLDEN / "store"), "")
+    assert {entry.path for entry in entries if not entry.is_directory} == set(EXPECTED["files"])
+    assert set(EXPECTED["directories"]) <= {entry.path for entry in entries if entry.is_directory}
+
+
+def test_the_golden_store_verifies(tmp_path):
+    assert verify(copy_golden(tmp_path / "store")).damage == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
+def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, tmp_path):
+    store = copy_golden(tmp_path / "store")
+    shutil.copy(GOLDEN / "damaged" / case["file"], tmp_path / "store" / case["key"])
+    with pytest.raises(TierfsError) as raised:
+        load(store, case["path"])
+    assert raised.value.kind == case["error"]
+    assert [damage.key for damage in verify(store).damage] == [case["key"]]
+    others = set(EXPECTED["files"]) - {case["path"], "copy-of-numbers.bin"}
+    for path in others:
+        assert hashlib.sha256(load(store, path)).hexdigest() == EXPECTED["files"][path]
+
+
+def dump(data: bytes) -> str:
+    """A hex dump as FORMAT.md shows it."""
+    lines = []
+    for at in range(0, len(data), 16):
+        piece = data[at : at + 16]
+        text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in piece)
+        lines.append(f"{at:04x}  {piece.hex(' '):47}  {text}".rstrip())
+    return "\n".join(lines)
+
+
+def test_the_worked_example_in_the_specification_is_the_golden_file():
+    tree = GOLDEN / "store" / ".tierfs" / "tree"
+    record = (tree / "a" / "hello.txt!").read_bytes()
+    store = open_at(GOLDEN / "store")
+    from tierfs.format.keys import chunk_key
+    from tierfs.store.records import observe
+
+    manifest = observe(store, "numbers.bin").manifest
+    chunk = (GOLDEN / "store" / chunk_key(manifest.rows[0].name)).read_bytes()
+    envelope = chunk[: int.from_bytes(chunk[12:16], "little")]
+    text = FORMAT.read_text()
+    for name, data in {"record": record, "envelope": envelope}.items():
+        assert f"<!-- example:{name} -->\n```\n{dump(data)}\n```" in text
+    assert parse_tree_component("hello.txt!") == ("hello.txt", True)

@@ -1,0 +1,124 @@
+"""Where the filesystem is tested: a store in memory and one in a directory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from random import Random
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import tierfs
+from tierfs.format import keys
+from tierfs.objects.measure import MeasuredObjects
+from tierfs.store import Store, open_store, parse_url
+
+
+@dataclass(frozen=True)
+class Place:
+    """A fresh store, and the ways to look at it."""
+
+    protocol: str
+    root: str
+    fs: tierfs.TierFileSystem
+
+    def __truediv__(self, name: str) -> str:
+        """A path in the store, as the filesystem writes it."""
+        return f"{self.root}/{name}"
+
+    @property
+    def bare(self) -> str:
+        """The store's root as a URL without tierfs."""
+        return f"{self.protocol}://{self.root}"
+
+    @property
+    def url(self) -> str:
+        return f"tierfs::{self.bare}"
+
+    @property
+    def raw(self) -> fsspec.AbstractFileSystem:
+        """The filesystem that the store lies on."""
+        options = {"auto_mkdir": True} if self.protocol == "file" else {}
+        return fsspec.filesystem(self.protocol, **options)
+
+    @property
+    def store(self) -> Store:
+        return open_store(parse_url(self.bare))[0]
+
+    def names(self, path: str = "") -> list[str]:
+        """Every file below ``path``, relative to the root."""
+        return [name[len(self.root) + 1 :] for name in self.fs.find(self / path if path else self.root)]
+
+    def chunks(self) -> set[str]:
+        """Names of the chunk objects."""
+        return {item.key for item in self.store.objects.list(keys.CHUNKS)}
+
+    def requests(self) -> dict[str, int]:
+        """How often each method of the object tier was asked, so far."""
+        objects = self.store.objects
+        assert isinstance(objects, MeasuredObjects)
+        return {method: int(counted["requests"]) for method, counted in objects.snapshot().items()}
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    """A directory in memory, where syncing costs nothing."""
+    parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    directory = tempfile.mkdtemp(prefix="tierfs-test-", dir=parent)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def memory_root() -> Iterator[str]:
+    """A path in fsspec's memory filesystem that is emptied afterwards."""
+    yield from _memory_root()
+
+
+@pytest.fixture
+def other_memory_root() -> Iterator[str]:
+    """Another one."""
+    yield from _memory_root()
+
+
+def _memory_root() -> Iterator[str]:
+    root = f"/bucket-{uuid.uuid4().hex}"
+    yield root
+    for path in [path for path in MemoryFileSystem.store if path.startswith(f"{root}/")]:
+        del MemoryFileSystem.store[path]
+    MemoryFileSystem.pseudo_dirs[:] = [path for path in MemoryFileSystem.pseudo_dirs if not path.startswith(root)]
+
+
+@pytest.fixture
+def memory_place(memory_root: str) -> Place:
+    return _make("memory", memory_root)
+
+
+@pytest.fixture
+def directory_place(scratch: str) -> Place:
+    return _make("file", f"{scratch}/store")
+
+
+@pytest.fixture(params=["memory", "file"])
+def place(request: pytest.FixtureRequest) -> Place:
+    name = "memory_place" if request.param == "memory" else "directory_place"
+    found: Place = request.getfixturevalue(name)
+    return found
+
+
+def _make(protocol: str, root: str) -> Place:
+    tierfs.init(f"{protocol}://{root}")
+    # Not the instance that other tests use, whose transaction might be left open by one that failed.
+    return Place(protocol, root, tierfs.TierFileSystem(target_protocol=protocol, skip_instance_cache=True))
+
+
+@pytest.fixture(scope="session")
+def random_bytes() -> Callable[[int, int], bytes]:
+    """``random_bytes(count, seed)``: the same bytes for the same seed, which no codec makes smaller."""
+    return lambda count, seed: Random(seed).randbytes(count)

@@ -1,0 +1,290 @@
+"""Threads, forked and spawned processes, and instances that travel between them."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from random import Random
+
+import fsspec
+import pytest
+
+import tierfs
+
+MIB = 1 << 20
+FILES = 20
+
+
+def content_of(worker: int, number: int) -> bytes:
+    """What a worker writes into a file: mostly small, some of more than a chunk."""
+    return Random(1000 * worker + number).randbytes(17 * MIB if number == 0 else 50_000 * number)
+
+
+def write_and_read(fs: tierfs.TierFileSystem, root: str, worker: int, files: int = FILES) -> None:
+    """Write files of one's own and read each back, in different ways."""
+    for number in range(files):
+        path = f"{root}/worker-{worker}/{number}"
+        fs.pipe(path, content_of(worker, number))
+        assert fs.cat(path) == content_of(worker, number)
+    assert len(fs.ls(f"{root}/worker-{worker}")) == files
+    with fs.open(f"{root}/worker-{worker}/1", "ab") as file:
+        file.write(b"more")
+
+
+def check(fs: tierfs.TierFileSystem, root: str, worker: int, files: int = FILES) -> None:
+    for number in range(files):
+        expected = content_of(worker, number) + (b"more" if number == 1 else b"")
+        assert fs.cat(f"{root}/worker-{worker}/{number}") == expected
+
+
+def work(fs: tierfs.TierFileSystem, root: str, worker: int) -> None:
+    """What another process runs: with the instance it was sent, and with one of its own."""
+    assert fs.cat(f"{root}/shared") == b"shared"
+    write_and_read(fs, root, worker, 5)
+    own = fsspec.filesystem("tierfs", target_protocol="file")
+    check(own, root, worker, 5)
+
+
+def in_child(call: Callable[[], None]) -> None:
+    """Run ``call`` in a forked child, and fail as it did."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        try:
+            call()
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode()[-60_000:])
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as report:
+        problem = report.read().decode()
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert not problem, problem
+
+
+# -- threads -----------------------------------------------------------------------------------------------------
+
+
+def test_eight_threads_write_and_read_fifty_files_each(place):
+    problems: list[str] = []
+
+    def run(worker: int) -> None:
+        try:
+            random = Random(worker)
+            for number in range(50):
+                data = random.randbytes(random.choice([10, 1000, 70_000]))
+                path = place / f"{worker}/{number}"
+                with place.fs.open(path, "wb") as file:
+                    file.write(data)
+                assert place.fs.cat(path) == data
+        except BaseException:
+            problems.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=run, args=(worker,)) for worker in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+    assert len(place.names()) == 400
+
+
+def test_threads_share_a_read_handle_s_store_but_not_its_position(place):
+    data = Random(1).randbytes(5 * MIB)
+    place.fs.pipe(place / "a", data)
+    problems: list[str] = []
+
+    def run(seed: int) -> None:
+        try:
+            random = Random(seed)
+            with place.fs.open(place / "a") as file:
+                for _ in range(50):
+                    at = random.randrange(len(data))
+                    file.seek(at)
+                    assert file.read(1000) == data[at : at + 1000]
+        except BaseException:
+            problems.append(traceback.format_exc())
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not problems, problems[0]
+
+
+def test_an_asynchronous_instance_works_on_the_caller_s_loop(place):
+    async def use() -> bytes:
+        fs = tierfs.TierFileSystem(target_protocol=place.protocol, asynchronous=True, skip_instance_cache=True)
+        await fs._pipe({place / str(number): b"%d" % number for number in range(50)})
+        assert len(await fs._find(place.root)) == 50
+        assert [item async for item in fs._walk(place.root)][0][0] == place.root
+        return b"".join((await fs._cat([place / "7", place / "8"])).values())
+
+    assert asyncio.run(use()) == b"78"
+
+
+# -- pickling ----------------------------------------------------------------------------------------------------
+
+
+def test_an_unpickled_instance_is_the_one_of_this_process():
+    fs = fsspec.filesystem("tierfs", target_protocol="memory")
+    assert pickle.loads(pickle.dumps(fs)) is fs
+
+
+def test_an_instance_of_options_keeps_them_when_pickled(memory_root):
+    fs = tierfs.TierFileSystem(target_protocol="memory", create=True)
+    again = pickle.loads(pickle.dumps(fs))
+    assert again.storage_options == fs.storage_options
+    again.pipe(f"{memory_root}/a", b"x")
+    assert fs.cat(f"{memory_root}/a") == b"x"
+
+
+def test_an_open_file_that_is_not_open_yet_can_be_pickled(place):
+    place.fs.pipe(place / "a.gz", b"")
+    with fsspec.open(f"{place.url}/a.gz", "w", compression="gzip") as file:
+        file.write("text")
+    later = pickle.loads(pickle.dumps(fsspec.open(f"{place.url}/a.gz", "r", compression="infer")))
+    with later as file:
+        assert file.read() == "text"
+
+
+def test_json_brings_an_instance_back(place):
+    fs = fsspec.filesystem("tierfs", target_protocol=place.protocol)
+    assert fsspec.AbstractFileSystem.from_json(fs.to_json()) is fs
+
+
+# -- processes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_uses_the_instance_it_inherited(place):
+    place.fs.pipe(place / "shared", b"shared")
+
+    def child() -> None:
+        assert place.fs.cat(place / "shared") == b"shared"
+        write_and_read(place.fs, place.root, 1, 3)
+        check(place.fs, place.root, 1, 3)
+
+    in_child(child)
+    write_and_read(place.fs, place.root, 2, 3)
+    check(place.fs, place.root, 2, 3)
+
+
+def test_a_forked_child_makes_an_instance_of_its_own(place):
+    place.fs.pipe(place / "shared", b"shared")
+    fsspec.filesystem("tierfs", target_protocol=place.protocol).cat(place / "shared")
+
+    def child() -> None:
+        fs, path = fsspec.url_to_fs(f"{place.url}/shared")
+        assert fs.cat(path) == b"shared"
+        write_and_read(fs, place.root, 1, 3)
+
+    in_child(child)
+
+
+def test_what_a_forked_child_wrote_is_there_for_its_parent(directory_place):
+    place = directory_place
+    place.fs.pipe(place / "before", b"x")
+    in_child(lambda: write_and_read(place.fs, place.root, 1, 3))
+    check(place.fs, place.root, 1, 3)
+
+
+def test_a_read_handle_goes_on_in_a_forked_child(place):
+    data = Random(5).randbytes(40 * MIB)
+    place.fs.pipe(place / "a", data)
+    with place.fs.open(place / "a") as file:
+        assert file.read(10) == data[:10]
+
+        def child() -> None:
+            assert file.read() == data[10:]
+
+        in_child(child)
+        assert file.read() == data[10:]
+
+
+@pytest.mark.parametrize("way", ["close", "raise", "drop"])
+def test_a_forked_child_cannot_publish_or_spoil_what_its_parent_is_writing(directory_place, way):
+    place = directory_place
+    data = Random(6).randbytes(60 * MIB)
+    with place.fs.open(place / "a", "wb") as file:
+        file.write(data[: 50 * MIB])
+
+        def child() -> None:
+            nonlocal file
+            if way == "close":
+                file.close()
+            elif way == "raise":
+                with pytest.raises(KeyError), file:
+                    raise KeyError
+            else:
+                with pytest.raises(ValueError, match="forked"):
+                    file.write(b"lost?")
+                file = None
+            assert not place.fs.exists(place / "a")
+
+        in_child(child)
+        assert not place.fs.exists(place / "a")
+        file.write(data[50 * MIB :])
+    assert place.fs.cat(place / "a") == data
+
+
+def test_a_child_forked_while_threads_write_does_not_hang(directory_place):
+    place = directory_place
+    stop = threading.Event()
+
+    def keep_writing(worker: int) -> None:
+        number = 0
+        while not stop.is_set():
+            place.fs.pipe(place / f"busy/{worker}/{number % 10}", bytes(100_000))
+            number += 1
+
+    threads = [threading.Thread(target=keep_writing, args=(worker,)) for worker in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for worker in range(4):
+            in_child(lambda worker=worker: write_and_read(place.fs, place.root, worker, 2))
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    for worker in range(4):
+        check(place.fs, place.root, worker, 2)
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_processes_of_a_pool_share_a_store_in_a_directory(directory_place, method):
+    place = directory_place
+    place.fs.pipe(place / "shared", b"shared")
+    context = multiprocessing.get_context(method)
+    with ProcessPoolExecutor(2, mp_context=context) as pool:
+        for future in [pool.submit(work, place.fs, place.root, worker) for worker in range(4)]:
+            future.result(timeout=60)
+    for worker in range(4):
+        check(place.fs, place.root, worker, 5)
+    assert len(place.names()) == 21
+
+
+def create_exclusively(root: str, worker: int) -> bool:
+    try:
+        fsspec.filesystem("tierfs", target_protocol="file").pipe_file(f"{root}/once", b"%d" % worker, mode="create")
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_of_exclusive_creators_in_many_processes_one_wins(directory_place):
+    place = directory_place
+    with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("fork")) as pool:
+        won = [future.result(60) for future in [pool.submit(create_exclusively, place.root, number) for number in range(8)]]
+    assert won.count(True) == 1
+    assert place.fs.cat(place / "once") == b"%d" % won.index(True)

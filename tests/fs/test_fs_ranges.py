@@ -1,0 +1,238 @@
+"""Reading parts of files."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from random import Random
+
+import numpy as np
+import pytest
+
+from tierfs.errors import NotFoundError
+
+MIB = 1 << 20
+CHUNK = 16 * MIB
+SMALL = bytes(range(100))
+RANGES = [
+    (None, None),
+    (0, 10),
+    (10, None),
+    (None, 10),
+    (90, 100),
+    (90, 1000),
+    (100, 200),
+    (200, 300),
+    (-10, None),
+    (-10, -5),
+    (None, -90),
+    (-1000, 5),
+    (50, 50),
+    (60, 50),
+    (0, 0),
+]
+
+
+@pytest.fixture(scope="module")
+def large() -> bytes:
+    return Random(40).randbytes(40 * MIB)
+
+
+@pytest.fixture
+def large_path(place, large) -> str:
+    place.fs.pipe(place / "large", large)
+    return place / "large"
+
+
+@pytest.mark.parametrize("start, end", RANGES)
+def test_cat_file_takes_the_same_ranges_as_a_slice(place, start, end):
+    place.fs.pipe(place / "a", SMALL)
+    assert place.fs.cat_file(place / "a", start, end) == SMALL[start:end]
+
+
+@pytest.mark.parametrize("start, end", RANGES)
+def test_cat_file_of_an_empty_file_is_empty_for_every_range(place, start, end):
+    place.fs.touch(place / "empty")
+    assert place.fs.cat_file(place / "empty", start, end) == b""
+
+
+def test_cat_file_reads_across_the_borders_of_blocks_and_chunks(place, large, large_path):
+    borders = [MIB, CHUNK - MIB, CHUNK, 2 * CHUNK, 40 * MIB]
+    edges = [(border - 3, border + 3) for border in borders] + [(border, border + 1) for border in borders]
+    for start, end in [*edges, (CHUNK - 1, 2 * CHUNK + 1), (-5, None), (-CHUNK - 5, -CHUNK + 5)]:
+        assert place.fs.cat_file(large_path, start, end) == large[start:end]
+
+
+def test_cat_file_reads_random_ranges_as_a_slice_does(place, large, large_path):
+    print("seed 7")
+    random = Random(7)
+    for _ in range(60):
+        start = random.randrange(-len(large), len(large))
+        end = start + random.choice([1, 1000, MIB, 3 * MIB])
+        end = None if start < 0 <= end else end
+        assert place.fs.cat_file(large_path, start, end) == large[start:end]
+
+
+def test_cat_ranges_reads_many_ranges_of_many_files_in_the_order_asked_for(place, large, large_path):
+    contents = {place / f"dir/{number}": Random(number).randbytes(1000 * number) for number in range(1, 20)}
+    place.fs.pipe(contents)
+    contents[large_path] = large
+    print("seed 8")
+    random = Random(8)
+    paths = [random.choice(list(contents)) for _ in range(200)]
+    starts = [random.randrange(len(contents[path])) for path in paths]
+    ends = [start + random.randrange(5000) for start in starts]
+    expected = [contents[path][start:end] for path, start, end in zip(paths, starts, ends, strict=True)]
+    assert place.fs.cat_ranges(paths, starts, ends) == expected
+
+
+def test_cat_ranges_takes_one_start_and_end_for_all(place):
+    place.fs.pipe({place / "a": b"0123456789", place / "b": b"abcdefghij"})
+    paths = [place / "a", place / "b"]
+    assert place.fs.cat_ranges(paths, 2, 5) == [b"234", b"cde"]
+    assert place.fs.cat_ranges(paths, -3, None) == [b"789", b"hij"]
+    assert place.fs.cat_ranges(paths, [0, 5], 7) == [b"0123456", b"fg"]
+
+
+def test_cat_ranges_returns_errors_in_their_place_when_asked_to(place):
+    place.fs.pipe(place / "a", b"0123456789")
+    first, missing, last = place.fs.cat_ranges(
+        [place / "a", place / "missing", place / "a"], [0, 0, 5], [5, 5, 10], on_error="return"
+    )
+    assert (first, last) == (b"01234", b"56789")
+    assert isinstance(missing, NotFoundError)
+
+
+def test_cat_ranges_raises_the_first_error_when_asked_to(place):
+    place.fs.pipe(place / "a", b"0123456789")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        place.fs.cat_ranges([place / "a", place / "missing"], 0, 5, on_error="raise")
+
+
+def test_cat_ranges_refuses_lists_of_different_lengths(place):
+    with pytest.raises(ValueError, match="2 paths with 1 starts"):
+        place.fs.cat_ranges([place / "a", place / "b"], [0], [1, 2])
+
+
+def test_cat_ranges_refuses_a_single_path(place):
+    with pytest.raises(TypeError):
+        place.fs.cat_ranges(place / "a", 0, 1)
+
+
+def test_cat_ranges_looks_a_file_up_once_for_all_its_ranges(place):
+    place.fs.pipe(place / "a", SMALL)
+    before = place.requests()
+    place.fs.cat_ranges([place / "a"] * 50, list(range(50)), list(range(10, 60)))
+    after = place.requests()
+    assert after["head"] + after["read"] - before["head"] - before["read"] == 1
+
+
+def test_a_read_handle_does_what_a_file_in_memory_does(place, large, large_path):
+    print("seed 9")
+    random = Random(9)
+    model = io.BytesIO(large)
+    with place.fs.open(large_path, "rb") as file:
+        for _ in range(400):
+            match random.randrange(7):
+                case 0:
+                    offset = random.randrange(len(large) + 10)
+                    assert file.seek(offset) == model.seek(offset)
+                case 1:
+                    offset = random.randrange(-model.tell(), 100_000)
+                    assert file.seek(offset, os.SEEK_CUR) == model.seek(offset, os.SEEK_CUR)
+                case 2:
+                    offset = -random.randrange(2 * MIB)
+                    assert file.seek(offset, os.SEEK_END) == model.seek(offset, os.SEEK_END)
+                case 3:
+                    count = random.choice([0, 1, 17, 5000, MIB, 3 * MIB])
+                    assert file.read(count) == model.read(count)
+                case 4:
+                    ours, theirs = bytearray(random.choice([1, 100, 70_000, 2 * MIB])), bytearray()
+                    theirs = bytearray(len(ours))
+                    assert file.readinto(ours) == model.readinto(theirs)
+                    assert ours == theirs
+                case 5:
+                    limit = random.choice([-1, 10, 10_000])
+                    assert file.readline(limit) == model.readline(limit)
+                case 6:
+                    assert file.tell() == model.tell()
+        assert file.seek(-1000, os.SEEK_END) == model.seek(-1000, os.SEEK_END)
+        assert file.read() == model.read()
+        assert file.read() == b""
+
+
+def test_iterating_over_a_handle_gives_its_lines(place):
+    text = b"".join(b"line %d\n" % number for number in range(50_000)) + b"no newline at the end"
+    place.fs.pipe(place / "text", text)
+    with place.fs.open(place / "text", "rb") as file:
+        assert list(file) == text.splitlines(keepends=True)
+
+
+def test_a_read_handle_knows_its_size_name_and_description(place):
+    place.fs.pipe(place / "a", SMALL)
+    with place.fs.open(place / "a") as file:
+        assert file.size == 100
+        assert file.name == file.path == place / "a"
+        assert file.full_name == f"{place.url}/a"
+        assert file.info() == place.fs.info(place / "a")
+        assert file.readable() and file.seekable() and not file.writable()
+
+
+def test_a_read_handle_refuses_to_seek_before_the_start(place):
+    place.fs.pipe(place / "a", SMALL)
+    with place.fs.open(place / "a") as file, pytest.raises((ValueError, OSError)):
+        file.seek(-1)
+
+
+def test_a_closed_read_handle_reads_no_more(place):
+    place.fs.pipe(place / "a", SMALL)
+    with place.fs.open(place / "a") as file:
+        pass
+    with pytest.raises(ValueError, match="closed"):
+        file.read()
+
+
+@pytest.mark.parametrize("size", [1000, 40 * MIB])
+def test_a_read_handle_goes_on_with_the_old_version_after_an_overwrite(
+    place, random_bytes: Callable[[int, int], bytes], size
+):
+    old, new = random_bytes(size, 1), random_bytes(size // 2, 2)
+    place.fs.pipe(place / "a", old)
+    with place.fs.open(place / "a") as file:
+        assert file.read(10) == old[:10]
+        place.fs.pipe(place / "a", new)
+        assert file.read() == old[10:]
+    assert place.fs.cat(place / "a") == new
+
+
+def test_a_read_handle_goes_on_after_its_file_was_deleted_or_moved(place, random_bytes):
+    content = random_bytes(3 * MIB, 3)
+    place.fs.pipe({place / "a": content, place / "b": content})
+    with place.fs.open(place / "a") as deleted, place.fs.open(place / "b") as moved:
+        place.fs.rm(place / "a")
+        place.fs.mv(place / "b", place / "c")
+        assert deleted.read() == content
+        assert moved.read() == content
+
+
+def test_numpy_loads_what_numpy_saved(place):
+    expected = np.arange(1_000_000)
+    with place.fs.open(place / "a.npy", "wb") as file:
+        np.save(file, expected)
+    with place.fs.open(place / "a.npy", "rb") as file:
+        np.testing.assert_array_equal(np.load(file), expected)
+
+
+def test_head_tail_and_blocks_of_a_file(place, large, large_path):
+    assert place.fs.head(large_path, 100) == large[:100]
+    assert place.fs.tail(large_path, 100) == large[-100:]
+    assert place.fs.read_block(large_path, CHUNK - 10, 20) == large[CHUNK - 10 : CHUNK + 10]
+
+
+def test_opening_a_directory_or_nothing_to_read_says_which(place):
+    place.fs.pipe(place / "dir/a", b"x")
+    with pytest.raises(IsADirectoryError):
+        place.fs.open(place / "dir")
+    with pytest.raises(FileNotFoundError):
+        place.fs.open(place / "missing")

@@ -1,0 +1,156 @@
+"""Transactions: nothing before the end, then every file, in order."""
+
+from __future__ import annotations
+
+import fsspec
+import pytest
+
+from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError
+from tierfs.store import Writer
+
+
+@pytest.fixture
+def published(monkeypatch) -> list[str]:
+    """Paths in the order in which they are published."""
+    order: list[str] = []
+    commit = Writer.commit
+
+    def note(writer):
+        manifest = commit(writer)
+        order.append(writer.path)
+        return manifest
+
+    monkeypatch.setattr(Writer, "commit", note)
+    return order
+
+
+def test_nothing_is_visible_before_the_end_then_everything_in_order(place, published):
+    with place.fs.transaction:
+        for name in ("c", "a", "b"):
+            with place.fs.open(place / name, "wb") as file:
+                file.write(name.encode())
+        assert place.names() == []
+        assert published == []
+    assert published == ["c", "a", "b"]
+    assert place.fs.cat([place / "a", place / "b", place / "c"]) == {place / name: name.encode() for name in "abc"}
+
+
+@pytest.mark.parametrize("size", [10, 20 << 20])
+def test_an_exception_discards_everything(place, random_bytes, size):
+    place.fs.pipe(place / "a", b"old")
+    with pytest.raises(KeyError), place.fs.transaction:
+        with place.fs.open(place / "a", "wb") as file:
+            file.write(random_bytes(size, 1))
+        place.fs.pipe_file(place / "b", b"new")
+        raise KeyError("boom")
+    assert place.names() == ["a"]
+    assert place.fs.cat(place / "a") == b"old"
+
+
+def test_after_an_exception_writes_are_published_at_once_again(place):
+    with pytest.raises(KeyError), place.fs.transaction:
+        raise KeyError("boom")
+    place.fs.pipe(place / "a", b"new")
+    assert place.fs.cat(place / "a") == b"new"
+
+
+def test_pipe_put_text_and_compressed_files_take_part(place, tmp_path):
+    (tmp_path / "local").write_bytes(b"put")
+    with place.fs.transaction:
+        place.fs.pipe(place / "piped", b"pipe")
+        place.fs.pipe({place / "many/1": b"1", place / "many/2": b"2"})
+        place.fs.put_file(str(tmp_path / "local"), place / "put")
+        place.fs.write_text(place / "text", "text")
+        with place.fs.open(place / "gz", "wb", compression="gzip") as file:
+            file.write(b"gz")
+        place.fs.touch(place / "touched")
+        assert place.names() == []
+    assert place.names() == ["gz", "many/1", "many/2", "piped", "put", "text", "touched"]
+    assert place.fs.cat(place / "text") == b"text"
+    with place.fs.open(place / "gz", compression="gzip") as file:
+        assert file.read() == b"gz"
+
+
+def test_start_and_end_do_what_with_does(place):
+    place.fs.start_transaction()
+    place.fs.pipe(place / "a", b"x")
+    assert place.names() == []
+    place.fs.end_transaction()
+    assert place.names() == ["a"]
+    place.fs.pipe(place / "b", b"x")
+    assert place.names() == ["a", "b"]
+
+
+def test_an_exception_in_one_file_that_is_handled_discards_that_file_alone(place):
+    with place.fs.transaction:
+        place.fs.pipe(place / "a", b"whole")
+        with pytest.raises(KeyError), place.fs.open(place / "b", "wb") as file:
+            file.write(b"half")
+            raise KeyError("boom")
+    assert place.names() == ["a"]
+
+
+def test_of_two_writes_to_a_path_the_last_is_published(place, published):
+    place.fs.pipe(place / "a", b"old")
+    published.clear()
+    with place.fs.transaction:
+        place.fs.pipe(place / "a", b"first")
+        place.fs.pipe(place / "a", b"second")
+        assert place.fs.cat(place / "a") == b"old"
+    assert place.fs.cat(place / "a") == b"second"
+    assert published == ["a"]
+
+
+def test_a_second_write_that_fails_leaves_the_first(place):
+    with place.fs.transaction:
+        place.fs.pipe(place / "a", b"first")
+        with pytest.raises(KeyError), place.fs.open(place / "a", "wb") as file:
+            file.write(b"half")
+            raise KeyError("boom")
+    assert place.fs.cat(place / "a") == b"first"
+
+
+def test_an_exclusive_create_sees_what_the_transaction_wrote(place):
+    with place.fs.transaction:
+        place.fs.pipe_file(place / "a", b"first", mode="create")
+        with pytest.raises(AlreadyExistsError):
+            place.fs.pipe_file(place / "a", b"second", mode="create")
+    assert place.fs.cat(place / "a") == b"first"
+
+
+def test_an_append_to_what_the_transaction_wrote_is_refused_rather_than_lost(place):
+    with place.fs.transaction:
+        place.fs.pipe(place / "a", b"first")
+        with pytest.raises(InvalidInputError, match="transaction"):
+            place.fs.open(place / "a", "ab")
+    assert place.fs.cat(place / "a") == b"first"
+
+
+@pytest.mark.parametrize("mode", ["wb", "w"])
+def test_a_file_left_open_at_the_end_publishes_nothing_and_says_so(place, mode):
+    with pytest.raises(InvalidInputError, match="not closed"), place.fs.transaction:
+        place.fs.pipe(place / "a", b"whole")
+        file = place.fs.open(place / "b", mode)
+        file.write("half" if mode == "w" else b"half")
+    assert place.names() == []
+    place.fs.pipe(place / "c", b"x")
+    assert place.names() == ["c"]
+
+
+def test_a_conflict_discards_the_files_after_it_and_ends_the_transaction(place):
+    url_fs = fsspec.filesystem("tierfs", target_protocol=place.protocol)
+    with pytest.raises(ConflictError), place.fs.transaction:
+        for name in ("a", "b", "c"):
+            place.fs.pipe(place / name, b"ours")
+        url_fs.pipe(place / "b", b"theirs")
+    assert place.fs.cat([place / "a", place / "b"]) == {place / "a": b"ours", place / "b": b"theirs"}
+    assert place.names() == ["a", "b"]
+    place.fs.pipe(place / "d", b"x")
+    assert place.names() == ["a", "b", "d"]
+
+
+def test_another_instance_is_not_part_of_the_transaction(place):
+    other = fsspec.filesystem("tierfs", target_protocol=place.protocol)
+    with place.fs.transaction:
+        other.pipe(place / "a", b"x")
+        assert place.names() == ["a"]

@@ -1,0 +1,460 @@
+"""Ways to write a file: exclusive, appending, in text, compressed, by descriptor."""
+
+from __future__ import annotations
+
+import array
+import os
+import subprocess
+import threading
+
+import fsspec
+import numpy as np
+import pytest
+
+from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError
+
+MIB = 1 << 20
+CHUNK = 16 * MIB
+INLINE = 64 << 10
+TEXT = "first\nzweite Zeile: äöü €\nthird\n" * 1000
+
+
+# -- exclusive ---------------------------------------------------------------------------------------------------
+
+
+def test_an_exclusive_create_makes_a_file_that_was_not_there(place):
+    with place.fs.open(place / "a", "xb") as file:
+        file.write(b"new")
+    assert place.fs.cat(place / "a") == b"new"
+
+
+def test_an_exclusive_create_is_refused_at_open_where_a_file_is(place):
+    place.fs.pipe(place / "a", b"old")
+    with pytest.raises(FileExistsError):
+        place.fs.open(place / "a", "xb")
+    assert place.fs.cat(place / "a") == b"old"
+
+
+def test_an_exclusive_create_may_follow_a_delete(place):
+    place.fs.pipe(place / "a", b"old")
+    place.fs.rm(place / "a")
+    with place.fs.open(place / "a", "xb") as file:
+        file.write(b"new")
+    assert place.fs.cat(place / "a") == b"new"
+
+
+def test_of_two_open_exclusive_creators_the_first_to_close_wins(place):
+    first, second = place.fs.open(place / "a", "xb"), place.fs.open(place / "a", "xb")
+    first.write(b"first")
+    second.write(b"second")
+    second.close()
+    with pytest.raises(AlreadyExistsError):
+        first.close()
+    assert place.fs.cat(place / "a") == b"second"
+
+
+def test_of_many_racing_exclusive_creators_one_wins(place):
+    racers = 8
+    barrier = threading.Barrier(racers)
+    outcomes: dict[int, str] = {}
+
+    def race(number: int) -> None:
+        barrier.wait()
+        try:
+            place.fs.pipe_file(place / "a", b"%d" % number, mode="create")
+        except FileExistsError:
+            outcomes[number] = "lost"
+        else:
+            outcomes[number] = "won"
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in range(racers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [number for number, outcome in outcomes.items() if outcome == "won"]
+    assert len(outcomes) == racers
+    assert [b"%d" % number for number in winners] == [place.fs.cat(place / "a")]
+
+
+def test_put_in_mode_create_is_refused_where_a_file_is(place, tmp_path):
+    (tmp_path / "local").write_bytes(b"new")
+    place.fs.pipe(place / "a", b"old")
+    with pytest.raises(FileExistsError):
+        place.fs.put_file(str(tmp_path / "local"), place / "a", mode="create")
+    assert place.fs.cat(place / "a") == b"old"
+
+
+def test_an_unknown_mode_of_pipe_is_refused(place):
+    with pytest.raises(InvalidInputError, match="overwrite"):
+        place.fs.pipe_file(place / "a", b"", mode="append")
+
+
+@pytest.mark.parametrize("mode", ["r+b", "w+b", "rwb", "zb", "b"])
+def test_a_mode_that_cannot_be_had_is_refused(place, mode):
+    place.fs.pipe(place / "a", b"old")
+    with pytest.raises(InvalidInputError, match="mode"):
+        place.fs.open(place / "a", mode)
+    assert place.fs.cat(place / "a") == b"old"
+
+
+# -- appending ---------------------------------------------------------------------------------------------------
+
+
+def test_appending_makes_a_file_that_was_not_there(place):
+    with place.fs.open(place / "a", "ab") as file:
+        assert file.tell() == 0
+        file.write(b"new")
+    assert place.fs.cat(place / "a") == b"new"
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (10, 10),
+        (INLINE - 1, 1, 1),
+        (100, MIB),
+        (MIB, MIB, 10),
+        (CHUNK, 10),
+        (CHUNK - 10, 10, 10),
+        (CHUNK - 10, 20),
+        (CHUNK, 0, CHUNK),
+        (0, 5),
+    ],
+    ids=str,
+)
+def test_appending_adds_at_the_end(place, random_bytes, sizes):
+    content = b""
+    for seed, size in enumerate(sizes):
+        piece = random_bytes(size, seed)
+        with place.fs.open(place / "a", "ab") as file:
+            assert file.tell() == len(content)
+            file.write(piece)
+            assert file.tell() == len(content) + len(piece)
+        content += piece
+        assert place.fs.cat(place / "a") == content
+        assert place.fs.size(place / "a") == len(content)
+
+
+def test_appending_to_full_chunks_keeps_them(place, random_bytes):
+    place.fs.pipe(place / "a", random_bytes(2 * CHUNK, 1))
+    chunks = place.chunks()
+    with place.fs.open(place / "a", "ab") as file:
+        file.write(b"more")
+    assert chunks < place.chunks()
+    assert len(place.chunks()) == len(chunks) + 1
+
+
+def test_a_file_grown_by_appending_has_the_chunks_of_one_written_whole(place, random_bytes):
+    content = random_bytes(3 * CHUNK // 2, 2)
+    place.fs.pipe(place / "whole", content)
+    for at in range(0, len(content), 6 * MIB):
+        with place.fs.open(place / "grown", "ab") as file:
+            file.write(content[at : at + 6 * MIB])
+    assert place.fs.ukey(place / "grown") == place.fs.ukey(place / "whole")
+
+
+def test_of_two_open_appenders_the_second_to_close_conflicts(place):
+    place.fs.pipe(place / "a", b"old,")
+    first, second = place.fs.open(place / "a", "ab"), place.fs.open(place / "a", "ab")
+    first.write(b"first,")
+    second.write(b"second,")
+    first.close()
+    with pytest.raises(ConflictError):
+        second.close()
+    assert place.fs.cat(place / "a") == b"old,first,"
+
+
+def test_of_two_open_writers_the_second_to_close_conflicts(place):
+    place.fs.pipe(place / "a", b"old")
+    first, second = place.fs.open(place / "a", "wb"), place.fs.open(place / "a", "wb")
+    first.write(b"first")
+    second.write(b"second")
+    second.close()
+    with pytest.raises(ConflictError):
+        first.close()
+    assert place.fs.cat(place / "a") == b"second"
+
+
+def test_a_writer_conflicts_with_a_delete_since_its_open(place):
+    place.fs.pipe(place / "a", b"old")
+    file = place.fs.open(place / "a", "wb")
+    file.write(b"new")
+    place.fs.rm(place / "a")
+    with pytest.raises(ConflictError):
+        file.close()
+    assert not place.fs.exists(place / "a")
+
+
+# -- what is written ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [10, MIB, CHUNK])
+def test_a_buffer_may_change_once_write_has_returned(place, random_bytes, size):
+    buffer = bytearray(random_bytes(size, 5))
+    expected = bytes(buffer) + b"\0" * size
+    with place.fs.open(place / "a", "wb") as file:
+        file.write(memoryview(buffer))
+        buffer[:] = b"\0" * size
+        file.write(buffer)
+        buffer[:] = b"\xff" * size
+    assert place.fs.cat(place / "a") == expected
+
+
+@pytest.mark.parametrize(
+    "data",
+    [array.array("d", [1.5, 2.5]), np.arange(12, dtype="<i4").reshape(3, 4), np.zeros((0, 3)), np.float64(2.5), b""],
+    ids=["array", "matrix", "empty matrix", "scalar", "nothing"],
+)
+def test_write_takes_any_contiguous_buffer_and_counts_bytes(place, data):
+    with place.fs.open(place / "a", "wb") as file:
+        assert file.write(data) == memoryview(data).nbytes
+    assert place.fs.cat(place / "a") == bytes(memoryview(data).tobytes())
+
+
+def test_write_refuses_text_and_the_handle_goes_on(place):
+    with place.fs.open(place / "a", "wb") as file:
+        with pytest.raises(TypeError):
+            file.write("text")
+        file.write(b"bytes")
+    assert place.fs.cat(place / "a") == b"bytes"
+
+
+def test_writelines_writes_each(place):
+    with place.fs.open(place / "a", "wb") as file:
+        file.writelines([b"one\n", b"two\n"])
+    assert place.fs.cat(place / "a") == b"one\ntwo\n"
+
+
+def test_a_write_handle_neither_reads_nor_seeks(place):
+    with place.fs.open(place / "a", "wb") as file:
+        assert file.writable() and not file.readable() and not file.seekable()
+        with pytest.raises(OSError):
+            file.read()
+        with pytest.raises(OSError):
+            file.seek(0)
+
+
+@pytest.mark.parametrize("method", ["write", "flush", "tell", "fileno"])
+def test_a_closed_write_handle_refuses(place, method):
+    file = place.fs.open(place / "a", "wb")
+    file.close()
+    file.close()
+    with pytest.raises(ValueError, match="closed"):
+        getattr(file, method)(*([b"more"] if method == "write" else []))
+    assert place.fs.cat(place / "a") == b""
+
+
+def test_nothing_is_visible_before_close(place, random_bytes):
+    file = place.fs.open(place / "a", "wb")
+    file.write(random_bytes(CHUNK + 5, 6))
+    file.flush()
+    assert not place.fs.exists(place / "a")
+    assert place.names() == []
+    file.close()
+    assert place.names() == ["a"]
+
+
+def test_metadata_given_at_open_is_shown_by_info(place):
+    with place.fs.open(place / "a", "wb", metadata={"step": 100, "by": "trainer"}) as file:
+        file.write(b"x")
+    assert place.fs.info(place / "a")["metadata"] == {"step": 100, "by": "trainer"}
+    with place.fs.open(place / "a", "ab") as file:
+        file.write(b"x")
+    assert place.fs.info(place / "a")["metadata"] == {"step": 100, "by": "trainer"}
+
+
+def test_an_unknown_argument_of_open_is_refused(place):
+    with pytest.raises(InvalidInputError, match="colour"):
+        place.fs.open(place / "a", "wb", colour="red")
+
+
+# -- descriptors -------------------------------------------------------------------------------------------------
+
+
+def test_a_write_handle_can_be_synced(place):
+    with place.fs.open(place / "a", "wb") as file:
+        file.write(b"x")
+        file.flush()
+        os.fsync(file.fileno())
+    assert place.fs.cat(place / "a") == b"x"
+
+
+def test_the_descriptor_of_a_write_handle_is_gone_after_close(place):
+    file = place.fs.open(place / "a", "wb")
+    descriptor = file.fileno()
+    assert file.fileno() == descriptor
+    file.close()
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+def test_writing_to_the_descriptor_fails_rather_than_losing_bytes(place):
+    with place.fs.open(place / "a", "wb") as file, pytest.raises(OSError):
+        os.write(file.fileno(), b"lost?")
+
+
+def test_a_subprocess_that_writes_to_the_handle_fails_rather_than_losing_bytes(place):
+    with place.fs.open(place / "a", "wb") as file:
+        done = subprocess.run(["cat"], input=b"lost?", stdout=file, stderr=subprocess.DEVNULL, check=False)
+    assert done.returncode != 0
+
+
+@pytest.mark.parametrize("count", [10, 1_000_000])
+def test_numpy_tofile_fails_rather_than_losing_bytes(place, count):
+    with pytest.raises(OSError), place.fs.open(place / "a", "wb") as file:
+        np.arange(count).tofile(file)
+    assert not place.fs.exists(place / "a")
+
+
+def test_a_read_handle_has_no_descriptor(place):
+    place.fs.pipe(place / "a", b"x")
+    with place.fs.open(place / "a") as file, pytest.raises(OSError):
+        file.fileno()
+
+
+# -- text --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "latin-1"])
+def test_text_is_encoded_and_decoded(place, encoding):
+    text = TEXT if encoding != "latin-1" else TEXT.replace("€", "$")
+    with place.fs.open(place / "a", "w", encoding=encoding) as file:
+        file.write(text)
+    assert place.fs.cat(place / "a") == text.encode(encoding)
+    with place.fs.open(place / "a", "r", encoding=encoding) as file:
+        assert file.read() == text
+
+
+def test_text_that_the_encoding_lacks_is_an_error_or_replaced_as_asked(place):
+    with pytest.raises(UnicodeEncodeError), place.fs.open(place / "a", "w", encoding="ascii") as file:
+        file.write("ä")
+    assert not place.fs.exists(place / "a")
+    with place.fs.open(place / "a", "w", encoding="ascii", errors="replace") as file:
+        file.write("ä")
+    assert place.fs.cat(place / "a") == b"?"
+
+
+def test_newlines_are_written_as_asked_for(place):
+    with place.fs.open(place / "a", "w", newline="\r\n") as file:
+        file.write("one\ntwo\n")
+    assert place.fs.cat(place / "a") == b"one\r\ntwo\r\n"
+    with place.fs.open(place / "a", "r") as file:
+        assert list(file) == ["one\n", "two\n"]
+    with place.fs.open(place / "a", "rt", newline="") as file:
+        assert list(file) == ["one\r\n", "two\r\n"]
+
+
+@pytest.mark.parametrize("mode", ["xt", "x"])
+def test_text_can_be_created_exclusively(place, mode):
+    with place.fs.open(place / "a", mode) as file:
+        file.write("one")
+    with pytest.raises(FileExistsError):
+        place.fs.open(place / "a", mode)
+    assert place.fs.cat(place / "a") == b"one"
+
+
+def test_text_can_be_appended(place):
+    for line in ("one\n", "two\n"):
+        with place.fs.open(place / "a", "at") as file:
+            file.write(line)
+    assert place.fs.read_text(place / "a") == "one\ntwo\n"
+
+
+def test_write_text_and_read_text(place):
+    place.fs.write_text(place / "a", TEXT, encoding="utf-8")
+    assert place.fs.read_text(place / "a", encoding="utf-8") == TEXT
+
+
+@pytest.mark.parametrize("bad", [{"encoding": "klingon"}, {"newline": "x"}])
+def test_a_text_argument_that_is_no_good_leaves_no_handle_behind(place, bad, caplog, recwarn):
+    with pytest.raises((LookupError, ValueError)):
+        place.fs.open(place / "a", "w", **bad)
+    assert not recwarn.list
+    assert not caplog.records
+    assert not place.fs.exists(place / "a")
+
+
+# -- compression -------------------------------------------------------------------------------------------------
+
+COMPRESSIONS = [("gzip", "gz"), ("bz2", "bz2"), ("xz", "xz"), ("zstd", "zst")]
+
+
+@pytest.fixture(params=COMPRESSIONS, ids=[name for name, _ in COMPRESSIONS])
+def compression(request):
+    name, suffix = request.param
+    if name not in fsspec.compression.compr:
+        pytest.skip(f"fsspec does not offer {name} here")
+    return name, suffix
+
+
+def test_what_open_compressed_open_decompresses(place, compression):
+    name, suffix = compression
+    data = TEXT.encode() * 10
+    with place.fs.open(place / f"a.{suffix}", "wb", compression=name) as file:
+        assert file.write(data) == len(data)
+    assert place.fs.size(place / f"a.{suffix}") < len(data) // 4
+    with place.fs.open(place / f"a.{suffix}", "rb", compression="infer") as file:
+        assert file.read() == data
+
+
+def test_what_fsspec_open_compressed_fsspec_open_decompresses(place, compression):
+    name, suffix = compression
+    url = f"{place.url}/a.{suffix}"
+    with fsspec.open(url, "w", compression="infer", encoding="utf-8") as file:
+        file.write(TEXT)
+    with fsspec.open(url, "r", compression=name, encoding="utf-8") as file:
+        assert file.read() == TEXT
+
+
+def test_both_doors_read_what_the_other_compressed(place, compression):
+    name, suffix = compression
+    with place.fs.open(place / f"a.{suffix}", "wt", compression="infer", encoding="utf-8") as file:
+        file.write(TEXT)
+    with fsspec.open(f"{place.url}/a.{suffix}", "rt", compression="infer", encoding="utf-8") as file:
+        assert file.read() == TEXT
+    with fsspec.open(f"{place.url}/b.{suffix}", "wb", compression=name) as file:
+        file.write(b"bytes" * 1000)
+    with place.fs.open(place / f"b.{suffix}", compression=name) as file:
+        assert file.read() == b"bytes" * 1000
+
+
+def test_compression_is_inferred_from_the_name_alone(place):
+    with place.fs.open(place / "plain", "wb", compression="infer") as file:
+        file.write(b"as it is")
+    assert place.fs.cat(place / "plain") == b"as it is"
+
+
+def test_a_compressed_handle_seeks_reads_lines_and_into_buffers(place):
+    lines = TEXT.encode().splitlines(keepends=True)
+    with place.fs.open(place / "a.gz", "wb", compression="gzip") as file:
+        file.writelines(lines)
+    with place.fs.open(place / "a.gz", "rb", compression="gzip") as file:
+        assert list(file) == lines
+        assert file.seek(len(lines[0])) == file.tell() == len(lines[0])
+        buffer = bytearray(len(lines[1]))
+        assert file.readinto(buffer) == len(buffer)
+        assert buffer == lines[1]
+        assert file.read1(10) == lines[2] + lines[3][: 10 - len(lines[2])] if len(lines[2]) < 10 else lines[2][:10]
+
+
+def test_a_compressed_file_can_be_appended_to(place):
+    for piece in (b"one,", b"two"):
+        with place.fs.open(place / "a.gz", "ab", compression="gzip") as file:
+            file.write(piece)
+    with place.fs.open(place / "a.gz", "rb", compression="gzip") as file:
+        assert file.read() == b"one,two"
+
+
+def test_a_compressed_file_can_be_created_exclusively(place):
+    with place.fs.open(place / "a.gz", "xb", compression="gzip") as file:
+        file.write(b"one")
+    with pytest.raises(FileExistsError):
+        place.fs.open(place / "a.gz", "xb", compression="gzip")
+
+
+def test_an_unknown_compression_is_refused_before_anything_is_opened(place, recwarn):
+    with pytest.raises(ValueError, match="klingon"):
+        place.fs.open(place / "a", "wb", compression="klingon")
+    assert not recwarn.list
+    assert not place.fs.exists(place / "a")

@@ -1,0 +1,391 @@
+"""What a tier on an fsspec filesystem does about the ways in which such filesystems fail, forget and lie."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tierfs.clock import ManualClock
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+)
+from tierfs.objects import CREATE, FsspecObjects, Update
+from tierfs.testing import ObjectTierTests
+
+
+class PrivateMemory(MemoryFileSystem):  # type: ignore[misc]
+    """A memory filesystem of its own, whose answers tests change."""
+
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(global_store=False, **options)
+
+
+class ConcurrentMemory(AsyncFileSystemWrapper):  # type: ignore[misc]
+    """One that a tier may send several requests to at once, as to S3."""
+
+    protocol = ("memory",)
+    cachable = False
+
+    def __init__(self) -> None:
+        super().__init__(PrivateMemory(), asynchronous=False)
+
+
+@pytest.fixture
+def fs() -> PrivateMemory:
+    return PrivateMemory()
+
+
+@pytest.fixture
+def objects(fs: PrivateMemory) -> FsspecObjects:
+    return FsspecObjects(fs, "bucket/run")
+
+
+class TestConcurrentFilesystem(ObjectTierTests):
+    @pytest.fixture
+    def objects(self) -> FsspecObjects:
+        return FsspecObjects(ConcurrentMemory(), "/bucket/run")
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object, **__: object) -> Any:
+        raise error
+
+    return fail
+
+
+# What it promises
+
+
+def test_it_is_for_a_single_writer(objects: FsspecObjects) -> None:
+    assert objects.capabilities.single_writer
+    assert objects.capabilities.atomic_put
+    assert not FsspecObjects(LocalFileSystem(), "/tmp").capabilities.atomic_put
+
+
+def test_an_asynchronous_filesystem_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="asynchronous"):
+        FsspecObjects(AsyncFileSystemWrapper(MemoryFileSystem(), asynchronous=True), "bucket")
+
+
+@pytest.mark.parametrize("root", ["bucket/run", "/bucket/run/", "memory://bucket/run"])
+def test_a_root_may_be_written_in_several_ways(fs: PrivateMemory, root: str) -> None:
+    FsspecObjects(fs, root).put("a/b", [b"something"])
+    assert fs.find("/") == ["/bucket/run/a/b"]
+
+
+@pytest.mark.parametrize("root", ["", "/"])
+def test_the_root_may_be_the_whole_filesystem(fs: PrivateMemory, root: str) -> None:
+    objects = FsspecObjects(fs, root)
+    objects.put("run/a", [b"something"])
+    assert [listed.key for listed in objects.list("")] == ["run/a"]
+    assert [listed.key for listed in objects.list("", delimiter=True)] == ["run/"]
+
+
+def test_instances_share_their_locks(fs: PrivateMemory, objects: FsspecObjects) -> None:
+    other = FsspecObjects(fs, "/bucket")
+    info = objects.put("a", [b"something"])
+    with pytest.raises(AlreadyExistsError):
+        other.put("run/a", [b"other"], mode=CREATE)
+    with pytest.raises(ConflictError):
+        other.put("run/b", [b"other"], mode=Update(info.version))
+
+
+# Versions
+
+
+def _describe_with(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch, extra: Callable[[str], dict[str, Any]]) -> None:
+    """Have the filesystem describe its files with ``extra`` in place of the time."""
+    for name in ("info", "ls", "find"):
+        original = getattr(type(fs), name)
+
+        def changed(path: str, *arguments: Any, original: Any = original, **options: Any) -> Any:
+            answer = original(fs, path, *arguments, **options)
+            entries = answer if isinstance(answer, list) else answer.values() if "name" not in answer else [answer]
+            for entry in entries:
+                entry.pop("created", None)
+                entry.update(extra(entry["name"]))
+            return answer
+
+        monkeypatch.setattr(fs, name, changed)
+
+
+@pytest.mark.parametrize("name", ["ETag", "etag", "generation"])
+def test_the_server_s_own_version_is_taken(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    _describe_with(fs, monkeypatch, lambda path: {name: f'"{fs.cat_file(path).hex()}"'} if path in fs.store else {})
+    assert objects.put("a", [b"one"]).version == b"one".hex()
+    assert objects.put("a", [b"two"]).version == b"two".hex()
+    assert [listed.version for listed in objects.list("")] == [b"two".hex()]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        1_700_000_000.25,
+        datetime.fromtimestamp(1_700_000_000.25, tz=timezone.utc),
+        datetime.fromtimestamp(1_700_000_000.25, tz=timezone.utc).replace(tzinfo=None),
+        "2023-11-14T22:13:20.250000+00:00",
+        1_700_000_000_250,
+    ],
+    ids=["seconds", "aware", "naive", "text", "milliseconds"],
+)
+def test_a_time_is_understood_in_every_form(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch, moment: object
+) -> None:
+    fs.pipe_file("/bucket/run/a", b"something")
+    _describe_with(fs, monkeypatch, lambda _: {"mtime": moment})
+    assert objects.head("a").modified_ns == 1_700_000_000_250_000_000
+
+
+class CoarseClock(ManualClock):
+    """Seconds are all that the filesystem's times tell."""
+
+    def moment(self) -> int:
+        return int(self.monotonic())
+
+
+def test_a_put_in_the_same_tick_gets_a_time_of_its_own(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = CoarseClock()
+    written: dict[str, int] = {}
+    pipe = fs.pipe_file
+
+    def pipe_at(path: str, value: bytes) -> None:
+        pipe(path, value)
+        written[path] = clock.moment()
+
+    monkeypatch.setattr(fs, "pipe_file", pipe_at)
+    _describe_with(fs, monkeypatch, lambda path: {"mtime": written.get(path)})
+    objects = FsspecObjects(fs, "bucket/run", clock=clock)
+    first = objects.put("a", [b"one"], mode=CREATE)
+    second = objects.put("a", [b"two"], mode=Update(first.version))
+    third = objects.put("a", [b"one"], mode=Update(second.version))
+    assert len({first.version, second.version, third.version}) == 3
+    assert objects.read("a", 100) == (b"one", third)
+
+
+def test_a_filesystem_whose_time_stands_still_is_refused(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    _describe_with(fs, monkeypatch, lambda _: {"mtime": 1_700_000_000})
+    objects = FsspecObjects(fs, "bucket/run", clock=ManualClock())
+    first = objects.put("a", [b"one"])
+    with pytest.raises(StoreError, match="does not tell one content from the next"):
+        objects.put("a", [b"two"], mode=Update(first.version))
+
+
+def test_a_filesystem_without_times_never_replaces_anything(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _describe_with(fs, monkeypatch, lambda _: {})
+    first = objects.put("a", [b"one"], mode=CREATE)
+    with pytest.raises(StoreError, match="does not tell one content from the next"):
+        objects.put("a", [b"two"], mode=Update(first.version))
+    assert objects.read("a", 100)[0] == b"one"
+
+
+# Writing
+
+
+def test_a_put_that_stored_less_is_noticed(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = fs.pipe_file
+    monkeypatch.setattr(fs, "pipe_file", lambda path, value: pipe(path, value[:-1]))
+    with pytest.raises(StoreError, match="9 bytes were written, and 8 bytes stored") as caught:
+        objects.put("a", [b"something"])
+    assert caught.value.transient
+
+
+def test_a_put_that_stored_nothing_is_noticed(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs, "pipe_file", lambda path, value: None)
+    with pytest.raises(StoreError, match="and nothing stored"):
+        objects.put("a", [b"something"])
+
+
+def test_a_bucket_that_is_missing_is_a_failure_of_the_put(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs, "pipe_file", _raising(FileNotFoundError("bucket")))
+    with pytest.raises(StoreError, match="bucket or directory") as caught:
+        objects.put("a", [b"something"])
+    assert not caught.value.transient
+
+
+def test_a_create_reaches_a_server_that_takes_conditions(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fs, "protocol", "s3")
+    objects = FsspecObjects(fs, "bucket/run")
+    pipe = fs.pipe_file
+
+    def overtaken(path: str, value: bytes, mode: str = "overwrite") -> None:
+        pipe(path, b"theirs")
+        pipe(path, value, mode=mode)
+
+    monkeypatch.setattr(fs, "pipe_file", overtaken)
+    with pytest.raises(AlreadyExistsError):
+        objects.put("a", [b"mine"], mode=CREATE)
+    assert objects.read("a", 100)[0] == b"theirs"
+
+
+def test_a_refused_condition_of_a_create_means_that_something_is_there(
+    fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PreconditionFailed(Exception):
+        status = 412
+
+    monkeypatch.setattr(fs, "protocol", ("s3", "s3a"))
+    monkeypatch.setattr(fs, "pipe_file", _raising(PreconditionFailed()))
+    with pytest.raises(AlreadyExistsError):
+        FsspecObjects(fs, "bucket/run").put("a", [b"mine"], mode=CREATE)
+
+
+def test_a_filesystem_that_cannot_write_is_read_only(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fs, "pipe_file", _raising(NotImplementedError()))
+    with pytest.raises(ReadOnlyError):
+        objects.put("a", [b"something"])
+
+
+def test_a_directory_removed_by_others_is_made_again(tmp_path: Path) -> None:
+    objects = FsspecObjects(LocalFileSystem(), str(tmp_path / "store"))
+    objects.put("run/a", [b"something"])
+    fsspec.filesystem("file").rm(str(tmp_path / "store"), recursive=True)
+    with pytest.raises(StoreError):
+        objects.put("run/a", [b"something"])
+    objects.put("run/a", [b"something"])
+    assert objects.head("run/a").size == 9
+
+
+# Reading
+
+
+def test_listings_remembered_are_dropped_before_every_look(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(fs, "invalidate_cache", lambda path=None: dropped.append(path))
+    with pytest.raises(NotFoundError):
+        objects.head("a")
+    list(objects.list(""))
+    list(objects.list("", delimiter=True))
+    assert dropped == [None, None, None]
+
+
+def test_a_range_that_comes_short_is_corruption(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put("a", [b"something"])
+    monkeypatch.setattr(fs, "cat_file", lambda path, start=None, end=None: b"some")
+    with pytest.raises(CorruptionError, match="cut short"):
+        objects.get("a", [(0, memoryview(bytearray(9)))])
+    with pytest.raises(CorruptionError, match="cut short"):
+        objects.read("a", 100)
+
+
+def test_an_object_that_changes_while_it_is_read_is_read_again(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put("a", [b"something"])
+    cat = fs.cat_file
+
+    def overtaken(path: str, start: int | None = None, end: int | None = None) -> bytes:
+        fs.pipe_file(path, b"new")
+        content: bytes = cat(path, start, end)
+        return content
+
+    monkeypatch.setattr(fs, "cat_file", overtaken)
+    with pytest.raises(StoreError, match="changed while it was read") as caught:
+        objects.get("a", [(0, memoryview(bytearray(9)))])
+    assert caught.value.transient
+
+
+def test_one_range_that_fails_fails_the_get(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put("a", [b"something"])
+    monkeypatch.setattr(fs, "cat_file", _raising(ConnectionResetError("gone")))
+    with pytest.raises(StoreError) as caught:
+        objects.get("a", [(0, memoryview(bytearray(9))), (3, memoryview(bytearray(2)))])
+    assert caught.value.transient
+
+
+def test_a_range_of_no_bytes_is_not_asked_for(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = objects.put("a", [])
+    monkeypatch.setattr(fs, "cat_file", _raising(OSError("416")))
+    assert objects.get("a", [(0, memoryview(bytearray(0)))]) == info
+
+
+# Listing and deleting
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = LocalFileSystem(skip_instance_cache=True)
+    objects = FsspecObjects(fs, str(tmp_path))
+    objects.put("run/deep/a", [b"something"])
+    ls = fs.ls
+
+    def refuse(path: str, **options: Any) -> Any:
+        if path.endswith("deep"):
+            raise PermissionError(13, "Permission denied")
+        return ls(path, **options)
+
+    monkeypatch.setattr(fs, "ls", refuse)
+    with pytest.raises(ReadOnlyError):
+        list(objects.list(""))
+
+
+def test_placeholders_of_directories_are_not_objects(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put("run/a", [b"something"])
+    find = fs.find
+
+    def with_placeholder(path: str, **options: Any) -> Any:
+        return {"/bucket/run/run/": {"name": "/bucket/run/run/", "size": 0, "type": "file"}, **find(path, **options)}
+
+    monkeypatch.setattr(fs, "find", with_placeholder)
+    assert [listed.key for listed in objects.list("")] == ["run/a"]
+
+
+@pytest.mark.parametrize("concurrent", [False, True])
+def test_a_deletion_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch, concurrent: bool) -> None:
+    fs = ConcurrentMemory() if concurrent else PrivateMemory()
+    objects = FsspecObjects(fs, "bucket/run")
+    for key in "abc":
+        objects.put(key, [b"something"])
+
+    async def fail(path: str) -> None:
+        raise ConnectionResetError("gone")
+
+    monkeypatch.setattr(fs, "_rm_file" if concurrent else "rm_file", fail if concurrent else _raising(OSError("no")))
+    with pytest.raises(StoreError) as caught:
+        objects.delete(["a", "b", "c"])
+    assert caught.value.path == "a"
+
+
+def test_files_keep_the_mode_that_the_filesystem_gives_them(tmp_path: Path) -> None:
+    FsspecObjects(LocalFileSystem(), str(tmp_path)).put("a", [b"something"])
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask

@@ -1,0 +1,155 @@
+"""A protocol's name leads to the right tier, and imports no client before its time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import fsspec
+import pytest
+from fsspec.asyn import AsyncFileSystem
+
+import tierfs.objects
+from tierfs.errors import InvalidInputError
+from tierfs.objects import (
+    FsspecObjects,
+    LimitedObjects,
+    LocalObjects,
+    MeasuredObjects,
+    MemoryObjects,
+    ObjectTier,
+    RetryingObjects,
+    connect,
+)
+
+
+class Cloud(AsyncFileSystem):  # type: ignore[misc]
+    """Stands for the filesystem of some cloud."""
+
+    protocol = "testcloud"
+    cachable = False
+
+    def __init__(self, token: str = "", **options: object) -> None:
+        super().__init__(**options)
+        if token == "refused":
+            raise ValueError("the token is no token")
+        self.token = token
+
+
+@pytest.fixture(autouse=True)
+def cloud() -> None:
+    fsspec.register_implementation("testcloud", Cloud, clobber=True)
+
+
+def _backend(objects: MeasuredObjects) -> ObjectTier:
+    assert isinstance(objects.inner, RetryingObjects)
+    assert isinstance(objects.inner.inner, LimitedObjects)
+    return objects.inner.inner.inner
+
+
+@pytest.mark.parametrize("protocol", ["file", "local"])
+def test_a_directory_has_its_own_tier(tmp_path: Path, protocol: str) -> None:
+    backend = _backend(connect(protocol, str(tmp_path), {"auto_mkdir": True}))
+    assert isinstance(backend, LocalObjects)
+    assert backend.root == tmp_path
+
+
+def test_memory_has_its_own_tier() -> None:
+    backend = _backend(connect("memory", "/bucket/run", {}))
+    assert isinstance(backend, MemoryObjects)
+    assert backend.root == "/bucket/run"
+
+
+def test_every_other_protocol_is_fsspec_s() -> None:
+    backend = _backend(connect("testcloud", "bucket/run", {"token": "secret"}))
+    assert isinstance(backend, FsspecObjects)
+    assert backend.fs.token == "secret"
+    assert "secret" not in repr(backend)
+
+
+def test_listings_are_never_remembered() -> None:
+    backend = _backend(connect("testcloud", "bucket/run", {"use_listings_cache": True}))
+    assert isinstance(backend, FsspecObjects)
+    assert backend.fs.dircache.use_listings_cache is False
+
+
+def test_an_unknown_protocol_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match="nosuchprotocol://"):
+        connect("nosuchprotocol", "bucket", {})
+
+
+def test_options_that_the_filesystem_refuses_are_named() -> None:
+    with pytest.raises(InvalidInputError, match="the token is no token"):
+        connect("testcloud", "bucket", {"token": "refused"})
+    with pytest.raises(InvalidInputError, match="asynchronous"):
+        connect("testcloud", "bucket", {"asynchronous": True})
+
+
+@pytest.mark.parametrize(
+    ("protocol", "extra"),
+    [
+        ("s3", "s3"),
+        ("s3a", "s3"),
+        ("gs", "gcs"),
+        ("gcs", "gcs"),
+        ("az", "azure"),
+        ("abfs", "azure"),
+        ("abfss", "azure"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(
+    monkeypatch: pytest.MonkeyPatch, protocol: str, extra: str
+) -> None:
+    def missing(_: str) -> type:
+        raise ImportError("Install the client to access it")
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(InvalidInputError, match=rf"pip install 'tierfs\[{extra}\]'"):
+        connect(protocol, "bucket", {})
+
+
+def test_a_missing_package_without_an_extra_is_named_as_fsspec_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(_: str) -> type:
+        raise ImportError('SFTPFileSystem requires "paramiko" to be installed')
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    with pytest.raises(InvalidInputError, match="paramiko"):
+        connect("sftp", "data", {})
+
+
+def test_importing_the_package_imports_no_client() -> None:
+    code = "import sys, tierfs.objects; print([m for m in sys.argv[1:] if m in sys.modules])"
+    clients = ["s3fs", "gcsfs", "adlfs", "aiohttp", "botocore", "obstore", "torch", "numpy", "pytest"]
+    printed = subprocess.run([sys.executable, "-c", code, *clients], check=True, capture_output=True, text=True)
+    assert printed.stdout.strip() == "[]"
+
+
+def test_the_public_names_are_there_and_sorted() -> None:
+    assert all(hasattr(tierfs.objects, name) for name in tierfs.objects.__all__)
+    assert tierfs.objects.__all__ == sorted(tierfs.objects.__all__, key=lambda name: (not name.isupper(), name))
+
+
+def test_a_forked_child_is_not_held_up_by_its_parent_s_requests() -> None:
+    """A child has none of its parent's other threads, and must not wait for what they hold."""
+    objects = connect("memory", "/test-fork", {})
+    retrying = objects.inner
+    assert isinstance(retrying, RetryingObjects)
+    limited = retrying.inner
+    assert isinstance(limited, LimitedObjects)
+    objects.put("a", [b"something"])
+    for _ in range(limited.concurrency):
+        limited._slots.acquire()
+    for holder in (objects, retrying, limited):
+        holder._lock.acquire()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other tests' threads may still be there
+        child = os.fork()
+    if not child:
+        try:
+            os._exit(objects.head("a").size)
+        finally:
+            os._exit(99)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9

@@ -1,0 +1,141 @@
+"""Requests that fail for the moment are sent again, and only those."""
+
+from __future__ import annotations
+
+import logging
+from random import Random
+
+import pytest
+
+from tierfs.clock import ManualClock
+from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.objects import CREATE, MemoryObjects, RetryingObjects, Update
+from tierfs.testing import Fault, FaultyObjects, PlannedFault
+
+SEED = 7
+
+
+@pytest.fixture
+def faulty() -> FaultyObjects:
+    memory = MemoryObjects("/test-retry")
+    memory.delete([listed.key for listed in memory.list("")])
+    memory.put("a", [b"content"])
+    return FaultyObjects(memory)
+
+
+def _refuse(faulty: FaultyObjects, times: int, method: str | None = None) -> None:
+    for _ in range(times):
+        faulty.inject(Fault.REFUSED, method=method)
+
+
+def test_a_request_is_sent_until_it_succeeds(faulty: FaultyObjects) -> None:
+    _refuse(faulty, 4)
+    objects = RetryingObjects(faulty, attempts=5, clock=ManualClock())
+    assert objects.read("a", 100)[0] == b"content"
+    assert objects.retries == 4
+
+
+def test_the_last_failure_is_raised(faulty: FaultyObjects) -> None:
+    _refuse(faulty, 3)
+    objects = RetryingObjects(faulty, attempts=3, clock=ManualClock())
+    with pytest.raises(StoreError, match="refused"):
+        objects.head("a")
+    assert objects.retries == 2
+    assert objects.head("a").size == 7
+
+
+@pytest.mark.parametrize(
+    ("fault", "method", "expected"),
+    [
+        (Fault.DENIED, "get", ReadOnlyError),
+        (Fault.SHORT_READ, "get", CorruptionError),
+        (Fault.TORN, "put", StoreError),
+    ],
+)
+def test_a_final_failure_is_raised_at_once(
+    faulty: FaultyObjects, fault: Fault, method: str, expected: type[Exception]
+) -> None:
+    faulty.inject(fault, method=method)
+    objects = RetryingObjects(faulty, clock=ManualClock())
+    with pytest.raises(expected):
+        if method == "put":
+            objects.put("b", [b"something"])
+        else:
+            objects.get("a", [(0, memoryview(bytearray(7)))])
+    assert objects.retries == 0
+
+
+def test_waits_are_random_below_a_bound_that_doubles(faulty: FaultyObjects) -> None:
+    waits: list[float] = []
+
+    class Clock(ManualClock):
+        def sleep(self, seconds: float) -> None:
+            waits.append(seconds)
+
+    for _ in range(50):
+        _refuse(faulty, 6)
+        RetryingObjects(
+            faulty, attempts=7, delay_s=0.1, delay_s_max=1.0, clock=Clock(), random=Random(SEED + len(waits))
+        ).head("a")
+    for attempt, bound_s in enumerate((0.1, 0.2, 0.4, 0.8, 1.0, 1.0)):
+        these = waits[attempt::6]
+        assert all(0 <= wait_s <= bound_s for wait_s in these), f"seed {SEED}: {these}"
+        assert max(these) - min(these) > 0.8 * bound_s, f"seed {SEED}: {these}"
+
+
+def test_each_retry_is_logged(faulty: FaultyObjects, caplog: pytest.LogCaptureFixture) -> None:
+    _refuse(faulty, 2)
+    with caplog.at_level(logging.WARNING, logger="tierfs.objects"):
+        RetryingObjects(faulty, clock=ManualClock()).head("a")
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "head a failed, attempt 1 of 5" in caplog.records[0].getMessage()
+
+
+def test_an_update_that_meets_itself_is_left_to_the_caller(faulty: FaultyObjects) -> None:
+    objects = RetryingObjects(faulty, clock=ManualClock())
+    before = objects.head("a")
+    faulty.inject(Fault.LOST_RESPONSE, method="put")
+    with pytest.raises(ConflictError):
+        objects.put("a", [b"mine"], mode=Update(before.version))
+    assert objects.read("a", 100)[0] == b"mine"
+
+
+def test_a_buffer_is_sent_again_whole(faulty: FaultyObjects) -> None:
+    _refuse(faulty, 2, "put")
+    objects = RetryingObjects(faulty, clock=ManualClock())
+    objects.put("b", [b"one", memoryview(b"two")], mode=CREATE)
+    assert objects.read("b", 100)[0] == b"onetwo"
+
+
+def test_keys_to_delete_may_come_from_an_iterator(faulty: FaultyObjects) -> None:
+    _refuse(faulty, 2, "delete")
+    objects = RetryingObjects(faulty, clock=ManualClock())
+    objects.delete(iter(["a"]))
+    assert list(objects.list("")) == []
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_listing_that_breaks_off_gives_every_key_once(seed: int) -> None:
+    memory = MemoryObjects("/test-retry-list")
+    for number in range(30):
+        memory.put(f"run/{number}", [b"something"])
+    broken = [PlannedFault(Fault.LOST_RESPONSE, "list") for _ in range(4)]
+    objects = RetryingObjects(FaultyObjects(memory, broken, seed=seed), clock=ManualClock())
+    listed = [entry.key for entry in objects.list("run/")]
+    assert sorted(listed) == sorted(f"run/{number}" for number in range(30)), repr(objects)
+    assert objects.retries == 4
+
+
+def test_a_listing_that_breaks_off_too_often_is_given_up(faulty: FaultyObjects) -> None:
+    _refuse(faulty, 5)
+    with pytest.raises(StoreError):
+        list(RetryingObjects(faulty, clock=ManualClock()).list(""))
+
+
+def test_the_limits_are_shown(faulty: FaultyObjects) -> None:
+    assert repr(RetryingObjects(faulty)).endswith(", attempts=5, delay_s=0.1, delay_s_max=10)")
+
+
+def test_a_limit_that_makes_no_sense_is_refused(faulty: FaultyObjects) -> None:
+    with pytest.raises(InvalidInputError):
+        RetryingObjects(faulty, attempts=0)

@@ -1,0 +1,65 @@
+"""The documents say what is there: links lead somewhere, pages are reachable, environment names are real."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def slug(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+def headings(page):
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    return {slug(line.lstrip("#")) for line in text.splitlines() if line.startswith("#")}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_in_a_page_leads_somewhere(page):
+    for target in LINK.findall(page.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        there = (page.parent / file).resolve() if file else page
+        assert there.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in headings(there), f"{page}: {target}"
+
+
+def test_every_page_is_reached_from_the_index():
+    reached = {ROOT / "README.md"}
+    todo = [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        for target in LINK.findall(page.read_text()):
+            there = (page.parent / target.partition("#")[0]).resolve()
+            if there.suffix == ".md" and there.exists() and there not in reached:
+                reached.add(there)
+                todo.append(there)
+    assert reached >= set(PAGES), sorted(str(page) for page in set(PAGES) - reached)
+
+
+def test_every_environment_variable_that_is_read_is_documented():
+    used = set()
+    for path in (ROOT / "tierfs").rglob("*.py"):
+        used |= set(re.findall(r"environ[^\n]*?\"(TIERFS_[A-Z_]+)\"", path.read_text()))
+    documented = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    assert used, "the pattern finds nothing"
+    for name in used:
+        assert f"`{name}`" in documented
+
+
+def test_the_top_level_holds_only_what_belongs_there():
+    import subprocess
+
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    top = {name.split("/")[0] for name in listed.stdout.split("\n") if name}
+    allowed = {"pyproject.toml", "tierfs", "tests", "integration", "docs", "README.md", "LICENSE", ".ci", ".gitignore"}
+    assert top <= allowed

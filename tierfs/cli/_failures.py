@@ -1,0 +1,81 @@
+"""What went wrong, as the command line says it: a category, a message, a path, an exit code."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+
+from tierfs.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    TierfsError,
+)
+
+__all__ = ["Failure", "describe"]
+
+_BY_NUMBER: dict[int, type[TierfsError]] = {
+    errno.ENOSPC: CapacityError,
+    errno.EDQUOT: CapacityError,
+    errno.EROFS: ReadOnlyError,
+    errno.ENAMETOOLONG: InvalidInputError,
+    errno.ELOOP: InvalidInputError,
+}
+_VERIFY = "`tierfs verify`"
+_NEXT_STEP: dict[type[TierfsError], str] = {
+    NotFoundError: "check the path",
+    AlreadyExistsError: "choose another name, or remove it",
+    ReadOnlyError: "check the rights of the file and its directory",
+    InvalidInputError: "check the path",
+    CapacityError: "free some room and try again",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error, as it is reported.
+
+    Attributes:
+        kind: Category, as in `tierfs.errors`.
+        message: What went wrong, where, and what to do next.
+        path: The path concerned, if one is.
+        exit_code: Of the process.
+    """
+
+    kind: str
+    message: str
+    path: str | None
+    exit_code: int
+
+
+def describe(error: TierfsError | OSError) -> Failure:
+    """The report of an error: of ours as it is, of the operating system's under the category it belongs to."""
+    if isinstance(error, TierfsError):
+        message = str(error)
+        if isinstance(error, CorruptionError) and _VERIFY not in message:
+            message = f"{message}: {_VERIFY} lists all that is damaged"
+        return Failure(error.kind, message, error.path, error.exit_code)
+    category = _category(error)
+    name = error.filename2 if error.filename2 is not None else error.filename
+    path = None if name is None or isinstance(name, int) else os.fsdecode(name)
+    words = [path, error.strerror or str(error) or type(error).__name__, _NEXT_STEP.get(category)]
+    return Failure(category.kind, ": ".join(word for word in words if word), path, category.exit_code)
+
+
+def _category(error: OSError) -> type[TierfsError]:
+    if error.errno in _BY_NUMBER:
+        return _BY_NUMBER[error.errno]
+    match error:
+        case FileNotFoundError():
+            return NotFoundError
+        case FileExistsError():
+            return AlreadyExistsError
+        case PermissionError():
+            return ReadOnlyError
+        case IsADirectoryError() | NotADirectoryError():
+            return InvalidInputError
+    return TierfsError

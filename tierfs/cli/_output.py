@@ -1,0 +1,52 @@
+"""How results are printed: one JSON document for machines, aligned columns for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+
+__all__ = ["add_json_argument", "align", "format_time", "print_json", "printable"]
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def print_json(document: object) -> None:
+    """Print a value as one JSON document."""
+    print(json.dumps(document, indent=2))
+
+
+def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[str]:
+    """Rows as lines with aligned columns.
+
+    Args:
+        rows: Each with the same number of cells.
+        right: Which columns are aligned to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def format_time(time_ns: int, *, precise: bool = False) -> str:
+    """Nanoseconds since the epoch as ISO 8601 in UTC, to the second, or ``precise`` to the microsecond."""
+    epoch = datetime(1970, 1, 1)  # noqa: DTZ001 - UTC by what is added to it; the Z is written below
+    moment = epoch + timedelta(microseconds=time_ns // 1000)
+    return moment.isoformat(timespec="microseconds" if precise else "seconds") + "Z"
+
+
+def printable(name: str) -> str:
+    """A name as it can be shown on one line: control characters, which a terminal would obey, are escaped."""
+    if name.isprintable():
+        return name
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in name)

@@ -1,0 +1,70 @@
+"""A few files at a time, on threads of the command's own.
+
+Not on those of `tierfs.store.transfers`: a file waits for its chunks there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["FILES_AT_ONCE", "Stopped", "run_in_parallel"]
+
+_Item = TypeVar("_Item")
+
+FILES_AT_ONCE = 4
+
+
+class Stopped(Exception):  # noqa: N818 - not an error
+    """Raised inside a task that is to end early, because another one failed or the user interrupted."""
+
+
+def run_in_parallel(
+    task: Callable[[_Item, threading.Event], object], items: Iterable[_Item], *, workers: int = FILES_AT_ONCE
+) -> None:
+    """Call ``task(item, stop)`` for every item.
+
+    Args:
+        task: Raises `Stopped` at a good place once ``stop`` is set.
+        items: What to do.
+        workers: How many at a time.
+
+    Raises:
+        BaseException: The first error of a task, after every one that had begun has ended.
+    """
+    todo = list(items)
+    stop = threading.Event()
+    if len(todo) < 2:  # noqa: PLR2004 - one item needs no thread
+        for item in todo:
+            task(item, stop)
+        return
+    queue = iter(todo)
+    lock = threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                with lock:
+                    item = next(queue)
+            except StopIteration:
+                return
+            try:
+                task(item, stop)
+            except Stopped:
+                return
+            except BaseException as error:  # noqa: BLE001 - raised again below
+                errors.append(error)
+                stop.set()
+
+    with ThreadPoolExecutor(min(workers, len(todo)), thread_name_prefix="tierfs-file") as pool:
+        futures = [pool.submit(work) for _ in range(min(workers, len(todo)))]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stop.set()
+    if errors:
+        raise errors[0]

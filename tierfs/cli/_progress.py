@@ -1,0 +1,65 @@
+"""A progress bar on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+__all__ = ["Progress", "add_progress_argument"]
+
+
+def add_progress_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--progress`` and ``--no-progress``."""
+    parser.add_argument(
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="show a progress bar on stderr (default: if stderr is a terminal)",
+    )
+
+
+class Progress:
+    """Counts bytes, and shows them if that is wanted. Safe for use by many threads.
+
+    Args:
+        label: What is happening.
+        total_bytes: How many there will be, if that is known.
+        wanted: Whether to show a bar; ``None`` for "if stderr is a terminal".
+    """
+
+    def __init__(self, label: str, *, total_bytes: int | None, wanted: bool | None) -> None:
+        self.bytes = 0
+        self._label = label
+        self._total_bytes = total_bytes
+        self._wanted = sys.stderr.isatty() if wanted is None else wanted
+        self._lock = threading.Lock()
+        self._bar: Any = None
+
+    def __enter__(self) -> Progress:  # noqa: PYI034 - typing.Self needs Python 3.11
+        if self._wanted:
+            from tqdm import tqdm  # noqa: PLC0415 - slow to import, and mostly not needed
+
+            self._bar = tqdm(
+                desc=self._label,
+                total=self._total_bytes,
+                unit="B",
+                unit_scale=True,
+                unit_divisor=1024,
+                file=sys.stderr,
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def advance(self, count: int) -> None:
+        """Count ``count`` more bytes."""
+        with self._lock:
+            self.bytes += count
+            if self._bar is not None:
+                self._bar.update(count)

@@ -1,0 +1,198 @@
+"""Moving the bytes of one file from where they are to where they are to go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import BinaryIO, Protocol
+
+from tierfs.cli._local import replacing
+from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
+from tierfs.store.transfers import transfers
+
+__all__ = [
+    "LocalSource",
+    "LocalTarget",
+    "RawInput",
+    "Source",
+    "StoredSource",
+    "StoredTarget",
+    "StreamSource",
+    "StreamTarget",
+    "Target",
+    "read_pieces",
+    "transfer",
+]
+
+# Four chunks, fetched at the same time.
+WINDOW_BYTES = 64 << 20
+
+
+class Source(Protocol):
+    """The content of a file."""
+
+    @property
+    def size(self) -> int | None:
+        """Bytes, where that is known ahead."""
+
+    @property
+    def metadata(self) -> Mapping[str, object] | None:
+        """What the user had kept with it."""
+
+    def pieces(self) -> Iterator[memoryview]:
+        """The content in order. Each piece is valid until the next one is asked for."""
+
+
+class RawInput(Protocol):
+    """What a binary file offers that is read."""
+
+    def readinto(self, buffer: bytearray, /) -> int | None:
+        """Fill the buffer from its start, and say how far; 0 at the end."""
+
+
+class Target(Protocol):
+    """Where the content of a file goes."""
+
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+        """Take all of it. Unless this returns, what was there before is there still."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSource:
+    """A local file."""
+
+    path: str
+    size: int | None
+    metadata: Mapping[str, object] | None = None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """See `Source.pieces`."""
+        with open(self.path, "rb", buffering=0) as file:
+            yield from _read_file(file)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSource:
+    """A stream that is read to its end, like stdin."""
+
+    stream: RawInput
+    size: int | None = None
+    metadata: Mapping[str, object] | None = None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """See `Source.pieces`."""
+        yield from _read_file(self.stream)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSource:
+    """A file in a store, at the version that a listing found."""
+
+    store: Store
+    entry: Entry
+
+    @property
+    def size(self) -> int:
+        """See `Source.size`."""
+        return self.entry.length
+
+    @property
+    def metadata(self) -> Mapping[str, object] | None:
+        """See `Source.metadata`."""
+        return self.entry.manifest.metadata if self.entry.manifest is not None else None
+
+    def pieces(self) -> Iterator[memoryview]:
+        """See `Source.pieces`."""
+        reader = open_entry(self.store, self.entry)
+        return read_pieces(reader, 0, reader.length)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTarget:
+    """A local file, replaced when its content is complete."""
+
+    path: str
+
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+        """See `Target.fill`."""
+        with replacing(self.path) as file:
+            for piece in pieces:
+                file.write(piece)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTarget:
+    """A stream that is written to, like stdout."""
+
+    stream: BinaryIO
+
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+        """See `Target.fill`, but that what is written stays written."""
+        for piece in pieces:
+            _write_all(self.stream, piece)
+        self.stream.flush()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTarget:
+    """A file in a store, published when its content is complete."""
+
+    store: Store
+    path: str
+
+    def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
+        """See `Target.fill`."""
+        writer = Writer(self.store, self.path, metadata=metadata)
+        try:
+            for piece in pieces:
+                writer.write(piece)
+        except BaseException:
+            writer.abort()
+            raise
+        writer.commit()
+
+
+def transfer(source: Source, target: Target, advance: Callable[[int], object]) -> None:
+    """Copy one file. Within a store only its manifest is written.
+
+    Args:
+        source: From where.
+        target: To where; what is there is replaced.
+        advance: Called with the bytes of each piece that has gone its way; what it raises ends the copy.
+    """
+    if isinstance(source, StoredSource) and isinstance(target, StoredTarget) and source.store is target.store:
+        advance(0)
+        copy(source.store, source.entry.path, target.path)
+        advance(source.size)
+        return
+
+    def counted() -> Iterator[memoryview]:
+        for piece in source.pieces():
+            yield piece
+            advance(len(piece))
+
+    target.fill(counted(), source.metadata)
+
+
+def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
+    """The bytes from ``start`` to ``stop``, which must be in the file. Each piece is valid until the next is asked for."""
+    window = memoryview(bytearray(max(0, min(WINDOW_BYTES, stop - start))))
+    for offset in range(start, stop, WINDOW_BYTES):
+        piece = window[: min(WINDOW_BYTES, stop - offset)]
+        reader.read_into(offset, piece)
+        yield piece
+
+
+def _write_all(stream: BinaryIO, piece: memoryview) -> None:
+    # Where Python runs unbuffered, stdout is the bare descriptor and may take only a part.
+    while len(piece):
+        piece = piece[stream.write(piece) :]
+
+
+def _read_file(file: RawInput) -> Iterator[memoryview]:
+    buffer = transfers().take_buffer()
+    try:
+        while count := file.readinto(buffer):
+            yield memoryview(buffer)[:count]
+    finally:
+        transfers().give_buffer(buffer)

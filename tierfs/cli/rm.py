@@ -1,0 +1,61 @@
+"""``tierfs rm``: delete files and directories."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+
+from tierfs.cli._output import add_json_argument, print_json
+from tierfs.cli._parallel import run_in_parallel
+from tierfs.cli._places import add_url_argument, store_place
+from tierfs.cli._trees import read_tree, refuse_foreign_files, remove_directories
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.store import Store, delete
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "rm"
+HELP = "delete files, and with -r directories; nothing is deleted unless all of it can be"
+EXAMPLES = """\
+tierfs rm tierfs::s3://bucket/run/a.bin
+tierfs rm -r s3://bucket/run/step_1000 s3://bucket/run/step_2000"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser, several=True)
+    parser.add_argument("-r", "--recursive", action="store_true", help="delete directories, with everything in them")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Delete, and with ``--json`` print how many files."""
+    files: dict[tuple[str, str], Store] = {}
+    directories: list[tuple[Store, list[str]]] = []
+    for text in arguments.urls:
+        place = store_place(text)
+        entry = place.entry()
+        if not entry.is_directory:
+            refuse_foreign_files(place.store, [entry])
+            files[place.store.url, place.path] = place.store
+            continue
+        if not arguments.recursive:
+            raise InvalidInputError(f"{place.url} is a directory: add -r to delete it", path=place.url)
+        tree = read_tree(place.store, place.path)
+        refuse_foreign_files(place.store, tree.files)
+        files.update({(place.store.url, one.path): place.store for one in tree.files})
+        directories.append((place.store, [place.path, *(one.path for one in tree.directories)]))
+
+    def delete_one(item: tuple[tuple[str, str], Store], _stop: threading.Event) -> None:
+        (_, path), store = item
+        # Somebody else was faster: it is gone, as it should be.
+        with contextlib.suppress(NotFoundError):
+            delete(store, path)
+
+    run_in_parallel(delete_one, files.items())
+    for store, paths in directories:
+        remove_directories(store, [path for path in paths if path])
+    if arguments.json:
+        print_json({"files": len(files)})
+    return 0

@@ -1,0 +1,47 @@
+"""What fsspec's transactions do here: files are published when the transaction ends, in the order they were opened in."""
+
+from __future__ import annotations
+
+from fsspec.transaction import Transaction
+
+from tierfs.errors import AlreadyExistsError, InvalidInputError
+
+__all__ = ["TierTransaction"]
+
+
+class TierTransaction(Transaction):
+    """Files written, not yet published. Of several writes to one path only the last one is.
+
+    Each file is published whole, one after the other; where one cannot be, those after it are discarded.
+    """
+
+    def check(self, path: str, mode: str) -> None:
+        """Refuse what would need a file that this transaction has not published yet.
+
+        Raises:
+            AlreadyExistsError: An exclusive create of a file that is written already.
+            InvalidInputError: An append to one.
+        """
+        if mode == "wb" or not any(file.path == path and file.pending for file in self.files):
+            return
+        if mode == "xb":
+            raise AlreadyExistsError(f"{path} is written in this transaction already", path=path)
+        raise InvalidInputError(f"{path} is written in this transaction: append to it after the transaction", path=path)
+
+    def complete(self, commit: bool = True) -> None:
+        """Publish the files, or discard them.
+
+        Raises:
+            InvalidInputError: A file was not closed; none is published.
+            TierfsError: A file could not be published; those before it are.
+        """
+        unclosed = next((file.path for file in self.files if not file.closed), None)
+        last = {file.path: file for file in self.files if file.pending}
+        for file in self.files:
+            if last.get(file.path) is not file:
+                file.discard()
+        super().complete(commit=commit and unclosed is None)
+        if commit and unclosed is not None:
+            raise InvalidInputError(
+                f"{unclosed} was not closed before the end of the transaction: nothing of it is published", path=unclosed
+            )
