@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tierfs.errors import TierfsError
-from tierfs.format.keys import parse_tree_component
+from tierfs.format.keys import parse_record_key
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
 from tierfs.store.create import read_descriptor
@@ -81,4 +81,4 @@ def test_the_worked_example_in_the_specification_is_the_golden_file():
     text = FORMAT.read_text()
     for name, data in {"record": record, "envelope": envelope}.items():
         assert f"<!-- example:{name} -->\n```\n{dump(data)}\n```" in text
-    assert parse_tree_component("hello.txt!") == ("hello.txt", True)
+    assert parse_record_key(".tierfs/tree/a/hello.txt!") == "a/hello.txt"

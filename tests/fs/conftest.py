@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -66,33 +67,48 @@ class Place:
         return {method: int(counted["requests"]) for method, counted in objects.snapshot().items()}
 
 
-@pytest.fixture
-def scratch() -> Iterator[str]:
-    """A directory in memory, where syncing costs nothing."""
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     directory = tempfile.mkdtemp(prefix="tierfs-test-", dir=parent)
     yield directory
     shutil.rmtree(directory)
 
 
-@pytest.fixture
-def memory_root() -> Iterator[str]:
-    """A path in fsspec's memory filesystem that is emptied afterwards."""
-    yield from _memory_root()
-
-
-@pytest.fixture
-def other_memory_root() -> Iterator[str]:
-    """Another one."""
-    yield from _memory_root()
-
-
+@contextlib.contextmanager
 def _memory_root() -> Iterator[str]:
     root = f"/bucket-{uuid.uuid4().hex}"
     yield root
     for path in [path for path in MemoryFileSystem.store if path.startswith(f"{root}/")]:
         del MemoryFileSystem.store[path]
     MemoryFileSystem.pseudo_dirs[:] = [path for path in MemoryFileSystem.pseudo_dirs if not path.startswith(root)]
+
+
+def _make(protocol: str, root: str) -> Place:
+    tierfs.init(f"{protocol}://{root}")
+    # Not the instance that other tests use, whose transaction might be left open by one that failed.
+    return Place(protocol, root, tierfs.TierFileSystem(target_protocol=protocol, skip_instance_cache=True))
+
+
+@pytest.fixture
+def scratch() -> Iterator[str]:
+    """A directory in memory, where syncing costs nothing."""
+    with _scratch() as directory:
+        yield directory
+
+
+@pytest.fixture
+def memory_root() -> Iterator[str]:
+    """A path in fsspec's memory filesystem that is emptied afterwards."""
+    with _memory_root() as root:
+        yield root
+
+
+@pytest.fixture
+def other_memory_root() -> Iterator[str]:
+    """Another one."""
+    with _memory_root() as root:
+        yield root
 
 
 @pytest.fixture
@@ -112,10 +128,15 @@ def place(request: pytest.FixtureRequest) -> Place:
     return found
 
 
-def _make(protocol: str, root: str) -> Place:
-    tierfs.init(f"{protocol}://{root}")
-    # Not the instance that other tests use, whose transaction might be left open by one that failed.
-    return Place(protocol, root, tierfs.TierFileSystem(target_protocol=protocol, skip_instance_cache=True))
+@pytest.fixture(params=["memory", "file"], scope="module")
+def module_place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """A place that the tests of a module share."""
+    if request.param == "memory":
+        with _memory_root() as root:
+            yield _make("memory", root)
+    else:
+        with _scratch() as directory:
+            yield _make("file", f"{directory}/store")
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import logging
+import sys
 
 import fsspec
 import pytest
@@ -69,7 +70,7 @@ def faulty(place, monkeypatch) -> FaultyObjects:
     return objects
 
 
-@pytest.mark.parametrize("door, size", CASES, indirect=["door"], ids=name_of)
+@pytest.mark.parametrize(("door", "size"), CASES, indirect=["door"], ids=name_of)
 @pytest.mark.parametrize("there", [None, b"old content"], ids=["new", "overwriting"])
 def test_an_exception_inside_with_publishes_nothing(place, door, size, there, random_bytes, caplog):
     open_file, convert = door
@@ -102,7 +103,7 @@ def test_an_exception_that_is_handled_inside_with_does_not_keep_the_file_back(pl
 def test_a_file_written_while_an_exception_is_handled_is_published(place, door):
     open_file, convert = door
     try:
-        raise KeyError("the reason to write")
+        {}["the reason to write"]
     except KeyError:
         with open_file() as file:
             file.write(convert(b"whole"))
@@ -122,7 +123,7 @@ def test_an_exception_on_its_way_through_finally_publishes_nothing(place, door):
     assert place.names() == []
 
 
-@pytest.mark.parametrize("door, size", CASES, indirect=["door"], ids=name_of)
+@pytest.mark.parametrize(("door", "size"), CASES, indirect=["door"], ids=name_of)
 def test_a_handle_dropped_without_close_publishes_nothing(place, door, size, random_bytes, caplog):
     open_file, convert = door
     place.fs.pipe(place / "a", b"old content")
@@ -131,6 +132,8 @@ def test_a_handle_dropped_without_close_publishes_nothing(place, door, size, ran
     file.write(convert(random_bytes(size, 2)))
     with pytest.warns(ResourceWarning, match="unclosed"):
         del opened, file
+        if sys.version_info >= (3, 12):  # whose gzip files refer to themselves
+            gc.collect()
     assert place.fs.cat(place / "a") == b"old content"
     assert [message for message in warnings_in(caplog) if "dropped without being closed" in message]
 
@@ -188,7 +191,7 @@ def write_until_it_fails(file, convert, random_bytes) -> int:
     raise AssertionError("it never failed")
 
 
-@pytest.mark.parametrize("fault, error", [(Fault.DENIED, ReadOnlyError), (Fault.FULL, CapacityError)])
+@pytest.mark.parametrize(("fault", "error"), [(Fault.DENIED, ReadOnlyError), (Fault.FULL, CapacityError)])
 def test_a_failed_write_is_not_forgotten_by_the_next_write_or_close(place, faulty, random_bytes, fault, error):
     place.fs.pipe(place / "a", b"old content")
     faulty.inject(fault, method="put", key_part="chunks")
@@ -209,7 +212,7 @@ def test_a_failed_write_that_the_body_of_with_swallows_is_raised_by_its_end(plac
     assert place.names() == []
 
 
-@pytest.mark.parametrize("mode, compression", [("w", None), ("wb", "gzip"), ("w", "gzip")])
+@pytest.mark.parametrize(("mode", "compression"), [("w", None), ("wb", "gzip"), ("w", "gzip")])
 def test_a_write_that_fails_below_a_wrapper_is_not_forgotten_by_it(
     place, monkeypatch, mode, compression, recwarn, random_bytes
 ):

@@ -57,7 +57,9 @@ STRANGE = [
 
 
 def objects_of(place) -> list[str]:
-    return sorted(name for name in place.raw.find(place.root) if "/.tierfs/leases" not in name and "/.tierfs/tmp" not in name)
+    return sorted(
+        name for name in place.raw.find(place.root) if "/.tierfs/leases" not in name and "/.tierfs/tmp" not in name
+    )
 
 
 @pytest.mark.parametrize("call", WRITES)

@@ -23,7 +23,8 @@ FILES = 20
 
 def content_of(worker: int, number: int) -> bytes:
     """What a worker writes into a file: mostly small, some of more than a chunk."""
-    return Random(1000 * worker + number).randbytes(17 * MIB if number == 0 else 50_000 * number)
+    random = Random(1000 * worker + number)
+    return 17 * random.randbytes(MIB) if number == 0 else random.randbytes(50_000 * number)
 
 
 def write_and_read(fs: tierfs.TierFileSystem, root: str, worker: int, files: int = FILES) -> None:
@@ -127,7 +128,7 @@ def test_an_asynchronous_instance_works_on_the_caller_s_loop(place):
         fs = tierfs.TierFileSystem(target_protocol=place.protocol, asynchronous=True, skip_instance_cache=True)
         await fs._pipe({place / str(number): b"%d" % number for number in range(50)})
         assert len(await fs._find(place.root)) == 50
-        assert [item async for item in fs._walk(place.root)][0][0] == place.root
+        assert [name async for name, _, _ in fs._walk(place.root)] == [place.root]
         return b"".join((await fs._cat([place / "7", place / "8"])).values())
 
     assert asyncio.run(use()) == b"78"
@@ -199,7 +200,7 @@ def test_what_a_forked_child_wrote_is_there_for_its_parent(directory_place):
 
 
 def test_a_read_handle_goes_on_in_a_forked_child(place):
-    data = Random(5).randbytes(40 * MIB)
+    data = 40 * Random(5).randbytes(MIB)
     place.fs.pipe(place / "a", data)
     with place.fs.open(place / "a") as file:
         assert file.read(10) == data[:10]
@@ -214,7 +215,7 @@ def test_a_read_handle_goes_on_in_a_forked_child(place):
 @pytest.mark.parametrize("way", ["close", "raise", "drop"])
 def test_a_forked_child_cannot_publish_or_spoil_what_its_parent_is_writing(directory_place, way):
     place = directory_place
-    data = Random(6).randbytes(60 * MIB)
+    data = 60 * Random(6).randbytes(MIB - 1)
     with place.fs.open(place / "a", "wb") as file:
         file.write(data[: 50 * MIB])
 
@@ -285,6 +286,8 @@ def create_exclusively(root: str, worker: int) -> bool:
 def test_of_exclusive_creators_in_many_processes_one_wins(directory_place):
     place = directory_place
     with ProcessPoolExecutor(4, mp_context=multiprocessing.get_context("fork")) as pool:
-        won = [future.result(60) for future in [pool.submit(create_exclusively, place.root, number) for number in range(8)]]
+        won = [
+            future.result(60) for future in [pool.submit(create_exclusively, place.root, number) for number in range(8)]
+        ]
     assert won.count(True) == 1
     assert place.fs.cat(place / "once") == b"%d" % won.index(True)

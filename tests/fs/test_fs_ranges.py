@@ -45,13 +45,13 @@ def large_path(place, large) -> str:
     return place / "large"
 
 
-@pytest.mark.parametrize("start, end", RANGES)
+@pytest.mark.parametrize(("start", "end"), RANGES)
 def test_cat_file_takes_the_same_ranges_as_a_slice(place, start, end):
     place.fs.pipe(place / "a", SMALL)
     assert place.fs.cat_file(place / "a", start, end) == SMALL[start:end]
 
 
-@pytest.mark.parametrize("start, end", RANGES)
+@pytest.mark.parametrize(("start", "end"), RANGES)
 def test_cat_file_of_an_empty_file_is_empty_for_every_range(place, start, end):
     place.fs.touch(place / "empty")
     assert place.fs.cat_file(place / "empty", start, end) == b""
@@ -176,7 +176,9 @@ def test_a_read_handle_knows_its_size_name_and_description(place):
         assert file.name == file.path == place / "a"
         assert file.full_name == f"{place.url}/a"
         assert file.info() == place.fs.info(place / "a")
-        assert file.readable() and file.seekable() and not file.writable()
+        assert file.readable()
+        assert file.seekable()
+        assert not file.writable()
 
 
 def test_a_read_handle_refuses_to_seek_before_the_start(place):

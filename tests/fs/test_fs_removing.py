@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import fsspec
 import pytest
 
 from tierfs.errors import AlreadyExistsError, NotFoundError, ReadOnlyError
 from tierfs.testing import Fault, FaultyObjects
-
 
 # -- directories -------------------------------------------------------------------------------------------------
 
@@ -188,3 +188,21 @@ def test_deleting_leaves_the_chunks_to_the_collector(place, random_bytes):
     chunks = place.chunks()
     place.fs.rm(place / "a")
     assert place.chunks() == chunks
+
+
+@pytest.mark.parametrize("door", ["fsspec", "text", "compressed", "binary"])
+def test_a_delete_after_a_write_has_failed_is_carried_out(place, door):
+    fs, _ = fsspec.url_to_fs(place.url)
+    fs.pipe(place / "a", b"old")
+    doors = {
+        "fsspec": lambda: fsspec.open(f"{place.url}/a", "wb"),
+        "text": lambda: fs.open(place / "a", "w"),
+        "compressed": lambda: fs.open(place / "a", "wb", compression="gzip"),
+        "binary": lambda: fs.open(place / "a", "wb"),
+    }
+    try:
+        with doors[door]():
+            fs.cat(place / "missing")
+    except FileNotFoundError:
+        fs.rm(place / "a")
+    assert place.names() == []

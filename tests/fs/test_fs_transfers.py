@@ -40,7 +40,12 @@ class Recorder(Callback):
 def tree(tmp_path) -> dict[str, bytes]:
     """Files under ``tmp_path/tree``, by relative name."""
     random = Random(1)
-    contents = {"one": b"1", "empty": b"", "sub/two": random.randbytes(100_000), "sub/deep/three": random.randbytes(3 * MIB)}
+    contents = {
+        "one": b"1",
+        "empty": b"",
+        "sub/two": random.randbytes(100_000),
+        "sub/deep/three": random.randbytes(3 * MIB),
+    }
     for name, data in contents.items():
         path = tmp_path / "tree" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -91,15 +96,17 @@ def test_get_of_many_files_counts_them_and_gives_each_a_branch(place, tmp_path, 
     place.fs.get(place / "tree", str(tmp_path / "got"), recursive=True, callback=callback)
     assert sum(callback.steps) == callback.size == len(callback.branches)
     found = {target: branch.value for (_, target), branch in callback.branches.items()}
-    assert {os.path.relpath(target, tmp_path / "got"): value for target, value in found.items() if os.path.isfile(target)} == {
-        name: len(data) for name, data in tree.items()
-    }
+    assert {
+        os.path.relpath(target, tmp_path / "got"): value for target, value in found.items() if os.path.isfile(target)
+    } == {name: len(data) for name, data in tree.items()}
     assert read_tree(tmp_path / "got") == tree
 
 
 def test_put_and_get_take_lists(place, tmp_path, tree):
     names = list(tree)
-    place.fs.put([str(tmp_path / "tree" / name) for name in names], [place / str(number) for number in range(len(names))])
+    place.fs.put(
+        [str(tmp_path / "tree" / name) for name in names], [place / str(number) for number in range(len(names))]
+    )
     assert [place.fs.cat(place / str(number)) for number in range(len(names))] == list(tree.values())
     local = [str(tmp_path / f"got-{number}") for number in range(len(names))]
     place.fs.get([place / str(number) for number in range(len(names))], local)
@@ -163,7 +170,7 @@ def test_put_of_nothing_is_an_error_and_leaves_nothing(place, tmp_path):
     assert place.names() == []
 
 
-@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o077, 0o600)])
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
 def test_files_that_get_makes_have_the_mode_of_any_new_file(place, tmp_path, umask, mode):
     place.fs.pipe(place / "a", b"x")
     before = os.umask(umask)

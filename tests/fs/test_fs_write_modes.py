@@ -228,7 +228,9 @@ def test_writelines_writes_each(place):
 
 def test_a_write_handle_neither_reads_nor_seeks(place):
     with place.fs.open(place / "a", "wb") as file:
-        assert file.writable() and not file.readable() and not file.seekable()
+        assert file.writable()
+        assert not file.readable()
+        assert not file.seekable()
         with pytest.raises(OSError):
             file.read()
         with pytest.raises(OSError):

@@ -72,7 +72,7 @@ def _decompress(encoded: memoryview, size: int, where: str) -> bytes:
         # The frame's own claim is checked first: a bomb never gets memory on its header's word.
         if zstandard.frame_content_size(encoded) != size:
             raise CorruptionError(f"{where}: a block that does not decode to {size} bytes", path=where)
-        decoded: bytes = _decompressor().decompress(encoded, max_output_size=size)
+        decoded: bytes = _decompressor().decompress(encoded, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptionError(f"{where}: a block that does not decode: {error}", path=where) from None
     if len(decoded) != size:

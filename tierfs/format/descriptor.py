@@ -119,12 +119,12 @@ class Descriptor:
             FormatError: Another version, or sizes that this tierfs does not know.
         """
         try:
-            document = json.loads(bytes(data))
-        except ValueError:
+            document = json.loads(bytes(data).decode(), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict) or document.get("magic") != _MAGIC:
             raise CorruptionError(f"{where}: is no store descriptor: damaged, or not written by tierfs", path=where)
-        if document.get("format") != VERSION:
+        if type(document.get("format")) is not int or document["format"] != VERSION:
             raise FormatError(
                 f"{where}: store format {document.get('format')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
                 path=where,
@@ -174,6 +174,10 @@ def _decode_endpoint(value: object, malformed: Callable[[str], FormatError]) -> 
     if len(flags) != len(names) or not isinstance(checksums, list):
         raise malformed(f"endpoint is {value!r}")
     return Capabilities(**flags, checksums=tuple(str(name) for name in checksums))
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON")
 
 
 def _canonical(document: Mapping[str, object]) -> bytes:

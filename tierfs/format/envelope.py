@@ -16,6 +16,8 @@ from tierfs.format.keys import NO_RECIPE, ChunkName
 __all__ = ["Base", "Block", "Envelope", "block_count", "envelope_bytes"]
 
 BASES_MAX = 8
+# The codec whose encoded bytes are the raw ones; no other may be as long as the raw bytes.
+STORE = 0
 _FIXED_BYTES = 40
 _BLOCK_EXTRA_BYTES = 8
 _BASE_EXTRA_BYTES = 28
@@ -120,6 +122,8 @@ class Envelope:
         if cursor.unsigned(4) != BLOCK_BYTES or blocks != block_count(raw_length) or not blocks:
             raise cursor.malformed(f"{blocks} blocks do not make {raw_length} bytes")
         recipe = cursor.bytes(8)
+        if (recipe == NO_RECIPE) != (not bases):
+            raise cursor.malformed(f"{bases} bases with recipe {recipe.hex()}")
         name = cursor.bytes(digest_kind.size)
         table = []
         for index in range(blocks):
@@ -127,7 +131,10 @@ class Envelope:
             codec = cursor.unsigned(1)
             cursor.zeros(3)
             limit = min(BLOCK_BYTES, raw_length - index * BLOCK_BYTES)
-            table.append(Block(block_digest, codec, cursor.bounded(4, limit, "encoded length")))
+            encoded_length = cursor.bounded(4, limit, "encoded length")
+            if not encoded_length or (encoded_length == limit) != (codec == STORE):
+                raise cursor.malformed(f"codec {codec} with {encoded_length} bytes for {limit}")
+            table.append(Block(block_digest, codec, encoded_length))
         needs = []
         for _ in range(bases):
             base = ChunkName(cursor.bytes(digest_kind.size), cursor.unsigned(4), cursor.bytes(8))

@@ -26,7 +26,8 @@ __all__ = [
     "lease_key",
     "marker_key",
     "parse_chunk_key",
-    "parse_tree_component",
+    "parse_component",
+    "parse_record_key",
     "record_key",
     "validate_path",
 ]
@@ -111,24 +112,38 @@ def marker_key(path: str) -> str:
     return directory_prefix(path) + "!"
 
 
-def parse_tree_component(component: str) -> tuple[str, bool]:
-    """Turn one part of a key below ``tree/`` back into the user's name.
+def parse_record_key(key: str) -> str:
+    """The path whose record lies at ``key``; for a directory's marker it ends with ``/`` (``"/"`` is the root's).
 
-    Returns:
-        The name, and whether it is a record. A directory's own marker has the empty name.
+    Raises:
+        FormatError: No path's record lies there.
+    """
+    *parents, last = key.removeprefix(TREE).split("/")
+    if not last.endswith("!"):
+        raise FormatError(f"{key!r} is no key of a record: not written by tierfs", path=key)
+    names = [parse_component(part) for part in parents]
+    path = "/".join([*names, parse_component(last[:-1]) if last != "!" else ""]) or "/"
+    try:
+        if path != "/":
+            validate_path(path.removesuffix("/"))
+    except InvalidInputError as error:
+        raise FormatError(f"{key!r} is no key of a record: {error}", path=key) from None
+    return path
+
+
+def parse_component(encoded: str) -> str:
+    """Turn one encoded part of a path back into the user's name.
 
     Raises:
         FormatError: No name encodes to this.
     """
-    is_record = component.endswith("!")
-    encoded = component[:-1] if is_record else component
     try:
         name = bytes(_unescape(encoded)).decode()
     except (UnicodeDecodeError, ValueError):
         name = ""
-    if _encode(name) != encoded or name in (".", ".."):
-        raise FormatError(f"{component!r} is no name of a record: not written by tierfs", path=component)
-    return name, is_record
+    if not name or _encode(name) != encoded:
+        raise FormatError(f"{encoded!r} is no encoded name: not written by tierfs", path=encoded)
+    return name
 
 
 def _unescape(encoded: str) -> bytearray:

@@ -112,7 +112,10 @@ class Condemned:
 
 
 def _open(data: Buffer, expected: Kind, where: str) -> Cursor:
-    kind, _ = peek_kind(data, where)
+    kind, word = peek_kind(data, where)
     if kind is not expected:
         raise CorruptionError(f"{where}: a {kind.name.lower()} where a {expected.name.lower()} belongs", path=where)
-    return open_sealed(data, where)
+    cursor = open_sealed(data, where)
+    if word:
+        raise cursor.malformed(f"unknown flags {word:#x}")
+    return cursor

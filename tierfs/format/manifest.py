@@ -181,13 +181,17 @@ def decode_record(data: Buffer, path: str, where: str) -> Record:
         FormatError: Another version, or a field that breaks FORMAT.md.
     """
     kind, flags = peek_kind(data, where)
-    cursor = open_sealed(data, where)
     if kind not in (Kind.FILE, Kind.DIRECTORY, Kind.TOMBSTONE):
         raise CorruptionError(f"{where}: a {kind.name.lower()} where a record of the tree belongs", path=where)
+    cursor = open_sealed(data, where)
     write_id = cursor.bytes(16)
     if cursor.bytes(16) != path_check(path):
         raise CorruptionError(f"{where}: this record was written for another path: it was moved or swapped", path=where)
+    if kind is not Kind.TOMBSTONE and (kind is Kind.DIRECTORY) != path.endswith("/"):
+        raise cursor.malformed(f"a {kind.name.lower()} where the other kind of record belongs")
     if kind is Kind.TOMBSTONE:
+        if flags:
+            raise cursor.malformed(f"a tombstone with flags {flags:#x}")
         tombstone = Tombstone(write_id, cursor.signed(8), cursor.unsigned(8))
         cursor.finish()
         return tombstone
@@ -227,7 +231,9 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
         previous=previous,
         metadata=metadata,
     )
-    if kind is Kind.DIRECTORY and (rows or inline or length):
+    if flags & _INLINE and indirect or (indirect and not rows):
+        raise cursor.malformed("an indirect table that is not there")
+    if kind is Kind.DIRECTORY and (not flags & _INLINE or rows or length):
         raise cursor.malformed("a directory's marker with content in it")
     if flags & _INLINE:
         if rows or len(inline) != length or _inline_digest(digest_kind, inline) != content:

@@ -207,7 +207,9 @@ class WriteFile(io.BufferedIOBase):
         self._check_open()
         if self._memory_file is None:
             self._memory_file = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            fcntl.fcntl(self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+            fcntl.fcntl(
+                self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+            )
         return self._memory_file
 
     def close(self) -> None:
@@ -221,6 +223,7 @@ class WriteFile(io.BufferedIOBase):
             return
         error = sys.exc_info()[1]
         if error is not None and error is not self._error_at_open:
+            self._settled = True
             self.give_up(error)
         if self._writer is not None and self._failure is not None:
             self.discard()
@@ -283,11 +286,10 @@ class WriteFile(io.BufferedIOBase):
         self.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_error_at_open") and not self.closed:
-            try:
-                self.drop()
-            finally:
-                self._close_handle()
+        if hasattr(self, "_error_at_open"):
+            # It stays open: a compressor that is collected with it may yet write to it, and what it writes is ignored.
+            self._close_descriptor()
+            self.drop()
 
     def _check_open(self) -> None:
         if self.closed:
@@ -311,10 +313,13 @@ class WriteFile(io.BufferedIOBase):
         return self._process == os.getpid()
 
     def _close_handle(self) -> None:
+        self._close_descriptor()
+        super().close()
+
+    def _close_descriptor(self) -> None:
         if self._memory_file is not None:
             os.close(self._memory_file)
             self._memory_file = None
-        super().close()
 
 
 class TextFile(io.TextIOWrapper):

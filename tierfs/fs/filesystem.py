@@ -63,6 +63,7 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
     protocol = "tierfs"
     root_marker = ""
     transaction_type = TierTransaction
+    _pid: int
     # One instance serves every URL of an object tier, so that they share stores and caches.
     _strip_tokenize_options = ("fo",)
 
@@ -80,7 +81,9 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
     ) -> None:
         unknown = sorted(set(options) - _FSSPEC_OPTIONS)
         if unknown:
-            raise InvalidInputError(f"unknown option {unknown[0]!r} for tierfs: it takes 'create', and what fsspec takes")
+            raise InvalidInputError(
+                f"unknown option {unknown[0]!r} for tierfs: it takes 'create', and what fsspec takes"
+            )
         super().__init__(asynchronous=asynchronous, loop=loop, batch_size=batch_size, **options)
         self._create = _flag(create)
         self._target_protocol = target_protocol
@@ -267,7 +270,9 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
     def _time(self, path: str, which: str) -> datetime.datetime:
         info = self._info_now(path)
         if which not in info:
-            raise IsADirectoryError(f"{path} is a directory that is there only because of what lies in it: it has no times")
+            raise IsADirectoryError(
+                f"{path} is a directory that is there only because of what lies in it: it has no times"
+            )
         return datetime.datetime.fromtimestamp(info[which], tz=datetime.timezone.utc)
 
     def ukey(self, path: str) -> str:
@@ -448,7 +453,12 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
         sync(self.loop, self._rm, path, recursive=recursive, maxdepth=maxdepth, **kwargs)
 
     async def _rm(
-        self, path: Any, recursive: bool = False, batch_size: int | None = None, maxdepth: int | None = None, **kwargs: Any
+        self,
+        path: Any,
+        recursive: bool = False,
+        batch_size: int | None = None,
+        maxdepth: int | None = None,
+        **kwargs: Any,
     ) -> None:
         paths = await self._expand_path(path, recursive=recursive, maxdepth=maxdepth)
         await run_in_thread(self._rm_now, paths, recursive=recursive)
@@ -543,7 +553,11 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
 
     def _remove_if_empty(self, path: str) -> None:
         """Remove a directory and those below it, but for those in which something was written in the meantime."""
-        below = [name for name, info in self._find_now(path, None, withdirs=True, detail=True).items() if info["type"] == "directory"]
+        below = [
+            name
+            for name, info in self._find_now(path, None, withdirs=True, detail=True).items()
+            if info["type"] == "directory"
+        ]
         for name in sorted({path, *below}, key=len, reverse=True):
             store, relative = self._locate(name)
             with contextlib.suppress(NotFoundError):

@@ -43,5 +43,6 @@ class TierTransaction(Transaction):
         super().complete(commit=commit and unclosed is None)
         if commit and unclosed is not None:
             raise InvalidInputError(
-                f"{unclosed} was not closed before the end of the transaction: nothing of it is published", path=unclosed
+                f"{unclosed} was not closed before the end of the transaction: nothing of it is published",
+                path=unclosed,
             )

@@ -207,7 +207,12 @@ class _Targets:
 
 def _check(head: memoryview, row: Row, size: int, place: str) -> Envelope:
     envelope = Envelope.decode(head, place, stored_length=size)
-    if envelope.digest != row.name.digest or envelope.raw_length != row.raw_length or size != row.stored_length:
+    if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (
+        row.name.digest,
+        row.name.recipe,
+        row.raw_length,
+        row.stored_length,
+    ):
         raise CorruptionError(f"{place} holds another chunk: objects were swapped", path=place, tier="object")
     if envelope.bases:
         raise FormatError(f"{place}: encoded against other chunks: use a newer tierfs", path=place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tierfs.errors import NotFoundError
 from tierfs.format.manifest import Tombstone
-from tierfs.store.records import Observed, observe, publish
+from tierfs.store.records import Observed, observe_to_replace, publish
 from tierfs.store.save import refuse_foreign
 from tierfs.store.store import Store
 
@@ -20,8 +20,8 @@ def delete(store: Store, path: str) -> None:
         ConflictError: Somebody else changed it since this call looked at it; theirs stands.
         StoreError: It failed; if it is transient, the file may be gone or not.
     """
-    observed = observe(store, path)
-    if observed.manifest is None:
+    observed = observe_to_replace(store, path)
+    if observed.manifest is None and (observed.version is None or observed.record is not None):
         refuse_foreign(store, path)
         raise NotFoundError(f"{store.where(path)} is not there", path=path)
     bury(store, observed)

@@ -7,7 +7,7 @@ from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest, inline_digest
 from tierfs.store.delete import bury
 from tierfs.store.listing import list_directory, stat
-from tierfs.store.records import observe, publish
+from tierfs.store.records import observe_marker, publish
 from tierfs.store.store import Store
 
 __all__ = ["make_directory", "remove_directory"]
@@ -24,7 +24,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
         if exist_ok:
             return
         raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
-    observed = observe(store, f"{path}/")
+    observed = observe_marker(store, path)
     if observed.manifest is None:
         try:
             entry = stat(store, path)
@@ -52,7 +52,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
         publish(store, observed, marker)
     except ConflictError:
         # All ranks of a job make the directory they save into: whose marker it is does not matter.
-        if observe(store, observed.path).manifest is None:
+        if observe_marker(store, path).manifest is None:
             raise
         _refuse(store, path, exist_ok=exist_ok)
 
@@ -75,6 +75,6 @@ def remove_directory(store: Store, path: str) -> None:
         raise NotFoundError(f"{store.where(path)} is a file", path=path)
     if list_directory(store, path, detail=False):
         raise StoreError(f"{store.where(path)} is not empty", path=path)
-    observed = observe(store, f"{path}/") if path else None
+    observed = observe_marker(store, path) if path else None
     if observed is not None and observed.manifest is not None:
         bury(store, observed)

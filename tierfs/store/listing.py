@@ -16,7 +16,7 @@ from tierfs.errors import FormatError, InvalidInputError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
 from tierfs.objects.protocol import ObjectInfo, Prefix
-from tierfs.store.records import observe, observe_listed
+from tierfs.store.records import observe, observe_listed, observe_marker
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -76,7 +76,7 @@ def stat(store: Store, path: str) -> Entry:
         return Entry(path, is_directory=False, foreign=store.objects.head(path))
     except NotFoundError:
         pass
-    marker = observe(store, f"{path}/").manifest
+    marker = observe_marker(store, path).manifest
     if marker is not None or _has_live(store, path) or _has_foreign(store, path):
         return Entry(path, is_directory=True, manifest=marker)
     raise NotFoundError(f"{store.where(path)} is not there", path=path)
@@ -114,11 +114,11 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
             entries[child] = Entry(child, is_directory=is_dir, foreign=None if isinstance(item, Prefix) else item)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
         if isinstance(item, Prefix):
-            part = _component(item.key.rstrip("/").rpartition("/")[2])
-            if part is not None and not part[1]:
-                directories.append(_join(path, part[0]))
+            name = _directory_name(item.key)
+            if name is not None:
+                directories.append(f"{path}/{name}" if path else name)
             continue
-        live = _parse(path, item)
+        live = _parse(item)
         if live is not None:
             exists = True
             if not live.path.endswith("/"):
@@ -146,7 +146,7 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
     for info in foreign_objects(store, path):
         entries[info.key] = Entry(info.key, is_directory=False, foreign=info)
     for item in store.objects.list(keys.directory_prefix(path)):
-        live = _parse(path, item) if isinstance(item, ObjectInfo) else None
+        live = _parse(item) if isinstance(item, ObjectInfo) else None
         if live is not None:
             records.append(live)
     files = [record for record in records if not record.path.endswith("/")]
@@ -169,7 +169,7 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
 def live_records(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
     """Path and object of every live record below ``path``, unread; markers' paths end with ``/``."""
     for item in store.objects.list(keys.directory_prefix(path)):
-        live = _parse(path, item) if isinstance(item, ObjectInfo) else None
+        live = _parse(item) if isinstance(item, ObjectInfo) else None
         if live is not None:
             yield live.path, live.info
 
@@ -215,23 +215,20 @@ def _foreign_prefix(path: str) -> str:
     return f"{keys.validate_path(path)}/" if path else ""
 
 
-def _parse(path: str, info: ObjectInfo) -> _Live | None:
-    """A live record of a listing below ``path``, or ``None`` for a tombstone or a stray object."""
-    prefix = keys.directory_prefix(path)
-    parts = [_component(part) for part in info.key[len(prefix) :].split("/")]
-    names = [part[0] for part in parts if part is not None]
-    well_formed = len(names) == len(parts) and [part[1] for part in parts if part] == [False] * (len(parts) - 1) + [True]
-    if not well_formed:
-        _logger.warning("%s is no record and is passed over: `tierfs verify` lists such objects", info.key)
-        return None
-    if info.size == TOMBSTONE_BYTES:
-        return None
-    return _Live("/".join([path, *names] if path else names) or "/", info)
-
-
-def _component(part: str) -> tuple[str, bool] | None:
+def _parse(info: ObjectInfo) -> _Live | None:
+    """A live record of a listing, or ``None`` for a tombstone or a stray object."""
     try:
-        return keys.parse_tree_component(part)
+        path = keys.parse_record_key(info.key)
+    except FormatError as error:
+        _logger.warning("an object is passed over: %s; `tierfs verify` lists such objects", error)
+        return None
+    return None if info.size == TOMBSTONE_BYTES else _Live(path, info)
+
+
+def _directory_name(key: str) -> str | None:
+    """The name of a directory in a listing; ``None`` for a stray one."""
+    try:
+        return keys.parse_component(key.rstrip("/").rpartition("/")[2])
     except FormatError:
         return None
 
@@ -244,7 +241,3 @@ def _is_valid(path: str) -> bool:
         _logger.warning("a file that tierfs did not write cannot be shown: %s", error)
         return False
     return True
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}/{name}" if path else name

@@ -7,17 +7,19 @@ was lost. Nothing here ever replaces a record that was not observed.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
-from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
 from tierfs.store.store import Store
 
-__all__ = ["Observed", "observe", "observe_listed", "publish"]
+__all__ = ["Observed", "observe", "observe_listed", "observe_marker", "observe_to_replace", "publish"]
 
 _READ_MAX = MANIFEST_BYTES_MAX + 1024
+_logger = logging.getLogger("tierfs.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,35 @@ class Observed:
 
 
 def observe(store: Store, path: str) -> Observed:
-    """Look at the record of a file, or of a directory's marker if ``path`` ends with ``/`` (``"/"`` is the root's).
+    """Look at the record of a file.
 
     Raises:
+        InvalidInputError: The path is no good.
         CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    key = keys.marker_key(path[:-1]) if path.endswith("/") else keys.record_key(path)
+    return _observe(store, path, keys.record_key(path))
+
+
+def observe_to_replace(store: Store, path: str) -> Observed:
+    """The same for who is about to replace or delete the file whatever it holds.
+
+    A damaged record is then no error but a warning: its file is lost already, and replacing it is what heals the path.
+    """
+    try:
+        return observe(store, path)
+    except CorruptionError as error:
+        info = store.objects.head(keys.record_key(path))
+        _logger.warning("a damaged record is being replaced: %s", error)
+        return Observed(path, info.key, None, info.version)
+
+
+def observe_marker(store: Store, path: str) -> Observed:
+    """Look at the marker of a directory. Raises as `observe` does."""
+    return _observe(store, f"{path}/", keys.marker_key(path))
+
+
+def _observe(store: Store, path: str, key: str) -> Observed:
     try:
         if store.records.get(key) is not None:
             return observe_listed(store, path, store.objects.head(key))
@@ -118,6 +142,9 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Version | Non
 
 def _read(store: Store, path: str, key: str) -> Observed:
     data, info = store.objects.read(key, _READ_MAX)
-    record = decode_record(data, path, store.where(key))
+    where = store.where(key)
+    record = decode_record(data, path, where)
+    if isinstance(record, Manifest) and record.digest_kind is not store.descriptor.digest_kind:
+        raise FormatError(f"{where}: {record.digest_kind.label} digests in a store with others", path=path)
     store.records.remember(key, info.version, record)
     return Observed(path, key, record, info.version)

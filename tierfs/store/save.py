@@ -25,7 +25,7 @@ from tierfs.format.manifest import (
 )
 from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.load import expand_rows, open_manifest
-from tierfs.store.records import observe, publish
+from tierfs.store.records import observe, observe_to_replace, publish
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -90,7 +90,7 @@ class Writer:
     ) -> None:
         self._store = store
         self._mode = mode
-        self._observed = observe(store, path)
+        self._observed = observe_to_replace(store, path) if mode is WriteMode.OVERWRITE else observe(store, path)
         self._metadata = metadata
         self._rows: list[Row] = []
         self._under_way: deque[Future[Row]] = deque()

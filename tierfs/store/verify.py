@@ -149,13 +149,11 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
             continue
         found = True
         try:
-            parts = [keys.parse_tree_component(part) for part in item.key[len(keys.TREE) :].split("/")]
-            if [part[1] for part in parts] != [False] * (len(parts) - 1) + [True]:
-                raise FormatError(f"{item.key} is no record", path=item.key)
+            where = keys.parse_record_key(item.key)
         except FormatError as error:
             report.damage.append(Damage(item.key, item.key, error.kind, f"{store.where(item.key)}: {error}"))
             continue
-        yield "/".join(part[0] for part in parts) or "/", item.key
+        yield where, item.key
     if not found:
         stat(store, path)  # raises NotFoundError, unless it is a file that tierfs did not write
 

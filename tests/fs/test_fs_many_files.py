@@ -1,0 +1,106 @@
+"""Many small files: listed in one go, and read again only where they changed."""
+
+from __future__ import annotations
+
+from random import Random
+
+import fsspec
+import pytest
+
+import tierfs
+from tierfs.store.store import RecordCache
+
+COUNTS = {"memory": 10_000, "file": 2_000}
+
+
+@pytest.fixture(scope="module")
+def crowded(module_place):
+    """A place with many files in one directory, and what they hold: shared, since writing them takes a while."""
+    place = module_place
+    files = {f"{place.root}/many/{number:05}": b"content %d" % number for number in range(COUNTS[place.protocol])}
+    place.fs.pipe(files)
+    return place, files
+
+
+def asked(place, call) -> dict[str, int]:
+    """How often each method of the object tier is asked during ``call``; those never asked are left out."""
+    before = place.requests()
+    call()
+    after = place.requests()
+    return {method: after[method] - before[method] for method in after if after[method] != before[method]}
+
+
+def forget(place, monkeypatch) -> RecordCache:
+    """Let the store know of no record for the rest of the test; return what it knew."""
+    known = place.store.records
+    monkeypatch.setattr(place.store, "records", RecordCache())
+    return known
+
+
+def test_many_files_are_written_listed_and_read(crowded):
+    place, files = crowded
+    assert place.fs.ls(place / "many", detail=False) == sorted(files)
+    assert place.fs.find(place.root) == sorted(files)
+    assert place.fs.du(place.root) == sum(map(len, files.values()))
+    print("seed 3")
+    sample = Random(3).sample(sorted(files), 200)
+    assert place.fs.cat(sample) == {name: files[name] for name in sample}
+
+
+def test_who_wrote_the_files_lists_them_without_reading_any(crowded):
+    place, files = crowded
+    found: list = []
+    requests = asked(place, lambda: found.extend(place.fs.ls(place / "many", detail=True)))
+    assert {info["name"]: info["size"] for info in found} == {name: len(data) for name, data in files.items()}
+    assert set(requests) == {"list"}
+    assert requests["list"] <= 2
+
+
+def test_who_did_not_write_them_reads_each_once(crowded, monkeypatch):
+    place, files = crowded
+    forget(place, monkeypatch)
+    first = asked(place, lambda: place.fs.ls(place / "many", detail=True))
+    assert first["read"] == len(files)
+    assert set(first) == {"list", "read"}
+    assert set(asked(place, lambda: place.fs.ls(place / "many", detail=True))) == {"list"}
+    assert set(asked(place, lambda: place.fs.find(place.root, detail=True))) == {"list"}
+
+
+def test_names_alone_are_listed_without_reading_any(crowded, monkeypatch):
+    place, _ = crowded
+    forget(place, monkeypatch)
+    assert set(asked(place, lambda: place.fs.ls(place / "many", detail=False))) == {"list"}
+    assert set(asked(place, lambda: place.fs.find(place.root))) == {"list"}
+
+
+def test_only_what_changed_is_read_again(crowded, monkeypatch):
+    place, files = crowded
+    known = forget(place, monkeypatch)  # so this is another process, as far as that cache can tell
+    changed = dict.fromkeys(sorted(files)[:7], b"changed since")
+    place.fs.pipe(changed)
+    files.update(changed)
+    monkeypatch.setattr(place.store, "records", known)
+    found: list = []
+    assert asked(place, lambda: found.extend(place.fs.ls(place / "many", detail=True)))["read"] == 7
+    assert {info["name"]: info["size"] for info in found} == {name: len(data) for name, data in files.items()}
+
+
+def test_many_directories_are_listed(memory_place):
+    place = memory_place
+    place.fs.pipe({f"{place.root}/{number:03}/{other}": b"x" for number in range(200) for other in range(3)})
+    assert len(place.fs.ls(place.root)) == 200
+    assert len(list(place.fs.walk(place.root))) == 201
+    assert len(place.fs.glob(place / "*/1")) == 200
+
+
+def test_many_files_are_deleted(place):
+    place.fs.pipe({f"{place.root}/many/{number}": b"x" for number in range(1000)})
+    place.fs.rm(place / "many", recursive=True)
+    assert place.fs.find(place.root) == []
+    assert fsspec.filesystem("tierfs", target_protocol=place.protocol).ls(place.root) == []
+
+
+def test_a_fresh_instance_shares_what_is_known(crowded):
+    place, _ = crowded
+    other = tierfs.TierFileSystem(target_protocol=place.protocol, skip_instance_cache=True)
+    assert set(asked(place, lambda: other.ls(place / "many", detail=True))) == {"list"}

@@ -1,0 +1,324 @@
+"""What is wrong gets the error that says what, where and what to do next, and nothing that was published is lost."""
+
+import multiprocessing
+import os
+import tempfile
+import uuid
+
+import pytest
+
+import tierfs
+from tierfs.digest import DigestKind
+from tierfs.errors import (
+    CapacityError,
+    CorruptionError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+    StoreNotFoundError,
+)
+from tierfs.format import keys
+from tierfs.objects import MemoryObjects
+from tierfs.store import Store, Writer, delete, load, open_store, parse_url, save, stat, verify
+from tierfs.store.create import create_store
+from tierfs.store.records import observe
+from tierfs.testing import Fault, FaultyObjects, flip_bit, remove, swap, truncate
+
+ONE = os.urandom(3_000_000)
+TWO = os.urandom(200_000)
+SMALL = b"small file"
+
+
+@pytest.fixture
+def tier():
+    objects = MemoryObjects(f"/bad-{uuid.uuid4().hex}")
+    yield objects
+    objects.delete([info.key for info in objects.list("")])
+
+
+@pytest.fixture
+def store(tier):
+    descriptor, _ = create_store(tier, "memory://bad", random_bytes=bytes(16))
+    store = Store(tier, descriptor, url="memory://bad")
+    save(store, "run/one.bin", ONE)
+    save(store, "run/two.bin", TWO)
+    save(store, "run/small.txt", SMALL)
+    return store
+
+
+def fresh(store):
+    return Store(store.objects, store.descriptor, url=store.url)
+
+
+def chunk_of(store, path):
+    return keys.chunk_key(observe(store, path).manifest.rows[0].name)
+
+
+def expect_damage(store, path, key, kind=CorruptionError):
+    """Reading says what is damaged, `verify` finds just that, and everything else is still there."""
+    reader = fresh(store)
+    with pytest.raises(kind) as raised:
+        load(reader, path)
+    assert key in str(raised.value)
+    assert store.url in str(raised.value)
+    assert [(damage.path, damage.key) for damage in verify(fresh(store)).damage] == [(path, key)]
+    for other, content in {"run/one.bin": ONE, "run/two.bin": TWO, "run/small.txt": SMALL}.items():
+        if other != path:
+            assert load(reader, other) == content
+
+
+@pytest.mark.parametrize("bit", [3, 8 * 45, 8 * 5000, 8 * 2_999_999])
+def test_a_flipped_bit_in_a_chunk(store, tier, bit):
+    key = chunk_of(store, "run/one.bin")
+    flip_bit(tier, key, bit)
+    expect_damage(store, "run/one.bin", key)
+
+
+def test_a_chunk_cut_short(store, tier):
+    key = chunk_of(store, "run/one.bin")
+    truncate(tier, key, 1_000_000)
+    expect_damage(store, "run/one.bin", key)
+
+
+def test_an_empty_chunk_object(store, tier):
+    key = chunk_of(store, "run/one.bin")
+    truncate(tier, key, 0)
+    expect_damage(store, "run/one.bin", key)
+
+
+def test_a_missing_chunk(store, tier):
+    key = chunk_of(store, "run/one.bin")
+    remove(tier, key)
+    expect_damage(store, "run/one.bin", key)
+    with pytest.raises(CorruptionError, match="is missing: restore it"):
+        load(fresh(store), "run/one.bin")
+
+
+def test_swapped_chunks(store, tier):
+    one, two = chunk_of(store, "run/one.bin"), chunk_of(store, "run/two.bin")
+    swap(tier, one, two)
+    assert {damage.key for damage in verify(fresh(store)).damage} == {one, two}
+    for path in ("run/one.bin", "run/two.bin"):
+        with pytest.raises(CorruptionError):
+            load(fresh(store), path)
+    assert load(fresh(store), "run/small.txt") == SMALL
+
+
+@pytest.mark.parametrize("bit", [8 * 20, 8 * 50, 8 * 90])
+def test_a_flipped_bit_in_a_manifest(store, tier, bit):
+    key = keys.record_key("run/one.bin")
+    flip_bit(tier, key, bit)
+    expect_damage(store, "run/one.bin", key)
+
+
+def test_a_manifest_cut_short(store, tier):
+    key = keys.record_key("run/one.bin")
+    truncate(tier, key, 100)
+    expect_damage(store, "run/one.bin", key)
+
+
+def test_swapped_manifests(store, tier):
+    one, two = keys.record_key("run/one.bin"), keys.record_key("run/two.bin")
+    swap(tier, one, two)
+    assert {damage.key for damage in verify(fresh(store)).damage} == {one, two}
+    with pytest.raises(CorruptionError, match="another path"):
+        load(fresh(store), "run/one.bin")
+
+
+def test_a_missing_manifest_is_a_missing_file(store, tier):
+    remove(tier, keys.record_key("run/one.bin"))
+    with pytest.raises(NotFoundError, match="run/one.bin"):
+        load(fresh(store), "run/one.bin")
+
+
+def test_a_descriptor_of_another_version_is_refused(store, tier, monkeypatch):
+    data, _ = tier.read(keys.DESCRIPTOR, 1 << 16)
+    tier.put(keys.DESCRIPTOR, [data.replace(b'"format": 1', b'"format": 2')])
+    with pytest.raises(FormatError, match="store format 2.*use a newer tierfs"):
+        open_store(parse_url(f"memory:/{tier.root}"))
+
+
+@pytest.mark.parametrize("bit", [8 * 10, 8 * 100, 8 * 400])
+def test_a_damaged_descriptor_is_refused_and_never_replaced(store, tier, bit):
+    flip_bit(tier, keys.DESCRIPTOR, bit)
+    damaged = tier.read(keys.DESCRIPTOR, 1 << 16)[0]
+    with pytest.raises((CorruptionError, FormatError)):
+        open_store(parse_url(f"memory:/{tier.root}"))
+    with pytest.raises((CorruptionError, FormatError)):
+        tierfs.init(f"memory:/{tier.root}")
+    assert tier.read(keys.DESCRIPTOR, 1 << 16)[0] == damaged
+
+
+def test_an_object_that_belongs_nowhere_is_found_by_verify(store, tier):
+    tier.put(f"{keys.CHUNKS}zz/rubbish", [b"rubbish"])
+    tier.put(f"{keys.TREE}rubbish", [b"rubbish"])
+    assert {damage.key for damage in verify(fresh(store)).damage} == {f"{keys.CHUNKS}zz/rubbish", f"{keys.TREE}rubbish"}
+
+
+def test_a_damaged_chunk_is_not_reused_by_the_next_save(store, tier):
+    truncate(tier, chunk_of(store, "run/one.bin"), 1000)
+    again = fresh(store)
+    save(again, "run/again.bin", ONE)
+    assert load(again, "run/again.bin") == ONE
+    assert observe(again, "run/again.bin").manifest.rows[0].name.generation == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("", "empty"),
+        ("/etc/passwd", "absolute"),
+        ("a/../b", r"'\.\.'"),
+        ("..", r"'\.\.'"),
+        ("a/./b", r"'\.'"),
+        ("a//b", "empty part"),
+        ("a/", "empty part"),
+        ("a\0b", "NUL"),
+        (".tierfs/store.json", "store's own"),
+        ("x" * 251, "250 bytes"),
+        ("/".join(["x" * 200] * 5), "800 bytes"),
+        ("ü" * 60, "250 bytes"),
+        ("\udc80", "Unicode"),
+    ],
+)
+def test_a_bad_path_is_refused_and_writes_nothing(store, tier, path, why):
+    before = {info.key for info in tier.list("")}
+    with pytest.raises(InvalidInputError, match=why):
+        save(store, path, b"x")
+    with pytest.raises(InvalidInputError, match=why):
+        Writer(store, path)
+    if path:
+        with pytest.raises(InvalidInputError, match=why):
+            stat(store, path)
+    assert {info.key for info in tier.list("")} == before
+
+
+def test_a_url_without_a_store_names_the_command_that_makes_one(tmp_path):
+    with pytest.raises(StoreNotFoundError, match=f"tierfs init file://{tmp_path}"):
+        open_store(parse_url(f"file://{tmp_path}/file.bin"))
+
+
+@pytest.mark.parametrize("url", ["tierfs::/data/run", "tierfs::run", "tierfs://a/b::s3://c/d", "tierfs::a::memory://b"])
+def test_a_url_that_is_no_good_is_refused(url):
+    with pytest.raises(InvalidInputError):
+        parse_url(url)
+
+
+def test_an_unknown_protocol_is_refused():
+    with pytest.raises(InvalidInputError, match="nosuchprotocol"):
+        parse_url("tierfs::nosuchprotocol://x/y")
+
+
+def test_a_store_inside_a_store_is_refused(tmp_path):
+    tierfs.init(f"file://{tmp_path}")
+    with pytest.raises(InvalidInputError, match="lies inside the store"):
+        tierfs.init(f"file://{tmp_path}/run")
+
+
+def test_an_init_with_another_digest_is_refused(tmp_path):
+    tierfs.init(f"file://{tmp_path}")
+    with pytest.raises(InvalidInputError, match="xxh3-128"):
+        tierfs.init(f"file://{tmp_path}", digest="blake3")
+    with pytest.raises(InvalidInputError, match="unknown digest"):
+        tierfs.init(f"file://{tmp_path}", digest="md5")
+
+
+def test_a_store_with_blake3_digests_works(tmp_path):
+    pytest.importorskip("blake3")
+    store = tierfs.init(f"file://{tmp_path}", digest="blake3")
+    save(store, "a", ONE)
+    assert load(fresh(store), "a") == ONE
+    assert store.descriptor.digest_kind is DigestKind.BLAKE3
+
+
+FAULTS = {Fault.FULL: CapacityError, Fault.DENIED: ReadOnlyError, Fault.REFUSED: StoreError, Fault.TORN: StoreError}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("place", ["/chunks/", "/tree/"])
+def test_an_object_tier_that_fails_in_the_middle_of_a_save(store, tier, fault, place):
+    faulty = FaultyObjects(tier, seed=1)
+    writing = Store(faulty, store.descriptor, url=store.url)
+    writing.presence.ensure()
+    faulty.inject(fault, method="put", key_part=place)
+    with pytest.raises(FAULTS[fault]) as raised:
+        save(writing, "run/one.bin", b"new" * 1_000_000)
+    assert place in str(raised.value)
+    faulty.clear()
+    if fault is Fault.TORN and place == "/tree/":
+        # This endpoint breaks the promise of atomic puts, so the old file is lost; but that is never silent.
+        with pytest.raises(CorruptionError):
+            load(fresh(store), "run/one.bin")
+    else:
+        assert load(fresh(store), "run/one.bin") == ONE
+    save(writing, "run/one.bin", b"new" * 1_000_000)
+    assert load(fresh(store), "run/one.bin") == b"new" * 1_000_000
+    assert all(damage.path != "run/one.bin" for damage in verify(fresh(store)).damage)
+
+
+@pytest.mark.parametrize("method", ["get", "read"])
+def test_a_bit_that_flips_on_the_way_is_never_handed_out(store, tier, method):
+    for number in range(20):
+        faulty = FaultyObjects(tier, seed=number)
+        reading = Store(faulty, store.descriptor, url=store.url)
+        faulty.inject(Fault.BIT_FLIP, method=method)
+        try:
+            content = load(reading, "run/one.bin")
+        except (CorruptionError, FormatError):
+            continue
+        assert content == ONE
+
+
+def write_as_nobody(directory):
+    """What a user without rights gets; run in a process of its own."""
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setgid(65534)
+        os.setuid(65534)
+    store, _ = open_store(parse_url(f"file://{directory}/store"))
+    assert load(store, "a") == ONE
+    for content in (b"x", b"x" * 100_000):
+        with pytest.raises(ReadOnlyError, match="check the rights"):
+            save(store, "a", content)
+
+
+def test_no_permission_is_said_and_loses_nothing():
+    """Runs as another user, since nothing is forbidden to root."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        store = tierfs.init(f"file://{directory}/store")
+        save(store, "a", ONE)
+        assert load(store, "a") == ONE
+        folders = [folder for folder, _, _ in os.walk(f"{directory}/store")]
+        for folder in folders:
+            os.chmod(folder, 0o555)
+        process = multiprocessing.get_context("fork").Process(target=write_as_nobody, args=(directory,))
+        process.start()
+        process.join(60)
+        for folder in folders:
+            os.chmod(folder, 0o755)
+        assert process.exitcode == 0
+        assert load(fresh(store), "a") == ONE
+
+
+def test_a_damaged_record_can_be_replaced_or_deleted_and_both_are_logged(store, tier, caplog):
+    flip_bit(tier, keys.record_key("run/one.bin"), 500)
+    flip_bit(tier, keys.record_key("run/two.bin"), 500)
+    save(fresh(store), "run/one.bin", ONE)
+    delete(fresh(store), "run/two.bin")
+    assert caplog.text.count("a damaged record is being replaced") == 2
+    assert load(fresh(store), "run/one.bin") == ONE
+    assert verify(fresh(store)).damage == []
+
+
+def test_a_record_of_a_newer_version_is_never_replaced(store, tier):
+    key = keys.record_key("run/one.bin")
+    data = bytearray(tier.read(key, 1 << 16)[0])
+    data[8] = 2
+    tier.put(key, [data])
+    for change in (lambda: save(fresh(store), "run/one.bin", b"x"), lambda: delete(fresh(store), "run/one.bin")):
+        with pytest.raises(FormatError, match="use a newer tierfs"):
+            change()
+    assert tier.read(key, 1 << 16)[0] == data

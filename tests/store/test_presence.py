@@ -1,0 +1,187 @@
+"""The rules that keep garbage collection and writers apart, one by one."""
+
+import uuid
+
+import pytest
+
+from tierfs.clock import ManualClock
+from tierfs.digest import DigestKind
+from tierfs.errors import StoreError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.format.lease import Condemned, Lease
+from tierfs.objects import MemoryObjects
+from tierfs.store import Store, Writer, copy, delete, load, save
+from tierfs.store.records import observe
+from tierfs.testing import Fault, FaultyObjects
+
+CONTENT = b"content" * 20000
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def tier():
+    return MemoryObjects(f"/presence-{uuid.uuid4().hex}")
+
+
+def open_on(objects, clock):
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, objects.capabilities, lease_s=60, grace_s=3600)
+    return Store(objects, descriptor, url="store", clock=clock)
+
+
+@pytest.fixture
+def store(tier, clock):
+    return open_on(tier, clock)
+
+
+def rows_of(store, path):
+    return observe(store, path).manifest.rows
+
+
+def condemn(tier, *names, epoch=1):
+    listed = Condemned(epoch, 0, DigestKind.XXH3_128, frozenset(names))
+    tier.put(keys.condemned_key(epoch), [listed.encode()])
+
+
+def remove_chunk(tier, name):
+    tier.delete([keys.chunk_key(name)])
+
+
+def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    condemn(tier, name)
+    clock.sleep(40)  # past half the lease: it is renewed, and the list read
+    save(store, "b", CONTENT)
+    assert rows_of(store, "b")[0].name == name._replace(generation=1)
+    remove_chunk(tier, name)
+    assert load(store, "b") == CONTENT
+
+
+def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    condemn(tier, name)
+    other = open_on(tier, clock)
+    save(other, "b", CONTENT)
+    assert rows_of(other, "b")[0].name.generation == 1
+
+
+def test_what_was_learned_in_an_expired_lease_is_looked_up_again(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    clock.sleep(61)
+    remove_chunk(tier, name)
+    save(store, "b", CONTENT)
+    assert load(store, "b") == CONTENT
+
+
+def test_what_was_learned_in_a_continuous_lease_costs_no_request(tier, clock):
+    faulty = FaultyObjects(tier)
+    store = open_on(faulty, clock)
+    save(store, "a", CONTENT)
+    faulty.inject(Fault.REFUSED, key_part="/chunks/")
+    for number in range(5):
+        clock.sleep(40)
+        save(store, f"b{number}", CONTENT)
+    assert faulty.pending == 1
+
+
+def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(store, tier, clock):
+    writer = Writer(store, "a")
+    writer.write(CONTENT)
+    writer._finish_rows()
+    name = writer._rows[0].name
+    clock.sleep(61)
+    remove_chunk(tier, name)
+    with pytest.raises(StoreError, match="collected while this writer was out of touch.*write the file again"):
+        writer.commit()
+    assert observe(store, "a").record is None
+
+
+def test_a_writer_whose_chunk_was_condemned_stores_it_anew_before_it_publishes(store, tier, clock):
+    writer = Writer(store, "a")
+    writer.write(CONTENT)
+    writer._finish_rows()
+    name = writer._rows[0].name
+    condemn(tier, name)
+    clock.sleep(40)
+    writer.commit()
+    assert rows_of(store, "a")[0].name == name._replace(generation=1)
+
+
+def test_a_copy_of_a_file_whose_chunk_is_condemned_refers_to_a_new_chunk(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    condemn(tier, name)
+    clock.sleep(40)
+    copy(store, "a", "b")
+    assert rows_of(store, "b")[0].name == name._replace(generation=1)
+
+
+def test_a_lease_that_was_swept_is_taken_anew_and_teaches_nothing(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    tier.delete([info.key for info in tier.list(keys.LEASES)])
+    remove_chunk(tier, name)
+    clock.sleep(40)
+    save(store, "b", CONTENT)
+    assert load(store, "b") == CONTENT
+
+
+def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    condemn(tier, name)
+    clock.sleep(40)
+    save(store, "b", CONTENT)
+    remove_chunk(tier, name)
+    tier.delete([keys.condemned_key(1)])
+    clock.sleep(61)
+    assert not store.presence.is_condemned(name) or store.presence.ensure() is not None
+    store.presence.ensure()
+    assert not store.presence.is_condemned(name)
+
+
+def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
+    for _ in range(3):
+        store.presence.ensure()
+        clock.sleep(31)
+    (info,) = tier.list(keys.LEASES)
+    lease = Lease.decode(tier.read(info.key, 4096)[0], info.key)
+    assert (lease.sequence, lease.duration_s, keys.lease_key(lease.holder)) == (3, 60, info.key)
+    store.presence.release()
+    assert not list(tier.list(keys.LEASES))
+
+
+def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
+    faulty = FaultyObjects(tier, clock=clock)
+    store = open_on(faulty, clock)
+    faulty.inject(Fault.SLOW, method="put", key_part="/leases/", seconds=61)
+    with pytest.raises(StoreError, match="too slow"):
+        save(store, "a", CONTENT)
+    save(store, "a", CONTENT)
+    assert load(store, "a") == CONTENT
+
+
+def test_a_renewal_whose_answer_was_lost_is_recognised(tier, clock):
+    faulty = FaultyObjects(tier, clock=clock)
+    store = open_on(faulty, clock)
+    faulty.inject(Fault.LOST_RESPONSE, method="put", key_part="/leases/")
+    with pytest.raises(StoreError):
+        save(store, "a", CONTENT)
+    save(store, "a", CONTENT)
+    assert load(store, "a") == CONTENT
+
+
+def test_a_file_held_in_its_manifest_takes_no_lease(store, tier):
+    save(store, "a", b"small")
+    assert not list(tier.list(keys.LEASES))
