@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ import tierfs
 from tierfs.format import keys
 from tierfs.objects.measure import MeasuredObjects
 from tierfs.store import Store, open_store, parse_url
+from tierfs.store.transfers import transfers
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ def _scratch() -> Iterator[str]:
     parent = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     directory = tempfile.mkdtemp(prefix="tierfs-test-", dir=parent)
     yield directory
+    _settle()
     shutil.rmtree(directory)
 
 
@@ -79,9 +83,18 @@ def _scratch() -> Iterator[str]:
 def _memory_root() -> Iterator[str]:
     root = f"/bucket-{uuid.uuid4().hex}"
     yield root
+    _settle()
     for path in [path for path in MemoryFileSystem.store if path.startswith(f"{root}/")]:
         del MemoryFileSystem.store[path]
     MemoryFileSystem.pseudo_dirs[:] = [path for path in MemoryFileSystem.pseudo_dirs if not path.startswith(root)]
+
+
+def _settle() -> None:
+    """Wait for the chunks that dropped handles had on their way: until every thread that moves chunks has time for us."""
+    moving = transfers()
+    together = threading.Barrier(moving.workers)
+    for future in [moving.submit(lambda _: together.wait(60), None) for _ in range(moving.workers)]:
+        future.result()
 
 
 def _make(protocol: str, root: str) -> Place:
@@ -142,4 +155,4 @@ def module_place(request: pytest.FixtureRequest) -> Iterator[Place]:
 @pytest.fixture(scope="session")
 def random_bytes() -> Callable[[int, int], bytes]:
     """``random_bytes(count, seed)``: the same bytes for the same seed, which no codec makes smaller."""
-    return lambda count, seed: Random(seed).randbytes(count)
+    return functools.lru_cache(maxsize=8)(lambda count, seed: Random(seed).randbytes(count))

@@ -7,11 +7,13 @@ import gc
 import io
 import logging
 import sys
+import threading
 
 import fsspec
 import pytest
 
 from tierfs.errors import CapacityError, ReadOnlyError, StoreError
+from tierfs.objects import WrappedObjects
 from tierfs.store import Writer
 from tierfs.store.transfers import Transfers
 from tierfs.testing import Fault, FaultyObjects
@@ -57,6 +59,13 @@ def door(request, place):
         return fsspec.open(f"{place.url}/a", mode, compression=compression)
 
     return open_file, (lambda data: data) if "b" in mode else (lambda data: data.decode("latin-1"))
+
+
+def drop(handles: list) -> None:
+    """Let go of handles without closing them."""
+    handles.clear()
+    if sys.version_info >= (3, 12):  # whose gzip files refer to themselves
+        gc.collect()
 
 
 def warnings_in(caplog) -> list[str]:
@@ -127,15 +136,39 @@ def test_an_exception_on_its_way_through_finally_publishes_nothing(place, door):
 def test_a_handle_dropped_without_close_publishes_nothing(place, door, size, random_bytes, caplog):
     open_file, convert = door
     place.fs.pipe(place / "a", b"old content")
-    opened = open_file()
-    file = opened.open() if isinstance(opened, fsspec.core.OpenFile) else opened
-    file.write(convert(random_bytes(size, 2)))
+    handles = [open_file()]
+    if isinstance(handles[0], fsspec.core.OpenFile):
+        handles.append(handles[0].open())
+    handles[-1].write(convert(random_bytes(size, 2)))
     with pytest.warns(ResourceWarning, match="unclosed"):
-        del opened, file
-        if sys.version_info >= (3, 12):  # whose gzip files refer to themselves
-            gc.collect()
+        drop(handles)
     assert place.fs.cat(place / "a") == b"old content"
     assert [message for message in warnings_in(caplog) if "dropped without being closed" in message]
+
+
+def test_dropping_a_handle_does_not_wait_for_the_chunks_on_their_way(place, monkeypatch, random_bytes):
+    release, objects = threading.Event(), place.store.objects
+
+    class Blocked(WrappedObjects):
+        def put(self, key, *arguments, **options):
+            assert release.wait(60)
+            return super().put(key, *arguments, **options)
+
+    monkeypatch.setattr(place.store, "objects", Blocked(objects))
+    handles = [place.fs.open(place / "a", "wb")]
+    handles[0].write(random_bytes(2 * CHUNK, 3))
+    dropping = threading.Thread(target=drop, args=(handles,))
+
+    def wait_a_while():
+        dropping.start()
+        dropping.join(timeout=10)
+
+    with pytest.warns(ResourceWarning, match="unclosed"):
+        wait_a_while()
+    waited = dropping.is_alive()
+    release.set()
+    dropping.join()
+    assert not waited
 
 
 def test_a_text_wrapper_of_somebody_else_that_is_dropped_publishes_nothing(place):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections.abc import Callable
 from random import Random
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from tierfs.errors import NotFoundError
+from tierfs.objects import WrappedObjects
 
 MIB = 1 << 20
 CHUNK = 16 * MIB
@@ -126,6 +128,20 @@ def test_cat_ranges_looks_a_file_up_once_for_all_its_ranges(place):
     place.fs.cat_ranges([place / "a"] * 50, list(range(50)), list(range(10, 60)))
     after = place.requests()
     assert after["head"] + after["read"] - before["head"] - before["read"] == 1
+
+
+def test_cat_ranges_reads_several_files_at_once(place, random_bytes, monkeypatch):
+    contents = {place / str(number): random_bytes(MIB, number) for number in range(4)}
+    place.fs.pipe(contents)
+    together = threading.Barrier(4, timeout=20)
+
+    class Meeting(WrappedObjects):
+        def get(self, *arguments, **options):
+            together.wait()
+            return super().get(*arguments, **options)
+
+    monkeypatch.setattr(place.store, "objects", Meeting(place.store.objects))
+    assert place.fs.cat_ranges(list(contents), 0, None) == list(contents.values())
 
 
 def test_a_read_handle_does_what_a_file_in_memory_does(place, large, large_path):

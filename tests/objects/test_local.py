@@ -63,7 +63,7 @@ def test_a_crash_before_the_object_has_its_name_leaves_nothing_to_see(
     objects.put("run/b", [b"whole"])
     crashed = subprocess.run([sys.executable, "-c", _CRASH, str(root), call, mode], check=False)
     assert crashed.returncode == 9
-    assert len(_temporaries(root)) == 1
+    assert len(_temporaries(root)) <= 1
     assert [listed.key for listed in objects.list("")] == ["run/b"]
     assert list(objects.list(".tierfs/", delimiter=True)) == []
     assert list(objects.list(".tierfs/tmp/")) == []
@@ -145,7 +145,7 @@ def test_a_put_that_fails_leaves_nothing(
         patched.setattr(os, call, _failing(number))
         with pytest.raises(expected) as caught:
             objects.put("run/a", [b"something"], mode=CREATE)
-    assert getattr(caught.value, "path", None) == "run/a"
+    assert getattr(caught.value, "path", None) == f"{root}/run/a"
     assert _temporaries(root) == []
     with pytest.raises(NotFoundError):
         objects.head("run/a")

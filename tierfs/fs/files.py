@@ -265,8 +265,12 @@ class WriteFile(io.BufferedIOBase):
         return True
 
     def drop(self) -> None:
-        """The same for a handle that nobody refers to any more and nobody closed."""
-        if self._abort():
+        """The same for a handle that nobody refers to any more and nobody closed.
+
+        Waits for nothing: garbage is collected in any thread, in one that sends a chunk of this file too.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None and self._is_ours():
             _logger.warning("%s was dropped without being closed and is not published", self.path)
             warnings.warn(f"unclosed file {self.path!r} is not published", ResourceWarning, stacklevel=3, source=self)
 

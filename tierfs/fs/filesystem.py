@@ -7,6 +7,7 @@ full URL in its place. Which store a path lies in is found by walking up from it
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
 import io
@@ -287,12 +288,12 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
     # -- reading -------------------------------------------------------------------------------------------------
 
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
-        return await run_in_thread(self._cat_now, path, [(start, end)])
+        return await run_in_thread(self._cat_now, path, start, end)
 
-    def _cat_now(self, path: str, ranges: list[tuple[int | None, int | None]]) -> bytes:
+    def _cat_now(self, path: str, start: int | None, end: int | None) -> bytes:
         store, relative = self._locate(path)
         reader = verbs.open_entry(store, verbs.stat(store, relative))
-        begin, stop, _ = slice(*ranges[0]).indices(reader.length)
+        begin, stop, _ = slice(start, end).indices(reader.length)
         out = bytearray(max(0, stop - begin))
         reader.read_into(begin, memoryview(out))
         return bytes(out)
@@ -313,29 +314,34 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
         last = list(ends) if isinstance(ends, Iterable) else [ends] * len(paths)
         if len(first) != len(paths) or len(last) != len(paths):
             raise ValueError(f"{len(paths)} paths with {len(first)} starts and {len(last)} ends")
-        results = await run_in_thread(self._cat_ranges_now, paths, list(zip(first, last, strict=True)))
+        # Each file is looked up once, however many of its ranges are wanted; different files are read at once.
+        places: dict[str, list[int]] = {}
+        for index, path in enumerate(paths):
+            places.setdefault(path, []).append(index)
+        results: list[Any] = [None] * len(paths)
+
+        async def read(path: str, indexes: list[int]) -> None:
+            ranges = [(first[index], last[index]) for index in indexes]
+            found = await run_in_thread(self._cat_ranges_now, path, ranges)
+            for index, result in zip(indexes, found, strict=True):
+                results[index] = result
+
+        await asyncio.gather(*(read(path, indexes) for path, indexes in places.items()))
         if on_error != "return":
             for result in results:
                 if isinstance(result, Exception):
                     raise result
         return results
 
-    def _cat_ranges_now(self, paths: list[str], ranges: list[tuple[int | None, int | None]]) -> list[Any]:
-        """Each file is looked up once, however many of its ranges are wanted."""
-        readers: dict[str, Any] = {}
+    def _cat_ranges_now(self, path: str, ranges: list[tuple[int | None, int | None]]) -> list[Any]:
+        try:
+            store, relative = self._locate(path)
+            reader = verbs.open_entry(store, verbs.stat(store, relative))
+        except (TierfsError, OSError) as error:
+            return [error] * len(ranges)
 
-        def look_up(path: str) -> None:
-            try:
-                store, relative = self._locate(path)
-                readers[path] = verbs.open_entry(store, verbs.stat(store, relative))
-            except (TierfsError, OSError) as error:
-                readers[path] = error
-
-        def read(job: tuple[str, tuple[int | None, int | None]]) -> Any:
-            reader = readers[job[0]]
-            if isinstance(reader, Exception):
-                return reader
-            begin, stop, _ = slice(*job[1]).indices(reader.length)
+        def read(wanted: tuple[int | None, int | None]) -> bytes | Exception:
+            begin, stop, _ = slice(*wanted).indices(reader.length)
             out = bytearray(max(0, stop - begin))
             try:
                 reader.read_into(begin, memoryview(out))
@@ -343,9 +349,7 @@ class TierFileSystem(AsyncFileSystem, ChainedFileSystem):
                 return error
             return bytes(out)
 
-        for path in dict.fromkeys(paths):
-            look_up(path)
-        return [read(job) for job in zip(paths, ranges, strict=True)]
+        return [read(wanted) for wanted in ranges]
 
     async def _get_file(self, rpath: str, lpath: Any, callback: Any = DEFAULT_CALLBACK, **kwargs: Any) -> None:
         await run_in_thread(self._get_now, rpath, lpath, callback)

@@ -61,6 +61,7 @@ class LocalObjects:
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
+        self._flushed: set[Path] = set()  # directories whose own entries this process has flushed
 
     def __repr__(self) -> str:
         return f"LocalObjects({str(self.root)!r})"
@@ -76,10 +77,10 @@ class LocalObjects:
         """See `ObjectTier.put`."""
         verify_checksum(checksum, data, key)
         try:
-            with translated(key):
+            with translated(self._name(key)):
                 return self._put(key, data, mode)
         except NotFoundError as error:
-            raise StoreError(f"{key}: a file is where a directory must be, or the other way round", path=key) from error
+            raise StoreError(f"{self._name(key)}: a file is where a directory must be, or the other way round", path=key) from error
 
     def _put(self, key: str, data: Sequence[Buffer], mode: PutMode) -> ObjectInfo:
         target = self._path(key)
@@ -104,7 +105,7 @@ class LocalObjects:
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
-        with translated(key), open(self._path(key), "rb", buffering=0) as file:
+        with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
             if version is not None and info.version != version:
                 raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
@@ -114,7 +115,7 @@ class LocalObjects:
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
-        with translated(key), open(self._path(key), "rb", buffering=0) as file:
+        with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
             if info.size > limit:
                 raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
@@ -124,7 +125,7 @@ class LocalObjects:
 
     def head(self, key: str) -> ObjectInfo:
         """See `ObjectTier.head`."""
-        with translated(key):
+        with translated(self._name(key)):
             status = os.stat(self._path(key))
             if not stat.S_ISREG(status.st_mode):
                 raise NotFoundError(f"{key} is not there", path=key)
@@ -135,7 +136,7 @@ class LocalObjects:
         if prefix == f"{_TEMPORARY}/":
             return
         try:
-            with translated(prefix):
+            with translated(self._name(prefix)):
                 entries = list(os.scandir(self._path(prefix) if prefix else self.root))
         except NotFoundError:
             return
@@ -150,7 +151,7 @@ class LocalObjects:
                     else:
                         yield from self.list(f"{key}/")
                 elif entry.is_file():
-                    with translated(key):
+                    with translated(self._name(key)):
                         yield _info(key, entry.stat())
             except (FileNotFoundError, NotFoundError):
                 continue  # deleted since the directory was read
@@ -158,12 +159,12 @@ class LocalObjects:
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""
         for key in keys:
-            with contextlib.suppress(NotFoundError), translated(key), self._lock(key):
+            with contextlib.suppress(NotFoundError), translated(self._name(key)), self._lock(key):
                 self._unlink(key)
 
     def delete_version(self, key: str, version: Version) -> None:
         """See `ObjectTier.delete_version`."""
-        with translated(key):
+        with translated(self._name(key)):
             self.head(key)
             with self._lock(key):
                 self._expect(key, version)
@@ -177,6 +178,10 @@ class LocalObjects:
     def _path(self, key: str) -> Path:
         return self.root / key
 
+    def _name(self, key: str) -> str:
+        """How to name an object in an error."""
+        return f"{self.root}/{key}"
+
     def _expect(self, key: str, version: Version) -> None:
         try:
             found = self.head(key).version
@@ -187,17 +192,20 @@ class LocalObjects:
 
     def _make_directory(self, directory: Path) -> None:
         """Make a directory and its parents so that they survive a crash."""
-        if directory.is_dir():
+        existed = directory.is_dir()
+        if existed and (directory == self.root or directory in self._flushed):
             return
-        self._make_directory(directory.parent)
-        with contextlib.suppress(FileExistsError):
-            directory.mkdir()
+        if not existed:
+            self._make_directory(directory.parent)
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+        # Also where another process made it: it may not have come to this yet.
         _flush_directory(directory.parent)
+        self._flushed.add(directory)
 
     def _write_temporary(self, key: str, data: Sequence[Buffer]) -> tuple[Path, ObjectInfo]:
         directory = self.root / _TEMPORARY
-        if not directory.is_dir():
-            self._make_directory(directory)
+        self._make_directory(directory)
         self._sweep(directory)
         temporary = directory / f"put-{secrets.token_hex(16)}"
         descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -232,8 +240,7 @@ class LocalObjects:
     def _lock(self, key: str) -> Iterator[None]:
         """Exclude every other update and delete of ``key``, in this process or another."""
         directory = self.root / _TEMPORARY
-        if not directory.is_dir():
-            self._make_directory(directory)
+        self._make_directory(directory)
         path = directory / f"lock-{zlib.crc32(os.fsencode(key)) % _LOCKS:02x}"
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
         try:

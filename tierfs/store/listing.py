@@ -16,7 +16,7 @@ from tierfs.errors import FormatError, InvalidInputError, NotFoundError
 from tierfs.format import keys
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
 from tierfs.objects.protocol import ObjectInfo, Prefix
-from tierfs.store.records import observe, observe_listed, observe_marker
+from tierfs.store.records import observe, observe_listed, observe_marker, recall
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -192,6 +192,7 @@ def _read_all(store: Store, records: list[_Live], *, detail: bool) -> list[Entry
             return None  # collected since the listing
         return None if manifest is None else Entry(record.path, is_directory=False, manifest=manifest)
 
+    recall(store, [(record.path, record.info) for record in records if not _is_known(store, record)])
     known = [record for record in records if _is_known(store, record)]
     unknown = [record for record in records if not _is_known(store, record)]
     found = [*map(read, known), *transfers().map(read, unknown)]

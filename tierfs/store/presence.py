@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from tierfs.clock import Clock
-from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
@@ -170,7 +170,10 @@ class Presence:
                 data, _ = self._objects.read(key, LIST_BYTES_MAX)
             except NotFoundError:
                 continue
-            self._condemned |= Condemned.decode(data, key).names
+            listed = Condemned.decode(data, key)
+            if listed.digest_kind is not self._descriptor.digest_kind or keys.condemned_key(listed.epoch) != key:
+                raise FormatError(f"{key}: a list of another epoch or with other digests", path=key)
+            self._condemned |= listed.names
             self._epochs.add(key)
         for row in [row for row in self._known.values() if row.name in self._condemned]:
             del self._known[row.name.digest]

@@ -8,6 +8,7 @@ was lost. Nothing here ever replaces a record that was not observed.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
@@ -16,7 +17,7 @@ from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
 from tierfs.store.store import Store
 
-__all__ = ["Observed", "observe", "observe_listed", "observe_marker", "observe_to_replace", "publish"]
+__all__ = ["Observed", "observe", "observe_listed", "observe_marker", "observe_to_replace", "publish", "recall"]
 
 _READ_MAX = MANIFEST_BYTES_MAX + 1024
 _logger = logging.getLogger("tierfs.store")
@@ -95,6 +96,21 @@ def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
     return _read(store, path, info.key)
 
 
+def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> None:
+    """Take over from the host's records what other processes have seen of these paths in just these versions."""
+    if store.host_records is None:
+        return
+    found = store.host_records.find(info for _, info in listed)
+    for path, info in listed:
+        if info.key in found:
+            try:
+                record = _decode(store, found[info.key], path, info.key)
+            except (CorruptionError, FormatError) as error:
+                _logger.warning("a record kept on this host is damaged and fetched anew: %s", error)
+            else:
+                store.records.remember(info.key, info.version, record)
+
+
 def publish(store: Store, observed: Observed, record: Record) -> Observed:
     """Replace what was observed by ``record``, if it is there still.
 
@@ -125,7 +141,7 @@ def publish(store: Store, observed: Observed, record: Record) -> Observed:
         if found is None:
             raise
         version = found
-    store.records.remember(observed.key, version, record)
+    _remember(store, observed.key, version, record, data[0])
     return Observed(observed.path, observed.key, record, version)
 
 
@@ -142,9 +158,20 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Version | Non
 
 def _read(store: Store, path: str, key: str) -> Observed:
     data, info = store.objects.read(key, _READ_MAX)
+    record = _decode(store, data, path, key)
+    _remember(store, key, info.version, record, data)
+    return Observed(path, key, record, info.version)
+
+
+def _decode(store: Store, data: bytes, path: str, key: str) -> Record:
     where = store.where(key)
     record = decode_record(data, path, where)
     if isinstance(record, Manifest) and record.digest_kind is not store.descriptor.digest_kind:
         raise FormatError(f"{where}: {record.digest_kind.label} digests in a store with others", path=path)
-    store.records.remember(key, info.version, record)
-    return Observed(path, key, record, info.version)
+    return record
+
+
+def _remember(store: Store, key: str, version: Version, record: Record, data: bytes) -> None:
+    store.records.remember(key, version, record)
+    if store.host_records is not None:
+        store.host_records.add(key, version, data)

@@ -12,6 +12,7 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.manifest import Manifest, Record
 from tierfs.objects.protocol import ObjectTier, Version
+from tierfs.store.hostrecords import HostRecords, state_directory
 from tierfs.store.presence import Presence
 
 __all__ = ["Store"]
@@ -46,6 +47,9 @@ class Store:
         self.clock: Clock = clock or SystemClock()
         self.random_bytes = random_bytes
         self.records = RecordCache()
+        # Where the object tier is this host's own, looking a record up there costs no more than here.
+        local = descriptor.endpoint.host_local
+        self.host_records = None if local else HostRecords(descriptor.uuid, state_directory())
         self.presence = Presence(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
 
     def __repr__(self) -> str:

@@ -1,0 +1,144 @@
+"""Records that any process of this host has seen, so that a listing costs no GET for them.
+
+One SQLite file in the state directory, shared by all stores whose object tier lies elsewhere. It is a cache: a version
+never means two contents and every record carries its own checksum, so nothing in it is trusted further than that, and
+losing it costs requests only. It is kept without a write-ahead log, and a connection lives for one batch, so processes and forks
+share nothing but the file.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tierfs.objects.protocol import ObjectInfo, Version
+
+__all__ = ["HostRecords", "state_directory"]
+
+ROWS_MAX = 200_000
+RECORD_BYTES_MAX = 64 * 1024
+PENDING_MAX = 200
+QUERY_KEYS_MAX = 500
+BUSY_S_MAX = 2.0
+_logger = logging.getLogger("tierfs.store")
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS records (
+    store TEXT NOT NULL, key TEXT NOT NULL, version TEXT NOT NULL, seen INTEGER NOT NULL, data BLOB NOT NULL,
+    PRIMARY KEY (store, key)
+)
+"""
+
+
+def state_directory() -> Path:
+    """Where this host keeps what it knows: ``TIERFS_STATE_DIR``, else ``tierfs`` in the user's state directory."""
+    given = os.environ.get("TIERFS_STATE_DIR")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tierfs"
+
+
+class HostRecords:
+    """The host's records of one store. Safe for use by many threads.
+
+    If the file cannot be used, that is logged once, and records are fetched as if there were none.
+
+    Args:
+        uuid: Of the store.
+        directory: The state directory; made, for its owner alone, where it is missing.
+
+    Attributes:
+        failures: How often the file could not be used.
+    """
+
+    def __init__(self, uuid: str, directory: Path) -> None:
+        self._uuid = uuid
+        self._path = directory / "records.sqlite"
+        self._lock = threading.Lock()
+        self._pending: dict[str, tuple[Version, bytes]] = {}
+        self._process = os.getpid()
+        self.failures = 0
+        atexit.register(self.flush)
+
+    def __repr__(self) -> str:
+        return f"HostRecords({str(self._path)!r}, failures={self.failures})"
+
+    def add(self, key: str, version: Version, data: bytes) -> None:
+        """Note what this version of a record is. Written to disk in batches, and when the process ends."""
+        if len(data) > RECORD_BYTES_MAX:
+            return
+        with self._lock:
+            self._pending[key] = (version, data)
+            full = len(self._pending) >= PENDING_MAX
+        if full:
+            self.flush()
+
+    def find(self, infos: Iterable[ObjectInfo]) -> dict[str, bytes]:
+        """The records among these objects that the host has seen in just this version, by key."""
+        versions = {info.key: info.version for info in infos}
+        found: dict[str, bytes] = {}
+        if not versions or self.failures or not self._path.exists():
+            return found
+
+        def look_up(connection: sqlite3.Connection) -> None:
+            names = list(versions)
+            for at in range(0, len(names), QUERY_KEYS_MAX):
+                some = names[at : at + QUERY_KEYS_MAX]
+                marks = ",".join("?" * len(some))
+                query = f"SELECT key, version, data FROM records WHERE store = ? AND key IN ({marks})"  # noqa: S608 - only marks
+                for key, version, data in connection.execute(query, [self._uuid, *some]):
+                    if versions[key] == version:
+                        found[key] = data
+
+        self._use(look_up)
+        return found
+
+    def flush(self) -> None:
+        """Write what was noted to disk. In a forked child nothing: what the parent noted is the parent's to write."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        if not pending or self.failures:
+            return
+        now = int(time.time())
+        rows = [(self._uuid, key, version, now, data) for key, (version, data) in pending.items()]
+
+        def write(connection: sqlite3.Connection) -> None:
+            connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", rows)
+            (count,) = connection.execute("SELECT COUNT(*) FROM records").fetchone()
+            if count > ROWS_MAX:
+                oldest = "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY seen LIMIT ?)"
+                connection.execute(oldest, [count - ROWS_MAX * 9 // 10])
+
+        self._use(write)
+
+    def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        """One transaction. What goes wrong with the file is logged, and ends its use by this process."""
+        try:
+            self._check_directory()
+            with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S_MAX)) as connection, connection:
+                connection.execute("PRAGMA synchronous = OFF")
+                connection.execute(_SCHEMA)
+                work(connection)
+        except (sqlite3.Error, OSError) as error:
+            self.failures += 1
+            _logger.warning("%s cannot be used, so records are fetched anew: %s", self._path, error)
+            if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
+                with contextlib.suppress(OSError):
+                    self._path.unlink()  # damaged: the next process begins a new one
+
+    def _check_directory(self) -> None:
+        directory = self._path.parent
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = directory.stat()
+        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+            raise PermissionError(f"{directory} must belong to you and be closed to others: chmod 700 {directory}")
