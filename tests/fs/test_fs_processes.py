@@ -215,9 +215,9 @@ def test_a_read_handle_goes_on_in_a_forked_child(place):
 @pytest.mark.parametrize("way", ["close", "raise", "drop"])
 def test_a_forked_child_cannot_publish_or_spoil_what_its_parent_is_writing(directory_place, way):
     place = directory_place
-    data = 60 * Random(6).randbytes(MIB - 1)
+    data = 40 * Random(6).randbytes(MIB - 1)
     with place.fs.open(place / "a", "wb") as file:
-        file.write(data[: 50 * MIB])
+        file.write(data[: 36 * MIB])
 
         def child() -> None:
             nonlocal file
@@ -234,7 +234,7 @@ def test_a_forked_child_cannot_publish_or_spoil_what_its_parent_is_writing(direc
 
         in_child(child)
         assert not place.fs.exists(place / "a")
-        file.write(data[50 * MIB :])
+        file.write(data[36 * MIB :])
     assert place.fs.cat(place / "a") == data
 
 

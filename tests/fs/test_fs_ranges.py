@@ -211,7 +211,7 @@ def test_a_closed_read_handle_reads_no_more(place):
         file.read()
 
 
-@pytest.mark.parametrize("size", [1000, 40 * MIB])
+@pytest.mark.parametrize("size", [1000, 17 * MIB])
 def test_a_read_handle_goes_on_with_the_old_version_after_an_overwrite(
     place, random_bytes: Callable[[int, int], bytes], size
 ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import fcntl
 import io
 import logging
@@ -20,6 +19,7 @@ from tierfs.store import Reader, Writer
 __all__ = ["CompressedFile", "ReadFile", "TextFile", "WriteFile"]
 
 READ_AHEAD_BLOCKS = 4
+SMALL_READ_BYTES_MAX = READ_AHEAD_BLOCKS * BLOCK_BYTES
 CACHED_BLOCKS_MAX = 8
 _logger = logging.getLogger("tierfs.fs")
 
@@ -56,7 +56,10 @@ class ReadFile(io.BufferedReader):
 
 
 class _RawReader(io.RawIOBase):
-    """Positioned reads; small ones through a few blocks that are kept, with read-ahead where they follow each other."""
+    """Positioned reads; small ones through a few blocks that are kept, with read-ahead where they follow each other.
+
+    The kept blocks lie in one buffer that is used round and round, because first touch of fresh memory is slow.
+    """
 
     mode = "rb"
 
@@ -65,7 +68,9 @@ class _RawReader(io.RawIOBase):
         self._reader = reader
         self._at = 0
         self._next = 0
-        self._blocks: collections.OrderedDict[int, memoryview] = collections.OrderedDict()
+        self._kept = memoryview(b"")
+        self._slots: dict[int, int] = {}  # which block lies in which slot of `_kept`
+        self._free_slot = 0
         self._lock = threading.Lock()
 
     def readable(self) -> bool:
@@ -90,7 +95,7 @@ class _RawReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         out = memoryview(buffer).cast("B")
         count = max(0, min(len(out), self._reader.length - self._at))
-        if count > BLOCK_BYTES:
+        if count > SMALL_READ_BYTES_MAX:
             self._reader.read_into(self._at, out[:count])
         elif count:
             with self._lock:
@@ -105,26 +110,33 @@ class _RawReader(io.RawIOBase):
         return bytes(out)
 
     def _read_small(self, out: memoryview) -> None:
+        last = (self._at + len(out) - 1) // BLOCK_BYTES
         done = 0
         while done < len(out):
             index, start = divmod(self._at + done, BLOCK_BYTES)
-            block = self._block(index)
-            piece = block[start : start + len(out) - done]
-            out[done : done + len(piece)] = piece
-            done += len(piece)
+            if index not in self._slots:
+                self._keep(index, last)
+            begin = self._slots[index] * BLOCK_BYTES
+            count = min(BLOCK_BYTES - start, len(out) - done)
+            out[done : done + count] = self._kept[begin + start : begin + start + count]
+            done += count
 
-    def _block(self, index: int) -> memoryview:
-        if index not in self._blocks:
-            wanted = READ_AHEAD_BLOCKS if index == self._next and index else 1
-            begin = index * BLOCK_BYTES
-            run = memoryview(bytearray(min(wanted * BLOCK_BYTES, self._reader.length - begin)))
-            self._reader.read_into(begin, run)
-            for offset in range(0, len(run), BLOCK_BYTES):
-                self._blocks[index + offset // BLOCK_BYTES] = run[offset : offset + BLOCK_BYTES]
-            self._next = index + -(-len(run) // BLOCK_BYTES)
-            while len(self._blocks) > CACHED_BLOCKS_MAX:
-                self._blocks.popitem(last=False)
-        return self._blocks[index]
+    def _keep(self, index: int, last: int) -> None:
+        """Fetch blocks from ``index`` on: as far as ``last`` is wanted now, and further where reads follow each other."""
+        blocks = -(-self._reader.length // BLOCK_BYTES)
+        if not self._kept:
+            self._kept = memoryview(bytearray(min(CACHED_BLOCKS_MAX, blocks) * BLOCK_BYTES))
+        ahead = READ_AHEAD_BLOCKS if index == self._next and index else 1
+        count = min(max(ahead, last - index + 1), READ_AHEAD_BLOCKS, blocks - index)
+        if (self._free_slot + count) * BLOCK_BYTES > len(self._kept):
+            self._free_slot = 0
+        taken = range(self._free_slot, self._free_slot + count)
+        self._slots = {block: slot for block, slot in self._slots.items() if slot not in taken}
+        begin = index * BLOCK_BYTES
+        length = min(count * BLOCK_BYTES, self._reader.length - begin)
+        self._reader.read_into(begin, self._kept[taken.start * BLOCK_BYTES :][:length])
+        self._slots |= {index + number: slot for number, slot in enumerate(taken)}
+        self._next, self._free_slot = index + count, taken.stop
 
 
 class WriteFile(io.BufferedIOBase):
