@@ -1,6 +1,5 @@
 """Stock DCP through the URL while processes die by SIGKILL: what was saved before stays, and no half file appears."""
 
-# ruff: noqa: E402 - nothing of torch can be imported before it is known to be there
 from __future__ import annotations
 
 import hashlib

@@ -79,7 +79,9 @@ def test_every_file_is_whole_after_each_of_many_kills(tmp_path):
 def test_a_full_disk_is_said_and_loses_nothing(tmp_path):
     mount = tmp_path / "small"
     mount.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], check=False, capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount)], check=False, capture_output=True
+    )
     if mounted.returncode:
         pytest.skip(f"cannot mount a small filesystem here: {mounted.stderr.decode().strip()}")
     try:

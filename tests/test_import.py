@@ -4,11 +4,26 @@ import json
 import subprocess
 import sys
 
-HEAVY = {"torch", "numpy", "s3fs", "gcsfs", "adlfs", "obstore", "boto3", "botocore", "aiobotocore", "aiohttp", "cupy", "tqdm"}
+HEAVY = {
+    "torch",
+    "numpy",
+    "s3fs",
+    "gcsfs",
+    "adlfs",
+    "obstore",
+    "boto3",
+    "botocore",
+    "aiobotocore",
+    "aiohttp",
+    "cupy",
+    "tqdm",
+}
 
 
 def loaded_by(code):
-    script = f"import sys, json; before = set(sys.modules); {code}; print(json.dumps(sorted(set(sys.modules) - before)))"
+    script = (
+        f"import sys, json; before = set(sys.modules); {code}; print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return {name.partition(".")[0] for name in json.loads(done.stdout)}
 

@@ -72,7 +72,9 @@ def test_a_module_imports_only_from_layers_below(path):
         assert not (parts[:2] == ["tierfs", "testing"] and room != "testing"), f"{path} imports {name}"
 
 
-@pytest.mark.parametrize("path", [path for path in modules() if path.name == "__init__.py"], ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", [path for path in modules() if path.name == "__init__.py"], ids=lambda path: path.parent.name
+)
 def test_what_a_package_exports_is_sorted_and_there(path):
     import importlib
 

@@ -8,18 +8,22 @@ from tierfs.errors import InvalidInputError
 
 __all__ = ["format_bytes", "parse_size"]
 
-_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+BINARY = 1024
+_BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtTpP]?)(i?)([bB]?)\s*")
 
 
 def format_bytes(count: int) -> str:
     """``1536`` as ``"1.5 KiB"``: three significant digits, binary units."""
-    value = float(count)
-    for unit in _BINARY:
-        if abs(value) < 1024 or unit == _BINARY[-1]:  # noqa: PLR2004 - the base of binary units
-            return f"{int(value)} B" if unit == "B" else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"  # noqa: PLR2004
-        value /= 1024
-    raise AssertionError(count)
+    if abs(count) < BINARY:
+        return f"{count} B"
+    value, power = count / BINARY, 0
+    while abs(value) >= BINARY and power < len(_BINARY) - 1:
+        value /= BINARY
+        power += 1
+    unit = _BINARY[power]
+    # Three digits, but never in exponential form, which four digits before the point would bring.
+    return f"{value:.0f} {unit}" if abs(value) >= 999.5 else f"{value:.3g} {unit}"  # noqa: PLR2004
 
 
 def parse_size(text: str | int) -> int:
@@ -35,4 +39,4 @@ def parse_size(text: str | int) -> int:
         raise InvalidInputError(f"{text!r} is no size: write a number with a unit, like 512, 10M or 8GiB")
     number, prefix, binary, _ = match.groups()
     power = " kmgtp".index(prefix.lower() or " ")
-    return int(float(number) * (1024 if binary else 1000) ** power)
+    return int(float(number) * (BINARY if binary else 1000) ** power)

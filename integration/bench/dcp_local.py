@@ -10,6 +10,7 @@ or reads the same bytes in 16 MiB pieces.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,8 +41,7 @@ def timed(function: Callable[[], object]) -> float:
 def write_limit(path: Path, size: int, piece: bytearray) -> None:
     """Write and flush ``size`` bytes."""
     with open(path, "wb", buffering=0) as file:
-        for _ in range(0, size, PIECE):
-            file.write(piece)
+        file.writelines(itertools.repeat(piece, size // PIECE))
         os.fsync(file.fileno())
 
 
@@ -78,13 +79,13 @@ def main() -> None:
             for tensor in state.values():
                 tensor.uniform_()
             url, plain = f"tierfs::file://{root}/store/step_{number}", root / f"plain_{number}"
-            note("save limit", lambda: write_limit(root / "limit", size, piece))
-            note("save plain", lambda: dcp.save(state, checkpoint_id=str(plain)))
-            note("save tierfs", lambda: dcp.save(state, checkpoint_id=url))
-            note("save tierfs again", lambda: dcp.save(state, checkpoint_id=f"{url}_again"))
-            note("load limit", lambda: read_limit(root / "limit", piece))
-            note("load plain", lambda: dcp.load(loaded, checkpoint_id=str(plain)))
-            note("load tierfs", lambda: dcp.load(loaded, checkpoint_id=url))
+            note("save limit", partial(write_limit, root / "limit", size, piece))
+            note("save plain", partial(dcp.save, state, checkpoint_id=str(plain)))
+            note("save tierfs", partial(dcp.save, state, checkpoint_id=url))
+            note("save tierfs again", partial(dcp.save, state, checkpoint_id=f"{url}_again"))
+            note("load limit", partial(read_limit, root / "limit", piece))
+            note("load plain", partial(dcp.load, loaded, checkpoint_id=str(plain)))
+            note("load tierfs", partial(dcp.load, loaded, checkpoint_id=url))
             assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
             if number == 0:
                 seconds.clear()  # the first round warms everything up

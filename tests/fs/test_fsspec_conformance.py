@@ -2,7 +2,7 @@
 
 import uuid
 
-import fsspec.tests.abstract as abstract
+from fsspec.tests import abstract
 import pytest
 
 import tierfs

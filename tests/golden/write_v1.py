@@ -60,7 +60,9 @@ def write_store(root: Path) -> None:
     files = contents()
     for path in ("a/hello.txt", "empty", "numbers.bin", "noise.bin", "zeros-20MiB.bin", "odd names/ü & 100%! [x].txt"):
         clock.sleep(1)
-        save(store, path, files[path], metadata={"step": 7, "tags": ["golden", None]} if path == "numbers.bin" else None)
+        save(
+            store, path, files[path], metadata={"step": 7, "tags": ["golden", None]} if path == "numbers.bin" else None
+        )
     save_module: Any = importlib.import_module("tierfs.store.save")
     direct = save_module.DIRECT_ROW_BYTES_MAX
     save_module.DIRECT_ROW_BYTES_MAX = 0
@@ -135,7 +137,13 @@ def write_damage(root: Path, target: Path) -> None:
     envelope = int.from_bytes(original(chunk)[12:16], "little")
     unknown = bytearray(original(chunk))
     unknown[40 + 16 + 16] = 77
-    case("chunk-unknown-codec", chunk, "numbers.bin", "format", resealed(bytes(unknown[:envelope])) + bytes(unknown[envelope:]))
+    case(
+        "chunk-unknown-codec",
+        chunk,
+        "numbers.bin",
+        "format",
+        resealed(bytes(unknown[:envelope])) + bytes(unknown[envelope:]),
+    )
     # The frame's header is made to claim 4 GiB: nothing may be allocated on its word.
     body = bytearray(original(chunk)[envelope:])
     bomb = b"\x28\xb5\x2f\xfd\xe0" + (1 << 32).to_bytes(8, "little") + bytes(body[13:])
@@ -167,7 +175,11 @@ def main() -> None:
     write_store(HERE / "store")
     write_damage(HERE / "store", HERE / "damaged")
     expected = {path: hashlib.sha256(data).hexdigest() for path, data in contents().items()}
-    listing = {"files": expected, "directories": ["empty directory"], "tombstones": ["condemned-then-saved-again.bin", "deleted.bin"]}
+    listing = {
+        "files": expected,
+        "directories": ["empty directory"],
+        "tombstones": ["condemned-then-saved-again.bin", "deleted.bin"],
+    }
     (HERE / "expected.json").write_text(json.dumps(listing, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -92,7 +92,7 @@ def test_a_missing_chunk(store, tier):
     key = chunk_of(store, "run/one.bin")
     remove(tier, key)
     expect_damage(store, "run/one.bin", key)
-    with pytest.raises(CorruptionError, match="is missing: restore it"):
+    with pytest.raises(CorruptionError, match=r"is missing: restore it"):
         load(fresh(store), "run/one.bin")
 
 
@@ -123,13 +123,13 @@ def test_swapped_manifests(store, tier):
     one, two = keys.record_key("run/one.bin"), keys.record_key("run/two.bin")
     swap(tier, one, two)
     assert {damage.key for damage in verify(fresh(store)).damage} == {one, two}
-    with pytest.raises(CorruptionError, match="another path"):
+    with pytest.raises(CorruptionError, match=r"another path"):
         load(fresh(store), "run/one.bin")
 
 
 def test_a_missing_manifest_is_a_missing_file(store, tier):
     remove(tier, keys.record_key("run/one.bin"))
-    with pytest.raises(NotFoundError, match="run/one.bin"):
+    with pytest.raises(NotFoundError, match=r"run/one.bin"):
         load(fresh(store), "run/one.bin")
 
 

@@ -100,7 +100,7 @@ def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(stor
     name = writer._rows[0].name
     clock.sleep(61)
     remove_chunk(tier, name)
-    with pytest.raises(StoreError, match="collected while this writer was out of touch.*write the file again"):
+    with pytest.raises(StoreError, match=r"collected while this writer was out of touch.*write the file again"):
         writer.commit()
     assert observe(store, "a").record is None
 

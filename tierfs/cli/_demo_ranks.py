@@ -124,7 +124,7 @@ class RankGroup:
         meeting = ["--rendezvous", os.path.join(self._directory.name, "rendezvous"), "--timeout", str(self._timeout_s)]
         command = [sys.executable, "-m", "tierfs.train.demo_worker", *self._arguments, *meeting]
         with self._log(number).open("wb") as log:
-            process = subprocess.Popen(
+            process = subprocess.Popen(  # noqa: S603 - this interpreter, with arguments that were checked
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -37,9 +37,9 @@ class Progress:
         self._lock = threading.Lock()
         self._bar: Any = None
 
-    def __enter__(self) -> Progress:  # noqa: PYI034 - typing.Self needs Python 3.11
+    def __enter__(self) -> Progress:
         if self._wanted:
-            from tqdm import tqdm  # noqa: PLC0415 - slow to import, and mostly not needed
+            from tqdm import tqdm
 
             self._bar = tqdm(
                 desc=self._label,

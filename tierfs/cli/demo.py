@@ -94,7 +94,8 @@ def _checked(arguments: argparse.Namespace) -> _Plan:
     if arguments.url and not (arguments.url.startswith("tierfs") and "://" in arguments.url):
         # DCP takes anything without "://" for a local path, "tierfs::/data" included.
         raise InvalidInputError(
-            f"{arguments.url!r} is no tierfs URL: for a directory, write tierfs::file:///absolute/path", path=arguments.url
+            f"{arguments.url!r} is no tierfs URL: for a directory, write tierfs::file:///absolute/path",
+            path=arguments.url,
         )
     if arguments.url and "memory://" in arguments.url:
         raise InvalidInputError("memory:// ends with its process, and the demo needs several", path=arguments.url)

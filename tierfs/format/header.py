@@ -49,13 +49,18 @@ def peek_kind(data: Buffer, where: str) -> tuple[Kind, int]:
         FormatError: Another format version, or an unknown kind.
     """
     if len(data) < HEADER_BYTES:
-        raise CorruptionError(f"{where}: {len(data)} bytes are too few for a tierfs object: it was cut short", path=where)
+        raise CorruptionError(
+            f"{where}: {len(data)} bytes are too few for a tierfs object: it was cut short", path=where
+        )
     magic, version, kind, word = _HEADER.unpack_from(data)
     if magic != MAGIC:
-        raise CorruptionError(f"{where}: does not start like a tierfs object: damaged, or not written by tierfs", path=where)
+        raise CorruptionError(
+            f"{where}: does not start like a tierfs object: damaged, or not written by tierfs", path=where
+        )
     if version != VERSION:
         raise FormatError(
-            f"{where}: format version {version}, and this tierfs reads version {VERSION}: use a newer tierfs", path=where
+            f"{where}: format version {version}, and this tierfs reads version {VERSION}: use a newer tierfs",
+            path=where,
         )
     try:
         return Kind(kind), word

@@ -104,7 +104,11 @@ class Manifest:
         """
         previous = self.previous.encode()
         try:
-            metadata = json.dumps(dict(self.metadata), sort_keys=True, separators=(",", ":")).encode() if self.metadata else b""
+            metadata = (
+                json.dumps(dict(self.metadata), sort_keys=True, separators=(",", ":")).encode()
+                if self.metadata
+                else b""
+            )
         except (TypeError, ValueError) as error:
             raise InvalidInputError(f"metadata of {path!r} is no JSON: {error}", path=path) from None
         check_writable(len(previous), VERSION_BYTES_MAX, "length of a version")
@@ -231,7 +235,7 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
         previous=previous,
         metadata=metadata,
     )
-    if flags & _INLINE and indirect or (indirect and not rows):
+    if (flags & _INLINE and indirect) or (indirect and not rows):
         raise cursor.malformed("an indirect table that is not there")
     if kind is Kind.DIRECTORY and (not flags & _INLINE or rows or length):
         raise cursor.malformed("a directory's marker with content in it")
@@ -300,11 +304,9 @@ def decode_rows(cursor: Cursor, count: int | None, kind: DigestKind) -> tuple[Ro
         generation, recipe = cursor.unsigned(4), cursor.bytes(8)
         bases = cursor.bounded(2, BASES_MAX, "base count")
         cursor.zeros(2)
-        needs = tuple(
-            ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8)) for _ in range(bases)
-        )
+        needs = tuple(ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8)) for _ in range(bases))
         rows.append(Row(ChunkName(name_digest, generation, recipe), raw_length, stored_length, needs))
     return tuple(rows)
 
 
-assert NO_RECIPE == bytes(8)
+assert bytes(8) == NO_RECIPE

@@ -30,7 +30,7 @@ async def run_in_thread(function: Callable[..., _Out], *args: Any, **kwargs: Any
 
 
 def _threads() -> ThreadPoolExecutor:
-    global _executor  # noqa: PLW0603 - made at first use, and anew in a forked child
+    global _executor
     with _lock:
         if _executor is None:
             _executor = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="tierfs-call")
@@ -38,7 +38,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _renew() -> None:
-    global _executor, _lock  # noqa: PLW0603 - a forked child has none of the parent's threads, and maybe a held lock
+    global _executor, _lock
     _executor, _lock = None, threading.Lock()
 
 

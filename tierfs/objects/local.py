@@ -80,7 +80,9 @@ class LocalObjects:
             with translated(self._name(key)):
                 return self._put(key, data, mode)
         except NotFoundError as error:
-            raise StoreError(f"{self._name(key)}: a file is where a directory must be, or the other way round", path=key) from error
+            raise StoreError(
+                f"{self._name(key)}: a file is where a directory must be, or the other way round", path=key
+            ) from error
 
     def _put(self, key: str, data: Sequence[Buffer], mode: PutMode) -> ObjectInfo:
         target = self._path(key)

@@ -175,7 +175,9 @@ def _fetch_object(store: Store, key: str, row: Row, start: int, out: memoryview,
             at += sizes[index]
     for index in range(first, last + 1):
         if digest.hash_bytes(kind, targets.view(index)) != envelope.blocks[index].digest:
-            raise CorruptionError(f"{place} is damaged: block {index} does not have its digest", path=place, tier="object")
+            raise CorruptionError(
+                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object"
+            )
     targets.finish()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.format.header import Kind
 from tierfs.format.manifest import Manifest, inline_digest
@@ -74,7 +76,9 @@ def remove_directory(store: Store, path: str) -> None:
     if not entry.is_directory:
         raise NotFoundError(f"{store.where(path)} is a file", path=path)
     if list_directory(store, path, detail=False):
-        raise StoreError(f"{store.where(path)} is not empty", path=path)
+        error = StoreError(f"{store.where(path)} is not empty: delete what lies in it first", path=path)
+        error.errno = errno.ENOTEMPTY
+        raise error
     observed = observe_marker(store, path) if path else None
     if observed is not None and observed.manifest is not None:
         bury(store, observed)

@@ -93,10 +93,9 @@ class HostRecords:
             for at in range(0, len(names), QUERY_KEYS_MAX):
                 some = names[at : at + QUERY_KEYS_MAX]
                 marks = ",".join("?" * len(some))
-                query = f"SELECT key, version, data FROM records WHERE store = ? AND key IN ({marks})"  # noqa: S608 - only marks
-                for key, version, data in connection.execute(query, [self._uuid, *some]):
-                    if versions[key] == version:
-                        found[key] = data
+                query = f"SELECT key, version, data FROM records WHERE store = ? AND key IN ({marks})"
+                rows = connection.execute(query, [self._uuid, *some])
+                found.update({key: data for key, version, data in rows if versions[key] == version})
 
         self._use(look_up)
         return found

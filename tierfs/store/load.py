@@ -153,5 +153,3 @@ class _ChunkReader:
             fetch(self._store, *piece, self._where)
 
         transfers().map(fill, pieces)
-
-

@@ -120,6 +120,18 @@ class Writer:
             StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
         """
         view = memoryview(data).cast("B")
+        try:
+            self._take(view)
+        except BaseException:
+            # There is a hole now, so this file is never published.
+            self.abort()
+            raise
+        self.length += len(view)
+        return len(view)
+
+    def _take(self, view: memoryview) -> None:
+        if self._done:
+            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
         at = 0
         while at < len(view):
             if self._chunk is None and len(self._small) + len(view) - at <= INLINE_BYTES_MAX:
@@ -132,8 +144,6 @@ class Writer:
             at += count
             if self._filled == CHUNK_BYTES:
                 self._send_chunk()
-        self.length += len(view)
-        return len(view)
 
     def commit(self) -> Manifest:
         """Wait for the chunks, then publish the file.
@@ -144,6 +154,8 @@ class Writer:
             StoreError, CapacityError, ReadOnlyError: The object tier failed. The path holds what it held before; only
                 after a transient `StoreError` the new file may be there instead.
         """
+        if self._done:
+            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
         try:
             rows = self._finish_rows()
             manifest = self._manifest(rows)

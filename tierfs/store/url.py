@@ -97,7 +97,7 @@ def strip(protocol: str, path: str) -> str:
         InvalidInputError: fsspec knows no such filesystem, or its package is missing.
     """
     try:
-        stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(path)  # noqa: SLF001 - fsspec's own contract
+        stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(path)
     except (ValueError, ImportError) as error:
         raise InvalidInputError(f"{path!r}: {error}") from None
     text = str(stripped)
@@ -114,8 +114,8 @@ def parse_url(url: str) -> Location:
     """
     protocol, path = split_url(url)
     if protocol is not None:
-        chained = url[len(_CHAIN) :] if url.startswith(_CHAIN) else url
-        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(chained)  # noqa: SLF001 - as above
+        chained = url.removeprefix(_CHAIN)
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(chained)
         return Location(protocol, path, options)
     if url.startswith(_NAMED):
         return named_location(path)

@@ -65,7 +65,7 @@ class ByteStream:
 
     def __init__(self, text: bytes, *, batch: int, context: int, rank: int, world_size: int, seed: int) -> None:
         self.position = 0
-        self.generator = random.Random(seed + rank)  # noqa: S311 - no secret: it has to repeat
+        self.generator = random.Random(seed + rank)
         self._context = context
         self._lane_size = len(text) // (batch * world_size)
         if self._lane_size < 2 * context + 2:

@@ -90,7 +90,7 @@ def main() -> int:
     threading.Thread(target=_end_with_launcher, name="tierfs-demo-launcher-watch", daemon=True).start()
     place = _Place(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the only way to call it
     dist.init_process_group(
         "gloo",
         init_method=f"file://{arguments.rendezvous}",
@@ -206,7 +206,7 @@ def _one_step(state: TrainingState, place: _Place) -> float:
     state.step += 1
     mean = loss.detach().clone()
     dist.all_reduce(mean)
-    value = mean.item() / place.world_size
+    value = float(mean.item()) / place.world_size
     if not math.isfinite(value):
         raise FloatingPointError(f"the loss of step {state.step} is {value}: nothing could be compared with it")
     return value

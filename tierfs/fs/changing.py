@@ -1,0 +1,171 @@
+"""Directories, and files as a whole: make, remove, copy, move."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from fsspec.asyn import sync
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.utils import stringify_path
+
+from tierfs import store as verbs
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.fs.reading import Reading
+from tierfs.fs.threads import run_in_thread
+from tierfs.fs.writefile import WriteFile
+from tierfs.store import Writer
+from tierfs.store.transfers import transfers
+
+__all__ = ["Changing"]
+
+
+class Changing(Reading):
+    """The part of `TierFileSystem` that changes the tree; no data moves, but between stores."""
+
+    async def _mkdir(self, path: str, create_parents: bool = True, **kwargs: Any) -> None:
+        await run_in_thread(self._mkdir_now, path, create_parents=create_parents, exist_ok=False)
+
+    async def _makedirs(self, path: str, exist_ok: bool = False) -> None:
+        await run_in_thread(self._mkdir_now, path, create_parents=True, exist_ok=exist_ok)
+
+    def _mkdir_now(self, path: str, *, create_parents: bool, exist_ok: bool) -> None:
+        store, relative = self._locate(path, write=True)
+        parent = relative.rpartition("/")[0]
+        if not create_parents and parent:
+            verbs.stat(store, parent)
+        verbs.make_directory(store, relative, exist_ok=exist_ok)
+
+    def rmdir(self, path: str) -> None:
+        """Remove a directory, which must be empty."""
+        store, relative = self._locate(path)
+        if not verbs.stat(store, relative).is_directory:
+            raise NotADirectoryError(f"{path} is a file")
+        verbs.remove_directory(store, relative)
+
+    async def _rm_file(self, path: str, **kwargs: Any) -> None:
+        await run_in_thread(lambda: verbs.delete(*self._locate(path)))
+
+    def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """Delete files, and with ``recursive`` directories.
+
+        A path that this thread is failing to write keeps what it held before (see `WriteFile.absorb_removal`).
+        """
+        if isinstance(path, (str, os.PathLike)):
+            stripped = self._strip(path)
+            if any(handle.path == stripped and handle.absorb_removal() for handle in list(self._opened.handles)):
+                return
+        sync(self.loop, self._rm, path, recursive=recursive, maxdepth=maxdepth, **kwargs)
+
+    async def _rm(
+        self,
+        path: Any,
+        recursive: bool = False,
+        batch_size: int | None = None,
+        maxdepth: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        paths = await self._expand_path(path, recursive=recursive, maxdepth=maxdepth)
+        await run_in_thread(self._rm_now, paths, recursive=recursive)
+
+    def _rm_now(self, paths: list[str], *, recursive: bool) -> None:
+        directories = []
+
+        def remove(path: str) -> None:
+            store, relative = self._locate(path)
+            try:
+                if relative:
+                    verbs.delete(store, relative)
+            except NotFoundError:
+                # No file. A directory that is only implied goes with the last file below it, perhaps just now.
+                if recursive:
+                    directories.append(path)
+                elif verbs.stat(store, relative).is_directory:
+                    raise IsADirectoryError(f"{path} is a directory: delete it with recursive=True") from None
+                else:
+                    raise
+
+        transfers().map(remove, paths)
+        for path in sorted(directories, key=len, reverse=True):
+            store, relative = self._locate(path)
+            with contextlib.suppress(NotFoundError):
+                verbs.remove_directory(store, relative)
+
+    async def _cp_file(self, path1: str, path2: str, **kwargs: Any) -> None:
+        await run_in_thread(self._cp_now, path1, path2)
+
+    def _cp_now(self, path1: str, path2: str) -> None:
+        source, source_path = self._locate(path1)
+        target, target_path = self._locate(path2, write=True)
+        entry = verbs.stat(source, source_path)
+        if entry.is_directory:
+            verbs.make_directory(target, target_path, exist_ok=True)
+        elif source is target:
+            verbs.copy(source, source_path, target_path)
+        else:
+            reader = verbs.open_entry(source, entry)
+            writer = Writer(target, target_path)
+            with WriteFile(self, path2, writer, "wb") as file:
+                self._download(reader, file, DEFAULT_CALLBACK)
+
+    async def _mv_file(self, path1: str, path2: str) -> None:
+        await run_in_thread(self._mv_now, path1, path2)
+
+    def _mv_now(self, path1: str, path2: str) -> None:
+        source, source_path = self._locate(path1)
+        target, target_path = self._locate(path2, write=True)
+        if source is target:
+            verbs.rename(source, source_path, target_path)
+        else:
+            self._cp_now(path1, path2)
+            verbs.delete(source, source_path)
+
+    def mv(self, path1: Any, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
+        """Move files: each one's manifest is written at its target, then a tombstone at its source; no data moves.
+
+        A directory is moved with all below it, file by file. If ``path2`` is a directory, or ends with ``/``, what is
+        moved goes into it under its own name; so does each of several, for a list or a pattern.
+        """
+        path1 = stringify_path(path1)
+        if isinstance(path1, list) and isinstance(path2, list):
+            for pair in zip(path1, path2, strict=True):
+                self.mv(*pair)
+            return
+        into = str(path2).endswith("/") or self.isdir(path2)
+        sources = [path1] if isinstance(path1, str) and self.lexists(path1) else self.expand_path(path1)
+        if len(sources) > 1 and not into:
+            raise InvalidInputError(f"{path2!r} is no directory, so {len(sources)} files cannot be moved there")
+        for source in map(self._strip, sources):
+            target = self._strip(path2)
+            if into:
+                target = f"{target.rstrip('/')}/{source.rpartition('/')[2]}"
+            if source == target:
+                continue
+            if not self.isdir(source):
+                self._mv_now(source, target)
+                continue
+            if f"{target}/".startswith(f"{source}/"):
+                raise InvalidInputError(f"{source!r} cannot be moved into itself")
+            self._mkdir_now(target, create_parents=True, exist_ok=True)
+            for name, info in self.find(source, withdirs=True, detail=True).items():
+                if name == source:
+                    continue
+                if info["type"] == "directory":
+                    self._mkdir_now(target + name[len(source) :], create_parents=True, exist_ok=True)
+                else:
+                    self._mv_now(name, target + name[len(source) :])
+            self._remove_if_empty(source)
+
+    def _remove_if_empty(self, path: str) -> None:
+        """Remove a directory and those below it, but for those in which something was written in the meantime."""
+        below = [
+            name
+            for name, info in self._find_now(path, None, withdirs=True, detail=True).items()
+            if info["type"] == "directory"
+        ]
+        for name in sorted({path, *below}, key=len, reverse=True):
+            store, relative = self._locate(name)
+            with contextlib.suppress(NotFoundError):
+                if not verbs.list_directory(store, relative, detail=False):
+                    verbs.remove_directory(store, relative)

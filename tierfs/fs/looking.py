@@ -1,0 +1,163 @@
+"""What is there: info, listings, walks, times and digests."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fsspec.utils import tokenize
+
+from tierfs import store as verbs
+from tierfs.errors import NotFoundError
+from tierfs.fs.paths import PathSpace
+from tierfs.fs.threads import run_in_thread
+from tierfs.store import Entry
+
+__all__ = ["Looking", "describe"]
+
+
+class Looking(PathSpace):
+    """The part of `TierFileSystem` that describes what is there."""
+
+    async def _info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        return await run_in_thread(self._info_now, path)
+
+    def _info_now(self, path: str) -> dict[str, Any]:
+        store, relative = self._locate(path)
+        return describe(self._strip(path), verbs.stat(store, relative))
+
+    async def _ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        return await run_in_thread(self._ls_now, path, detail=detail)
+
+    def _ls_now(self, path: str, *, detail: bool) -> list[Any]:
+        store, relative = self._locate(path)
+        entries = verbs.list_directory(store, relative, detail=detail)
+        names = [self._name(path, relative, entry.path) for entry in entries]
+        return [describe(*pair) for pair in zip(names, entries, strict=True)] if detail else names
+
+    async def _find(
+        self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
+    ) -> Any:
+        if maxdepth is not None and maxdepth < 1:
+            raise ValueError("maxdepth must be at least 1")
+        found = await run_in_thread(self._find_now, path, maxdepth, withdirs=withdirs, detail=detail)
+        return found if detail else sorted(found)
+
+    def _find_now(self, path: str, maxdepth: int | None, *, withdirs: bool, detail: bool) -> dict[str, dict[str, Any]]:
+        try:
+            store, relative = self._locate(path)
+            if maxdepth == 1:
+                entries = verbs.list_directory(store, relative, detail=detail)
+            else:
+                entries = verbs.find(store, relative, detail=detail)
+        except NotFoundError:
+            return {}
+        depth = relative.count("/") + 1 if relative else 0
+        found = {}
+        if withdirs and self._strip(path) and not (len(entries) == 1 and entries[0].path == relative):
+            with contextlib.suppress(NotFoundError):
+                found[self._strip(path)] = self._info_now(path)
+        for entry in entries:
+            if entry.is_directory and not withdirs:
+                continue
+            if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
+                continue
+            name = self._name(path, relative, entry.path)
+            found[name] = describe(name, entry) if detail else {}
+        return dict(sorted(found.items()))
+
+    async def _walk(
+        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = "omit", **kwargs: Any
+    ) -> AsyncIterator[tuple[str, Any, Any]]:
+        """As in fsspec, but ``on_error="omit"`` passes over what is not there, never over damage or a failing tier."""
+        if maxdepth is not None and maxdepth < 1:
+            raise ValueError("maxdepth must be at least 1")
+        detail = kwargs.pop("detail", False)
+        path = self._strip(path)
+        try:
+            listing = await self._ls(path, detail=True)
+        except NotFoundError as error:
+            if on_error == "raise":
+                raise
+            if callable(on_error):
+                on_error(error)
+            yield (path, {}, {}) if detail else (path, [], [])
+            return
+        base = path.rstrip("/")
+        dirs: Any = {info["name"][len(base) + 1 :]: info for info in listing if info["type"] == "directory"}
+        files: Any = {info["name"][len(base) + 1 :]: info for info in listing if info["type"] != "directory"}
+        below = {name: info["name"] for name, info in dirs.items()}
+        if not detail:
+            dirs, files = list(dirs), list(files)
+        if topdown:
+            yield path, dirs, files
+        if maxdepth is None or maxdepth > 1:
+            depth = None if maxdepth is None else maxdepth - 1
+            for name in list(dirs):
+                async for item in self._walk(below[name], depth, topdown, on_error, detail=detail):
+                    yield item
+        if not topdown:
+            yield path, dirs, files
+
+    async def _isfile(self, path: str) -> bool:
+        try:
+            return bool((await self._info(path))["type"] == "file")
+        except NotFoundError:
+            return False
+
+    async def _isdir(self, path: str) -> bool:
+        try:
+            return bool((await self._info(path))["type"] == "directory")
+        except NotFoundError:
+            return False
+
+    async def _du(self, path: str, total: bool = True, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        found = await self._find(path, maxdepth=maxdepth, detail=True, **kwargs)
+        sizes = {name: info["size"] for name, info in found.items()}
+        return sum(sizes.values()) if total else sizes
+
+    def created(self, path: str) -> dt.datetime:
+        """When the file first appeared, in UTC."""
+        return self._time(path, "created")
+
+    def modified(self, path: str) -> dt.datetime:
+        """When its content was written, in UTC."""
+        return self._time(path, "mtime")
+
+    def _time(self, path: str, which: str) -> dt.datetime:
+        info = self._info_now(path)
+        if which not in info:
+            raise IsADirectoryError(
+                f"{path} is a directory that is there only because of what lies in it: it has no times"
+            )
+        return dt.datetime.fromtimestamp(info[which], tz=dt.timezone.utc)
+
+    def ukey(self, path: str) -> str:
+        """The content digest: the same for the same content cut in the same places, wherever it lies."""
+        info = self._info_now(path)
+        return str(info.get("digest") or info.get("version") or tokenize(info["name"], info["type"]))
+
+    def checksum(self, path: str) -> int:
+        """The content digest as a number."""
+        return int.from_bytes(self.ukey(path).encode(), "big")
+
+
+def describe(name: str, entry: Entry) -> dict[str, Any]:
+    """Describe a file or directory as fsspec does."""
+    info: dict[str, Any] = {
+        "name": name,
+        "size": 0 if entry.is_directory else entry.length,
+        "type": "directory" if entry.is_directory else "file",
+    }
+    if entry.manifest is not None:
+        info |= {"created": entry.manifest.created_ns / 1e9, "mtime": entry.manifest.modified_ns / 1e9}
+        if not entry.is_directory:
+            info |= {"digest": entry.manifest.digest.hex(), "chunks": len(entry.manifest.rows)}
+            if entry.manifest.metadata:
+                info["metadata"] = dict(entry.manifest.metadata)
+    elif entry.foreign is not None:
+        seconds = entry.foreign.modified_ns / 1e9
+        info |= {"created": seconds, "mtime": seconds, "version": entry.foreign.version, "foreign": True}
+    return info

@@ -1,0 +1,149 @@
+"""What an instance is, and from a path or URL to a store.
+
+A path handed to an instance is the object tier's own (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named
+stores; every method takes a full URL in its place. Which store a path lies in is found by walking up from it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from typing import Any
+
+from fsspec.asyn import AsyncFileSystem, get_loop
+from fsspec.implementations.chained import ChainedFileSystem
+from fsspec.utils import stringify_path
+
+from tierfs import store as verbs
+from tierfs.errors import InvalidInputError, StoreNotFoundError
+from tierfs.fs.transactions import TierTransaction
+from tierfs.fs.writefile import WriteFile
+from tierfs.store import Location, Store
+from tierfs.store.url import named_location, split_url, strip
+
+__all__ = ["PathSpace"]
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("", "0", "false", "no", "off")
+_FSSPEC_OPTIONS = frozenset(
+    {"use_listings_cache", "listings_expiry_time", "max_paths", "add_docs", "add_aliases", "protocol", "fs"}
+)
+
+
+class PathSpace(AsyncFileSystem, ChainedFileSystem):
+    """The lowest part of `TierFileSystem`, which describes the arguments."""
+
+    protocol = "tierfs"
+    root_marker = ""
+    transaction_type = TierTransaction
+    _pid: int
+    # One instance serves every URL of an object tier, so that they share stores and caches.
+    _strip_tokenize_options = ("fo",)
+
+    def __init__(
+        self,
+        target_protocol: str | None = None,
+        target_options: dict[str, Any] | None = None,
+        fo: str = "",
+        *,
+        create: bool | str | None = None,
+        asynchronous: bool = False,
+        loop: Any = None,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        unknown = sorted(set(options) - _FSSPEC_OPTIONS)
+        if unknown:
+            raise InvalidInputError(
+                f"unknown option {unknown[0]!r} for tierfs: it takes 'create', and what fsspec takes"
+            )
+        super().__init__(asynchronous=asynchronous, loop=loop, batch_size=batch_size, **options)
+        self._create = _flag(create)
+        self._target_protocol = target_protocol
+        self._target_options = dict(target_options or {})
+        if target_protocol is not None:
+            strip(target_protocol, "")
+        self._opened = _Opened()
+        # fsspec calls this on instances; there, a bare path is one of the object tier's.
+        self._strip_protocol = self._strip  # type: ignore[method-assign]
+
+    @property
+    def loop(self) -> Any:
+        """The event loop; in a forked child a new one, so that an inherited instance goes on working."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._loop = get_loop()
+        return self._loop
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        if isinstance(path, list):
+            return [cls._strip_protocol(item) for item in path]
+        _, stripped = split_url(stringify_path(path))
+        return stripped.rstrip("/") or ("/" if stripped.startswith("/") else "")
+
+    def _strip(self, path: Any) -> Any:
+        if isinstance(path, list):
+            return [self._strip(item) for item in path]
+        text = stringify_path(path)
+        protocol, stripped = split_url(text)
+        if protocol is None and not text.startswith("tierfs://"):
+            if self._target_protocol is None:
+                return stripped.strip("/")
+            return strip(self._target_protocol, stripped)
+        if protocol != self._target_protocol and not self._same_filesystem(protocol):
+            mine = f"tierfs::{self._target_protocol}://" if self._target_protocol else "tierfs://NAME"
+            raise InvalidInputError(f"{text!r} is not on this filesystem, which is {mine}: use fsspec.url_to_fs for it")
+        return stripped
+
+    def _same_filesystem(self, protocol: str | None) -> bool:
+        local = ("file", "local")
+        return protocol in local and self._target_protocol in local
+
+    def unstrip_protocol(self, name: str) -> str:
+        """The full URL of a path."""
+        stripped = self._strip(name)
+        if self._target_protocol is None:
+            return f"tierfs://{stripped}"
+        return f"tierfs::{self._target_protocol}://{stripped}"
+
+    def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
+        """The store that a path lies in, and the path relative to it."""
+        stripped = self._strip(path)
+        if not stripped and not write:
+            raise StoreNotFoundError(f"{self.unstrip_protocol('')} is above every store: name a path in one")
+        if self._target_protocol is None:
+            location = named_location(stripped)
+        else:
+            location = Location(self._target_protocol, stripped, self._target_options)
+        return verbs.open_store(location, create=write and self._may_create(location))
+
+    def _may_create(self, location: Location) -> bool:
+        if self._create is not None:
+            return self._create
+        # Looked up each time, because fsspec hands the same instance out again after the environment has changed.
+        wish = os.environ.get("TIERFS_CREATE")
+        return wish.lower() in _TRUE if wish else location.create
+
+    def _name(self, path: str, relative: str, found: str) -> str:
+        """The name to show for what was found at ``found`` in the store, when ``path`` is ``relative`` in it."""
+        stripped = self._strip(path)
+        below = found[len(relative) :].strip("/")
+        return f"{stripped.rstrip('/')}/{below}" if below else str(stripped)
+
+
+class _Opened(threading.local):
+    """What each thread opened for writing and still refers to."""
+
+    def __init__(self) -> None:
+        self.handles: weakref.WeakSet[WriteFile] = weakref.WeakSet()
+
+
+def _flag(value: bool | str | None) -> bool | None:
+    """An option that may come from a URL's configuration as text; ``None`` if it was not given."""
+    if value is None or str(value).lower() in _TRUE:
+        return None if value is None else True
+    if str(value).lower() in _FALSE:
+        return False
+    raise InvalidInputError(f"'create' is true or false, not {value!r}")

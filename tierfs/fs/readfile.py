@@ -1,0 +1,132 @@
+"""The handle of a file that is read."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from typing import Any
+
+from tierfs.digest import BLOCK_BYTES
+from tierfs.store import Reader
+
+__all__ = ["ReadFile"]
+
+READ_AHEAD_BLOCKS = 4
+SMALL_READ_BYTES_MAX = READ_AHEAD_BLOCKS * BLOCK_BYTES
+CACHED_BLOCKS_MAX = 8
+
+
+class ReadFile(io.BufferedReader):
+    """A file at one version, opened for reading. Large reads go straight into the caller's buffer.
+
+    Args:
+        fs: The filesystem it was opened with.
+        path: The path, as that filesystem writes it.
+        reader: The opened version.
+        details: What ``fs.info`` says of it.
+
+    Attributes:
+        size: Bytes of the file.
+        details: What ``fs.info`` said of it when it was opened.
+    """
+
+    def __init__(self, fs: Any, path: str, reader: Reader, details: dict[str, Any]) -> None:
+        super().__init__(_RawReader(path, reader), max(1, min(BLOCK_BYTES, reader.length)))
+        self.fs = fs
+        self.path = path
+        self.size = reader.length
+        self.details = details
+
+    @property
+    def full_name(self) -> str:
+        """The path with its protocol."""
+        return str(self.fs.unstrip_protocol(self.path))
+
+    def info(self) -> dict[str, Any]:
+        """What ``fs.info`` said of it when it was opened."""
+        return self.details
+
+
+class _RawReader(io.RawIOBase):
+    """Positioned reads; small ones through a few blocks that are kept, with read-ahead where they follow each other.
+
+    The kept blocks lie in one buffer that is used round and round, because first touch of fresh memory is slow.
+    """
+
+    mode = "rb"
+
+    def __init__(self, path: str, reader: Reader) -> None:
+        self.name = path
+        self._reader = reader
+        self._at = 0
+        self._next = 0
+        self._kept = memoryview(b"")
+        self._slots: dict[int, int] = {}  # which block lies in which slot of `_kept`
+        self._free_slot = 0
+        self._lock = threading.Lock()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._reader.length}
+        if whence not in base:
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
+        target = base[whence] + offset
+        if target < 0:
+            raise ValueError(f"cannot seek to {target}, before the start of the file")
+        self._at = target
+        return target
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        count = max(0, min(len(out), self._reader.length - self._at))
+        if count > SMALL_READ_BYTES_MAX:
+            self._reader.read_into(self._at, out[:count])
+        elif count:
+            with self._lock:
+                self._read_small(out[:count])
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        out = bytearray(max(0, self._reader.length - self._at))
+        self._reader.read_into(self._at, memoryview(out))
+        self._at += len(out)
+        return bytes(out)
+
+    def _read_small(self, out: memoryview) -> None:
+        last = (self._at + len(out) - 1) // BLOCK_BYTES
+        done = 0
+        while done < len(out):
+            index, start = divmod(self._at + done, BLOCK_BYTES)
+            if index not in self._slots:
+                self._keep(index, last)
+            begin = self._slots[index] * BLOCK_BYTES
+            count = min(BLOCK_BYTES - start, len(out) - done)
+            out[done : done + count] = self._kept[begin + start : begin + start + count]
+            done += count
+
+    def _keep(self, index: int, last: int) -> None:
+        """Fetch blocks from ``index`` on: as far as ``last`` is wanted now, and further where reads follow each other."""
+        blocks = -(-self._reader.length // BLOCK_BYTES)
+        if not self._kept:
+            self._kept = memoryview(bytearray(min(CACHED_BLOCKS_MAX, blocks) * BLOCK_BYTES))
+        ahead = READ_AHEAD_BLOCKS if index == self._next and index else 1
+        count = min(max(ahead, last - index + 1), READ_AHEAD_BLOCKS, blocks - index)
+        if (self._free_slot + count) * BLOCK_BYTES > len(self._kept):
+            self._free_slot = 0
+        taken = range(self._free_slot, self._free_slot + count)
+        self._slots = {block: slot for block, slot in self._slots.items() if slot not in taken}
+        begin = index * BLOCK_BYTES
+        length = min(count * BLOCK_BYTES, self._reader.length - begin)
+        self._reader.read_into(begin, self._kept[taken.start * BLOCK_BYTES :][:length])
+        self._slots |= {index + number: slot for number, slot in enumerate(taken)}
+        self._next, self._free_slot = index + count, taken.stop

@@ -1,0 +1,133 @@
+"""Whole files and ranges of them, into memory or onto a local disk."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from fsspec.callbacks import DEFAULT_CALLBACK
+from fsspec.utils import isfilelike
+
+from tierfs import store as verbs
+from tierfs.errors import TierfsError
+from tierfs.fs.looking import Looking
+from tierfs.fs.threads import run_in_thread
+from tierfs.store.transfers import transfers
+
+__all__ = ["Reading"]
+
+COPY_BYTES = 16 << 20
+
+
+class Reading(Looking):
+    """The part of `TierFileSystem` that reads without a handle."""
+
+    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
+        return await run_in_thread(self._cat_now, path, start, end)
+
+    def _cat_now(self, path: str, start: int | None, end: int | None) -> bytes:
+        store, relative = self._locate(path)
+        reader = verbs.open_entry(store, verbs.stat(store, relative))
+        begin, stop, _ = slice(start, end).indices(reader.length)
+        out = bytearray(max(0, stop - begin))
+        reader.read_into(begin, memoryview(out))
+        return bytes(out)
+
+    async def _cat_ranges(
+        self,
+        paths: list[str],
+        starts: Any,
+        ends: Any,
+        max_gap: int | None = None,
+        batch_size: int | None = None,
+        on_error: str = "return",
+        **kwargs: Any,
+    ) -> list[Any]:
+        if not isinstance(paths, list):
+            raise TypeError("paths must be a list")
+        first = list(starts) if isinstance(starts, Iterable) else [starts] * len(paths)
+        last = list(ends) if isinstance(ends, Iterable) else [ends] * len(paths)
+        if len(first) != len(paths) or len(last) != len(paths):
+            raise ValueError(f"{len(paths)} paths with {len(first)} starts and {len(last)} ends")
+        # Each file is looked up once, however many of its ranges are wanted; different files are read at once.
+        places: dict[str, list[int]] = {}
+        for index, path in enumerate(paths):
+            places.setdefault(path, []).append(index)
+        results: list[Any] = [None] * len(paths)
+
+        async def read(path: str, indexes: list[int]) -> None:
+            ranges = [(first[index], last[index]) for index in indexes]
+            found = await run_in_thread(self._cat_ranges_now, path, ranges)
+            for index, result in zip(indexes, found, strict=True):
+                results[index] = result
+
+        await asyncio.gather(*(read(path, indexes) for path, indexes in places.items()))
+        if on_error != "return":
+            for result in results:
+                if isinstance(result, Exception):
+                    raise result
+        return results
+
+    def _cat_ranges_now(self, path: str, ranges: list[tuple[int | None, int | None]]) -> list[Any]:
+        try:
+            store, relative = self._locate(path)
+            reader = verbs.open_entry(store, verbs.stat(store, relative))
+        except (TierfsError, OSError) as error:
+            return [error] * len(ranges)
+
+        def read(wanted: tuple[int | None, int | None]) -> bytes | Exception:
+            begin, stop, _ = slice(*wanted).indices(reader.length)
+            out = bytearray(max(0, stop - begin))
+            try:
+                reader.read_into(begin, memoryview(out))
+            except (TierfsError, OSError) as error:
+                return error
+            return bytes(out)
+
+        return [read(wanted) for wanted in ranges]
+
+    async def _get_file(self, rpath: str, lpath: Any, callback: Any = DEFAULT_CALLBACK, **kwargs: Any) -> None:
+        await run_in_thread(self._get_now, rpath, lpath, callback)
+
+    def _get_now(self, rpath: str, lpath: Any, callback: Any) -> None:
+        store, relative = self._locate(rpath)
+        entry = verbs.stat(store, relative)
+        if isfilelike(lpath):
+            self._download(verbs.open_entry(store, entry), lpath, callback)
+            return
+        target = os.fspath(lpath)
+        if entry.is_directory:
+            os.makedirs(target, exist_ok=True)
+            return
+        reader = verbs.open_entry(store, entry)
+        directory = os.path.dirname(os.path.abspath(target))
+        os.makedirs(directory, exist_ok=True)
+        # Beside the target, then renamed: a download that breaks off leaves no half file under the real name. Opened as
+        # any new file, so that the kernel applies the umask, which no thread can read without changing it for all.
+        temporary = os.path.join(directory, f".tierfs-get-{secrets.token_hex(8)}")
+        try:
+            with open(temporary, "xb") as file:
+                self._download(reader, file, callback)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    def _download(self, reader: Any, file: Any, callback: Any) -> None:
+        callback.set_size(reader.length)
+        buffer = transfers().take_buffer()
+        try:
+            for offset in range(0, reader.length, COPY_BYTES):
+                piece = memoryview(buffer)[: min(COPY_BYTES, reader.length - offset)]
+                reader.read_into(offset, piece)
+                file.write(piece)
+                callback.relative_update(len(piece))
+            if hasattr(file, "flush"):
+                file.flush()
+        finally:
+            transfers().give_buffer(buffer)

@@ -1,0 +1,128 @@
+"""Handles in text mode and behind a compressor, which pass on what is to be published and what is not."""
+
+from __future__ import annotations
+
+import io
+import os
+from types import TracebackType
+from typing import Any
+
+from tierfs.digest import BLOCK_BYTES
+from tierfs.fs.readfile import ReadFile
+from tierfs.fs.writefile import WriteFile
+
+__all__ = ["CompressedFile", "TextFile"]
+
+
+class TextFile(io.TextIOWrapper):
+    """A handle in text mode, which passes on that an exception, or being dropped, is to publish nothing."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self.closed and isinstance(self.buffer, WriteFile | CompressedFile):
+            self.buffer.give_up(error)
+        self.close()
+
+    def __del__(self) -> None:
+        try:
+            if self.closed:
+                return
+        except ValueError:
+            return  # its arguments were refused, so it never became a handle
+        try:
+            if isinstance(self.buffer, WriteFile | CompressedFile):
+                self.buffer.drop()
+        finally:
+            self.close()
+
+
+class CompressedFile(io.BufferedIOBase):
+    """A handle behind a compressor, whose ``close`` also closes what lies below it, as compressors leave undone."""
+
+    def __init__(self, outer: Any, inner: ReadFile | WriteFile) -> None:
+        self._outer = outer
+        self._inner = inner
+        self.path = inner.path
+
+    def readable(self) -> bool:
+        """Whether the handle below is."""
+        return self._inner.readable()
+
+    def writable(self) -> bool:
+        """Whether the handle below is."""
+        return self._inner.writable()
+
+    def seekable(self) -> bool:
+        """Whether the compressor can seek."""
+        return bool(self._outer.seekable())
+
+    def read(self, size: int | None = -1) -> bytes:
+        """Read and decompress."""
+        return bytes(self._outer.read(-1 if size is None else size))
+
+    def read1(self, size: int = -1) -> bytes:
+        """Read and decompress, at most one block."""
+        return self.read(size if size >= 0 else BLOCK_BYTES)
+
+    def readinto(self, buffer: Any) -> int:
+        """Read and decompress into ``buffer``."""
+        out = memoryview(buffer).cast("B")
+        piece = self.read(len(out))
+        out[: len(piece)] = piece
+        return len(piece)
+
+    def write(self, data: Any) -> int:
+        """Compress and write."""
+        self._outer.write(data)
+        return memoryview(data).nbytes
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Seek in the decompressed bytes."""
+        return int(self._outer.seek(offset, whence))
+
+    def tell(self) -> int:
+        """Position in the decompressed bytes."""
+        return int(self._outer.tell())
+
+    def close(self) -> None:
+        """Close the compressor, then the handle below, which publishes unless the compressor failed."""
+        if self.closed:
+            return
+        try:
+            self._outer.close()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+        finally:
+            try:
+                self._inner.close()
+            finally:
+                super().close()
+
+    def give_up(self, error: BaseException) -> None:
+        """See `WriteFile.give_up`."""
+        if isinstance(self._inner, WriteFile):
+            self._inner.give_up(error)
+
+    def drop(self) -> None:
+        """See `WriteFile.drop`."""
+        if isinstance(self._inner, WriteFile):
+            self._inner.drop()
+
+    def _dealloc_warn(self, source: Any) -> None:
+        self.drop()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and not self.closed:
+            self.give_up(error)
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "path") and not self.closed:
+            try:
+                self.drop()
+            finally:
+                self.close()

@@ -1,0 +1,218 @@
+"""The handle of a file that is written: published whole by ``close``, or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import logging
+import os
+import sys
+import warnings
+from types import TracebackType
+from typing import Any
+
+from tierfs.errors import StoreError
+from tierfs.store import Writer
+
+__all__ = ["WriteFile"]
+
+_logger = logging.getLogger("tierfs.fs")
+
+
+class WriteFile(io.BufferedIOBase):
+    """A file being written. It is published whole by ``close``, or not at all.
+
+    An exception inside ``with``, or one that is on its way while ``close`` is called, publishes nothing; nor does a
+    handle that is dropped without being closed. Both are logged. A write that failed leaves a hole, so from then on every
+    write raises its error again, and so does ``close``, which publishes nothing.
+
+    Args:
+        fs: The filesystem it was opened with.
+        path: The path, as that filesystem writes it.
+        writer: Where the bytes go.
+        mode: As given to ``open``.
+        autocommit: Whether ``close`` publishes; without, ``commit`` does (transactions).
+    """
+
+    def __init__(self, fs: Any, path: str, writer: Writer, mode: str, *, autocommit: bool = True) -> None:
+        self.fs = fs
+        self.path = path
+        self.mode = mode
+        self.autocommit = autocommit
+        self._writer: Writer | None = writer  # None once it is clear what is published
+        self._failure: BaseException | None = None
+        self._memory_file: int | None = None
+        self._process = os.getpid()
+        self._error_at_open = sys.exc_info()[1]
+        self._settled = False  # whether it is published, or whoever writes it knows that it is not
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self.path
+
+    @property
+    def full_name(self) -> str:
+        """The path with its protocol."""
+        return str(self.fs.unstrip_protocol(self.path))
+
+    @property
+    def pending(self) -> bool:
+        """Whether `commit` would publish something."""
+        return self._writer is not None
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Add bytes at the end. They are copied, so ``data`` may change afterwards."""
+        view = memoryview(data)
+        self._check_open()
+        if self._writer is None or not view.nbytes:
+            return view.nbytes
+        if not self._is_ours():
+            raise ValueError(f"{self.path} is being written by the process that this one was forked from")
+        self._raise_failure()
+        view = view.cast("B")
+        try:
+            return self._writer.write(view)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def tell(self) -> int:
+        """Bytes of the file so far; for an appending handle, with what was there."""
+        self._check_open()
+        return self._writer.length if self._writer is not None else 0
+
+    def flush(self) -> None:
+        """Nothing: bytes become visible, and durable, when the file is closed."""
+        self._check_open()
+
+    def fileno(self) -> int:
+        """A descriptor on which ``os.fsync`` succeeds and does nothing, because ``close`` is what makes bytes durable.
+
+        Code that flushes what it wrote, as DCP does, would otherwise flush every filesystem of the machine. The file
+        behind it is sealed: writing to the descriptor directly fails rather than losing bytes.
+        """
+        self._check_open()
+        if self._memory_file is None:
+            self._memory_file = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fcntl.fcntl(
+                self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+            )
+        return self._memory_file
+
+    def close(self) -> None:
+        """Publish the file, or in a transaction leave it to `commit`. A second call does nothing.
+
+        Raises:
+            ConflictError: Somebody else changed the path since it was opened; theirs stands.
+            TierfsError: It could not be stored; the path holds what it held before.
+        """
+        if self.closed:
+            return
+        error = sys.exc_info()[1]
+        if error is not None and error is not self._error_at_open:
+            self._settled = True
+            self.give_up(error)
+        if self._writer is not None and self._failure is not None:
+            self.discard()
+            self._raise_failure()
+        self._close_handle()
+        if self.autocommit:
+            self.commit()
+
+    def commit(self) -> None:
+        """Publish what was written. Raises as `close` does."""
+        self._close_handle()
+        writer, self._writer = self._writer, None
+        if writer is not None and self._is_ours():
+            writer.commit()
+            self._settled = True
+
+    def discard(self) -> None:
+        """Publish nothing."""
+        self._abort()
+        self._close_handle()
+
+    def give_up(self, error: BaseException) -> None:
+        """Publish nothing, because of this error. What a wrapper still writes before it closes the handle is ignored."""
+        if self._abort():
+            _logger.warning("%s was given up because of %r and is not published", self.path, error)
+
+    def absorb_removal(self) -> bool:
+        """Whether deleting its path, as the thread that opened it asks for now, is meant for what it could not write.
+
+        It is, and that is given up, if the thread is handling an exception that came up before the file was published or
+        ``with`` was left. DCP, for one, deletes a data file that it fails to write before it lets go of the handle; what
+        lies there is the version before.
+        """
+        error = sys.exc_info()[1]
+        if self._settled or error is None or error is self._error_at_open:
+            return False
+        self._settled = True
+        self.give_up(error)
+        return True
+
+    def drop(self) -> None:
+        """The same for a handle that nobody refers to any more and nobody closed.
+
+        Waits for nothing: garbage is collected in any thread, in one that sends a chunk of this file too.
+        """
+        writer, self._writer = self._writer, None
+        if writer is not None and self._is_ours():
+            _logger.warning("%s was dropped without being closed and is not published", self.path)
+            warnings.warn(f"unclosed file {self.path!r} is not published", ResourceWarning, stacklevel=3, source=self)
+
+    def _dealloc_warn(self, source: Any) -> None:
+        """What a text wrapper of ``io`` calls when it is dropped unclosed, before it flushes and closes this handle."""
+        self.drop()
+
+    def __enter__(self) -> WriteFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._settled = True
+        if error is not None and not self.closed:
+            self.give_up(error)
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_error_at_open"):
+            # It stays open: a compressor that is collected with it may yet write to it, and what it writes is ignored.
+            self._close_descriptor()
+            self.drop()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError(f"{self.path}: I/O operation on closed file")
+
+    def _raise_failure(self) -> None:
+        if isinstance(self._failure, Exception):
+            raise self._failure
+        if self._failure is not None:
+            raise StoreError(f"{self.path}: a write was interrupted: write the file again") from self._failure
+
+    def _abort(self) -> bool:
+        writer, self._writer = self._writer, None
+        if writer is None or not self._is_ours():
+            return False
+        writer.abort()
+        return True
+
+    def _is_ours(self) -> bool:
+        """False in a child forked since: the file is its parent's, and so are the threads that send its chunks."""
+        return self._process == os.getpid()
+
+    def _close_handle(self) -> None:
+        self._close_descriptor()
+        super().close()
+
+    def _close_descriptor(self) -> None:
+        if self._memory_file is not None:
+            os.close(self._memory_file)
+            self._memory_file = None
