@@ -56,7 +56,7 @@ class DigestKind(enum.IntEnum):
 
 def _blake3() -> Callable[[Any], bytes]:
     try:
-        import blake3
+        import blake3  # noqa: PLC0415 - only stores made with BLAKE3 need the package
     except ImportError as error:
         raise InvalidInputError(
             "this store uses BLAKE3 digests and the package is missing: pip install 'tierfs[fast]'"

@@ -2,8 +2,8 @@
 
 import uuid
 
-from fsspec.tests import abstract
 import pytest
+from fsspec.tests import abstract
 
 import tierfs
 

@@ -136,7 +136,7 @@ def test_a_missing_manifest_is_a_missing_file(store, tier):
 def test_a_descriptor_of_another_version_is_refused(store, tier, monkeypatch):
     data, _ = tier.read(keys.DESCRIPTOR, 1 << 16)
     tier.put(keys.DESCRIPTOR, [data.replace(b'"format": 1', b'"format": 2')])
-    with pytest.raises(FormatError, match="store format 2.*use a newer tierfs"):
+    with pytest.raises(FormatError, match=r"store format 2.*use a newer tierfs"):
         open_store(parse_url(f"memory:/{tier.root}"))
 
 

@@ -26,7 +26,7 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = f"tierfs: {record.levelname.lower()}: {self.format(record)}"
         if "tqdm" in sys.modules:
-            from tqdm import tqdm
+            from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
 
             tqdm.write(line, file=sys.stderr)
         else:

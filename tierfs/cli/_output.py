@@ -40,7 +40,7 @@ def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
 
 def format_time(time_ns: int, *, precise: bool = False) -> str:
     """Nanoseconds since the epoch as ISO 8601 in UTC, to the second, or ``precise`` to the microsecond."""
-    epoch = datetime(1970, 1, 1)
+    epoch = datetime(1970, 1, 1)  # noqa: DTZ001 - UTC by what is added to it; the Z is written below
     moment = epoch + timedelta(microseconds=time_ns // 1000)
     return moment.isoformat(timespec="microseconds" if precise else "seconds") + "Z"
 

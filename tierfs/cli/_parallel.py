@@ -17,7 +17,7 @@ _Item = TypeVar("_Item")
 FILES_AT_ONCE = 4
 
 
-class Stopped(Exception):
+class Stopped(Exception):  # noqa: N818 - not an error
     """Raised inside a task that is to end early, because another one failed or the user interrupted."""
 
 
@@ -36,7 +36,7 @@ def run_in_parallel(
     """
     todo = list(items)
     stop = threading.Event()
-    if len(todo) < 2:
+    if len(todo) < 2:  # noqa: PLR2004 - one item needs no thread
         for item in todo:
             task(item, stop)
         return
@@ -55,7 +55,7 @@ def run_in_parallel(
                 task(item, stop)
             except Stopped:
                 return
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again below
                 errors.append(error)
                 stop.set()
 

@@ -39,7 +39,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._wanted:
-            from tqdm import tqdm
+            from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
 
             self._bar = tqdm(
                 desc=self._label,

@@ -30,7 +30,7 @@ async def run_in_thread(function: Callable[..., _Out], *args: Any, **kwargs: Any
 
 
 def _threads() -> ThreadPoolExecutor:
-    global _executor
+    global _executor  # noqa: PLW0603 - made at first use, and anew in a forked child
     with _lock:
         if _executor is None:
             _executor = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="tierfs-call")

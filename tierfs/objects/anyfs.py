@@ -316,6 +316,6 @@ def _indistinguishable(key: str) -> StoreError:
 def _error_of(action: Callable[[str], object], path: str) -> Exception | None:
     try:
         action(path)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the caller translates it
         return error
     return None

@@ -109,7 +109,7 @@ def _http_status(error: BaseException) -> int | None:
         candidates = [getattr(error, name, None) for name in ("status", "status_code", "code")]
     for candidate in candidates:
         text = str(candidate)
-        if text.isdecimal() and 400 <= int(text) < 600:
+        if text.isdecimal() and 400 <= int(text) < 600:  # noqa: PLR2004 - the statuses that tell of errors
             return int(text)
     return None
 
@@ -132,7 +132,7 @@ def _translate_status(status: int, reason: str, key: str) -> TierfsError:
         case 501 | 505:
             return StoreError(message, path=key)
         case _:
-            return StoreError(message, transient=status >= 500, path=key)
+            return StoreError(message, transient=status >= 500, path=key)  # noqa: PLR2004 - the server's own fault
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -45,7 +45,7 @@ _written = 0
 
 
 def _renew_lock() -> None:
-    global _lock
+    global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
 
 
@@ -75,7 +75,7 @@ class MemoryObjects:
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:
         """See `ObjectTier.put`."""
-        global _written
+        global _written  # noqa: PLW0603 - versions are unique in the process, as the objects are
         verify_checksum(checksum, data, key)
         content = b"".join(data)
         with _lock:

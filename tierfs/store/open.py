@@ -27,7 +27,7 @@ _lock = threading.RLock()
 
 
 def _renew() -> None:
-    global _lock
+    global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
     _stores.clear()
 

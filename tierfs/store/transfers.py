@@ -56,7 +56,7 @@ class Transfers:
             BaseException: The first error of a task, after every task has ended.
         """
         items = list(arguments)
-        if len(items) < 2:
+        if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
             return [task(item) for item in items]
         futures = [self.submit(task, item) for item in items]
         errors = [error for error in [future.exception() for future in futures] if error is not None]
@@ -85,7 +85,7 @@ def transfers() -> Transfers:
 
 
 def _renew() -> None:
-    global _shared
+    global _shared  # noqa: PLW0603 - a forked child has none of the parent's threads, and maybe a held lock
     _shared = Transfers()
 
 

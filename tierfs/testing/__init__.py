@@ -28,9 +28,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name != "ObjectTierTests":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import pytest
+    import pytest  # noqa: PLC0415 - only those who run a suite need it
 
     pytest.register_assert_rewrite("tierfs.testing.objects")
-    from tierfs.testing.objects import ObjectTierTests
+    from tierfs.testing.objects import ObjectTierTests  # noqa: PLC0415 - needs pytest
 
     return ObjectTierTests

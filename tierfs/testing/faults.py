@@ -162,7 +162,7 @@ class FaultyObjects:
         for operation in late:
             try:
                 outcomes.append(operation())
-            except TierfsError as error:
+            except TierfsError as error:  # noqa: PERF203 - one's failure must not keep the others back
                 outcomes.append(error)
         return outcomes
 
