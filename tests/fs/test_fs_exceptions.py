@@ -123,12 +123,40 @@ def test_an_exception_on_its_way_through_finally_publishes_nothing(place, door):
     open_file, convert = door
     opened = open_file()
     file = opened.open() if isinstance(opened, fsspec.core.OpenFile) else opened
-    with pytest.raises(KeyError):
+    # Whoever closes it may not let the exception go on, so closing says itself that nothing is published.
+    with pytest.raises(StoreError, match=r"is not published.*call commit\(\)") as raised:
         try:
             file.write(convert(b"half"))
             raise KeyError("boom")
         finally:
             opened.close()
+    assert isinstance(raised.value.__cause__, KeyError)
+    assert place.names() == []
+
+
+def test_closing_in_an_exception_handler_never_passes_for_publishing(place):
+    handle = place.fs.open(place / "a", "wb")
+    pieces = iter([b"whole"])
+    with pytest.raises(StoreError, match=r"call commit\(\)"):
+        while True:
+            try:
+                handle.write(next(pieces))
+            except StopIteration:
+                handle.close()
+                break
+    again = place.fs.open(place / "b", "wb")
+    try:
+        raise KeyError
+    except KeyError:
+        again.write(b"whole")
+        again.commit()
+    assert place.names() == ["b"]
+
+
+def test_contextlib_closing_lets_the_exception_through(place):
+    with pytest.raises(KeyError), contextlib.closing(place.fs.open(place / "a", "wb")) as handle:
+        handle.write(b"half")
+        raise KeyError
     assert place.names() == []
 
 

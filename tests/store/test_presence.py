@@ -1,21 +1,23 @@
 """The rules that keep garbage collection and writers apart, one by one."""
 
+import sys
 import uuid
 
 import pytest
 
 from tierfs.clock import ManualClock
 from tierfs.digest import DigestKind
-from tierfs.errors import StoreError
+from tierfs.errors import CorruptionError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.lease import Condemned, Lease
-from tierfs.objects import MemoryObjects
-from tierfs.store import Store, Writer, copy, delete, load, save
+from tierfs.objects import MemoryObjects, RetryingObjects
+from tierfs.store import Store, WriteMode, Writer, copy, delete, load, rename, save
 from tierfs.store.records import observe
 from tierfs.testing import Fault, FaultyObjects
 
 CONTENT = b"content" * 20000
+OTHER = b"other" * 20000
 
 
 @pytest.fixture
@@ -146,9 +148,9 @@ def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
     remove_chunk(tier, name)
     tier.delete([keys.condemned_key(1)])
     clock.sleep(61)
-    assert not store.presence.is_condemned(name) or store.presence.ensure() is not None
+    assert store.presence.is_unusable(name)
     store.presence.ensure()
-    assert not store.presence.is_condemned(name)
+    assert not store.presence.is_unusable(name)
 
 
 def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
@@ -158,8 +160,6 @@ def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
     (info,) = tier.list(keys.LEASES)
     lease = Lease.decode(tier.read(info.key, 4096)[0], info.key)
     assert (lease.sequence, lease.duration_s, keys.lease_key(lease.holder)) == (3, 60, info.key)
-    store.presence.release()
-    assert not list(tier.list(keys.LEASES))
 
 
 def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
@@ -174,12 +174,68 @@ def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
 
 def test_a_renewal_whose_answer_was_lost_is_recognised(tier, clock):
     faulty = FaultyObjects(tier, clock=clock)
-    store = open_on(faulty, clock)
+    store = open_on(RetryingObjects(faulty, clock=clock), clock)
+    save(store, "a", CONTENT)
+    term = store.presence.ensure()
+    clock.sleep(31)
     faulty.inject(Fault.LOST_RESPONSE, method="put", key_part="/leases/")
-    with pytest.raises(StoreError):
-        save(store, "a", CONTENT)
+    assert store.presence.ensure() == term
+    assert faulty.pending == 0
+    assert len(list(tier.list(keys.LEASES))) == 1
+
+
+def test_leases_that_ran_out_long_ago_are_tidied_up(tier, clock, monkeypatch):
+    old = open_on(tier, clock)
+    save(old, "a", CONTENT)
+    (lease,) = tier.list(keys.LEASES)
+    now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
+    monkeypatch.setattr("time.time_ns", lambda: now_ns)
+    save(open_on(tier, clock), "b", OTHER)
+    assert lease.key not in {info.key for info in tier.list(keys.LEASES)}
+    assert len(list(tier.list(keys.LEASES))) == 1
+
+
+def test_something_else_among_the_condemned_lists_stops_nobody(store, tier):
+    tier.put(f"{keys.GC}.DS_Store", [b"rubbish"])
     save(store, "a", CONTENT)
     assert load(store, "a") == CONTENT
+
+
+def test_a_file_of_more_chunks_than_a_writer_remembers_is_published(store, monkeypatch):
+    monkeypatch.setattr("tierfs.store.presence.KNOWN_MAX", 1)
+    content = b"".join(bytes([number]) * (16 << 20) for number in range(3))
+    save(store, "a", content)
+    assert load(store, "a") == content
+
+
+def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(store, tier, clock, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.save"], "DIRECT_ROW_BYTES_MAX", 0)
+    writer = Writer(store, "a")
+    writer.write(CONTENT)
+    writer._finish_rows()
+    clock.sleep(61)
+    remove_chunk(tier, writer._rows[0].name)
+    with pytest.raises(StoreError, match="collected"):
+        writer.commit()
+    save(store, "b", CONTENT)
+    manifest = observe(store, "b").manifest
+    assert manifest.indirect
+    clock.sleep(61)
+    remove_chunk(tier, manifest.rows[0].name)
+    with pytest.raises(CorruptionError):
+        copy(store, "b", "c")
+
+
+def test_an_indirect_file_is_appended_copied_and_renamed(store, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.save"], "DIRECT_ROW_BYTES_MAX", 0)
+    save(store, "a", CONTENT)
+    writer = Writer(store, "a", mode=WriteMode.APPEND)
+    writer.write(OTHER)
+    writer.commit()
+    copy(store, "a", "b")
+    rename(store, "b", "c")
+    assert observe(store, "c").manifest.indirect
+    assert load(store, "c") == CONTENT + OTHER
 
 
 def test_a_file_held_in_its_manifest_takes_no_lease(store, tier):

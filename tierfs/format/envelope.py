@@ -13,7 +13,7 @@ from tierfs.errors import CorruptionError
 from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES, Kind, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import NO_RECIPE, ChunkName
 
-__all__ = ["Base", "Block", "Envelope", "block_count", "envelope_bytes"]
+__all__ = ["ENVELOPE_BYTES_MAX", "Base", "Block", "Envelope", "block_count", "envelope_bytes"]
 
 BASES_MAX = 8
 # The codec whose encoded bytes are the raw ones; no other may be as long as the raw bytes.

@@ -23,6 +23,7 @@ __all__ = [
     "chunk_key",
     "condemned_key",
     "directory_prefix",
+    "is_condemned_key",
     "lease_key",
     "marker_key",
     "parse_chunk_key",
@@ -45,6 +46,7 @@ NO_RECIPE = bytes(8)
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.=+,@")
 _ESCAPE = re.compile(r"!([0-9a-f]{2})")
+_CONDEMNED = re.compile(r"[0-9a-f]{16}")
 _CHUNK = re.compile(r"([0-9a-f]{2})/([0-9a-f]{32}|[0-9a-f]{64})\.(0|[1-9][0-9]{0,9})(?:-([0-9a-f]{16}))?")
 
 
@@ -179,6 +181,11 @@ def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
 def lease_key(holder: bytes) -> str:
     """The key of the lease of the writer with this id."""
     return f"{LEASES}{holder.hex()}"
+
+
+def is_condemned_key(key: str) -> bool:
+    """Whether a condemned list lies at this key; anything else below ``gc/`` belongs to nothing."""
+    return _CONDEMNED.fullmatch(key.removeprefix(GC)) is not None
 
 
 def condemned_key(epoch: int) -> str:

@@ -39,6 +39,7 @@ MANIFEST_BYTES_MAX = 16 << 20
 VERSION_BYTES_MAX = 256
 BASES_MAX = 8
 LENGTH_MAX = (1 << 63) - 1
+INDIRECT_TABLE_BYTES_MAX = 1 << 30
 TOMBSTONE_BYTES = 80
 ROW_EXTRA_BYTES = 24
 _INLINE = 1
@@ -105,7 +106,7 @@ class Manifest:
         previous = self.previous.encode()
         try:
             metadata = (
-                json.dumps(dict(self.metadata), sort_keys=True, separators=(",", ":")).encode()
+                json.dumps(dict(self.metadata), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
                 if self.metadata
                 else b""
             )
@@ -235,6 +236,8 @@ def _decode_manifest(cursor: Cursor, kind: Kind, flags: int, write_id: bytes) ->
         previous=previous,
         metadata=metadata,
     )
+    if indirect and sum(row.raw_length for row in rows) > INDIRECT_TABLE_BYTES_MAX:
+        raise cursor.malformed(f"a table of chunks of over {INDIRECT_TABLE_BYTES_MAX} bytes")
     if (flags & _INLINE and indirect) or (indirect and not rows):
         raise cursor.malformed("an indirect table that is not there")
     if kind is Kind.DIRECTORY and (not flags & _INLINE or rows or length):
@@ -266,7 +269,7 @@ def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:
         return {}
     try:
         value = json.loads(cursor.bytes(length))
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise cursor.malformed("metadata that is no JSON object")

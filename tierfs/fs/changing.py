@@ -7,15 +7,12 @@ import os
 from typing import Any
 
 from fsspec.asyn import sync
-from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.utils import stringify_path
 
 from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.fs.reading import Reading
 from tierfs.fs.threads import run_in_thread
-from tierfs.fs.writefile import WriteFile
-from tierfs.store import Writer
 from tierfs.store.transfers import transfers
 
 __all__ = ["Changing"]
@@ -104,10 +101,7 @@ class Changing(Reading):
         elif source is target:
             verbs.copy(source, source_path, target_path)
         else:
-            reader = verbs.open_entry(source, entry)
-            writer = Writer(target, target_path)
-            with WriteFile(self, path2, writer, "wb") as file:
-                self._download(reader, file, DEFAULT_CALLBACK)
+            verbs.transfer(source, source_path, target, target_path)
 
     async def _mv_file(self, path1: str, path2: str) -> None:
         await run_in_thread(self._mv_now, path1, path2)
@@ -118,8 +112,7 @@ class Changing(Reading):
         if source is target:
             verbs.rename(source, source_path, target_path)
         else:
-            self._cp_now(path1, path2)
-            verbs.delete(source, source_path)
+            verbs.transfer(source, source_path, target, target_path, move=True)
 
     def mv(self, path1: Any, path2: str, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
         """Move files: each one's manifest is written at its target, then a tombstone at its source; no data moves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime as dt
 from collections.abc import AsyncIterator
 from typing import Any
@@ -156,7 +157,7 @@ def describe(name: str, entry: Entry) -> dict[str, Any]:
         if not entry.is_directory:
             info |= {"digest": entry.manifest.digest.hex(), "chunks": len(entry.manifest.rows)}
             if entry.manifest.metadata:
-                info["metadata"] = dict(entry.manifest.metadata)
+                info["metadata"] = copy.deepcopy(dict(entry.manifest.metadata))
     elif entry.foreign is not None:
         seconds = entry.foreign.modified_ns / 1e9
         info |= {"created": seconds, "mtime": seconds, "version": entry.foreign.version, "foreign": True}

@@ -117,7 +117,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
             location = named_location(stripped)
         else:
             location = Location(self._target_protocol, stripped, self._target_options)
-        return verbs.open_store(location, create=write and self._may_create(location))
+        return verbs.open_store(location, write=write, create=write and self._may_create(location))
 
     def _may_create(self, location: Location) -> bool:
         if self._create is not None:

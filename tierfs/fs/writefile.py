@@ -16,14 +16,16 @@ from tierfs.store import Writer
 
 __all__ = ["WriteFile"]
 
+# How many calls lie at most between a `with` and the handle it closes: a text wrapper, a compressor, a list of both.
+FRAMES_MAX = 6
 _logger = logging.getLogger("tierfs.fs")
 
 
 class WriteFile(io.BufferedIOBase):
     """A file being written. It is published whole by ``close``, or not at all.
 
-    An exception inside ``with``, or one that is on its way while ``close`` is called, publishes nothing; nor does a
-    handle that is dropped without being closed. Both are logged. A write that failed leaves a hole, so from then on every
+    An exception inside ``with``, or one that is being handled while ``close`` is called, publishes nothing; nor does a
+    handle that is dropped without being closed. All are logged, and ``close`` raises where no ``with`` does. A write that failed leaves a hole, so from then on every
     write raises its error again, and so does ``close``, which publishes nothing.
 
     Args:
@@ -116,7 +118,16 @@ class WriteFile(io.BufferedIOBase):
         error = sys.exc_info()[1]
         if error is not None and error is not self._error_at_open:
             self._settled = True
+            was_pending = self.pending
             self.give_up(error)
+            self._close_handle()
+            if was_pending and not _is_leaving_a_with():
+                raise StoreError(
+                    f"{self.path} is not published, because it was closed while {error!r} was being handled: if it is "
+                    "whole, call commit() instead",
+                    path=self.path,
+                ) from error
+            return
         if self._writer is not None and self._failure is not None:
             self.discard()
             self._raise_failure()
@@ -216,3 +227,19 @@ class WriteFile(io.BufferedIOBase):
         if self._memory_file is not None:
             os.close(self._memory_file)
             self._memory_file = None
+
+
+def _is_leaving_a_with() -> bool:
+    """Whether a ``with`` that knows of the exception, but does not say so, is what closes the handle.
+
+    ``fsspec.open`` hands out an `OpenFile`, whose ``__exit__`` closes what it opened as if nothing had happened, as
+    ``contextlib.closing`` does. There the exception goes on by itself; anywhere else the caller has to be told.
+    """
+    frame = sys._getframe(2)
+    for _ in range(FRAMES_MAX):
+        if frame.f_code.co_name == "__exit__":
+            return True
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return False

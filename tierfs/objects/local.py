@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import secrets
 import stat
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tierfs.digest import Buffer
-from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.oserrors import translated
 from tierfs.objects.protocol import (
@@ -37,7 +38,9 @@ from tierfs.objects.protocol import (
 
 __all__ = ["LocalObjects"]
 
-_TEMPORARY = ".tierfs/tmp"
+_PRIVATE = ".tierfs"
+_TEMPORARY = f"{_PRIVATE}/tmp"  # noqa: S108 - below the root, not the system's
+_logger = logging.getLogger("tierfs.objects")
 _LOCKS = 64
 _IOV_MAX = 512
 STALE_TEMPORARY_S = 86400.0
@@ -102,7 +105,13 @@ class LocalObjects:
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
-        _flush_directory(target.parent)
+        try:
+            _flush_directory(target.parent)
+        except OSError as error:
+            # It is there, but may be gone after a crash: whoever put it has to look or put it again.
+            raise StoreError(
+                f"{self._name(key)}: stored, but not flushed: {error}", transient=True, path=key
+            ) from error
         return info
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
@@ -113,6 +122,9 @@ class LocalObjects:
                 raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
             for offset, out in ranges:
                 _read_exactly(file.fileno(), offset, out, key)
+            # Ours are never written in place; a file that somebody else wrote may be.
+            if _info(key, os.fstat(file.fileno())).version != info.version:
+                raise ConflictError(f"{self._name(key)} was changed while it was being read", path=key)
             return info
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
@@ -151,12 +163,21 @@ class LocalObjects:
                     if delimiter:
                         yield Prefix(f"{key}/")
                     else:
-                        yield from self.list(f"{key}/")
+                        yield from self._list_below(key)
                 elif entry.is_file():
                     with translated(self._name(key)):
                         yield _info(key, entry.stat())
             except (FileNotFoundError, NotFoundError):
                 continue  # deleted since the directory was read
+
+    def _list_below(self, directory: str) -> Iterator[Listed]:
+        try:
+            yield from self.list(f"{directory}/")
+        except ReadOnlyError:
+            if directory.partition("/")[0] == _PRIVATE:
+                raise
+            # lost+found at the root of a disk, for example: not ours, and nothing of ours is in it.
+            _logger.warning("%s may not be looked into and is passed over", self._name(directory))
 
     def delete(self, keys: Iterable[str]) -> None:
         """See `ObjectTier.delete`."""

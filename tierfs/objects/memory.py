@@ -125,7 +125,7 @@ class MemoryObjects:
         found: list[Listed] = []
         folded: set[str] = set()
         with _lock:
-            for path, file in MemoryFileSystem.store.items():
+            for path, file in list(MemoryFileSystem.store.items()):
                 if not path.startswith(start):
                     continue
                 rest = path[len(start) :]

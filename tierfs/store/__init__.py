@@ -1,6 +1,6 @@
 """Stores: one verb per file, over an object tier."""
 
-from tierfs.store.copy import copy, rename
+from tierfs.store.copy import copy, rename, transfer
 from tierfs.store.delete import delete
 from tierfs.store.directory import make_directory, remove_directory
 from tierfs.store.listing import Entry, find, list_directory, stat
@@ -36,6 +36,7 @@ __all__ = [
     "rename",
     "save",
     "stat",
+    "transfer",
     "usage",
     "verify",
 ]

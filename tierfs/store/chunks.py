@@ -50,7 +50,7 @@ def _find_or_put(store: Store, name: bytes, blocks: Sequence[memoryview], digest
     payload: list[Buffer] = []
     for generation in range(GENERATIONS_MAX):
         candidate = ChunkName(name, generation)
-        if store.presence.is_condemned(candidate):
+        if store.presence.is_unusable(candidate):
             continue
         found = _inspect(store, candidate, raw_length)
         if found is None:
@@ -127,7 +127,12 @@ def fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> No
         _fetch(store, row, start, out, where)
     except CorruptionError as error:
         _logger.warning("reading a chunk again after a mismatch: %s", error)
-        _fetch(store, row, start, out, where)
+        try:
+            _fetch(store, row, start, out, where)
+        except CorruptionError:
+            # The next save of these bytes stores them anew beside the damaged object.
+            store.presence.distrust(row.name)
+            raise
 
 
 def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> None:
@@ -230,7 +235,7 @@ def rescue(store: Store, row: Row, where: str) -> Row:
     raw = memoryview(bytearray(row.raw_length))
     term = store.presence.ensure()
     try:
-        if not store.presence.is_condemned(row.name):
+        if not store.presence.is_unusable(row.name):
             found = _inspect(store, row.name, row.raw_length)
             if found == row.stored_length:
                 store.presence.learn(term, [row])

@@ -10,10 +10,10 @@ from tierfs.store.delete import bury
 from tierfs.store.listing import Entry, stat
 from tierfs.store.load import open_entry
 from tierfs.store.records import Observed, observe, publish
-from tierfs.store.save import Writer, confirm, learn_rows, refuse_foreign
+from tierfs.store.save import Writer, learn_rows, refuse_foreign, settle
 from tierfs.store.store import Store
 
-__all__ = ["copy", "rename"]
+__all__ = ["copy", "rename", "transfer"]
 
 COPY_BYTES = 8 << 20
 
@@ -35,7 +35,7 @@ def copy(store: Store, source: str, target: str) -> None:
     if source == target:
         return
     if entry.manifest is None:
-        _copy_bytes(store, entry, target)
+        _copy_bytes(store, entry, store, target)
         return
     now_ns = store.clock.now_ns()
     _place(store, entry.manifest, source, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
@@ -77,27 +77,42 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
 def _place(
     store: Store, manifest: Manifest, source: str, target: Observed, *, created_ns: int, modified_ns: int
 ) -> None:
-    if target.version is None:
+    if target.manifest is None:
         refuse_foreign(store, target.path)
+    table, indirect = settle(store, source, learn_rows(store, manifest, source))
     moved = replace(
         manifest,
         write_id=store.random_bytes(16),
         created_ns=created_ns,
         modified_ns=modified_ns,
         previous=target.previous,
+        rows=table,
+        indirect=indirect,
     )
-    if manifest.indirect:
-        table = confirm(store, source, manifest.rows)
-        moved = replace(moved, rows=tuple(table))
-        confirm(store, source, learn_rows(store, moved, source))
-    else:
-        moved = replace(moved, rows=tuple(confirm(store, source, learn_rows(store, manifest, source))))
     publish(store, target, moved)
 
 
-def _copy_bytes(store: Store, entry: Entry, target: str) -> None:
-    reader = open_entry(store, entry)
-    writer = Writer(store, target)
+def transfer(source: Store, source_path: str, target: Store, target_path: str, *, move: bool = False) -> None:
+    """Copy or move a file from one store to another: its bytes are read, verified and stored.
+
+    Raises:
+        NotFoundError: There is no file at ``source_path``.
+        ConflictError: Somebody else changed the target, or, moving, the source since this call looked at it; theirs
+            stands. If it was the source, the target is written all the same.
+        ReadOnlyError: tierfs did not write what lies at the target, or, moving, at the source.
+        StoreError, CapacityError, CorruptionError: It failed; the source is untouched.
+    """
+    observed = observe(source, source_path)
+    if observed.manifest is None and move:
+        refuse_foreign(source, source_path)
+    _copy_bytes(source, stat(source, source_path), target, target_path)
+    if move:
+        bury(source, observed)
+
+
+def _copy_bytes(source: Store, entry: Entry, target: Store, target_path: str) -> None:
+    reader = open_entry(source, entry)
+    writer = Writer(target, target_path)
     try:
         buffer = memoryview(bytearray(min(COPY_BYTES, reader.length)))
         for offset in range(0, reader.length, COPY_BYTES):

@@ -108,10 +108,13 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
     exists = not path
     for item in store.objects.list(_foreign_prefix(path), delimiter=True):
         child = item.key.rstrip("/")
-        if child != keys.PRIVATE and _is_valid(child):
+        if child.rpartition("/")[2] == keys.PRIVATE or not _is_valid(child):
+            continue
+        if isinstance(item, Prefix):
+            directories.append(child)
+        else:
+            entries[child] = Entry(child, is_directory=False, foreign=item)
             exists = True
-            is_dir = isinstance(item, Prefix)
-            entries[child] = Entry(child, is_directory=is_dir, foreign=None if isinstance(item, Prefix) else item)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
         if isinstance(item, Prefix):
             name = _directory_name(item.key)
@@ -123,8 +126,9 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
             exists = True
             if not live.path.endswith("/"):
                 records.append(live)
-    alive = transfers().map(lambda name: _has_live(store, name), directories)
-    for name in itertools.compress(directories, alive):
+    candidates = list(dict.fromkeys(directories))
+    alive = transfers().map(lambda name: _has_live(store, name) or _has_foreign(store, name), candidates)
+    for name in itertools.compress(candidates, alive):
         entries.setdefault(name, Entry(name, is_directory=True))
         exists = True
     for entry in _read_all(store, records, detail=detail):
@@ -177,7 +181,7 @@ def live_records(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
 def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:
     """Every object below ``path`` that tierfs did not write."""
     for item in store.objects.list(_foreign_prefix(path)):
-        if isinstance(item, ObjectInfo) and not item.key.startswith(f"{keys.PRIVATE}/") and _is_valid(item.key):
+        if isinstance(item, ObjectInfo) and keys.PRIVATE not in item.key.split("/") and _is_valid(item.key):
             yield item
 
 
@@ -209,7 +213,7 @@ def _has_live(store: Store, path: str) -> bool:
 
 
 def _has_foreign(store: Store, path: str) -> bool:
-    return any(True for _ in store.objects.list(_foreign_prefix(path), delimiter=True))
+    return any(True for _ in foreign_objects(store, path))
 
 
 def _foreign_prefix(path: str) -> str:

@@ -75,9 +75,14 @@ def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
     if not manifest.indirect:
         return manifest.rows
     where = store.where(path)
-    table = memoryview(bytearray(sum(row.raw_length for row in manifest.rows)))
-    _ChunkReader(store, path, manifest.rows).read_into(0, table)
-    rows = decode_rows(Cursor(table, where), None, manifest.digest_kind)
+    reader = _ChunkReader(store, path, manifest.rows)
+    # Grown as the chunks come in, so that a table that is not there takes no memory.
+    table = bytearray()
+    for row in manifest.rows:
+        piece = memoryview(bytearray(row.raw_length))
+        reader.read_into(len(table), piece)
+        table += piece
+    rows = decode_rows(Cursor(memoryview(table), where), None, manifest.digest_kind)
     if (
         sum(row.raw_length for row in rows) != manifest.length
         or content_digest(manifest.digest_kind, manifest.length, [row.name.digest for row in rows]) != manifest.digest

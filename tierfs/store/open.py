@@ -5,6 +5,7 @@ The answer is kept for the process. Nothing is kept across a fork: a child opens
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -14,13 +15,15 @@ from dataclasses import replace
 
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreNotFoundError
-from tierfs.objects import connect
+from tierfs.format import keys
+from tierfs.objects import ObjectTier, connect
 from tierfs.store.create import create_store, read_descriptor
 from tierfs.store.store import Store
 from tierfs.store.url import Location, parse_url
 
 __all__ = ["init", "open_store"]
 
+NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
 _stores: dict[tuple[str, str], Store] = {}
 _lock = threading.RLock()
@@ -59,11 +62,12 @@ def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | 
     return _create(location, location.path, kind)
 
 
-def open_store(location: Location, *, create: bool = False) -> tuple[Store, str]:
+def open_store(location: Location, *, write: bool = False, create: bool = False) -> tuple[Store, str]:
     """Open the store that holds ``location``.
 
     Args:
         location: The path of a file, a directory, or the root itself.
+        write: Whether to write to it: a store that was opened before is then checked to be there still.
         create: Make one if there is none: at the root a named store has in the configuration, else in the directory
             that holds ``location``.
 
@@ -80,7 +84,7 @@ def open_store(location: Location, *, create: bool = False) -> tuple[Store, str]
     ancestors = _ancestors(location)
     for root in ancestors:
         known = _stores.get((_token(location), root))
-        if known is not None:
+        if known is not None and (not write or _is_there(location, root, known)):
             return known, _relative(root, location.path)
     for root in ancestors:
         try:
@@ -88,13 +92,13 @@ def open_store(location: Location, *, create: bool = False) -> tuple[Store, str]
         except NotFoundError:
             continue
         except ReadOnlyError:
-            refused = root
-            break
+            refused = refused or root
+            continue
         return store, _relative(root, location.path)
     if refused:
         raise ReadOnlyError(
-            f"no store was found up to {location.protocol}://{refused}, which may not be looked into: if the store's root is "
-            "higher, ask for the right to read it, else make one: "
+            f"no store was found above {location.url}, and {location.protocol}://{refused} may not be looked into: ask for "
+            "the right to read it if the store's root is there, else make one: "
             f"tierfs init {location.protocol}://{_new_root(location, ancestors)}",
             path=location.url,
         )
@@ -109,9 +113,32 @@ def open_store(location: Location, *, create: bool = False) -> tuple[Store, str]
     return store, _relative(root, location.path)
 
 
+def _is_there(location: Location, root: str, known: Store) -> bool:
+    """Whether ``root`` holds this store still; if not, it is forgotten."""
+    if known.is_current():
+        return True
+    _logger.warning("%s was deleted or made anew: it is opened again", known.url)
+    with _lock:
+        if _stores.get((_token(location), root)) is known:
+            del _stores[_token(location), root]
+    return False
+
+
+def _refuse_nested(objects: ObjectTier, url: str) -> None:
+    """Check that no store lies below a root that is to be made; of very many objects, only the first are looked at."""
+    for item in itertools.islice(objects.list(""), NESTED_LOOKED_AT_MAX):
+        if item.key.endswith(f"/{keys.DESCRIPTOR}"):
+            inner = item.key.removesuffix(f"/{keys.DESCRIPTOR}")
+            raise InvalidInputError(f"{url}/{inner} is a store: make this one beside it, or use that one", path=url)
+
+
 def _create(location: Location, root: str, kind: DigestKind) -> Store:
     objects = connect(location.protocol, root, location.options)
     url = f"{location.protocol}://{root}"
+    try:
+        read_descriptor(objects, url)
+    except NotFoundError:
+        _refuse_nested(objects, url)
     descriptor, made = create_store(objects, url, digest=kind, random_bytes=os.urandom(16))
     if made:
         _logger.info("made the store %s", url)

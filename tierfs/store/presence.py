@@ -52,6 +52,7 @@ class Presence:
         self._known: dict[bytes, Row] = {}
         self._epochs: set[str] = set()
         self._condemned: set[ChunkName] = set()
+        self._damaged: set[ChunkName] = set()
 
     def __repr__(self) -> str:
         return f"Presence({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned)"
@@ -96,29 +97,30 @@ class Presence:
         """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``."""
         with self._lock:
             for row in rows:
-                if term == self._term and row.name not in self._condemned:
+                if term == self._term and row.name not in self._condemned and row.name not in self._damaged:
                     self._known[row.name.digest] = row
             while len(self._known) > KNOWN_MAX:
                 del self._known[next(iter(self._known))]
 
-    def is_condemned(self, name: ChunkName) -> bool:
-        """Whether this chunk object may be deleted at any time and must not be referred to."""
+    def is_unusable(self, name: ChunkName) -> bool:
+        """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
         with self._lock:
-            return name in self._condemned
+            return name in self._condemned or name in self._damaged
+
+    def distrust(self, name: ChunkName) -> None:
+        """Note that this chunk object is damaged, so that its bytes are stored again if they come by."""
+        with self._lock:
+            self._damaged.add(name)
+            known = self._known.get(name.digest)
+            if known is not None and known.name == name:
+                del self._known[name.digest]
+            while len(self._damaged) > KNOWN_MAX:
+                self._damaged.pop()
 
     def doubtful(self, rows: Iterable[Row]) -> list[Row]:
         """Those of ``rows`` that are not known to be in the store within this lease. Call `ensure` first."""
         with self._lock:
             return [row for row in rows if not self._is_known(row)]
-
-    def release(self) -> None:
-        """Give the lease up. Called when the process is done with the store; a crash just lets it expire."""
-        with self._lock:
-            if self._version is not None:
-                self._objects.delete([keys.lease_key(self._holder)])
-            self._version = None
-            self._renew_at = self._valid_until = float("-inf")
-            self._begin_term()
 
     def _begin_term(self) -> None:
         self._term += 1
@@ -139,9 +141,17 @@ class Presence:
             else:
                 return
         self._holder = self._random_bytes(16)
-        self._put_lease(CREATE)
+        self._sweep(self._put_lease(CREATE))
 
-    def _put_lease(self, mode: PutMode) -> None:
+    def _sweep(self, mine: ObjectInfo) -> None:
+        """Delete leases that ran out more than a grace ago by the object tier's clock: nobody else tidies them up."""
+        oldest_ns = mine.modified_ns - (self._descriptor.lease_s + self._descriptor.grace_s) * 1_000_000_000
+        leases = [item for item in self._objects.list(keys.LEASES) if isinstance(item, ObjectInfo)]
+        expired = [item.key for item in leases if 0 < item.modified_ns < oldest_ns]
+        if expired:
+            self._objects.delete(expired)
+
+    def _put_lease(self, mode: PutMode) -> ObjectInfo:
         self._sequence += 1
         key = keys.lease_key(self._holder)
         lease = Lease(self._holder, self._sequence, self._descriptor.lease_s, self._host, self._clock.now_ns())
@@ -154,6 +164,7 @@ class Presence:
             if found.sequence != self._sequence:
                 raise
         self._version = info.version
+        return info
 
     def _read_lease(self, key: str) -> tuple[Lease, ObjectInfo]:
         data, info = self._objects.read(key, 4096)
@@ -161,7 +172,8 @@ class Presence:
 
     def _read_condemned(self) -> None:
         """Read the lists that appeared since the last time. They never change."""
-        current = {item.key for item in self._objects.list(keys.GC) if isinstance(item, ObjectInfo)}
+        listing = self._objects.list(keys.GC)
+        current = {item.key for item in listing if isinstance(item, ObjectInfo) and keys.is_condemned_key(item.key)}
         if self._epochs - current:  # a list that gc has finished with: read the rest anew
             self._epochs = set()
             self._condemned = set()

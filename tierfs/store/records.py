@@ -108,7 +108,7 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> None:
             except (CorruptionError, FormatError) as error:
                 _logger.warning("a record kept on this host is damaged and fetched anew: %s", error)
             else:
-                store.records.remember(info.key, info.version, record)
+                store.records.remember(info.key, info.version, record, len(found[info.key]))
 
 
 def publish(store: Store, observed: Observed, record: Record) -> Observed:
@@ -132,7 +132,7 @@ def publish(store: Store, observed: Observed, record: Record) -> Observed:
         if found is None:
             raise ConflictError(
                 f"{store.where(observed.path)} was changed by somebody else in the meantime: theirs stands, "
-                "this change was not made; reload and try again",
+                "this change was not made, or was replaced already; reload and try again",
                 path=observed.path,
             ) from error
         version = found
@@ -172,6 +172,6 @@ def _decode(store: Store, data: bytes, path: str, key: str) -> Record:
 
 
 def _remember(store: Store, key: str, version: Version, record: Record, data: bytes) -> None:
-    store.records.remember(key, version, record)
+    store.records.remember(key, version, record, len(data))
     if store.host_records is not None:
         store.host_records.add(key, version, data)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from tierfs.digest import CHUNK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.header import Kind
+from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import (
     INLINE_BYTES_MAX,
     ROW_EXTRA_BYTES,
@@ -29,10 +30,10 @@ from tierfs.store.records import observe, observe_to_replace, publish
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
-__all__ = ["WriteMode", "Writer", "confirm", "learn_rows", "refuse_foreign", "save"]
+__all__ = ["WriteMode", "Writer", "learn_rows", "refuse_foreign", "save", "settle"]
 
 IN_FLIGHT_MAX = 4
-CONFIRM_ATTEMPTS_MAX = 3
+SETTLE_ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
 
 
@@ -54,11 +55,7 @@ def save(
 ) -> Manifest:
     """Write a whole file. See `Writer` for what may be raised."""
     writer = Writer(store, path, mode=mode, metadata=metadata)
-    try:
-        writer.write(data)
-    except BaseException:
-        writer.abort()
-        raise
+    writer.write(data)
     return writer.commit()
 
 
@@ -103,10 +100,18 @@ class Writer:
         old = self._observed.manifest
         if old is not None and mode is WriteMode.CREATE:
             raise AlreadyExistsError(f"{store.where(path)} exists: an exclusive create needs a new name", path=path)
-        if self._observed.version is None:
-            refuse_foreign(store, path)
+        if old is None:
+            self._refuse_foreign()
         if old is not None and mode is WriteMode.APPEND:
             self._continue(old)
+
+    def _refuse_foreign(self) -> None:
+        try:
+            refuse_foreign(self._store, self.path)
+        except ReadOnlyError as error:
+            if self._mode is WriteMode.CREATE:
+                raise AlreadyExistsError(str(error), path=self.path) from None
+            raise
 
     @property
     def path(self) -> str:
@@ -222,14 +227,14 @@ class Writer:
             self._send_chunk()
         while self._under_way:
             self._rows.append(self._under_way.popleft().result())
-        return confirm(self._store, self.path, self._rows)
+        return self._rows
 
     def _manifest(self, rows: list[Row]) -> Manifest:
         store, old = self._store, self._observed.manifest
         now_ns = store.clock.now_ns()
         kind = store.descriptor.digest_kind
         inline = None if rows else bytes(self._small)
-        table, indirect = _fold_rows(store, rows)
+        table, indirect = settle(store, self.path, rows)
         metadata = self._metadata
         if metadata is None:
             metadata = old.metadata if old is not None and self._mode is WriteMode.APPEND else {}
@@ -272,21 +277,31 @@ def learn_rows(store: Store, manifest: Manifest, path: str) -> list[Row]:
     return rows
 
 
-def confirm(store: Store, path: str, rows: Sequence[Row]) -> list[Row]:
-    """What a writer does right before it publishes: make sure that every chunk it refers to is there to stay.
+def settle(store: Store, path: str, rows: Sequence[Row]) -> tuple[tuple[Row, ...], bool]:
+    """What a writer does right before it publishes: make sure that every chunk it will name is there to stay.
+
+    Returns:
+        The manifest's own table, and whether it is an indirect one.
 
     Raises:
-        StoreError: One is gone for good, or the object tier is too slow to tell within a lease.
+        StoreError: A chunk is gone for good, or the object tier is too slow to tell within a lease.
     """
-    confirmed = list(rows)
-    for _ in range(CONFIRM_ATTEMPTS_MAX):
-        if confirmed:
-            store.presence.ensure()
-        doubtful = store.presence.doubtful(confirmed)
+    settled = list(rows)
+    checked: dict[ChunkName, int] = {}  # in which term each one was looked up here
+    for _ in range(SETTLE_ATTEMPTS_MAX):
+        table, indirect = _fold_rows(store, settled)
+        if not settled:
+            return table, indirect
+        term = store.presence.ensure()
+        named = [*table, *settled] if indirect else settled
+        doubtful = [row for row in store.presence.doubtful(named) if checked.get(row.name) != term]
         if not doubtful:
-            return confirmed
-        saved = {row.name: rescue(store, row, store.where(path)) for row in doubtful}
-        confirmed = [saved.get(row.name, row) for row in confirmed]
+            return table, indirect
+        saved = {}
+        for row in doubtful:
+            saved[row.name] = rescue(store, row, store.where(path))
+            checked[saved[row.name].name] = store.presence.ensure()
+        settled = [saved.get(row.name, row) for row in settled]
     raise StoreError(
         f"{store.where(path)}: looking its chunks up takes longer than a lease lasts "
         f"({store.descriptor.lease_s} s): the object tier is too slow; nothing was published",

@@ -9,8 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.format.descriptor import Descriptor
-from tierfs.format.manifest import Manifest, Record
+from tierfs.errors import NotFoundError
+from tierfs.format import keys
+from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
+from tierfs.format.manifest import Record
 from tierfs.objects.protocol import ObjectTier, Version
 from tierfs.store.hostrecords import HostRecords, state_directory
 from tierfs.store.presence import Presence
@@ -19,6 +21,9 @@ __all__ = ["Store"]
 
 RECORDS_MAX = 50_000
 RECORD_BYTES_MAX = 64 << 20
+# What a record takes in memory, measured: so much for itself, and so many times its encoded length (rows, metadata).
+OVERHEAD_BYTES = 600
+OBJECT_FACTOR = 6
 
 
 class Store:
@@ -46,6 +51,8 @@ class Store:
         self.url = url
         self.clock: Clock = clock or SystemClock()
         self.random_bytes = random_bytes
+        self._checked_at = self.clock.monotonic()
+        self._descriptor_version: Version | None = None
         self.records = RecordCache()
         # Where the object tier is this host's own, looking a record up there costs no more than here.
         local = descriptor.endpoint.host_local
@@ -54,6 +61,29 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self.objects!r})"
+
+    def is_current(self) -> bool:
+        """Whether the root holds this store still, and has not been deleted or made anew.
+
+        Looked up each time where the object tier is this host's own, elsewhere once in a lease.
+
+        Raises:
+            StoreError, ReadOnlyError, CorruptionError, FormatError: It cannot be told.
+        """
+        now = self.clock.monotonic()
+        if not self.descriptor.endpoint.host_local and now < self._checked_at + self.descriptor.lease_s:
+            return True
+        try:
+            version = self.objects.head(keys.DESCRIPTOR).version
+            if version != self._descriptor_version:
+                data, info = self.objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
+                if Descriptor.decode(data, self.where(keys.DESCRIPTOR)).uuid != self.descriptor.uuid:
+                    return False
+                version = info.version
+        except NotFoundError:
+            return False
+        self._checked_at, self._descriptor_version = now, version
+        return True
 
     def where(self, key: str) -> str:
         """How to name one of the store's objects in an error."""
@@ -85,9 +115,9 @@ class RecordCache:
             self._entries.move_to_end(key)
             return entry[0], entry[1]
 
-    def remember(self, key: str, version: Version, record: Record) -> None:
-        """Note what this version of the key is."""
-        size = _weight(record)
+    def remember(self, key: str, version: Version, record: Record, encoded_bytes: int) -> None:
+        """Note what this version of the key is, and how long its record is."""
+        size = OVERHEAD_BYTES + OBJECT_FACTOR * encoded_bytes
         with self._lock:
             self._drop(key)
             self._entries[key] = (version, record, size)
@@ -105,10 +135,3 @@ class RecordCache:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._bytes -= entry[2]
-
-
-def _weight(record: Record) -> int:
-    """About how much memory a record takes, in bytes."""
-    if not isinstance(record, Manifest):
-        return 200
-    return 600 + len(record.inline or b"") + 300 * len(record.rows)

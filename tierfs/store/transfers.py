@@ -35,7 +35,8 @@ class Transfers:
     def __init__(self, workers: int = WORKERS, buffers: int = BUFFERS_MAX) -> None:
         self.workers = workers
         self._buffers_max = buffers
-        self._lock = threading.Lock()
+        # Garbage may be collected while it is held, and what is collected may hand a buffer back.
+        self._lock = threading.RLock()
         self._executor: ThreadPoolExecutor | None = None
         self._free: list[bytearray] = []
 

@@ -62,7 +62,8 @@ def usage(store: Store, path: str = "") -> Usage:
             chunks[row.name] = row
             raw_bytes += row.raw_length
     if top.is_directory:
-        foreign = list(foreign_objects(store, path))
+        ours = {where for where, _, _ in manifests}
+        foreign = [info for info in foreign_objects(store, path) if info.key not in ours]
     else:
         foreign = [top.foreign] if top.foreign is not None else []
     return Usage(

@@ -6,10 +6,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
-from tierfs.format.envelope import block_count, envelope_bytes
+from tierfs.format.descriptor import Descriptor
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.keys import ChunkName
+from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Row, decode_record
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.chunks import fetch
@@ -21,6 +24,7 @@ from tierfs.store.transfers import transfers
 __all__ = ["Damage", "VerifyReport", "verify"]
 
 BATCH = 64
+OBJECT_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
             jobs = []
     transfers().map(check_chunk, jobs)
     if not path:
-        _check_strays(store, report)
+        _check_rest(store, seen, report)
     report.damage.sort(key=lambda damage: (damage.path, damage.key))
     return report
 
@@ -158,12 +162,42 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
         stat(store, path)  # raises NotFoundError, unless it is a file that tierfs did not write
 
 
-def _check_strays(store: Store, report: VerifyReport) -> None:
-    """Objects where chunks lie that are none."""
-    for item in store.objects.list(keys.CHUNKS):
-        if not isinstance(item, ObjectInfo):
-            continue
+def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> None:
+    """What belongs to no file: the descriptor, leases, condemned lists, chunks that no file names, strays."""
+
+    def check(key: str) -> None:
         try:
-            keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
+            _check_object(store, key, seen)
+        except NotFoundError:
+            return  # deleted since the listing
         except TierfsError as error:
-            report.damage.append(Damage(item.key, item.key, error.kind, f"{store.where(item.key)}: {error}"))
+            report.damage.append(Damage(key, key, error.kind, f"{store.where(key)}: {error}"))
+
+    prefixes = (keys.CHUNKS, keys.LEASES, keys.GC)
+    listed = [item.key for prefix in prefixes for item in store.objects.list(prefix) if isinstance(item, ObjectInfo)]
+    transfers().map(check, [keys.DESCRIPTOR, *listed])
+
+
+def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
+    """Read one object that is no record.
+
+    Raises:
+        CorruptionError, FormatError, StoreError, ReadOnlyError: It is damaged, does not belong there, or cannot be read.
+    """
+    kind = store.descriptor.digest_kind
+    if key.startswith(keys.CHUNKS):
+        name = keys.parse_chunk_key(key, kind)
+        if name not in seen:
+            data, info = store.objects.read(key, CHUNK_BYTES + ENVELOPE_BYTES_MAX)
+            envelope = Envelope.decode(data, key, stored_length=info.size)
+            row = Row(name, envelope.raw_length, info.size)
+            fetch(store, row, 0, memoryview(bytearray(envelope.raw_length)), store.where(key))
+        return
+    data, _ = store.objects.read(key, OBJECT_BYTES_MAX)
+    if key == keys.DESCRIPTOR:
+        Descriptor.decode(data, key)
+    elif key.startswith(keys.LEASES):
+        if keys.lease_key(Lease.decode(data, key).holder) != key:
+            raise FormatError(f"{key}: the lease of another holder", path=key)
+    elif keys.is_condemned_key(key) and keys.condemned_key(Condemned.decode(data, key).epoch) != key:
+        raise FormatError(f"{key}: the list of another epoch", path=key)

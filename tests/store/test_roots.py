@@ -1,0 +1,164 @@
+"""Where a store is, whether it is still there, and what lies beside its own objects."""
+
+import os
+import shutil
+import uuid
+
+import pytest
+
+import tierfs
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, ReadOnlyError, StoreNotFoundError
+from tierfs.format import keys
+from tierfs.objects import LocalObjects, MemoryObjects
+from tierfs.store import (
+    Store,
+    WriteMode,
+    delete,
+    find,
+    list_directory,
+    load,
+    open_store,
+    parse_url,
+    save,
+    stat,
+    transfer,
+    usage,
+    verify,
+)
+from tierfs.store.create import create_store
+from tierfs.testing import flip_bit
+
+CONTENT = os.urandom(100_000)
+
+
+@pytest.fixture
+def tier():
+    return MemoryObjects(f"/roots-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def store(tier):
+    return Store(tier, create_store(tier, "store", random_bytes=os.urandom(16))[0], url="store")
+
+
+def test_a_store_around_another_one_is_refused(tmp_path):
+    tierfs.init(f"file://{tmp_path}/run/step_1")
+    with pytest.raises(InvalidInputError, match=r"run/step_1 is a store"):
+        tierfs.init(f"file://{tmp_path}/run")
+    with pytest.raises(InvalidInputError, match=r"run/step_1 is a store"):
+        open_store(parse_url(f"file://{tmp_path}/run/top"), create=True)
+
+
+def test_a_store_that_was_deleted_takes_no_more_writes(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    location = parse_url(f"file://{tmp_path}/store/a")
+    open_store(location)
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(StoreNotFoundError):
+        open_store(location, write=True)
+
+
+def test_a_store_that_was_made_anew_is_opened_anew(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    location = parse_url(f"file://{tmp_path}/store/a")
+    old, path = open_store(location)
+    save(old, path, CONTENT)
+    shutil.rmtree(tmp_path / "store")
+    objects = LocalObjects(tmp_path / "store")
+    create_store(objects, "store", random_bytes=os.urandom(16))  # as another process would
+    new, path = open_store(location, write=True)
+    assert new is not old
+    save(new, path, CONTENT)
+    assert load(new, path) == CONTENT
+
+
+def test_a_refused_look_up_on_the_way_does_not_end_the_search(tmp_path, monkeypatch):
+    tierfs.init(f"file://{tmp_path}/store")
+    location = parse_url(f"file://{tmp_path}/store/locked/x")
+    real = LocalObjects.read
+
+    def read(self, key, limit):
+        if str(self.root).endswith("locked"):
+            raise ReadOnlyError("refused")
+        return real(self, key, limit)
+
+    monkeypatch.setattr(LocalObjects, "read", read)
+    monkeypatch.setattr("tierfs.store.open._stores", {})
+    assert open_store(location)[1] == "locked/x"
+
+
+def test_damaged_bytes_that_are_saved_again_are_stored_anew(store, tier):
+    save(store, "a", CONTENT)
+    key = next(info.key for info in tier.list(keys.CHUNKS))
+    flip_bit(tier, key, 8 * 90_000)
+    with pytest.raises(CorruptionError):
+        load(store, "a")
+    save(store, "a", CONTENT)
+    assert load(store, "a") == CONTENT
+    save(store, "b", CONTENT)
+    assert load(store, "b") == CONTENT
+
+
+def test_verify_finds_damage_in_what_belongs_to_no_file(store, tier):
+    save(store, "a", CONTENT)
+    chunk = next(info.key for info in tier.list(keys.CHUNKS))
+    lease = next(info.key for info in tier.list(keys.LEASES))
+    delete(store, "a")
+    tier.put(keys.condemned_key(1), [b"rubbish"])
+    for key in (chunk, lease, keys.DESCRIPTOR):
+        flip_bit(tier, key, 8 * 60)
+    report = verify(store)
+    assert {damage.key for damage in report.damage} == {chunk, lease, keys.DESCRIPTOR, keys.condemned_key(1)}
+
+
+def test_a_foreign_file_behind_a_tombstone_is_not_written_over(store, tier):
+    save(store, "a", b"ours")
+    delete(store, "a")
+    tier.put("a", [b"theirs"])
+    with pytest.raises(ReadOnlyError):
+        save(store, "a", b"ours again")
+    with pytest.raises(AlreadyExistsError):
+        save(store, "a", b"ours again", mode=WriteMode.CREATE)
+    assert load(store, "a") == b"theirs"
+
+
+def test_another_stores_objects_are_no_foreign_files(store, tier):
+    tier.put("inner/.tierfs/store.json", [b"{}"])
+    tier.put("inner/foreign", [b"x"])
+    assert [entry.path for entry in find(store, "")] == ["inner", "inner/foreign"]
+    assert [entry.path for entry in list_directory(store, "inner")] == ["inner/foreign"]
+
+
+def test_an_empty_foreign_directory_is_not_there_for_anybody(tmp_path):
+    store = tierfs.init(f"file://{tmp_path}/store")
+    (tmp_path / "store" / "empty").mkdir()
+    assert list_directory(store, "") == []
+    with pytest.raises(FileNotFoundError):
+        stat(store, "empty")
+
+
+def test_a_file_that_shadows_a_foreign_one_is_counted_once(store, tier):
+    save(store, "a", b"1234")
+    tier.put("a", [b"foreign"])
+    assert (usage(store).files, usage(store).foreign_files) == (1, 0)
+
+
+def test_a_move_between_stores_deletes_only_what_it_copied(store, tier, monkeypatch):
+    other_tier = MemoryObjects(f"/roots-{uuid.uuid4().hex}")
+    other = Store(other_tier, create_store(other_tier, "other", random_bytes=os.urandom(16))[0], url="other")
+    save(store, "a", b"old")
+    from tierfs.errors import ConflictError
+
+    real = MemoryObjects.put
+
+    def put(self, key, *args, **kwargs):
+        if self is other_tier and key == keys.record_key("a"):
+            monkeypatch.undo()
+            save(Store(tier, store.descriptor, url="store"), "a", b"new")
+        return real(self, key, *args, **kwargs)
+
+    monkeypatch.setattr(MemoryObjects, "put", put)
+    with pytest.raises(ConflictError):
+        transfer(store, "a", other, "a", move=True)
+    assert load(store, "a") == b"new"
+    assert load(other, "a") == b"old"
