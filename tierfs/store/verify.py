@@ -11,6 +11,7 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreErro
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Row, decode_record
@@ -49,7 +50,7 @@ class VerifyReport:
     """What `verify` looked at and found.
 
     Attributes:
-        files: Records read.
+        files: Files whose manifest could be read; directories and tombstones are read too.
         chunks: Chunk objects read, each once.
         raw_bytes: Decoded bytes that were checked.
         damage: What is wrong; empty if all is well.
@@ -113,12 +114,12 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
 def _files(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
     """Path and chunks of every sound record; the unsound ones go into the report."""
     for where, key in _records(store, path, report):
-        report.files += 1
         try:
             data, _ = store.objects.read(key, MANIFEST_BYTES_MAX + 1024)
             record = decode_record(data, where, store.where(key))
-            if not isinstance(record, Manifest):
+            if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
                 continue
+            report.files += 1
             rows = expand_rows(store, record, where)
             _check_sizes(rows, record, store.where(key))
         except NotFoundError:
