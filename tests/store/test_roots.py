@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -162,3 +164,17 @@ def test_a_move_between_stores_deletes_only_what_it_copied(store, tier, monkeypa
         transfer(store, "a", other, "a", move=True)
     assert load(store, "a") == b"new"
     assert load(other, "a") == b"old"
+
+
+def test_hosts_that_make_a_store_at_once_make_one(tier):
+    barrier = threading.Barrier(12)
+
+    def make(number):
+        barrier.wait()
+        return create_store(tier, "store", random_bytes=bytes([number]) * 16)
+
+    with ThreadPoolExecutor(12) as threads:
+        made = list(threads.map(make, range(12)))
+    assert len({descriptor.uuid for descriptor, _ in made}) == 1
+    assert [is_new for _, is_new in made].count(True) == 1
+    assert create_store(tier, "store", random_bytes=os.urandom(16)) == (made[0][0], False)
