@@ -14,6 +14,7 @@ from tierfs.cli._transfer import LocalSource, LocalTarget, Source, StoredSource,
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.store import Entry, Store, find, make_directory, open_store, parse_url, stat
+from tierfs.store.url import asks_to_create
 
 __all__ = [
     "Kind",
@@ -31,7 +32,6 @@ Kind: TypeAlias = Literal["file", "directory"]
 
 _IN_STORE = ("tierfs::", "tierfs://")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
-_TRUE = ("1", "true", "yes", "on")
 
 
 def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
@@ -222,8 +222,7 @@ def store_place(text: str, *, write: bool = False) -> StorePlace:
     if not text:
         raise InvalidInputError("an argument is empty: give a URL or a path")
     location = parse_url(text)
-    create = write and (location.create or os.environ.get("TIERFS_CREATE", "").lower() in _TRUE)
-    store, path = open_store(location, create=create)
+    store, path = open_store(location, write=write, create=write and asks_to_create(location))
     url = text.rstrip("/") if text.startswith("tierfs://") else f"tierfs::{location.url}"
     return StorePlace(url, store, path)
 

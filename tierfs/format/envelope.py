@@ -72,10 +72,6 @@ class Envelope:
         """Bytes of the whole object."""
         return self.header_length + sum(block.encoded_length for block in self.blocks)
 
-    def raw_block_length(self, index: int) -> int:
-        """Decoded bytes of block ``index``: 1 MiB, but for the last."""
-        return min(BLOCK_BYTES, self.raw_length - index * BLOCK_BYTES)
-
     def encode(self) -> bytes:
         """The bytes to put before the encoded blocks."""
         out = bytearray(header(Kind.CHUNK, self.header_length))

@@ -20,11 +20,10 @@ from tierfs.errors import InvalidInputError, StoreNotFoundError
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import Location, Store
-from tierfs.store.url import named_location, split_url, strip
+from tierfs.store.url import TRUE, asks_to_create, named_location, split_url, strip
 
 __all__ = ["PathSpace"]
 
-_TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
 _FSSPEC_OPTIONS = frozenset(
     {"use_listings_cache", "listings_expiry_time", "max_paths", "add_docs", "add_aliases", "protocol", "fs"}
@@ -122,9 +121,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
     def _may_create(self, location: Location) -> bool:
         if self._create is not None:
             return self._create
-        # Looked up each time, because fsspec hands the same instance out again after the environment has changed.
-        wish = os.environ.get("TIERFS_CREATE")
-        return wish.lower() in _TRUE if wish else location.create
+        return asks_to_create(location)
 
     def _name(self, path: str, relative: str, found: str) -> str:
         """The name to show for what was found at ``found`` in the store, when ``path`` is ``relative`` in it."""
@@ -142,7 +139,7 @@ class _Opened(threading.local):
 
 def _flag(value: bool | str | None) -> bool | None:
     """An option that may come from a URL's configuration as text; ``None`` if it was not given."""
-    if value is None or str(value).lower() in _TRUE:
+    if value is None or str(value).lower() in TRUE:
         return None if value is None else True
     if str(value).lower() in _FALSE:
         return False

@@ -32,9 +32,10 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Location", "named_location", "parse_url", "split_url"]
+__all__ = ["Location", "asks_to_create", "named_location", "parse_url", "split_url", "strip"]
 
 LOCAL = ("file", "local")
+TRUE = ("1", "true", "yes", "on")
 _CHAIN = "tierfs::"
 _NAMED = "tierfs://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -120,6 +121,15 @@ def parse_url(url: str) -> Location:
     if url.startswith(_NAMED):
         return named_location(path)
     return Location("file", strip("file", path))
+
+
+def asks_to_create(location: Location) -> bool:
+    """Whether the environment or, if it says nothing, the configuration asks for a store to be made at the first write.
+
+    Looked up each time, because the environment may change while filesystem instances live on.
+    """
+    wish = os.environ.get("TIERFS_CREATE")
+    return wish.lower() in TRUE if wish else location.create
 
 
 def named_location(path: str) -> Location:
