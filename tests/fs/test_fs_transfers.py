@@ -64,7 +64,7 @@ def test_put_of_a_file_tells_its_size_then_steps_that_add_up_to_it(place, tmp_pa
     place.fs.put_file(str(tmp_path / "local"), place / "a", callback=callback)
     assert callback.sizes == [size]
     assert sum(callback.steps) == callback.value == size
-    assert len(callback.steps) == -(-size // (16 * MIB))
+    assert len(callback.steps) == -(-size // MIB)
     assert place.fs.cat(place / "a") == random_bytes(size, 1)
 
 

@@ -16,6 +16,7 @@ from fsspec.compression import compr
 from fsspec.core import get_compression
 
 from tierfs import store as verbs
+from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 from tierfs.fs.changing import Changing
 from tierfs.fs.looking import describe
@@ -24,7 +25,6 @@ from tierfs.fs.threads import run_in_thread
 from tierfs.fs.wrapped import CompressedFile, TextFile
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import WriteMode, Writer
-from tierfs.store.transfers import transfers
 
 __all__ = ["TierFileSystem"]
 
@@ -147,10 +147,7 @@ class TierFileSystem(Changing):
 
 
 def _pieces(file: Any, callback: Any) -> Iterable[memoryview]:
-    buffer = transfers().take_buffer()
-    try:
-        while count := file.readinto(buffer):
-            yield memoryview(buffer)[:count]
-            callback.relative_update(count)
-    finally:
-        transfers().give_buffer(buffer)
+    buffer = memoryview(bytearray(BLOCK_BYTES))
+    while count := file.readinto(buffer):
+        yield buffer[:count]
+        callback.relative_update(count)

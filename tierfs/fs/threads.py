@@ -17,7 +17,7 @@ __all__ = ["run_in_thread"]
 
 _Out = TypeVar("_Out")
 
-CALLS_MAX = 32
+CALLS_MAX = 16
 
 _lock = threading.Lock()
 _executor: ThreadPoolExecutor | None = None

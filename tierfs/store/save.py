@@ -62,7 +62,7 @@ def save(
 class Writer:
     """One file being written. Not for use by several threads at once.
 
-    Memory is bounded: one chunk being filled and at most four on their way.
+    Memory is bounded: one chunk being filled and at most four on their way, sixteen in the whole process.
 
     Args:
         store: The store.
@@ -217,7 +217,7 @@ class Writer:
             finally:
                 transfers().give_buffer(buffer)
 
-        self._under_way.append(transfers().submit(store_it, buffer))
+        self._under_way.append(transfers().send(store_it, buffer))
 
     def _finish_rows(self) -> list[Row]:
         """Store what is left and return every chunk, or none for a file that fits into its manifest."""

@@ -37,6 +37,7 @@ class Transfers:
         self._buffers_max = buffers
         # Garbage may be collected while it is held, and what is collected may hand a buffer back.
         self._lock = threading.RLock()
+        self._places = threading.BoundedSemaphore(workers)
         self._executor: ThreadPoolExecutor | None = None
         self._free: list[bytearray] = []
 
@@ -49,6 +50,20 @@ class Transfers:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix="tierfs-transfer")
             return self._executor.submit(task, argument)
+
+    def send(self, task: Callable[[bytearray], _Out], buffer: bytearray) -> Future[_Out]:
+        """Start ``task(buffer)``, waiting first while as many buffers as there are threads are on their way.
+
+        So however many files are written at once, what is on its way takes no more memory than that.
+        """
+        self._places.acquire()
+        try:
+            future = self.submit(task, buffer)
+        except BaseException:
+            self._places.release()
+            raise
+        future.add_done_callback(lambda _: self._places.release())
+        return future
 
     def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> list[_Out]:
         """Run ``task`` on every argument and return the results in order.
