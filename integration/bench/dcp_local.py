@@ -3,7 +3,7 @@
     python integration/bench/dcp_local.py [--mib 512] [--rounds 5] [--directory DIR] [--json]
 
 All in one run, interleaved, medians. The state is random float32 tensors in warm memory, new ones in each round, so nothing is
-deduplicated. Everybody flushes to disk. Loads come from the page cache. "limit" is one thread that writes (and flushes)
+deduplicated; each round has a store and a directory of its own, deleted at its end. Everybody flushes to disk. Loads come from the page cache. "limit" is one thread that writes (and flushes)
 or reads the same bytes in 16 MiB pieces.
 """
 
@@ -68,7 +68,6 @@ def main() -> None:
     state = {f"layer{index}": torch.empty(size // count // 4) for index in range(count)}
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     piece = bytearray(os.urandom(PIECE))
-    tierfs.init(f"file://{root}/store")
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, function: Callable[[], object]) -> None:
@@ -78,7 +77,9 @@ def main() -> None:
         for number in range(options.rounds + 1):
             for tensor in state.values():
                 tensor.uniform_()
-            url, plain = f"tierfs::file://{root}/store/step_{number}", root / f"plain_{number}"
+            store, plain = root / f"store_{number}", root / f"plain_{number}"
+            tierfs.init(f"file://{store}")
+            url = f"tierfs::file://{store}/step"
             note("save limit", partial(write_limit, root / "limit", size, piece))
             note("save plain", partial(dcp.save, state, checkpoint_id=str(plain)))
             note("save tierfs", partial(dcp.save, state, checkpoint_id=url))
@@ -89,7 +90,9 @@ def main() -> None:
             assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
             if number == 0:
                 seconds.clear()  # the first round warms everything up
+            # Both, so that both write into memory and disk blocks that were in use before: fresh ones are far slower here.
             shutil.rmtree(plain)
+            shutil.rmtree(store)
     finally:
         shutil.rmtree(root)
     rows = [
