@@ -9,9 +9,12 @@ import pytest
 @pytest.fixture(autouse=True, scope="session")
 def state_of_its_own():
     """Processes that tests start inherit it too."""
-    with tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory:
-        os.environ["TIERFS_STATE_DIR"] = directory
-        os.environ.pop("TIERFS_CONFIG", None)
-        os.environ.pop("TIERFS_CREATE", None)
+    with (
+        tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory,
+        tempfile.TemporaryDirectory(prefix="tierfs-test-", dir="/dev/shm") as shared,
+    ):
+        os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"] = directory, shared
+        for name in ("TIERFS_CONFIG", "TIERFS_CREATE", "TIERFS_RAM", "TIERFS_NVME"):
+            os.environ.pop(name, None)
         yield
-        del os.environ["TIERFS_STATE_DIR"]
+        del os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"]

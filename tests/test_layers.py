@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tierfs"
 
 ABOVE_NOTHING = {"errors"}
-GROUND = ABOVE_NOTHING | {"digest", "clock", "units"}
+GROUND = ABOVE_NOTHING | {"digest", "clock", "units", "forks"}
 PURE = {"format", "codec"}
 BACKENDS = {"objects", "local", "device"}
 FACES = {"fs", "dcp", "mount", "cli"}
@@ -19,6 +19,7 @@ ALLOWED = {
     "digest": {"errors"},
     "clock": {"errors"},
     "units": {"errors"},
+    "forks": set(),
     "format": GROUND,
     "codec": GROUND,
     "objects": GROUND | PURE,

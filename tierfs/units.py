@@ -6,10 +6,11 @@ import re
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["format_bytes", "parse_size"]
+__all__ = ["format_bytes", "parse_share", "parse_size"]
 
 BINARY = 1024
 _BINARY = ("KiB", "MiB", "GiB", "TiB", "PiB")
+_PERCENT = re.compile(r"\s*([0-9]{1,3})(?:\.([0-9]{1,12}))?\s*%\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([kKmMgGtTpP]?)(i?)([bB]?)\s*")
 
 
@@ -40,3 +41,19 @@ def parse_size(text: str | int) -> int:
     number, prefix, binary, _ = match.groups()
     power = " kmgtp".index(prefix.lower() or " ")
     return int(float(number) * (BINARY if binary else 1000) ** power)
+
+
+def parse_share(text: str | int, whole: int) -> int:
+    """Like `parse_size`, and ``"25%"`` or ``"0.5%"`` as that much of ``whole``, rounded down.
+
+    Raises:
+        InvalidInputError: The text is neither a size nor a share, or a share of more than all.
+    """
+    match = _PERCENT.fullmatch(text) if isinstance(text, str) else None
+    if match is None:
+        return parse_size(text)
+    decimals = match[2] or ""
+    part, all_parts = int(match[1] + decimals), int("100" + "0" * len(decimals))
+    if part > all_parts:
+        raise InvalidInputError(f"{text!r} is more than all: write a share from 0% to 100%, or a size like 8GiB")
+    return whole * part // all_parts

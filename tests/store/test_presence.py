@@ -99,7 +99,7 @@ def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(stor
     writer = Writer(store, "a")
     writer.write(CONTENT)
     writer._finish_rows()
-    name = writer._rows[0].name
+    name = writer._sink._rows[0].name
     clock.sleep(61)
     remove_chunk(tier, name)
     with pytest.raises(StoreError, match=r"collected while this writer was out of touch.*write the file again"):
@@ -111,7 +111,7 @@ def test_a_writer_whose_chunk_was_condemned_stores_it_anew_before_it_publishes(s
     writer = Writer(store, "a")
     writer.write(CONTENT)
     writer._finish_rows()
-    name = writer._rows[0].name
+    name = writer._sink._rows[0].name
     condemn(tier, name)
     clock.sleep(40)
     writer.commit()
@@ -214,7 +214,7 @@ def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(stor
     writer.write(CONTENT)
     writer._finish_rows()
     clock.sleep(61)
-    remove_chunk(tier, writer._rows[0].name)
+    remove_chunk(tier, writer._sink._rows[0].name)
     with pytest.raises(StoreError, match="collected"):
         writer.commit()
     save(store, "b", CONTENT)

@@ -26,6 +26,8 @@ _BY_NUMBER: dict[int, type[TierfsError]] = {
     errno.ELOOP: InvalidInputError,
 }
 _VERIFY = "`tierfs verify`"
+TIMEOUT_KIND = "timeout"
+TIMEOUT_EXIT_CODE = 11
 _NEXT_STEP: dict[type[TierfsError], str] = {
     NotFoundError: "check the path",
     AlreadyExistsError: "choose another name, or remove it",
@@ -59,6 +61,9 @@ def describe(error: TierfsError | OSError) -> Failure:
         if isinstance(error, CorruptionError) and _VERIFY not in message:
             message = f"{message}: {_VERIFY} lists all that is damaged"
         return Failure(error.kind, message, error.path, error.exit_code)
+    if isinstance(error, TimeoutError) and error.errno is None:
+        # Raised by whoever waited, for something that goes on: no failure, but not what was asked for either.
+        return Failure(TIMEOUT_KIND, str(error), None, TIMEOUT_EXIT_CODE)
     category = _category(error)
     name = error.filename2 if error.filename2 is not None else error.filename
     path = None if name is None or isinstance(name, int) else os.fsdecode(name)

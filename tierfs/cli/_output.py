@@ -10,8 +10,8 @@ from datetime import datetime, timedelta
 __all__ = ["add_json_argument", "align", "format_time", "print_json", "printable"]
 
 
-def add_json_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--json``."""
+def add_json_argument(parser: argparse._ActionsContainer) -> None:
+    """Declare ``--json``, for a parser or a group of it."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

@@ -57,6 +57,24 @@ class Progress:
         if self._bar is not None:
             self._bar.close()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether there is a bar."""
+        return self._bar is not None
+
+    def expect(self, total_bytes: int) -> None:
+        """Say how many bytes there will be."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.reset(total_bytes)
+                self._bar.update(self.bytes)
+
+    def note(self, text: str) -> None:
+        """Show a few words behind the bar."""
+        with self._lock:
+            if self._bar is not None:
+                self._bar.set_postfix_str(text)
+
     def advance(self, count: int) -> None:
         """Count ``count`` more bytes."""
         with self._lock:

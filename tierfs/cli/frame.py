@@ -24,7 +24,24 @@ from tierfs.errors import InvalidInputError, TierfsError
 
 __all__ = ["COMMANDS", "Command", "build_parser", "load_command", "main"]
 
-COMMANDS = ("init", "ls", "stat", "cat", "cp", "mv", "rm", "du", "verify", "demo", "version")
+COMMANDS = (
+    "init",
+    "ls",
+    "stat",
+    "cat",
+    "cp",
+    "mv",
+    "rm",
+    "du",
+    "verify",
+    "status",
+    "wait",
+    "prefetch",
+    "evict",
+    "flusher",
+    "demo",
+    "version",
+)
 
 _DESCRIPTION = "Look at, copy and check what lies in tierfs stores."
 _EPILOG = """\
@@ -35,7 +52,8 @@ URLs:
   All commands but cp also take s3://bucket/path or a local path.
 
 Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 exists already, 5 conflict, 6 damage,
-7 unknown format, 8 object tier failed, 9 no room, 10 not allowed, 130 interrupted, 141 output closed.
+7 unknown format, 8 object tier failed, 9 no room, 10 not allowed, 11 not in time,
+130 interrupted, 141 output closed.
 """
 
 

@@ -1,7 +1,7 @@
 """`TierFileSystem`: fsspec's face over stores.
 
-The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class is built up in four
-parts, each in a file of its own: `PathSpace`, `Looking`, `Reading`, `Changing`. What is here opens and writes files.
+The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class is built up in five
+parts, each in a file of its own: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`. What is here opens and writes files.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from fsspec.core import get_compression
 from tierfs import store as verbs
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
-from tierfs.fs.changing import Changing
+from tierfs.flush.levels import Level
 from tierfs.fs.looking import describe
 from tierfs.fs.readfile import ReadFile
 from tierfs.fs.threads import run_in_thread
+from tierfs.fs.tiering import Tiering
 from tierfs.fs.wrapped import CompressedFile, TextFile
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import WriteMode, Writer
@@ -29,7 +30,7 @@ from tierfs.store import WriteMode, Writer
 __all__ = ["TierFileSystem"]
 
 
-class TierFileSystem(Changing):
+class TierFileSystem(Tiering):
     """A filesystem over stores: ``tierfs::s3://bucket/run``, ``tierfs::file:///data/run``, ``tierfs://NAME/run``.
 
     Args:
@@ -37,6 +38,11 @@ class TierFileSystem(Changing):
         target_options: For that filesystem.
         fo: Set by fsspec from a chained URL; not used, since every path says where it is.
         create: Make a store where a write finds none; ``TIERFS_CREATE=1`` does the same.
+        ack: The level at which a write is acknowledged: ``"staged"``, ``"local"`` or ``"object"``.
+        ram: Budget of the ram tier, ``"8GiB"`` or ``"25%"``; ``"0"`` switches it off.
+        nvme: The same of the nvme tier.
+        state_dir: The state directory.
+        timeout: Seconds that a write waits for room in the local tiers, and for its level.
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.
@@ -93,8 +99,8 @@ class TierFileSystem(Changing):
             block_size: Not used; accepted as other filesystems do.
             cache_options: Not used; accepted as other filesystems do.
             compression: Name of an fsspec compression, or ``"infer"``.
-            **kwargs: ``encoding``, ``errors``, ``newline`` in text mode; ``metadata``, JSON values to keep with a
-                file that is written.
+            **kwargs: ``encoding``, ``errors``, ``newline`` in text mode; for a file that is written, ``metadata``, JSON
+                values to keep with it, and ``ack``, the level at which ``close`` returns.
 
         Raises:
             NotFoundError: Reading, and nothing is there.
@@ -119,10 +125,12 @@ class TierFileSystem(Changing):
         autocommit: bool = True,
         cache_options: dict[str, Any] | None = None,
         metadata: dict[str, Any] | None = None,
+        ack: str | None = None,
         **kwargs: Any,
     ) -> ReadFile | WriteFile:
         if kwargs:
             raise InvalidInputError(f"open takes no {min(kwargs)!r}")
+        level = None if ack is None else Level.parse(ack)
         if mode == "rb":
             store, relative = self._locate(path)
             entry = verbs.stat(store, relative)
@@ -140,7 +148,7 @@ class TierFileSystem(Changing):
         store, relative = self._locate(path, write=True)
         if not relative:
             raise IsADirectoryError(f"{path} is the root of a store")
-        writer = Writer(store, relative, mode=write_mode, metadata=metadata)
+        writer = Writer(store, relative, mode=write_mode, metadata=metadata, level=level)
         handle = WriteFile(self, path, writer, mode, autocommit=autocommit)
         self._opened.handles.add(handle)
         return handle

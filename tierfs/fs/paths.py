@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 from fsspec.asyn import AsyncFileSystem, get_loop
@@ -17,9 +18,10 @@ from fsspec.utils import stringify_path
 
 from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, StoreNotFoundError
+from tierfs.flush.levels import Level
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
-from tierfs.store import Location, Store
+from tierfs.store import Location, Store, TierOptions
 from tierfs.store.url import TRUE, asks_to_create, named_location, split_url, strip
 
 __all__ = ["PathSpace"]
@@ -47,6 +49,11 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         fo: str = "",
         *,
         create: bool | str | None = None,
+        ack: str | None = None,
+        ram: str | int | None = None,
+        nvme: str | int | None = None,
+        state_dir: str | None = None,
+        timeout: float | str | None = None,
         asynchronous: bool = False,
         loop: Any = None,
         batch_size: int | None = None,
@@ -55,15 +62,21 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         unknown = sorted(set(options) - _FSSPEC_OPTIONS)
         if unknown:
             raise InvalidInputError(
-                f"unknown option {unknown[0]!r} for tierfs: it takes 'create', and what fsspec takes"
+                f"unknown option {unknown[0]!r} for tierfs: it takes 'create', "
+                f"{', '.join(map(repr, TierOptions.names()))}, and what fsspec takes"
             )
         super().__init__(asynchronous=asynchronous, loop=loop, batch_size=batch_size, **options)
         self._create = _flag(create)
+        if ack is not None:
+            Level.parse(ack)
+        self._tier_options = TierOptions(ack, ram, nvme, None if state_dir is None else os.fspath(state_dir), timeout)
         self._target_protocol = target_protocol
         self._target_options = dict(target_options or {})
         if target_protocol is not None:
             strip(target_protocol, "")
         self._opened = _Opened()
+        self._used: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+        self._first = fo
         # fsspec calls this on instances; there, a bare path is one of the object tier's.
         self._strip_protocol = self._strip  # type: ignore[method-assign]
 
@@ -116,7 +129,21 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
             location = named_location(stripped)
         else:
             location = Location(self._target_protocol, stripped, self._target_options)
-        return verbs.open_store(location, write=write, create=write and self._may_create(location))
+        if self._tier_options != TierOptions():
+            location = replace(location, tiers=self._tier_options.over(location.tiers))
+        store, relative = verbs.open_store(location, write=write, create=write and self._may_create(location))
+        self._used[store.url] = store
+        return store, relative
+
+    def _only_store(self) -> Store:
+        """The store that this instance is used for, if it is one."""
+        stores = list(self._used.values())
+        if not stores and self._first:
+            return self._locate(self._first)[0]
+        if len(stores) != 1:
+            names = ", ".join(sorted(store.url for store in stores)) or "none yet"
+            raise InvalidInputError(f"this filesystem is used for several stores or none ({names}): name a path in one")
+        return stores[0]
 
     def _may_create(self, location: Location) -> bool:
         if self._create is not None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError
-from tierfs.objects._forks import renew_in_children
+from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
 from tierfs.objects.wrapper import Answer, Request, WrappedObjects
 from tierfs.units import format_bytes

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
-from tierfs.objects._forks import renew_in_children
+from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
 from tierfs.objects.wrapper import METHODS, Answer, Request, WrappedObjects
 

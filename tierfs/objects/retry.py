@@ -9,7 +9,7 @@ from random import Random, SystemRandom
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError, StoreError
-from tierfs.objects._forks import renew_in_children
+from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectTier
 from tierfs.objects.wrapper import Answer, Request, WrappedObjects
 

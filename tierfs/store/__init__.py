@@ -6,11 +6,15 @@ from tierfs.store.directory import make_directory, remove_directory
 from tierfs.store.listing import Entry, find, list_directory, stat
 from tierfs.store.load import Reader, load, open_entry
 from tierfs.store.open import init, open_store
+from tierfs.store.prefetch import evict, prefetch
 from tierfs.store.save import WriteMode, Writer, save
+from tierfs.store.settings import TierOptions
+from tierfs.store.status import status
 from tierfs.store.store import Store
 from tierfs.store.url import Location, parse_url
 from tierfs.store.usage import Usage, usage
 from tierfs.store.verify import Damage, VerifyReport, verify
+from tierfs.store.waiting import discard_conflict, level_of, wait
 
 __all__ = [
     "Damage",
@@ -18,25 +22,32 @@ __all__ = [
     "Location",
     "Reader",
     "Store",
+    "TierOptions",
     "Usage",
     "VerifyReport",
     "WriteMode",
     "Writer",
     "copy",
     "delete",
+    "discard_conflict",
+    "evict",
     "find",
     "init",
+    "level_of",
     "list_directory",
     "load",
     "make_directory",
     "open_entry",
     "open_store",
     "parse_url",
+    "prefetch",
     "remove_directory",
     "rename",
     "save",
     "stat",
+    "status",
     "transfer",
     "usage",
     "verify",
+    "wait",
 ]

@@ -9,14 +9,16 @@ from tierfs import digest
 from tierfs.codec import decode_block, encode_block
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.flush.draft import local_name
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope, block_count, envelope_bytes
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
+from tierfs.format.ranges import BlockTargets
 from tierfs.objects.protocol import CREATE, checksum_for
 from tierfs.store.store import Store
 
-__all__ = ["fetch", "rescue", "store_chunk"]
+__all__ = ["fetch", "find_chunk", "rescue", "store_chunk"]
 
 GENERATIONS_MAX = 64
 _logger = logging.getLogger("tierfs.store")
@@ -107,7 +109,7 @@ def _put(store: Store, name: ChunkName, envelope: Envelope, payload: list[Buffer
 
 
 def fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> None:
-    """Copy verified bytes of one chunk into ``out``.
+    """Copy verified bytes of one chunk into ``out``, from the nearest tier that has them.
 
     A first mismatch is read again once, because a bit may have flipped on the way; a second one is an error.
 
@@ -123,6 +125,40 @@ def fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> No
         FormatError: Written by a newer tierfs.
         StoreError, ReadOnlyError: The object tier failed.
     """
+    if store.tiers is None:
+        _fetch_verified(store, row, start, out, where)
+        return
+    name = local_name(store.descriptor.digest_kind, row.name.digest)
+
+    def fetch_from(offset: int, target: memoryview) -> None:
+        _fetch_verified(store, row, offset, target, where)
+
+    store.tiers.read_through(name, row.raw_length, start, out, fetch_from)
+
+
+def find_chunk(store: Store, row: Row, where: str) -> Row:
+    """The chunk object that holds what a row of a draft names.
+
+    Raises:
+        CorruptionError: There is none.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    for generation in range(GENERATIONS_MAX):
+        candidate = ChunkName(row.name.digest, generation)
+        if not store.presence.is_unusable(candidate):
+            found = _inspect(store, candidate, row.raw_length)
+            if found is None:
+                break
+            if found != _DAMAGED:
+                return Row(candidate, row.raw_length, found)
+    raise CorruptionError(
+        f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
+    )
+
+
+def _fetch_verified(store: Store, row: Row, start: int, out: memoryview, where: str) -> None:
+    if not row.stored_length:
+        row = find_chunk(store, row, where)  # of a draft that was opened before it was published
     try:
         _fetch(store, row, start, out, where)
     except CorruptionError as error:
@@ -159,57 +195,30 @@ def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> N
 def _fetch_object(store: Store, key: str, row: Row, start: int, out: memoryview, place: str) -> None:
     kind = store.descriptor.digest_kind
     head = memoryview(bytearray(envelope_bytes(kind, block_count(row.raw_length))))
-    first, last = start // BLOCK_BYTES, (start + len(out) - 1) // BLOCK_BYTES
-    targets = _Targets(row.raw_length, start, out)
+    targets = BlockTargets(row.raw_length, start, out)
     if row.stored_length == len(head) + row.raw_length:
         # Nothing in it is compressed, so every block's place is known and whole blocks go straight to the caller.
-        pieces = [(len(head) + index * BLOCK_BYTES, targets.view(index)) for index in range(first, last + 1)]
+        pieces = [(len(head) + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
         info = store.objects.get(key, [(0, head), *pieces])
         envelope = _check(head, row, info.size, place)
     else:
         info = store.objects.get(key, [(0, head)])
         envelope = _check(head, row, info.size, place)
         sizes = [block.encoded_length for block in envelope.blocks]
-        offset = len(head) + sum(sizes[:first])
-        encoded = memoryview(bytearray(sum(sizes[first : last + 1])))
+        offset = len(head) + sum(sizes[: targets.blocks.start])
+        encoded = memoryview(bytearray(sum(sizes[index] for index in targets.blocks)))
         store.objects.get(key, [(offset, encoded)], version=info.version)
         at = 0
-        for index in range(first, last + 1):
+        for index in targets.blocks:
             piece = encoded[at : at + sizes[index]]
             decode_block(envelope.blocks[index].codec, piece, targets.view(index), place)
             at += sizes[index]
-    for index in range(first, last + 1):
+    for index in targets.blocks:
         if digest.hash_bytes(kind, targets.view(index)) != envelope.blocks[index].digest:
             raise CorruptionError(
                 f"{place} is damaged: block {index} does not have its digest", path=place, tier="object"
             )
     targets.finish()
-
-
-class _Targets:
-    """Where each wanted block is decoded to: into the caller's buffer if it is wanted whole, else beside it."""
-
-    def __init__(self, raw_length: int, start: int, out: memoryview) -> None:
-        self._raw_length = raw_length
-        self._start = start
-        self._out = out
-        self._beside: dict[int, memoryview] = {}
-
-    def view(self, index: int) -> memoryview:
-        begin = index * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, self._raw_length)
-        if begin >= self._start and end <= self._start + len(self._out):
-            return self._out[begin - self._start : end - self._start]
-        if index not in self._beside:
-            self._beside[index] = memoryview(bytearray(end - begin))
-        return self._beside[index]
-
-    def finish(self) -> None:
-        """Copy the wanted parts of blocks that were not wanted whole."""
-        for index, block in self._beside.items():
-            begin = index * BLOCK_BYTES
-            low, high = max(begin, self._start), min(begin + len(block), self._start + len(self._out))
-            self._out[low - self._start : high - self._start] = block[low - begin : high - begin]
 
 
 def _check(head: memoryview, row: Row, size: int, place: str) -> Envelope:

@@ -8,9 +8,10 @@ from tierfs.errors import AlreadyExistsError, NotFoundError
 from tierfs.format.manifest import Manifest
 from tierfs.store.delete import bury
 from tierfs.store.listing import Entry, stat
-from tierfs.store.load import open_entry
-from tierfs.store.records import Observed, observe, publish
+from tierfs.store.load import expand_rows, open_entry
+from tierfs.store.records import Observed, observe
 from tierfs.store.save import Writer, learn_rows, refuse_foreign, settle
+from tierfs.store.staging import replace as replace_record
 from tierfs.store.store import Store
 
 __all__ = ["copy", "rename", "transfer"]
@@ -38,7 +39,7 @@ def copy(store: Store, source: str, target: str) -> None:
         _copy_bytes(store, entry, store, target)
         return
     now_ns = store.clock.now_ns()
-    _place(store, entry.manifest, source, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
+    _place(store, observe(store, source), entry.manifest, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
 
 
 def rename(store: Store, source: str, target: str, *, overwrite: bool = True) -> None:
@@ -70,16 +71,22 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
     there = observe(store, target)
     if there.manifest is not None and not overwrite:
         raise AlreadyExistsError(f"{store.where(target)} exists", path=target)
-    _place(store, manifest, source, there, created_ns=manifest.created_ns, modified_ns=manifest.modified_ns)
-    bury(store, observed)
+    pending = _place(store, observed, manifest, there, created_ns=manifest.created_ns, modified_ns=manifest.modified_ns)
+    bury(store, observed, after=pending)
 
 
 def _place(
-    store: Store, manifest: Manifest, source: str, target: Observed, *, created_ns: int, modified_ns: int
-) -> None:
+    store: Store, source: Observed, manifest: Manifest, target: Observed, *, created_ns: int, modified_ns: int
+) -> bytes | None:
+    """Write a manifest's copy. Returns its write id if it is pending."""
     if target.manifest is None:
         refuse_foreign(store, target.path)
-    table, indirect = settle(store, source, learn_rows(store, manifest, source))
+    staged = source.draft is not None or target.draft is not None
+    if staged:
+        # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
+        table, indirect = expand_rows(store, manifest, source.path), False
+    else:
+        table, indirect = settle(store, source.path, learn_rows(store, manifest, source.path))
     moved = replace(
         manifest,
         write_id=store.random_bytes(16),
@@ -89,7 +96,8 @@ def _place(
         rows=table,
         indirect=indirect,
     )
-    publish(store, target, moved)
+    replace_record(store, target, moved, staged=staged)
+    return moved.write_id if staged else None
 
 
 def transfer(source: Store, source_path: str, target: Store, target_path: str, *, move: bool = False) -> None:

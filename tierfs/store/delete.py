@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from tierfs.errors import NotFoundError
 from tierfs.format.manifest import Tombstone
-from tierfs.store.records import Observed, observe_to_replace, publish
+from tierfs.store.records import Observed, observe_to_replace
 from tierfs.store.save import refuse_foreign
+from tierfs.store.staging import replace
 from tierfs.store.store import Store
 
 __all__ = ["bury", "delete"]
@@ -27,8 +28,14 @@ def delete(store: Store, path: str) -> None:
     bury(store, observed)
 
 
-def bury(store: Store, observed: Observed) -> None:
-    """Replace what was observed by a tombstone. Raises as `publish` does."""
-    assert observed.version is not None
-    tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version))
-    publish(store, observed, tombstone)
+def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> None:
+    """Replace what was observed by a tombstone. Raises as `replace` does.
+
+    Args:
+        store: The store.
+        observed: What is to be gone.
+        after: Write id of a pending draft that has to be published before: of the file that it was moved to.
+    """
+    assert observed.version is not None or observed.draft is not None
+    tombstone = Tombstone(store.random_bytes(16), store.clock.now_ns(), Tombstone.check_of(observed.version or ""))
+    replace(store, observed, tombstone, staged=after is not None, after=after)

@@ -13,15 +13,15 @@ import contextlib
 import logging
 import os
 import sqlite3
-import stat
 import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tierfs.local.host import make_private
 from tierfs.objects.protocol import ObjectInfo, Version
 
-__all__ = ["HostRecords", "state_directory"]
+__all__ = ["HostRecords"]
 
 ROWS_MAX = 200_000
 RECORD_BYTES_MAX = 64 * 1024
@@ -36,14 +36,6 @@ CREATE TABLE IF NOT EXISTS records (
     PRIMARY KEY (store, key)
 )
 """
-
-
-def state_directory() -> Path:
-    """Where this host keeps what it knows: ``TIERFS_STATE_DIR``, else ``tierfs`` in the user's state directory."""
-    given = os.environ.get("TIERFS_STATE_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tierfs"
 
 
 class HostRecords:
@@ -100,6 +92,21 @@ class HostRecords:
         self._use(look_up)
         return found
 
+    def newest(self, key: str) -> tuple[Version, bytes] | None:
+        """The version of a record that the host saw last, and the record."""
+        with self._lock:
+            noted = self._pending.get(key)
+        if noted is not None or self.failures or not self._path.exists():
+            return noted
+        found: list[tuple[Version, bytes]] = []
+
+        def look_up(connection: sqlite3.Connection) -> None:
+            query = "SELECT version, data FROM records WHERE store = ? AND key = ?"
+            found.extend(connection.execute(query, [self._uuid, key]))
+
+        self._use(look_up)
+        return found[0] if found else None
+
     def flush(self) -> None:
         """Write what was noted to disk. In a forked child nothing: what the parent noted is the parent's to write."""
         if os.getpid() != self._process:
@@ -123,7 +130,7 @@ class HostRecords:
     def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
         """One transaction. What goes wrong with the file is logged, and ends its use by this process."""
         try:
-            self._check_directory()
+            make_private(self._path.parent)
             with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S_MAX)) as connection, connection:
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute(_SCHEMA)
@@ -134,10 +141,3 @@ class HostRecords:
             if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
                 with contextlib.suppress(OSError):
                     self._path.unlink()  # damaged: the next process begins a new one
-
-    def _check_directory(self) -> None:
-        directory = self._path.parent
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = directory.stat()
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise PermissionError(f"{directory} must belong to you and be closed to others: chmod 700 {directory}")

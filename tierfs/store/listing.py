@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from tierfs.errors import FormatError, InvalidInputError, NotFoundError
@@ -77,7 +77,7 @@ def stat(store: Store, path: str) -> Entry:
     except NotFoundError:
         pass
     marker = observe_marker(store, path).manifest
-    if marker is not None or _has_live(store, path) or _has_foreign(store, path):
+    if marker is not None or _has_live(store, path, _pending(store, path)) or _has_foreign(store, path):
         return Entry(path, is_directory=True, manifest=marker)
     raise NotFoundError(f"{store.where(path)} is not there", path=path)
 
@@ -102,9 +102,10 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         NotFoundError: Nothing is there.
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed.
     """
+    pending = _pending(store, path)
     entries: dict[str, Entry] = {}
     records: list[_Live] = []
-    directories: list[str] = []
+    directories = [f"{path}/{name}" if path else name for name in _child_directories(path, pending)]
     exists = not path
     for item in store.objects.list(_foreign_prefix(path), delimiter=True):
         child = item.key.rstrip("/")
@@ -122,17 +123,21 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
                 directories.append(f"{path}/{name}" if path else name)
             continue
         live = _parse(item)
-        if live is not None:
+        if live is not None and live.path not in pending:
             exists = True
             if not live.path.endswith("/"):
                 records.append(live)
     candidates = list(dict.fromkeys(directories))
-    alive = transfers().map(lambda name: _has_live(store, name) or _has_foreign(store, name), candidates)
+    alive = transfers().map(lambda name: _has_live(store, name, pending) or _has_foreign(store, name), candidates)
     for name in itertools.compress(candidates, alive):
         entries.setdefault(name, Entry(name, is_directory=True))
         exists = True
     for entry in _read_all(store, records, detail=detail):
         entries[entry.path] = entry
+    for name, manifest in pending.items():
+        if manifest is not None and name.rpartition("/")[0] == path and name != path:
+            entries[name] = Entry(name, is_directory=False, manifest=manifest)
+            exists = True
     if not exists:
         entry = stat(store, path)
         return [] if entry.is_directory else [entry]
@@ -145,17 +150,17 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
     Raises:
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed. A path with nothing there is no error.
     """
+    pending = _pending(store, path)
     entries: dict[str, Entry] = {}
-    records: list[_Live] = []
     for info in foreign_objects(store, path):
         entries[info.key] = Entry(info.key, is_directory=False, foreign=info)
-    for item in store.objects.list(keys.directory_prefix(path)):
-        live = _parse(item) if isinstance(item, ObjectInfo) else None
-        if live is not None:
-            records.append(live)
+    records = [_Live(name, info) for name, info in live_records(store, path) if name not in pending]
     files = [record for record in records if not record.path.endswith("/")]
     for entry in _read_all(store, files, detail=detail):
         entries[entry.path] = entry
+    for name, manifest in pending.items():
+        if manifest is not None and name != path:
+            entries[name] = Entry(name, is_directory=False, manifest=manifest)
     for name in [*entries, *(record.path for record in records)]:
         parent = name[:-1] if name.endswith("/") else name.rpartition("/")[0]
         while len(parent) > len(path) and parent not in entries:
@@ -171,7 +176,7 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
 
 
 def live_records(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
-    """Path and object of every live record below ``path``, unread; markers' paths end with ``/``."""
+    """Path and object of every live record below ``path`` in the object tier, unread; markers' paths end with ``/``."""
     for item in store.objects.list(keys.directory_prefix(path)):
         live = _parse(item) if isinstance(item, ObjectInfo) else None
         if live is not None:
@@ -208,8 +213,28 @@ def _is_known(store: Store, record: _Live) -> bool:
     return known is not None and known[0] == record.info.version
 
 
-def _has_live(store: Store, path: str) -> bool:
-    return any(True for _ in live_records(store, path))
+def _pending(store: Store, path: str) -> dict[str, Manifest | None]:
+    """What this host has not published yet at and below ``path``; ``None`` for a removal.
+
+    To be looked up before the object tier is: drafts move down, so what is in neither place is not there.
+    """
+    if store.tiers is None:
+        return {}
+    records = {name: pending.draft.record for name, pending in store.tiers.pending_below(path).items()}
+    return {name: record if isinstance(record, Manifest) else None for name, record in records.items()}
+
+
+def _child_directories(path: str, pending: Mapping[str, Manifest | None]) -> list[str]:
+    """Names of directories right below ``path`` that something pending lies in."""
+    start = len(path) + 1 if path else 0
+    below = [name[start:] for name, manifest in pending.items() if manifest is not None]
+    return [name.partition("/")[0] for name in below if "/" in name]
+
+
+def _has_live(store: Store, path: str, pending: Mapping[str, Manifest | None]) -> bool:
+    if any(manifest is not None and name.startswith(f"{path}/") for name, manifest in pending.items()):
+        return True
+    return any(name not in pending for name, _ in live_records(store, path))
 
 
 def _has_foreign(store: Store, path: str) -> bool:

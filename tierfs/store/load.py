@@ -8,6 +8,7 @@ from typing import Protocol
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError
+from tierfs.flush.draft import foreign_name
 from tierfs.format.header import Cursor
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.objects.protocol import ObjectInfo
@@ -104,7 +105,10 @@ class _InlineReader:
 
 
 class _ForeignReader:
-    """A file that tierfs did not write: there is no digest to hold it to, so it is held to its version."""
+    """A file that tierfs did not write: there is no digest to hold it to, so it is held to its version.
+
+    The local tiers keep pieces of it under its path and version.
+    """
 
     def __init__(self, store: Store, info: ObjectInfo) -> None:
         self._store = store
@@ -117,19 +121,37 @@ class _ForeignReader:
     def read_into(self, offset: int, out: memoryview) -> None:
         if not len(out):
             return
-        pieces = [out[at : at + PIECE_BYTES_MAX] for at in range(0, len(out), PIECE_BYTES_MAX)]
-        starts = itertools.accumulate((len(piece) for piece in pieces), initial=offset)
+        pieces = []
+        at = offset
+        while at < offset + len(out):
+            # Cut where the local tiers cut it.
+            end = min((at // PIECE_BYTES_MAX + 1) * PIECE_BYTES_MAX, offset + len(out))
+            pieces.append((at, out[at - offset : end - offset]))
+            at = end
+        tiers = self._store.tiers
 
         def fill(piece: tuple[int, memoryview]) -> None:
-            try:
-                self._store.objects.get(self._info.key, [piece], version=self._info.version)
-            except ConflictError as error:
-                raise ConflictError(
-                    f"{self._store.where(self._info.key)} was changed while it was being read: open it again",
-                    path=self._info.key,
-                ) from error
+            begin, target = piece
+            first = begin // PIECE_BYTES_MAX * PIECE_BYTES_MAX
+            if tiers is None:
+                self._fetch(begin, target)
+                return
+            length = min(PIECE_BYTES_MAX, self._info.size - first)
+            name = foreign_name(self._info.key, str(self._info.version), first)
+            tiers.read_through(
+                name, length, begin - first, target, lambda start, view: self._fetch(first + start, view)
+            )
 
-        transfers().map(fill, zip(starts, pieces, strict=False))
+        transfers().map(fill, pieces)
+
+    def _fetch(self, offset: int, out: memoryview) -> None:
+        try:
+            self._store.objects.get(self._info.key, [(offset, out)], version=self._info.version)
+        except ConflictError as error:
+            raise ConflictError(
+                f"{self._store.where(self._info.key)} was changed while it was being read: open it again",
+                path=self._info.key,
+            ) from error
 
 
 class _ChunkReader:

@@ -12,20 +12,28 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreNotFoundError
 from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.local.filesystems import filesystem_of, is_network
 from tierfs.objects import ObjectTier, connect
 from tierfs.store.create import create_store, read_descriptor
+from tierfs.store.settings import ResolvedTiers, TierOptions, from_environment, resolve
 from tierfs.store.store import Store
-from tierfs.store.url import Location, parse_url
+from tierfs.store.url import Location, configured_tiers, parse_url
 
-__all__ = ["init", "open_store"]
+if TYPE_CHECKING:
+    from tierfs.flush.tiers import Tiers
+
+__all__ = ["init", "open_bare", "open_store"]
 
 NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
 _stores: dict[tuple[str, str], Store] = {}
+_tiers: dict[tuple[str, TierOptions], Tiers] = {}
 _lock = threading.RLock()
 
 
@@ -33,6 +41,7 @@ def _renew() -> None:
     global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
     _stores.clear()
+    _tiers.clear()
 
 
 os.register_at_fork(after_in_child=_renew)
@@ -146,7 +155,7 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
         known = _stores.get((_token(location), root))
         if known is not None and known.descriptor == descriptor:
             return known
-        store = _stores[_token(location), root] = Store(objects, descriptor, url=url)
+        store = _stores[_token(location), root] = _make(location, objects, descriptor, url)
         return store
 
 
@@ -159,7 +168,61 @@ def _open_root(location: Location, root: str) -> Store:
     url = f"{location.protocol}://{root}"
     descriptor = read_descriptor(objects, url)
     with _lock:
-        return _stores.setdefault(key, Store(objects, descriptor, url=url))
+        if key not in _stores:
+            _stores[key] = _make(location, objects, descriptor, url)
+        return _stores[key]
+
+
+def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str) -> Store:
+    """An open store with its local tiers, which all stores of this process with the same ones share."""
+    options, settings, host_local = _tier_settings(location, descriptor, url.partition("://")[2])
+    process_local = location.protocol == "memory"
+    tiers = None
+    if settings.ram_bytes or settings.nvme_bytes:
+        key = (descriptor.uuid, replace(options, ack=None))
+        tiers = _tiers.get(key)
+        if tiers is None:
+            from tierfs.store.localtiers import Target, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
+
+            options_given = dict(location.options)
+            target = Target(descriptor.uuid, url, options_given, descriptor.digest_kind, host_local, process_local)
+            tiers = tiers_for(
+                target, settings, lambda: Store(objects, descriptor, url=url), required=options.is_explicit
+            )
+            if tiers is not None:
+                _tiers[key] = tiers
+    return Store(objects, descriptor, url=url, tiers=tiers, ack=settings.ack, ack_timeout_s=settings.timeout_s)
+
+
+def _tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
+    """How a store's local tiers are set up: as asked for, what that comes to, and whether the object tier is this host's."""
+    options = location.tiers.over(from_environment()).over(configured_tiers())
+    process_local = location.protocol == "memory"
+    # A directory may be the host's own when the store is made, and be mounted from elsewhere on other hosts.
+    host_local = descriptor.endpoint.host_local and (process_local or not is_network(filesystem_of(root)))
+    settings = resolve(options, descriptor.uuid, host_local=host_local, process_local=process_local)
+    return options, settings, host_local
+
+
+def open_bare(location: Location) -> tuple[Store, ResolvedTiers]:
+    """Open the store that holds ``location`` without its local tiers, for who is behind them: their flusher.
+
+    Returns:
+        The store, and how its local tiers are set up for everybody else.
+
+    Raises:
+        StoreNotFoundError: There is none.
+        ReadOnlyError, CorruptionError, FormatError, StoreError: As `open_store`.
+    """
+    for root in _ancestors(location):
+        objects = connect(location.protocol, root, location.options)
+        url = f"{location.protocol}://{root}"
+        try:
+            descriptor = read_descriptor(objects, url)
+        except NotFoundError:
+            continue
+        return Store(objects, descriptor, url=url), _tier_settings(location, descriptor, root)[1]
+    raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)
 
 
 def _ancestors(location: Location) -> list[str]:
@@ -189,4 +252,4 @@ def _relative(root: str, path: str) -> str:
 
 def _token(location: Location) -> str:
     """Tells object tiers with other options apart; never shown, since options may hold secrets."""
-    return f"{location.protocol}:{json.dumps(location.options, sort_keys=True, default=repr)}"
+    return f"{location.protocol}:{json.dumps(location.options, sort_keys=True, default=repr)}:{location.tiers}"

@@ -17,7 +17,16 @@ from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
 from tierfs.store.store import Store
 
-__all__ = ["Observed", "observe", "observe_listed", "observe_marker", "observe_to_replace", "publish", "recall"]
+__all__ = [
+    "Observed",
+    "observe",
+    "observe_listed",
+    "observe_marker",
+    "observe_to_replace",
+    "observe_to_stage",
+    "publish",
+    "recall",
+]
 
 _READ_MAX = MANIFEST_BYTES_MAX + 1024
 _logger = logging.getLogger("tierfs.store")
@@ -31,13 +40,15 @@ class Observed:
         path: The path, relative to the store; for a directory's marker it ends with ``/``.
         key: Where its record lies.
         record: The record, or ``None`` where there was none.
-        version: Of the record, or ``None`` where there was none.
+        version: Of the record in the object tier, or ``None`` where there was none.
+        draft: Write id of the draft of this host that the record is, or ``None`` where the object tier has it.
     """
 
     path: str
     key: str
     record: Record | None
     version: Version | None
+    draft: bytes | None = None
 
     @property
     def manifest(self) -> Manifest | None:
@@ -51,14 +62,18 @@ class Observed:
 
 
 def observe(store: Store, path: str) -> Observed:
-    """Look at the record of a file.
+    """Look at the record of a file: this host's newest draft of it, else what the object tier has.
 
     Raises:
         InvalidInputError: The path is no good.
         CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    return _observe(store, path, keys.record_key(path))
+    key = keys.record_key(path)
+    pending = store.tiers.pending(path) if store.tiers is not None else None
+    if pending is not None:
+        return Observed(path, key, pending.draft.record, None, pending.draft.write_id)
+    return _observe(store, path, key)
 
 
 def observe_to_replace(store: Store, path: str) -> Observed:
@@ -72,6 +87,26 @@ def observe_to_replace(store: Store, path: str) -> Observed:
         info = store.objects.head(keys.record_key(path))
         _logger.warning("a damaged record is being replaced: %s", error)
         return Observed(path, info.key, None, info.version)
+
+
+def observe_to_stage(store: Store, path: str) -> Observed:
+    """The same for who leaves the change to the flusher, so that it can be made while the object tier is down.
+
+    Then what this process or this host last saw of the path counts. If it is something else by now, the change is
+    found out when it is to be published, and kept as a conflict.
+    """
+    try:
+        return observe_to_replace(store, path)
+    except StoreError as error:
+        if not error.transient or store.tiers is None:
+            raise
+        store.tiers.fall_back("blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error)
+        key = keys.record_key(path)
+        seen = store.records.get(key)
+        if seen is None and store.host_records is not None:
+            kept = store.host_records.newest(key)
+            seen = None if kept is None else (kept[0], _decode(store, kept[1], path, key))
+        return Observed(path, key, None, None) if seen is None else Observed(path, key, seen[1], seen[0])
 
 
 def observe_marker(store: Store, path: str) -> Observed:
@@ -112,7 +147,7 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> None:
 
 
 def publish(store: Store, observed: Observed, record: Record) -> Observed:
-    """Replace what was observed by ``record``, if it is there still.
+    """Replace what was observed in the object tier by ``record``, if it is there still.
 
     Returns:
         The path as it is now.
@@ -122,6 +157,7 @@ def publish(store: Store, observed: Observed, record: Record) -> Observed:
         StoreError: The object tier failed. If it is transient, the record may or may not have been replaced.
         CapacityError, ReadOnlyError: Nothing was changed.
     """
+    assert observed.draft is None, "a draft is replaced by a draft"
     data = [record.encode(observed.path)]
     mode = CREATE if observed.version is None else Update(observed.version)
     checksum = checksum_for(store.objects.capabilities, data)

@@ -7,12 +7,11 @@ held before.
 from __future__ import annotations
 
 import enum
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 
 from tierfs.digest import CHUNK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.flush.levels import Level
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import (
@@ -26,13 +25,13 @@ from tierfs.format.manifest import (
 )
 from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.load import expand_rows, open_manifest
-from tierfs.store.records import observe, observe_to_replace, publish
+from tierfs.store.records import observe, observe_to_replace, observe_to_stage, publish
+from tierfs.store.sinks import ObjectSink, SlabSink
+from tierfs.store.staging import follow, is_staged, seal
 from tierfs.store.store import Store
-from tierfs.store.transfers import transfers
 
 __all__ = ["WriteMode", "Writer", "learn_rows", "refuse_foreign", "save", "settle"]
 
-IN_FLIGHT_MAX = 4
 SETTLE_ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
 
@@ -62,13 +61,16 @@ def save(
 class Writer:
     """One file being written. Not for use by several threads at once.
 
-    Memory is bounded: one chunk being filled and at most four on their way, sixteen in the whole process.
+    Memory is bounded: one chunk being filled and at most four on their way, sixteen in the whole process; or, where the
+    file is left to the flusher, the ram tier's budget.
 
     Args:
         store: The store.
         path: Relative to its root.
         mode: What to do with what is there. The path is observed now, and the commit is conditional on it.
         metadata: JSON values to keep with the file.
+        level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
+            to the flusher.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -84,17 +86,23 @@ class Writer:
         *,
         mode: WriteMode = WriteMode.OVERWRITE,
         metadata: Mapping[str, object] | None = None,
+        level: Level | None = None,
     ) -> None:
         self._store = store
         self._mode = mode
-        self._observed = observe_to_replace(store, path) if mode is WriteMode.OVERWRITE else observe(store, path)
+        self._level = store.ack if level is None else level
+        self._staged = is_staged(store, path, self._level)
+        if mode is WriteMode.OVERWRITE:
+            self._observed = observe_to_stage(store, path) if self._staged else observe_to_replace(store, path)
+        else:
+            self._observed = observe(store, path)
+        self._staged = self._staged or self._observed.draft is not None
         self._metadata = metadata
-        self._rows: list[Row] = []
-        self._under_way: deque[Future[Row]] = deque()
-        # Bytes gather in `_small` until it is clear that they do not fit into the manifest, then in `_chunk`.
+        self._write_id = store.random_bytes(16)
+        # Bytes gather in `_small` until it is clear that they do not fit into the manifest, then in the sink.
         self._small = bytearray()
-        self._chunk: bytearray | None = None
-        self._filled = 0
+        self._sink: ObjectSink | SlabSink | None = None
+        self._kept: list[Row] = []
         self._done = False
         self.length = 0
         old = self._observed.manifest
@@ -108,6 +116,10 @@ class Writer:
     def _refuse_foreign(self) -> None:
         try:
             refuse_foreign(self._store, self.path)
+        except StoreError as error:
+            # It cannot be asked now; the record is published on condition, and no object of others is ever replaced.
+            if not (self._staged and error.transient):
+                raise
         except ReadOnlyError as error:
             if self._mode is WriteMode.CREATE:
                 raise AlreadyExistsError(str(error), path=self.path) from None
@@ -137,18 +149,11 @@ class Writer:
     def _take(self, view: memoryview) -> None:
         if self._done:
             raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
-        at = 0
-        while at < len(view):
-            if self._chunk is None and len(self._small) + len(view) - at <= INLINE_BYTES_MAX:
-                self._small += view[at:]
-                break
-            chunk = self._chunk if self._chunk is not None else self._begin_chunk()
-            count = min(CHUNK_BYTES - self._filled, len(view) - at)
-            chunk[self._filled : self._filled + count] = view[at : at + count]
-            self._filled += count
-            at += count
-            if self._filled == CHUNK_BYTES:
-                self._send_chunk()
+        if self._sink is None and len(self._small) + len(view) <= INLINE_BYTES_MAX:
+            self._small += view
+            return
+        sink = self._begin_sink()
+        sink.write(view)
 
     def commit(self) -> Manifest:
         """Wait for the chunks, then publish the file.
@@ -164,10 +169,16 @@ class Writer:
         try:
             rows = self._finish_rows()
             manifest = self._manifest(rows)
+            if self._staged:
+                slots = self._sink.slots if isinstance(self._sink, SlabSink) else []
+                seal(self._store, self._observed, manifest, slots=[*(None for _ in self._kept), *slots])
         except BaseException:
             self.abort()
             raise
         self._done = True
+        if self._staged:
+            follow(self._store, manifest, self.path, self._level)
+            return manifest
         try:
             publish(self._store, self._observed, manifest)
         except ConflictError:
@@ -181,66 +192,38 @@ class Writer:
     def abort(self) -> None:
         """Publish nothing. Chunks already stored are left for garbage collection. May be called twice."""
         self._done = True
-        for future in self._under_way:
-            future.cancel()
-        while self._under_way:
-            future = self._under_way.popleft()
-            if not future.cancelled():
-                future.exception()
-        self._free_chunk()
+        self._small = bytearray()
+        if self._sink is not None:
+            self._sink.abort()
 
-    def _begin_chunk(self) -> bytearray:
-        """Move on to a buffer of a whole chunk's size, with what was gathered so far at its start."""
+    def _begin_sink(self) -> ObjectSink | SlabSink:
+        """Where chunks go from now on, with what was gathered so far at their start."""
         assert not self._done
-        self._chunk = transfers().take_buffer()
-        self._filled = len(self._small)
-        self._chunk[: self._filled] = self._small
-        self._small = bytearray()
-        return self._chunk
-
-    def _free_chunk(self) -> None:
-        if self._chunk is not None:
-            transfers().give_buffer(self._chunk)
-            self._chunk = None
-        self._small = bytearray()
-
-    def _send_chunk(self) -> None:
-        assert self._chunk is not None
-        while len(self._under_way) >= IN_FLIGHT_MAX:
-            self._rows.append(self._under_way.popleft().result())
-        buffer, filled = self._chunk, self._filled
-        self._chunk, self._filled = None, 0
-
-        def store_it(buffer: bytearray) -> Row:
-            try:
-                return store_chunk(self._store, memoryview(buffer)[:filled])
-            finally:
-                transfers().give_buffer(buffer)
-
-        self._under_way.append(transfers().send(store_it, buffer))
+        if self._sink is None:
+            tiers = self._store.tiers
+            self._sink = SlabSink(tiers, self._write_id) if self._staged and tiers else ObjectSink(self._store)
+            self._sink.write(memoryview(self._small))
+            self._small = bytearray()
+        return self._sink
 
     def _finish_rows(self) -> list[Row]:
         """Store what is left and return every chunk, or none for a file that fits into its manifest."""
-        if self._small and (self._rows or self.length > self._store.descriptor.inline_bytes):
-            self._begin_chunk()
-        if self._chunk is not None and self._filled:
-            self._send_chunk()
-        while self._under_way:
-            self._rows.append(self._under_way.popleft().result())
-        return self._rows
+        if self._small and (self._kept or self.length > self._store.descriptor.inline_bytes):
+            self._begin_sink()
+        return [*self._kept, *(self._sink.finish() if self._sink is not None else [])]
 
     def _manifest(self, rows: list[Row]) -> Manifest:
         store, old = self._store, self._observed.manifest
         now_ns = store.clock.now_ns()
         kind = store.descriptor.digest_kind
         inline = None if rows else bytes(self._small)
-        table, indirect = settle(store, self.path, rows)
+        table, indirect = (tuple(rows), False) if self._staged else settle(store, self.path, rows)
         metadata = self._metadata
         if metadata is None:
             metadata = old.metadata if old is not None and self._mode is WriteMode.APPEND else {}
         return Manifest(
             kind=Kind.FILE,
-            write_id=store.random_bytes(16),
+            write_id=self._write_id,
             length=self.length,
             created_ns=old.created_ns if old is not None else now_ns,
             modified_ns=now_ns,
@@ -260,9 +243,9 @@ class Writer:
     def _continue(self, old: Manifest) -> None:
         """Append: keep the full chunks, take the last one up again."""
         store = self._store
-        rows = learn_rows(store, old, self.path)
+        rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, old, self.path)
         kept = rows[:-1] if rows and rows[-1].raw_length < CHUNK_BYTES else rows
-        self._rows = list(kept)
+        self._kept = list(kept)
         self.length = sum(row.raw_length for row in kept)
         tail = bytearray(old.length - self.length)
         open_manifest(store, self.path, old).read_into(self.length, memoryview(tail))

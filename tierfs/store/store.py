@@ -7,15 +7,21 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import NotFoundError
+from tierfs.errors import NotFoundError, StoreError
+from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.format.manifest import Record
+from tierfs.local.host import state_directory
 from tierfs.objects.protocol import ObjectTier, Version
-from tierfs.store.hostrecords import HostRecords, state_directory
+from tierfs.store.hostrecords import HostRecords
 from tierfs.store.presence import Presence
+
+if TYPE_CHECKING:
+    from tierfs.flush.tiers import Tiers
 
 __all__ = ["Store"]
 
@@ -35,6 +41,9 @@ class Store:
         url: How to name the store's root to a person.
         clock: Where time comes from.
         random_bytes: Where ids come from.
+        tiers: The local tiers; ``None`` where all are off, or are none of the caller's business.
+        ack: The level at which a change is acknowledged unless it is asked for another.
+        ack_timeout_s: How long that is waited for; ``None`` for as long as it takes.
     """
 
     def __init__(
@@ -45,12 +54,18 @@ class Store:
         url: str,
         clock: Clock | None = None,
         random_bytes: Callable[[int], bytes] = os.urandom,
+        tiers: Tiers | None = None,
+        ack: Level = Level.OBJECT,
+        ack_timeout_s: float | None = None,
     ) -> None:
         self.objects = objects
         self.descriptor = descriptor
         self.url = url
         self.clock: Clock = clock or SystemClock()
         self.random_bytes = random_bytes
+        self.tiers = tiers
+        self.ack = ack
+        self.ack_timeout_s = ack_timeout_s
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
         self.records = RecordCache()
@@ -82,6 +97,13 @@ class Store:
                 version = info.version
         except NotFoundError:
             return False
+        except StoreError as error:
+            if not error.transient or self.tiers is None:
+                raise
+            self.tiers.fall_back(
+                "unchecked_stores", "%s cannot be asked whether it is there still: %s", self.url, error
+            )
+            return True
         self._checked_at, self._descriptor_version = now, version
         return True
 

@@ -10,32 +10,39 @@ The configuration file is ``$TIERFS_CONFIG``, else ``~/.config/tierfs/config.tom
     [stores.prod]
     url = "s3://bucket/runs"
     create = true               # make the store at the first write
+    ack = "local"               # and ram, nvme, state_dir, timeout: see `tierfs.store.settings`
     [stores.prod.options]       # for the object tier's own filesystem
     endpoint_url = "https://..."
+    [tiers]                     # the same settings, for all stores
+    ram = "25%"
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
 from tierfs.errors import InvalidInputError
+from tierfs.store.settings import TierOptions
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-__all__ = ["Location", "asks_to_create", "named_location", "parse_url", "split_url", "strip"]
+__all__ = ["Location", "asks_to_create", "configured_tiers", "named_location", "parse_url", "split_url", "strip"]
 
 LOCAL = ("file", "local")
 TRUE = ("1", "true", "yes", "on")
+_logger = logging.getLogger("tierfs.store")
 _CHAIN = "tierfs::"
 _NAMED = "tierfs://"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -52,6 +59,7 @@ class Location:
         options: For that filesystem.
         create: Whether the configuration asks for the store to be made at the first write.
         root: Where it would be made; empty where that follows from the path.
+        tiers: How the local tiers are to be set up, by arguments and the configuration.
     """
 
     protocol: str
@@ -59,6 +67,7 @@ class Location:
     options: Mapping[str, object] = field(default_factory=dict)
     create: bool = False
     root: str = ""
+    tiers: TierOptions = field(default_factory=TierOptions)
 
     @property
     def url(self) -> str:
@@ -139,21 +148,18 @@ def named_location(path: str) -> Location:
         InvalidInputError: There is no such name, or the file cannot be read or understood.
     """
     name, _, rest = path.partition("/")
-    file_path = Path(os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml").expanduser()
+    file_path = _configuration_path()
     hint = f'put this into {file_path}:\n[stores.{name}]\nurl = "s3://bucket/path"'
     if not _NAME.fullmatch(name):
         raise InvalidInputError(f"{name!r} is no name of a store: tierfs://NAME/path, or tierfs::URL for a URL")
-    try:
-        with open(file_path, "rb") as file:
-            stores = tomllib.load(file).get("stores", {})
-    except FileNotFoundError:
-        raise InvalidInputError(f"no store is named {name!r}: there is no {file_path}; {hint}") from None
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise InvalidInputError(f"{file_path} cannot be read: {error}") from None
+    configuration = _configuration()
+    if configuration is None:
+        raise InvalidInputError(f"no store is named {name!r}: there is no {file_path}; {hint}")
+    stores = configuration.get("stores", {})
     entry = stores.get(name) if isinstance(stores, dict) else None
     if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
         raise InvalidInputError(f"no store is named {name!r} in {file_path}; {hint}")
-    unknown = sorted(set(entry) - {"url", "create", "options"})
+    unknown = sorted(set(entry) - {"url", "create", "options", *TierOptions.names()})
     options = entry.get("options", {})
     create = entry.get("create", False)
     if unknown or not isinstance(options, dict) or not isinstance(create, bool):
@@ -163,4 +169,47 @@ def named_location(path: str) -> Location:
         raise InvalidInputError(f"{file_path}: stores.{name}: its url must be the object tier's own")
     target = parse_url(entry["url"])
     inside = f"{target.path}/{rest}".rstrip("/") if rest else target.path
-    return Location(target.protocol, inside, {**target.options, **options}, create, root=target.path)
+    given = {key: value for key, value in entry.items() if key in TierOptions.names()}
+    tiers = TierOptions.from_mapping(given, f"{file_path}: stores.{name}")
+    return Location(target.protocol, inside, {**target.options, **options}, create, root=target.path, tiers=tiers)
+
+
+def configured_tiers() -> TierOptions:
+    """What the configuration file says of the local tiers of all stores.
+
+    A file that this user may not read says nothing, which is logged.
+
+    Raises:
+        InvalidInputError: The file cannot be understood.
+    """
+    if not os.access(_configuration_path(), os.R_OK) and _is_there(_configuration_path()):
+        _logger.warning("%s may not be read: the local tiers are set up without it", _configuration_path())
+        return TierOptions()
+    table = (_configuration() or {}).get("tiers", {})
+    where = f"{_configuration_path()}: tiers"
+    if not isinstance(table, dict):
+        raise InvalidInputError(f"{where} is no table")
+    return TierOptions.from_mapping(table, where)
+
+
+def _configuration_path() -> Path:
+    return Path(os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml").expanduser()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a directory above it may not be searched
+        return True
+
+
+def _configuration() -> dict[str, Any] | None:
+    """The configuration file; ``None`` where there is none."""
+    path = _configuration_path()
+    try:
+        with open(path, "rb") as file:
+            return dict(tomllib.load(file))
+    except FileNotFoundError:
+        return None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInputError(f"{path} cannot be read: {error}") from None

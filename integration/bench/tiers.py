@@ -1,0 +1,223 @@
+"""The local tiers: copies, levels, reads, and what they cost the process that writes.
+
+    python integration/bench/tiers.py [--mib 2048] [--rounds 5] [--directory DIR] [--json]
+
+All in one run, interleaved, medians of the rounds after the first, which warms up what a long-running job has warm: slabs,
+the arena's disk blocks, the buffers. The store is a directory on the same disk with an nvme tier in front of it. "memcpy" is
+``numpy.copyto`` between two warm buffers; "direct" is a loop of 16 MiB O_DIRECT writes and one fdatasync, or reads, on a
+preallocated file that was written before. Content is random and new in each round, so that nothing is deduplicated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import fsspec
+import numpy as np
+
+import tierfs
+
+PIECE = 16 << 20
+SEED = 1
+GIB = 1 << 30
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+class Direct:
+    """A plain loop over a preallocated file, the page cache not used."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._fd, 0, size)
+        self._piece = mmap.mmap(-1, PIECE)
+        self._piece[:] = os.urandom(1 << 20) * (PIECE >> 20)
+        self._size = size
+
+    def write(self) -> None:
+        """Write and flush the file."""
+        for offset in range(0, self._size, PIECE):
+            os.pwrite(self._fd, self._piece, offset)
+        os.fdatasync(self._fd)
+
+    def read(self) -> None:
+        """Read the file."""
+        for offset in range(0, self._size, PIECE):
+            os.preadv(self._fd, [self._piece], offset)
+
+
+def fresh(buffer: np.ndarray, generator: np.random.Generator) -> None:
+    """Fill a buffer with content that was never there before."""
+    words = buffer.view(np.uint64)
+    step = PIECE // 8
+    noise = generator.integers(0, 2**63, step, dtype=np.uint64)
+    for at in range(0, len(words), step):
+        np.add(noise, np.uint64(at + generator.integers(0, 2**62)), out=words[at : at + step])
+
+
+def peak_mib(pid: int) -> dict[str, float]:
+    """Anonymous memory of a process, now and at its peak where the kernel tells: shared slabs are not in it."""
+    fields = {}
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name in ("RssAnon", "VmHWM"):
+            fields[name] = int(value.split()[0]) / 1024
+    return fields
+
+
+class AnonWatch:
+    """Samples the anonymous memory of a process until it is stopped."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.peak = pid, 0.0
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> AnonWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._end.wait(0.02):
+            self.peak = max(self.peak, peak_mib(self.pid)["RssAnon"])
+
+
+def index_of(root: Path, chunks: int, rounds: int) -> dict[str, float]:
+    """Seconds from nothing to ``status`` and to an opened file, of a store with many chunks in its index."""
+    script = (
+        "import sys, time, fsspec\n"
+        "begin = time.perf_counter()\n"
+        "fs, path = fsspec.url_to_fs(sys.argv[1], nvme='64MiB', ram='64MiB')\n"
+        "fs.open(path).read(1)\n"
+        "opened = time.perf_counter()\n"
+        "fs.status(path)\n"
+        "print(opened - begin, time.perf_counter() - opened)\n"
+    )
+    url = f"tierfs::file://{root}/store/small"
+    seconds: dict[str, list[float]] = {"open": [], "status": []}
+    for _ in range(rounds):
+        out = subprocess.run([sys.executable, "-c", script, url], check=True, capture_output=True, text=True).stdout
+        for name, value in zip(seconds, out.split(), strict=True):
+            seconds[name].append(float(value))
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--directory")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    root = Path(tempfile.mkdtemp(prefix="tierfs-bench-", dir=options.directory))
+    size, half = options.mib << 20, options.mib << 19
+    os.environ["TIERFS_STATE_DIR"] = str(root / "state")
+    generator = np.random.default_rng(SEED)
+    source, target = np.ones(half, np.uint8), np.ones(half, np.uint8)
+    rows: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        rows.setdefault(name, []).append(seconds)
+
+    try:
+        tierfs.init(f"file://{root}/store")
+        url = f"tierfs::file://{root}/store"
+        fs, path = fsspec.url_to_fs(url, ack="staged", ram=f"{options.mib * 5 // 2}MiB", nvme=f"{options.mib * 2}MiB")
+        direct = Direct(root / "direct", size)
+        parts = [f"{path}/a", f"{path}/b"]
+        watch = None
+        cpu = wall = 0.0
+        for number in range(options.rounds + 1):
+            fresh(source, generator)
+            note("memcpy", timed(lambda: np.copyto(target, source)))
+            handle = fs.open(parts[0], "wb")
+            note("copy into slab and hash", timed(lambda: handle.write(source)))
+            begin = time.perf_counter()
+            handle.close()
+            rows["staged"] = [*rows.get("staged", []), rows["copy into slab and hash"][-1] + time.perf_counter() - begin]
+            note("read from ram", timed(lambda: fs.open(parts[0]).readinto(target)))
+            assert np.array_equal(source, target)
+            fs.wait(path, "local")
+            fresh(source, generator)
+            with fs.open(parts[1], "wb") as other:
+                other.write(source)
+            fs.wait(path, "object")
+            # Both files again, with new content, so that the arena and the slabs are full of what is warm.
+            fresh(source, generator)
+            note("direct write", timed(direct.write))
+            begin = time.perf_counter()
+            for part in parts:
+                with fs.open(part, "wb") as file:
+                    file.write(source)
+                source += np.uint8(1)
+            staged = time.perf_counter()
+            used = time.process_time()
+            fs.wait(path, "local")
+            note("two files staged, then local", time.perf_counter() - begin)
+            note("from staged to local", time.perf_counter() - staged)
+            if watch is None and fs.status(path)["flusher"].get("pid"):
+                watch = AnonWatch(fs.status(path)["flusher"]["pid"]).__enter__()
+            fs.wait(path, "object")
+            wall, cpu = time.perf_counter() - staged, time.process_time() - used
+            note("writer's cpu share while the flusher works", cpu / wall)
+            fs.evict(f"{path}/a", "ram")
+            note("direct read", timed(direct.read) / 2)
+            source -= np.uint8(2)
+            note("read from nvme", timed(lambda: fs.open(parts[0]).readinto(target)))
+            assert np.array_equal(source, target)
+            if number == 0:
+                rows.clear()
+        own_anon = peak_mib(os.getpid())["RssAnon"] - 2 * half / (1 << 20)
+        flusher_anon = watch.peak if watch is not None else float("nan")
+        status = fs.status(path)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    medians = {name: statistics.median(values) for name, values in rows.items()}
+    result = {
+        "copy into slab and hash / memcpy": medians["memcpy"] / medians["copy into slab and hash"],
+        "staged / memcpy": medians["memcpy"] / medians["staged"],
+        "from staged to local / direct write": medians["direct write"] / medians["from staged to local"],
+        "read from ram / memcpy": medians["memcpy"] / medians["read from ram"],
+        "read from nvme / direct read": medians["direct read"] / medians["read from nvme"],
+        "writer's cpu share": medians["writer's cpu share while the flusher works"],
+        "writer's own memory MiB": own_anon,
+        "flusher's memory MiB": flusher_anon,
+    }
+    report = {"mib": options.mib, "rounds": options.rounds, "seed": SEED, "seconds": medians, "result": result}
+    if options.json:
+        print(json.dumps(report | {"status": status}, indent=1))
+        return
+    print(f"{options.mib} MiB, {options.rounds} rounds, seed {SEED}, {os.cpu_count()} cores")
+    for name, seconds in medians.items():
+        print(f"{name:45} {seconds:8.4f}")
+    for name, value in result.items():
+        print(f"{name:45} {value:8.2f}")
+
+
+assert resource is not None
+
+if __name__ == "__main__":
+    main()

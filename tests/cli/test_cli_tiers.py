@@ -1,0 +1,554 @@
+"""``status``, ``wait``, ``prefetch``, ``evict`` and ``flusher``: what lies on this host, and the process that takes it on."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+
+import tierfs
+from tierfs.cli import main
+from tierfs.cli._status_table import UploadRate, one_line, table
+from tierfs.errors import StoreError
+from tierfs.flush.client import FlusherClient
+from tierfs.flush.levels import Level
+from tierfs.flush.service import LOCK_NAME
+from tierfs.flush.stopping import stop_flusher
+from tierfs.local.host import ExclusiveLock
+from tierfs.store import list_directory, localtiers, open_store, parse_url, save
+from tierfs.store import open as opening
+from tierfs.store.open import open_bare
+
+MIB = 1 << 20
+WAIT_S = 30
+PROGRAM = [sys.executable, "-m", "tierfs.cli"]
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path, monkeypatch):
+    """A host of its own, whose flushers are gone afterwards."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path / "shm"))
+    monkeypatch.setenv("TIERFS_RAM", "64MiB")
+    monkeypatch.setattr(opening, "_stores", {})
+    monkeypatch.setattr(opening, "_tiers", {})
+    (tmp_path / "shm").mkdir()
+    yield tmp_path
+    for tiers in opening._tiers.values():
+        tiers.close()
+    for state in tmp_path.glob("state*"):
+        for directory in state.glob("stores/*"):
+            stop_flusher(directory, tierfs.__version__, timeout_s=WAIT_S)
+
+
+@pytest.fixture
+def url(host):
+    tierfs.init(str(host / "store"))
+    return f"tierfs::file://{host}/store"
+
+
+@pytest.fixture
+def tell(capsys):
+    """Run a command that succeeds and return its stdout."""
+
+    def run(*words):
+        assert main([str(word) for word in words]) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def fail(capsys):
+    """Run a command that fails, and return its exit code and the error it reports in JSON."""
+
+    def run(*words):
+        code = main([*map(str, words), "--json"])
+        return code, json.loads(capsys.readouterr().out)["error"]
+
+    return run
+
+
+@pytest.fixture
+def no_flusher(monkeypatch):
+    """Nothing that is staged goes on before this is called."""
+    request = FlusherClient.request
+
+    def refuse(*_, **__):
+        raise StoreError("not now")
+
+    monkeypatch.setattr(FlusherClient, "request", refuse)
+    return lambda: monkeypatch.setattr(FlusherClient, "request", request)
+
+
+def stage(url, files=3, size=MIB):
+    """Files that are in this host's memory, and nowhere else if no flusher runs."""
+    fs, path = fsspec.url_to_fs(url, ack="staged", skip_instance_cache=True)
+    for number in range(files):
+        fs.pipe_file(f"{path}/run/f{number}", os.urandom(size))
+
+
+def store_directory(host, url, state="state"):
+    return host / state / "stores" / open_bare(parse_url(url))[0].descriptor.uuid
+
+
+def is_running(directory):
+    lock = ExclusiveLock(directory / LOCK_NAME)
+    if lock.acquire():
+        lock.release()
+        return False
+    return True
+
+
+def until(condition, timeout_s=WAIT_S):
+    ends = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < ends, "not in time"
+        time.sleep(0.02)
+    return found
+
+
+@contextlib.contextmanager
+def program(*words, **more):
+    """The program itself, in the background, killed if it is still there in the end."""
+    process = subprocess.Popen([*PROGRAM, *map(str, words)], stderr=subprocess.PIPE, text=True, **more)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@contextlib.contextmanager
+def sidecar(host, url, *words):
+    """``flusher run`` in the foreground of a process of its own, once it serves."""
+    directory = store_directory(host, url)
+    with program("flusher", "run", url, *words) as process:
+        until(lambda: (directory / "flusher.sock").exists() or process.poll() is not None)
+        yield process
+
+
+def ended(process):
+    """Exit code and stderr of a process that ends by itself."""
+    _, errors = process.communicate(timeout=WAIT_S)
+    return process.returncode, errors
+
+
+# -- status ------------------------------------------------------------------------------------------------------------
+
+
+def test_status_shows_what_is_pending_without_a_flusher(url, tell, no_flusher):
+    stage(url, files=3)
+    told = json.loads(tell("status", url, "--json"))
+    assert (told["queue_files"], told["queue_bytes"]) == (3, 3 * MIB)
+    assert told["flusher"] == {"running": False}
+    assert told["tiers"]["ram"]["dirty_bytes"] >= 3 * MIB
+    shown = tell("status", url)
+    assert re.search(r"^queue +3 files, 3 MiB", shown, flags=re.MULTILINE)
+    assert re.search(r"^flusher +not running$", shown, flags=re.MULTILINE)
+    assert re.search(r"^ram +3\.\d+ MiB +64 MiB +3\.\d+ MiB +0 B +staged", shown, flags=re.MULTILINE)
+    assert re.search(r"^nvme +off$", shown, flags=re.MULTILINE)
+    assert re.search(r"^object .* object +survives the loss of this process, not of this host$", shown, re.MULTILINE)
+
+
+def test_status_shows_the_flusher_and_what_it_counted(url, tell):
+    stage(url, files=2)
+    tell("wait", url)
+    told = json.loads(tell("status", url, "--json"))
+    assert told["flusher"]["running"] is True
+    shown = tell("status", url)
+    assert f"runs, pid {told['flusher']['pid']}" in shown
+    assert re.search(r"^  flusher published files +2$", shown, flags=re.MULTILINE)
+    assert re.search(r"^  flusher uploaded bytes +2 MiB$", shown, flags=re.MULTILINE)
+    assert "f0" not in shown
+    metrics = tell("status", url, "--prometheus")
+    assert f'tierfs_flusher_published_files_total{{store="{url.removeprefix("tierfs::")}"}} 2\n' in metrics
+
+
+def test_status_of_a_store_without_local_tiers_shows_the_object_tier_alone(url, tell, monkeypatch):
+    opening._stores.clear()
+    monkeypatch.setenv("TIERFS_RAM", "0")
+    assert re.search(r"^ram +off$", tell("status", url), flags=re.MULTILINE)
+
+
+def test_status_watched_by_a_program_is_one_line_each_time(url):
+    with program("status", url, "--watch", "0.1", stdout=subprocess.PIPE) as process:
+        lines = [process.stdout.readline() for _ in range(3)]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 0
+    for line in lines:
+        assert re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ; queue 0 files 0 B; .*; flusher not running; ", line)
+
+
+def test_status_watched_on_a_terminal_is_painted_in_place_and_gives_the_cursor_back(url):
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 8, 40, 0, 0))
+    seen = ""
+
+    def read():
+        nonlocal seen
+        while select.select([ours], [], [], 0)[0]:
+            try:
+                seen += os.read(ours, 1 << 16).decode()
+            except OSError:  # the other end is closed
+                return seen
+        return seen
+
+    environment = {name: text for name, text in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with program("status", url, "--watch", "0.1", stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        until(lambda: read().count("\x1b[H") >= 3)
+        process.send_signal(signal.SIGINT)
+        assert ended(process) == (0, "")
+        read()
+    os.close(ours)
+    assert seen.startswith("\x1b[?25l")
+    assert seen.endswith("\x1b[?25h")
+    frames = seen.split("\x1b[H")[1:]
+    for frame in frames:
+        lines = re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", frame).splitlines()
+        assert len(lines) <= 7
+        assert max(map(len, lines)) <= 40
+        assert lines[0].startswith("store")
+
+
+@pytest.mark.parametrize("words", [["--watch", "soon"], ["--watch", "0"], ["--watch", "nan"], ["--watch", "--json"]])
+def test_a_watch_that_makes_no_sense_is_wrong_usage(url, words, fail):
+    code, error = fail("status", url, *words)
+    assert (code, error["kind"]) == (2, "invalid-input")
+
+
+def test_the_url_before_watch_is_asked_for(url, fail):
+    assert "before --watch" in fail("status", "--watch", url)[1]["message"]
+
+
+def report(**more):
+    """A status as `tierfs.store.status` gives it."""
+    ram = {"budget_bytes": 64 * MIB, "used_bytes": MIB, "dirty_bytes": 0, "clean_bytes": MIB, "gives": "staged"}
+    return {
+        "store": "s3://b/run", "uuid": "aa", "ack": "local", "tiers": {"ram": ram}, "flusher": {"running": True, "pid": 7},
+        "queue_files": 0, "queue_bytes": 0, "oldest_age_s": 0.0, "conflicts": [], "errors": [], "counters": {}, **more,
+    }  # fmt: skip
+
+
+def test_the_table_names_conflicts_and_errors_and_counts_what_is_not_zero():
+    conflicts = [{"path": f"run/c{number}\n", "message": "theirs stands"} for number in range(30)]
+    errors = [{"path": "run/e", "message": "no network", "attempts": 4}]
+    counters = {"flusher_failures": 4, "flusher_slow": 0, "process_waits_for_room": 2}
+    shown = table(report(conflicts=conflicts, errors=errors, counters=counters), None)
+    assert "  run/c0\\n: theirs stands" in shown
+    assert "  ... and 10 more; --json lists all" in shown
+    assert "  run/e: attempt 4: no network" in shown
+    assert any(re.fullmatch(r"  process waits for room +2", line) for line in shown)
+    assert not any("slow" in line for line in shown)
+    assert not any("\n" in line for line in shown)
+
+
+def test_fallbacks_of_a_tier_are_shown():
+    tiers = {
+        "nvme": {"used_bytes": 1, "budget_bytes": 2, "dirty_bytes": 0, "clean_bytes": 1, "fallbacks": {"buffered": 3}}
+    }
+    assert any(re.fullmatch(r"  nvme fallback buffered +3", line) for line in table(report(tiers=tiers), None))
+
+
+def test_a_flusher_that_does_not_answer_is_shown_as_such():
+    shown = table(report(flusher={"running": True, "silent": "no answer"}), None)
+    assert "flusher       runs, but does not answer: no answer" in shown
+
+
+def test_the_rate_is_taken_between_two_looks_else_from_the_flusher():
+    rate = UploadRate()
+    assert rate.sample(report(counters={"flusher_uploaded_bytes": 1000}), 10.0) is None
+    assert rate.sample(report(counters={"flusher_uploaded_bytes": 5000}, rate_bytes_per_s=1.0), 12.0) == 2000.0
+    another = report(
+        counters={"flusher_uploaded_bytes": 9000}, flusher={"running": True, "pid": 8}, rate_bytes_per_s=3.0
+    )
+    assert rate.sample(another, 14.0) == 3.0
+    assert rate.sample(report(flusher={"running": False}), 16.0) is None
+
+
+def test_one_line_holds_what_changes():
+    line = one_line(report(queue_files=2, queue_bytes=MIB, oldest_age_s=90.0), 1024.0)
+    assert (
+        "queue 2 files 1 MiB; oldest 2 min; upload 1 KiB/s; ram 1 MiB of 64 MiB, dirty 0 B; flusher runs, pid 7" in line
+    )
+
+
+# -- wait --------------------------------------------------------------------------------------------------------------
+
+
+def test_wait_returns_when_everything_is_in_the_object_tier(url, tell):
+    stage(url, files=3)
+    told = json.loads(tell("wait", url, "--json"))
+    assert (told["url"], told["level"]) == (url, "object")
+    assert json.loads(tell("status", url, "--json"))["queue_files"] == 0
+    bare, _ = open_bare(parse_url(url))
+    assert [entry.path for entry in list_directory(bare, "run")] == ["run/f0", "run/f1", "run/f2"]
+
+
+def test_wait_for_what_is_reached_returns_at_once(url, tell, no_flusher):
+    stage(url)
+    assert tell("wait", f"{url}/run", "--level", "staged") == ""
+
+
+def test_wait_shows_what_is_pending_while_it_goes_down(url, capsys, no_flusher, monkeypatch):
+    monkeypatch.setattr("tierfs.cli.wait.LOOK_S", 0.01)
+    stage(url, files=3)
+    no_flusher()
+    assert main(["wait", url, "--progress"]) == 0
+    shown = capsys.readouterr().err
+    assert "3 files, 3 MiB pending" in shown
+    assert "0 files, 0 B pending" in shown
+    assert "100%" in shown
+
+
+def refuse_to_spawn(*_):
+    raise OSError("no processes")
+
+
+def test_wait_that_takes_too_long_names_what_is_pending(url, fail, no_flusher, monkeypatch):
+    from tierfs.flush.flusher import Flusher
+
+    stage(url, files=2)
+    no_flusher()
+    # The flusher is a thread here, and never uploads.
+    monkeypatch.setattr(localtiers, "spawn", refuse_to_spawn)
+    monkeypatch.setattr(Flusher, "_next", lambda _: None)
+    code, error = fail("wait", url, "--timeout", "0.3")
+    assert (code, error["kind"]) == (11, "timeout")
+    assert re.search(r"2 files \(\d+ bytes\) have not reached 'object' yet, run/f\d", error["message"])
+
+
+def test_wait_for_a_path_that_nobody_wrote_is_not_found(url, fail):
+    assert fail("wait", f"{url}/rnu")[0] == 3
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon"])
+def test_wait_with_a_timeout_that_makes_no_sense_is_wrong_usage(url, seconds, fail):
+    assert fail("wait", url, f"--timeout={seconds}")[0] == 2
+
+
+# -- conflicts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def conflict(url, no_flusher):
+    """``run/f0`` as this host changed it last, and somebody else before that was flushed."""
+    stage(url, files=1)
+    save(open_bare(parse_url(url))[0], "run/f0", b"theirs")
+    no_flusher()
+    return url
+
+
+def test_a_conflict_is_waited_for_in_vain_shown_and_discarded(conflict, fail, tell, capsys):
+    code, error = fail("wait", conflict)
+    assert (code, error["kind"]) == (5, "conflict")
+    assert "run/f0" in error["message"]
+    assert [item["path"] for item in json.loads(tell("status", conflict, "--json"))["conflicts"]] == ["run/f0"]
+    assert "`tierfs flusher discard`" in tell("status", conflict)
+    assert json.loads(tell("flusher", "discard", f"{conflict}/run/f0", "--json")) == {"discarded": 1}
+    assert json.loads(tell("status", conflict, "--json"))["conflicts"] == []
+    assert tell("cat", f"{conflict}/run/f0") == "theirs"
+    code, error = fail("flusher", "discard", f"{conflict}/run/f0")
+    assert code == 3
+    assert "tierfs status" in error["message"]
+
+
+# -- prefetch, evict ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_what_is_prefetched_lies_in_the_tier_until_it_is_evicted(host, tell, monkeypatch, tier):
+    monkeypatch.setenv("TIERFS_RAM", "0")
+    monkeypatch.setenv("TIERFS_NVME", "0")
+    tierfs.init(f"{host}/store")
+    url = f"tierfs::file://{host}/store"
+    save(open_store(parse_url(url))[0], "run/a", os.urandom(3 * MIB))
+    config = host / "config.toml"  # the same store, with tiers
+    config.write_text(f'[stores.mine]\nurl = "file://{host}/store"\nram = "64MiB"\nnvme = "64MiB"\n')
+    monkeypatch.setenv("TIERFS_CONFIG", str(config))
+    monkeypatch.delenv("TIERFS_RAM")
+    monkeypatch.delenv("TIERFS_NVME")
+    assert json.loads(tell("prefetch", "tierfs://mine/run", "--tier", tier, "--json")) == {"bytes": 3 * MIB}
+    held = json.loads(tell("status", "tierfs://mine", "--json"))["tiers"][tier]
+    assert held["clean_bytes"] >= 3 * MIB
+    assert "MiB of tierfs://mine/run/a dropped" in tell("evict", "tierfs://mine/run/a", "--tier", tier)
+    assert json.loads(tell("evict", "tierfs://mine/run", "--tier", tier, "--json")) == {"bytes": 0}
+
+
+def test_prefetch_shows_a_bar_that_ends_full(url, capsys):
+    stage(url, files=2)
+    assert main(["wait", url]) == 0
+    assert main(["prefetch", f"{url}/run", "--progress"]) == 0
+    shown = capsys.readouterr()
+    assert "100%" in shown.err
+    assert "2 MiB of" in shown.out
+
+
+@pytest.mark.parametrize("command", ["prefetch", "evict"])
+def test_a_tier_that_is_off_and_a_path_that_is_not_there_are_errors(url, command, fail):
+    assert fail(command, f"{url}/run", "--tier", "nvme")[0] == 2
+    assert fail(command, f"{url}/nothing", "--tier", "ram")[0] == 3
+
+
+# -- flusher -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_flusher_in_the_foreground_flushes_until_it_is_told_to_stop(host, url, no_flusher, tell):
+    stage(url, files=2)
+    with sidecar(host, url) as process:
+        no_flusher()
+        until(lambda: json.loads(tell("status", url, "--json"))["queue_files"] == 0)
+        assert json.loads(tell("status", url, "--json"))["flusher"]["pid"] == process.pid
+        process.terminate()
+        code, log = ended(process)
+    assert code == 0
+    assert not is_running(store_directory(host, url))
+    events = [dict(re.findall(r'(\w+)=("(?:[^"\\]|\\.)*"|\S+)', line)) for line in log.splitlines()]
+    assert all(list(event)[:4] == ["time", "level", "logger", "message"] for event in events)
+    published = [event for event in events if event["message"].startswith('"published')]
+    assert sorted(event["path"] for event in published) == ["run/f0", "run/f1"]
+    assert {event["bytes"] for event in published} == {str(MIB)}
+
+
+def test_ctrl_c_ends_a_flusher_as_cleanly_and_its_log_may_be_json(host, url):
+    with sidecar(host, url, "--log-format", "json") as process:
+        process.send_signal(signal.SIGINT)
+        code, log = ended(process)
+    assert code == 0
+    events = [json.loads(line) for line in log.splitlines()]
+    assert events[-1]["message"].endswith("has ended")
+    assert events[-1]["level"] == "info"
+
+
+def test_a_second_flusher_says_that_one_runs(host, url):
+    with sidecar(host, url):
+        done = subprocess.run([*PROGRAM, "flusher", "run", url], check=False, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert f"tierfs flusher stop {url}" in done.stderr
+    assert "exit_code=4" in done.stderr
+
+
+def test_stop_ends_the_flusher_that_runs_and_says_whether_there_was_one(host, url, tell):
+    with sidecar(host, url) as process:
+        assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
+        assert ended(process)[0] == 0
+    assert "was not running" in tell("flusher", "stop", url)
+
+
+def test_a_flusher_that_does_not_linger_ends_when_its_client_goes(host, url):
+    with sidecar(host, url, "--linger", "0") as process:
+        with FlusherClient(store_directory(host, url), refuse_to_spawn, tierfs.__version__, dict) as client:
+            client.request("status")
+        assert ended(process)[0] == 0
+
+
+def test_a_flusher_for_a_client_opens_the_store_with_what_that_sends(host, url, tell):
+    stage(url, files=1)
+    tell("wait", url)
+    directory = store_directory(host, url)
+    argv = until(lambda: arguments_of_flusher(directory))
+    assert "--uuid" in argv
+    assert (directory / "flusher.log").read_text() == ""
+
+
+def arguments_of_flusher(directory):
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            argv = (process / "cmdline").read_bytes().decode().split("\0")
+            if "flusher" in argv and directory.name in argv:
+                return argv
+    return None
+
+
+def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_own(host, url, no_flusher, fail):
+    stage(url, files=1)
+    shutil.rmtree(host / "store")
+    with_other = dict(os.environ, TIERFS_RAM="0")
+    subprocess.run([*PROGRAM, "init", str(host / "store")], check=True, capture_output=True, env=with_other)
+    no_flusher()
+    store = next(iter(opening._stores.values()))
+    with pytest.raises(tierfs.TierfsError, match=r"is not at .* any more"):
+        store.tiers.wait("", Level.OBJECT, WAIT_S)
+    assert not list((host / "store").rglob("run*"))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["run", "--json"],
+        ["run", "--linger=-1"],
+        ["stop", "--ram", "1GiB"],
+        ["discard", "--log-format", "json"],
+        ["dance"],
+    ],
+)
+def test_options_that_belong_to_another_action_are_wrong_usage(url, words, capsys):
+    assert main(["flusher", *words, url]) == 2
+
+
+def test_a_store_in_the_memory_of_a_process_has_no_flusher_elsewhere(capsys):
+    assert main(["flusher", "run", "tierfs::memory://bucket/run"]) == 2
+    assert "memory of one process" in capsys.readouterr().err
+
+
+def test_a_flusher_for_no_store_exits_with_its_category(host, capsys):
+    assert main(["flusher", "run", str(host / "nothing")]) == 3
+    assert "kind=store-not-found" in capsys.readouterr().err
+
+
+# -- the log -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wish", "pattern"),
+    [
+        ("info", r"tierfs: info: made the store file://\S+$"),
+        ("info,text", r"tierfs: info: made the store file://\S+$"),
+        ("INFO, logfmt", r'time=\S+Z level=info logger=tierfs\.store message="made the store file://\S+"$'),
+        (
+            "info,json",
+            r'\{"time": "\S+Z", "level": "info", "logger": "tierfs\.store", "message": "made the store \S+"\}$',
+        ),
+        (",json", "$"),
+    ],
+)
+def test_tierfs_log_sets_level_and_format(host, wish, pattern, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_LOG", wish)
+    assert main(["init", str(host / "new")]) == 0
+    assert re.match(pattern, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("wish", ["loud", "info,xml", "json", "info,json,more"])
+def test_tierfs_log_that_names_something_else_is_an_error(wish, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_LOG", wish)
+    assert main(["version"]) == 2
+    assert "debug, info, warning, error" in capsys.readouterr().err
+
+
+def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, capsys):
+    import logging
+
+    from tierfs.cli._log import logging_to_stderr
+
+    with logging_to_stderr(format="logfmt"):
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            logging.getLogger("tierfs.flush").exception('it = "broken"\nreally', extra={"path": "a b", "count": 3})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert r'message="it = \"broken\"\nreally"' in line
+    assert 'path="a b" count=3 exception="Traceback' in line

@@ -1,0 +1,548 @@
+"""Trainers and flushers that kill themselves at a named step, and what a test needs to start them and to judge what is left.
+
+Run as a program this is a process that forks others as it is told, one per line of standard input: they are processes
+like any other, without the time that an interpreter takes to start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MIB = 1 << 20
+PATIENCE_S = 60
+UNREACHED_S = 3
+WORDS = 64
+
+
+def content(number, size):
+    """What a file holds: to be told from what any other one holds, whole or in part, and quick to make and to pack."""
+    import numpy as np
+
+    words = np.arange(-(-size // 8), dtype=np.uint64) // np.uint64(WORDS) * np.uint64(0x9E3779B97F4A7C15)
+    return ((words + np.uint64(number)) ^ np.uint64(size << 20)).astype("<u8").tobytes()[:size]
+
+
+# -- what the processes do ---------------------------------------------------------------------------------------------
+
+
+class Hook:
+    """Notes every step that is passed, and at one of them ends the process, or waits for a file to appear."""
+
+    def __init__(self, spec):
+        self._notes = os.open(spec["points"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._kill = tuple(spec.get("kill") or ())
+        self._hold = spec.get("hold") or {}
+        self._lock = threading.Lock()
+        self._counts = Counter()
+
+    def __call__(self, point):
+        with self._lock:
+            self._counts[point] += 1
+            number = self._counts[point]
+            os.write(self._notes, f"{point} {number}\n".encode())
+            if (point, number) == self._kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+        if point in self._hold:
+            await_file(self._hold[point])
+
+
+def await_file(path):
+    while not os.path.exists(path):
+        time.sleep(0.002)
+
+
+def say(spec, **words):
+    data = (json.dumps(words) + "\n").encode()
+    fd = os.open(spec["say"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.write(fd, data)
+    os.close(fd)
+
+
+def open_with_tiers(spec, ack="staged"):
+    from dataclasses import replace
+
+    from tierfs.store import TierOptions, open_store, parse_url
+    from tierfs.store.localtiers import Launcher
+
+    if not spec.get("launches"):
+        Launcher.launch = lambda self: None  # the test starts flushers
+    given = TierOptions(ack=ack, ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"], timeout=PATIENCE_S)
+    return open_store(replace(parse_url(spec["url"]), tiers=given))[0]
+
+
+def open_bare(spec):
+    from tierfs.store import parse_url
+    from tierfs.store.open import open_bare
+
+    return open_bare(parse_url(spec["url"]))[0]
+
+
+def trainer(spec):
+    """Does one thing after the other, and says so before and after each."""
+    from tierfs.flush.levels import Level
+    from tierfs.store import Writer, delete, rename
+
+    store = open_with_tiers(spec)
+    store.tiers._fault = Hook(spec)
+    for number, (what, *arguments) in enumerate(spec["operations"]):
+        if number < spec.get("first", 0):
+            continue
+        say(spec, begin=number)
+        if what == "write":
+            path, size, level = arguments
+            writer = Writer(store, path, level=Level.parse(level))
+            data = memoryview(content(number, size))
+            for at in range(0, size, spec["piece"]):
+                writer.write(data[at : at + spec["piece"]])
+            writer.commit()
+        elif what == "rename":
+            source, target, level = arguments
+            store.ack = Level.parse(level)
+            rename(store, source, target)
+        elif what == "delete":
+            path, level = arguments
+            store.ack = Level.parse(level)
+            delete(store, path)
+        elif what == "await":
+            await_file(arguments[0])
+        say(spec, done=number)
+    if "leave" in spec:
+        await_file(spec["leave"])
+
+
+def flusher(spec):
+    from tierfs import __version__
+    from tierfs.flush.building import build_engine
+    from tierfs.flush.service import Service
+    from tierfs.local.host import Host
+    from tierfs.store.publishing import StorePublisher
+
+    @dataclass
+    class Budgets:
+        ram_bytes: int
+        nvme_bytes: int
+
+    host = Host(Path(spec["state"]))
+    publisher = StorePublisher(lambda: open_bare(spec))
+    budgets = Budgets(spec["ram"], spec["nvme"])
+    engine = build_engine(host, spec["uuid"], budgets, lambda _: publisher, publisher=publisher, faults=Hook(spec))
+    service = Service(engine, host.store_directory(spec["uuid"]), version=__version__, linger_s=PATIENCE_S)
+    signal.signal(signal.SIGTERM, lambda *_: service.stop())
+    assert service.run()
+
+
+def reader(spec):
+    """Opens the store like the next trainer, waits for what is pending, and until nothing is dirty any more."""
+    from tierfs.flush.levels import Level
+    from tierfs.store import wait
+
+    store = open_with_tiers(spec)
+    seen = look(store, spec)
+    wait(store, "", Level.OBJECT, PATIENCE_S)
+    ends = time.monotonic() + 10
+    store.tiers.announce()
+    while (left := leaks(store.tiers.ram)) and time.monotonic() < ends:
+        time.sleep(0.01)
+    say(spec, seen=seen, settled=look(store, spec), leaks=left, pending=sorted(store.tiers.pending_below("")))
+
+
+def leaks(ram):
+    """What is neither free nor clean in the slabs of processes that are gone, once everything is published."""
+    from tierfs.local.slab import SlotState
+
+    states = set(SlotState) - {SlotState.FREE, SlotState.CLEAN}
+    return [
+        [slot.kind.name, slot.state.name, slot.length, ram.host.is_alive(segment.owner)]
+        for segment in ram.segments()
+        for slot in segment.slots(states=states)
+    ]
+
+
+def auditor(spec):
+    """Looks at what is left without any flusher or local tier, at the nvme tier once its flusher is gone."""
+    from tierfs.clock import SystemClock
+    from tierfs.local.host import Host
+    from tierfs.local.nvme import NvmeTier
+    from tierfs.store import verify
+
+    store = open_bare(spec)
+    report = {"seen": look(store, spec), "damage": [str(damage) for damage in verify(store).damage]}
+    if spec.get("nvme") and spec.get("opens_nvme"):
+        tier = NvmeTier(
+            Host(Path(spec["state"])).store_directory(spec["uuid"]), budget_bytes=spec["nvme"], clock=SystemClock()
+        )
+        usage = tier.usage()
+        report["nvme"] = {
+            "dirty_bytes": usage.dirty_bytes,
+            "drafts": usage.drafts + usage.conflicts,
+            "holders": tier.holders(),
+            "fallbacks": dict(usage.fallbacks),
+        }
+        tier.close()
+    say(spec, **report)
+
+
+def look(store, spec):
+    """Which file holds what was written by which operation; -1 where it is not what any of them wrote."""
+    from tierfs.errors import NotFoundError
+    from tierfs.store import find, load
+
+    found = {}
+    writes = [(number, one[2]) for number, one in enumerate(spec["operations"]) if one[0] == "write"]
+    for entry in find(store, ""):
+        if entry.is_directory:
+            continue
+        try:
+            data = load(store, entry.path)
+        except NotFoundError:
+            continue  # published, or removed, since
+        matches = [number for number, size in writes if size == len(data) and content(number, size) == data]
+        found[entry.path] = matches[0] if matches else -1
+    return found
+
+
+ROLES = {"trainer": trainer, "flusher": flusher, "reader": reader, "auditor": auditor}
+
+
+def main():
+    # What they need is here when they are forked; nothing is opened, and no thread runs.
+    import gc
+    import sqlite3  # noqa: F401
+
+    import fsspec.implementations.local
+    import numpy as np  # noqa: F401
+    import zstandard  # noqa: F401
+
+    import tierfs.flush.building
+    import tierfs.flush.service
+    import tierfs.objects.local
+    import tierfs.store.localtiers
+    import tierfs.store.publishing  # noqa: F401
+
+    gc.freeze()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for line in sys.stdin.buffer:
+        request = json.loads(line)
+        if "await" in request:
+            _, status = os.waitpid(request["await"], 0)
+            answer = {"status": os.waitstatus_to_exitcode(status)}
+        else:
+            pid = os.fork()
+            if not pid:
+                become(request)
+                return
+            answer = {"pid": pid}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def become(spec):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if spec.get("group"):
+        os.setpgid(0, 0 if spec["group"] is True else spec["group"])
+    os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"] = spec["state"], spec["shm"]
+    # Processes die here, and the kernel does not: so what is in memory is as durable as a disk, and much faster.
+    import tierfs.local.nvme
+    import tierfs.store.localtiers
+
+    tierfs.local.nvme.is_durable = tierfs.store.localtiers.is_durable = lambda _: True
+    ROLES[spec["role"]](spec)
+
+
+# -- what tests start them with ----------------------------------------------------------------------------------------
+
+
+class Zygote:
+    """Forks the processes of one case after the other."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        self._replies = self._process.stdout
+
+    def ask(self, **request):
+        with self._lock:
+            self._process.stdin.write((json.dumps(request) + "\n").encode())
+            line = b""
+            while not line.endswith(b"\n"):
+                piece = self._replies.read(4096)
+                assert piece, "the process that forks is gone"
+                line += piece
+            return json.loads(line)
+
+    def close(self):
+        self._process.stdin.close()
+        self._process.wait()
+        self._replies.close()
+
+
+class Child:
+    """A process that was forked."""
+
+    def __init__(self, zygote, spec):
+        self._zygote = zygote
+        self.pid = zygote.ask(**spec)["pid"]
+        self._handle = os.pidfd_open(self.pid)
+        self.status = None
+
+    def has_ended(self, timeout_s=0.0):
+        return self.status is not None or bool(select.select([self._handle], [], [], timeout_s)[0])
+
+    def wait(self, timeout_s=PATIENCE_S):
+        if self.status is None:
+            assert self.has_ended(timeout_s), f"process {self.pid} does not end"
+            self.status = self._zygote.ask(**{"await": self.pid})["status"]
+            os.close(self._handle)
+        return self.status
+
+    def send(self, number):
+        if not self.has_ended():
+            os.kill(self.pid, number)
+
+    def kill(self):
+        self.send(signal.SIGKILL)
+        return self.wait()
+
+
+def write(path, size, level):
+    return ["write", path, size, level]
+
+
+@dataclass
+class Mode:
+    """How the tiers are set up, and what the trainer does."""
+
+    operations: list
+    ram: int = 64 * MIB
+    nvme: int = 96 * MIB
+    piece: int = MIB
+    states: list = field(init=False)
+
+    def __post_init__(self):
+        """What every path holds after each operation: the number of the operation that wrote it."""
+        self.states = [{}]
+        for number, (what, *arguments) in enumerate(self.operations):
+            state = dict(self.states[-1])
+            if what == "write":
+                state[arguments[0]] = number
+            elif what == "rename":
+                state[arguments[1]] = state.pop(arguments[0])
+            elif what == "delete":
+                del state[arguments[0]]
+            self.states.append(state)
+
+    def after_a_crash(self, done):
+        """The states that may be found when so many operations were acknowledged, and perhaps one more had begun."""
+        allowed = [self.states[done]]
+        if done < len(self.operations):
+            allowed.append(self.states[done + 1])
+            if self.operations[done][0] == "rename":
+                source = self.operations[done][1]
+                allowed.append({**self.states[done + 1], source: self.states[done][source]})
+        return allowed
+
+    def is_at_least(self, path, value, number):
+        """Whether a path that holds ``value`` holds what it did after operation ``number``, or later."""
+        return any(state.get(path) == value for state in self.states[number + 1 :])
+
+    def paths(self):
+        return {path for state in self.states for path in state}
+
+    def check_order(self, seen, acknowledged=()):
+        """What the object tier holds: whole files, none older than what is acknowledged, or than ``latest`` says."""
+        assert -1 not in seen.values(), f"a file that nobody wrote: {seen}"
+        for path, value in seen.items():
+            assert self.is_at_least(path, value, 0), f"{path} was never that"
+        if "latest" in seen:
+            for path in self.paths():
+                ok = self.is_at_least(path, seen.get(path), seen["latest"])
+                assert ok, f"latest is of {seen['latest']}, and {path} still of {seen.get(path)}: {seen}"
+        for number in acknowledged:
+            what, *arguments = self.operations[number]
+            for path in arguments[: 2 if what == "rename" else 1]:
+                assert self.is_at_least(path, seen.get(path), number), f"{path} was acknowledged at 'object': {seen}"
+
+
+class Case:
+    """One host, one store, one trainer."""
+
+    def __init__(self, zygote, mode, directory, shared):
+        import tierfs
+
+        self.zygote, self.mode = zygote, mode
+        self.directory = Path(tempfile.mkdtemp(dir=directory))
+        self.shm = Path(tempfile.mkdtemp(dir=shared))
+        url = f"file://{self.directory}/store"
+        self.common = {
+            "url": url,
+            "uuid": tierfs.init(url).descriptor.uuid,
+            "state": f"{self.directory}/state",
+            "shm": str(self.shm),
+            "ram": mode.ram,
+            "nvme": mode.nvme,
+            "piece": mode.piece,
+            "operations": mode.operations,
+        }
+        self.children = []
+        self._numbers = itertools.count()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, *_):
+        for child in self.children:
+            child.kill()
+        if kind is None or not os.environ.get("TIERFS_TEST_KEEP"):
+            shutil.rmtree(self.directory)
+            shutil.rmtree(self.shm)
+        else:
+            print(f"kept: {self.directory} {self.shm}")
+
+    def file(self, name):
+        return self.directory / name
+
+    def start(self, role, **spec):
+        number = next(self._numbers)
+        names = {name: str(self.file(f"{number}-{role}.{name}")) for name in ("say", "points", "log")}
+        child = Child(self.zygote, {**self.common, **names, "role": role, **spec})
+        child.said, child.points, child.log = (Path(names[name]) for name in ("say", "points", "log"))
+        self.children.append(child)
+        return child
+
+    def ask(self, role, **spec):
+        """Have a process look at something, and return what it says."""
+        child = self.start(role, **spec)
+        assert child.wait() == 0, self.logs()
+        return json.loads(child.said.read_text())
+
+    def lines(self, child):
+        return [json.loads(line) for line in child.said.read_text().splitlines()] if child.said.exists() else []
+
+    def done(self, trainer):
+        """How many operations a trainer was told are done."""
+        return max((line["done"] + 1 for line in self.lines(trainer) if "done" in line), default=0)
+
+    def object_acknowledged(self, done):
+        return [number for number, one in enumerate(self.mode.operations[:done]) if one[-1] == "object"]
+
+    def logs(self):
+        texts = [f"--- {child.log.name}\n{child.log.read_text()}" for child in self.children if child.log.exists()]
+        return "\n".join(text for text in texts if text.strip())
+
+    def check_right_now(self, trainer):
+        """With processes dead, or at work: what the object tier holds is in order."""
+        done = self.done(trainer) if trainer is not None else 0
+        report = self.ask("auditor")
+        assert not report["damage"], report["damage"]
+        self.mode.check_order(report["seen"], self.object_acknowledged(done))
+
+    def check_all_went_down(self, allowed, flusher):
+        """A flusher runs: have everything published, and look at what there is then, everywhere."""
+        said = self.ask("reader")
+        assert said["seen"] in allowed, f"the host sees {said['seen']}, and should {allowed}\n{self.logs()}"
+        assert said["settled"] == said["seen"]
+        assert not said["leaks"], f"{said['leaks']}\n{self.logs()}"
+        assert not said["pending"]
+        flusher.send(signal.SIGTERM)
+        assert flusher.wait() == 0, self.logs()
+        report = self.ask("auditor", opens_nvme=True)
+        assert report["seen"] == said["seen"], f"{report['seen']} is in the object tier, not {said['seen']}"
+        assert not report["damage"], report["damage"]
+        if self.mode.nvme:
+            nvme = report["nvme"]
+            assert (nvme["dirty_bytes"], nvme["drafts"], nvme["holders"]) == (0, 0, []), f"{nvme}\n{self.logs()}"
+            assert "drafts_damaged" not in nvme["fallbacks"]
+        assert "Traceback" not in self.logs(), self.logs()
+
+
+def points_of(child):
+    """The steps that a process passed, in order: (name, how often by then)."""
+    lines = child.points.read_text().splitlines() if child.points.exists() else []
+    return [(line.rpartition(" ")[0], int(line.rpartition(" ")[2])) for line in lines]
+
+
+def dry_run(case):
+    """Nothing is killed. Returns the steps that trainer and flusher pass."""
+    flusher = case.start("flusher")
+    trainer = case.start("trainer")
+    assert trainer.wait() == 0, case.logs()
+    case.check_all_went_down([case.mode.states[-1]], flusher)
+    return points_of(trainer), points_of(flusher)
+
+
+def kill_flusher(case, point):
+    """The flusher dies at this step; another one is started, and the trainer notices nothing.
+
+    Returns whether it got there. If not, because its threads took another order, it was killed in the end.
+    """
+    first = case.start("flusher", kill=point)
+    trainer = case.start("trainer", leave=str(case.file("leave")))
+    operations = len(case.mode.operations)
+    done_at = None
+    while not first.has_ended(0.005):
+        assert not trainer.has_ended(), case.logs()
+        if done_at is None and case.done(trainer) == operations:
+            done_at = time.monotonic()
+        if done_at is not None and time.monotonic() > done_at + UNREACHED_S:
+            break
+    reached = first.has_ended()
+    assert first.kill() == -signal.SIGKILL, case.logs()
+    case.check_right_now(trainer)
+    second = case.start("flusher")
+    ends = time.monotonic() + PATIENCE_S
+    while case.done(trainer) < operations:
+        assert time.monotonic() < ends and not trainer.has_ended(0.005), case.logs()
+    case.file("leave").touch()
+    assert trainer.wait() == 0, case.logs()
+    case.check_all_went_down([case.mode.states[-1]], second)
+    return reached
+
+
+def kill_trainer(case, point, *, held=False):
+    """The trainer dies at this step; what it was told is safe goes down. Returns whether it did."""
+    go = str(case.file("go"))
+    hold = dict.fromkeys(
+        ("before arena.write", "before settle.commit", "before upload.chunk", "before publish.record"), go
+    )
+    flusher = case.start("flusher", hold=hold if held else {})
+    trainer = case.start("trainer", kill=point)
+    status = trainer.wait()
+    case.check_right_now(trainer)
+    case.file("go").touch()
+    assert status in {0, -signal.SIGKILL}, case.logs()
+    case.check_all_went_down(case.mode.after_a_crash(case.done(trainer)), flusher)
+    return status != 0
+
+
+@contextlib.contextmanager
+def zygotes(count):
+    found = [Zygote() for _ in range(count)]
+    try:
+        yield found
+    finally:
+        for zygote in found:
+            zygote.close()
+
+
+if __name__ == "__main__":
+    main()

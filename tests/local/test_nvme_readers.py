@@ -1,0 +1,258 @@
+"""Readers in other processes: never an exception, never wrong bytes, whatever the writer does meanwhile."""
+
+import errno
+import json
+import os
+import random
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from nvme_tools import content_of, draft, drop_index, meta_of, open_tier, read, save, write
+
+from tierfs.errors import InvalidInputError, StoreError
+from tierfs.local.nvme import NvmeReader
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "nvme"
+
+
+@pytest.fixture
+def tier(directory):
+    tier = open_tier(directory)
+    yield tier
+    tier.close()
+
+
+def test_where_there_is_no_tier_everything_is_absent(directory):
+    reader = NvmeReader(directory)
+    assert reader.find(b"n") is None
+    assert reader.read(b"n", 0, memoryview(bytearray(1))) is None
+    assert reader.draft("a") is None
+    assert reader.drafts_below("") == []
+    assert reader.usage().used_bytes == 0
+    assert not directory.exists()
+    assert not reader.fallbacks
+
+
+def test_a_reader_finds_what_is_committed_after_it_was_made(directory):
+    reader = NvmeReader(directory)
+    assert read(reader, 1) is None
+    tier = open_tier(directory)
+    save(tier, "a", 1)
+    assert read(reader, 1)
+    found = reader.find(content_of(1)[0])
+    assert (found.meta, found.length) == (meta_of(content_of(1)[1]), len(content_of(1)[1]))
+    assert reader.draft("a").data == b"manifest of a"
+    tier.close()
+    reader.close()
+    assert read(reader, 1)
+
+
+def test_any_part_of_a_chunk_is_read(tier, directory):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+    (name, data) = content_of(1)
+    dice = random.Random(1)
+    for _ in range(100):
+        start = dice.randrange(len(data))
+        out = bytearray(dice.randrange(len(data) - start + 1))
+        assert reader.read(name, start, memoryview(out))
+        assert out == data[start : start + len(out)]
+    with pytest.raises(InvalidInputError):
+        reader.read(name, 1, memoryview(bytearray(len(data))))
+
+
+def test_a_reader_follows_the_tier_through_a_rebuild_and_a_new_arena(directory):
+    reader = NvmeReader(directory)
+    tier = open_tier(directory)
+    save(tier, "a", 1)
+    assert read(reader, 1)
+    tier.close()
+    drop_index(directory)
+    assert read(reader, 1) is None
+    tier = open_tier(directory)
+    assert read(reader, 1)
+    tier.close()
+    drop_index(directory)
+    os.remove(directory / "nvme.arena")
+    tier = open_tier(directory)
+    save(tier, "b", 2)
+    assert read(reader, 1) is None
+    assert read(reader, 2)
+    tier.close()
+
+
+def test_a_chunk_that_is_evicted_and_overwritten_while_it_is_read_is_absent(directory, monkeypatch):
+    tier = open_tier(directory)
+    write(tier, 1, keep=False)
+    tier.commit()
+    reader = NvmeReader(directory)
+    assert read(reader, 1)
+    real = reader._arena.read_into
+    moved = []
+
+    def read_late(*arguments):
+        if not moved:
+            moved.append(1)
+            tier.evict()
+            write(tier, 2, keep=False)
+            tier.commit()
+        return real(*arguments)
+
+    monkeypatch.setattr(reader._arena, "read_into", read_late)
+    assert reader.read(content_of(1)[0], 0, memoryview(bytearray(150_000))) is None
+    assert reader.fallbacks["moved"] == 1
+    assert read(reader, 2)
+    tier.close()
+
+
+def test_a_chunk_is_absent_while_the_index_is_kept_busy_and_drafts_are_an_error(tier, directory, caplog):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory, busy_s=0.1, draft_busy_s=0.2)
+    assert read(reader, 1)
+    other = sqlite3.connect(directory / "nvme.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    start = time.monotonic()
+    assert read(reader, 1) is None
+    assert read(reader, 1) is None
+    assert time.monotonic() - start < 2
+    assert reader.fallbacks["busy"] == 2
+    assert len([record for record in caplog.records if "passed by" in record.message]) == 1
+    # An older file must not be shown instead.
+    with pytest.raises(StoreError) as caught:
+        reader.draft("a")
+    assert caught.value.transient
+    other.execute("ROLLBACK")
+    other.close()
+    assert read(reader, 1)
+    assert reader.draft("a")
+
+
+def test_a_damaged_index_is_passed_by_and_counted(tier, directory):
+    save(tier, "a", 1)
+    tier.close()
+    (directory / "nvme.db").write_bytes(b"garbage" * 1000)
+    reader = NvmeReader(directory)
+    assert read(reader, 1) is None
+    assert reader.draft("a") is None
+    assert reader.fallbacks["index_damaged"] == 2
+
+
+def test_an_arena_that_is_gone_or_cannot_be_read_is_passed_by_and_counted(tier, directory, monkeypatch):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+    os.rename(directory / "nvme.arena", directory / "away")
+    assert read(reader, 1) is None
+    os.rename(directory / "away", directory / "nvme.arena")
+    assert read(reader, 1)
+
+    def failing(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", failing)
+    assert read(reader, 1) is None
+    assert reader.fallbacks["unreadable"] == 1
+
+
+def test_a_forked_child_reads_on(tier, directory):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+    assert read(reader, 1)
+    child = os.fork()
+    if not child:
+        os._exit(0 if read(reader, 1) and reader.draft("a") else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert read(reader, 1)
+    save(tier, "b", 2)
+    assert read(reader, 2)
+
+
+def test_many_threads_share_a_reader(tier, directory):
+    save(tier, "a", 1, 2, 3)
+    reader = NvmeReader(directory)
+    found = []
+    threads = [
+        threading.Thread(target=lambda n=n: found.extend(read(reader, 1 + (n + i) % 3) for i in range(20)))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 160
+    assert all(found)
+    assert reader._chunks.renewals == 1
+
+
+CHILD = """
+import json, os, random, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from nvme_tools import content_of, meta_of
+from tierfs.local.nvme import NvmeReader
+directory, seed = Path({directory!r}), {seed}
+reader, dice = NvmeReader(directory), random.Random(seed)
+expected = {{number: content_of(number) for number in range(40)}}
+counts = dict(hits=0, absent=0, wrong=0, drafts=0)
+print("ready", flush=True)
+while not os.path.exists(directory.parent / "stop"):
+    number = dice.randrange(40)
+    name, data = expected[number]
+    start = dice.choice([0, 0, dice.randrange(len(data))])
+    out = bytearray(len(data) - start)
+    meta = reader.read(name, start, memoryview(out))
+    if meta is None:
+        counts["absent"] += 1
+    elif meta != meta_of(data) or out != data[start:]:
+        counts["wrong"] += 1
+    else:
+        counts["hits"] += 1
+    counts["drafts"] += len(reader.drafts_below("run"))
+print(json.dumps([counts, reader.fallbacks]))
+"""
+
+
+def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(directory, tmp_path):
+    tier = open_tier(directory)
+    readers = [
+        subprocess.Popen(
+            [sys.executable, "-c", CHILD.format(path=sys.path, directory=str(directory), seed=seed)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for seed in range(2)
+    ]
+    assert all(process.stdout.readline() == b"ready\n" for process in readers)
+    dice = random.Random(7)
+    end = time.monotonic() + 1.5
+    turn = 0
+    while time.monotonic() < end:
+        turn += 1
+        names = write(tier, *(dice.randrange(40) for _ in range(3)), keep=True)
+        (seq,) = tier.commit(drafts=[draft(f"run/{turn}", names)])
+        tier.publish(seq)
+        if turn % 7 == 0:
+            tier.evict()
+        if turn % 50 == 0:
+            tier.close()
+            if turn % 100 == 0:
+                drop_index(directory)
+            tier = open_tier(directory)
+    (tmp_path / "stop").touch()
+    total = {}
+    for process in readers:
+        out, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors.decode()
+        counts, _ = json.loads(out)
+        for what, count in counts.items():
+            total[what] = total.get(what, 0) + count
+    assert total["wrong"] == 0
+    assert total["hits"] > 20
+    assert total["absent"] > 0
+    tier.close()

@@ -1,0 +1,815 @@
+"""The ram tier of a host: what is found, how it stays within its budget, and what happens when it is full."""
+
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tierfs.clock import ManualClock, SystemClock
+from tierfs.errors import CapacityError, InvalidInputError
+from tierfs.local import newslab
+from tierfs.local.growth import next_layout
+from tierfs.local.host import Host
+from tierfs.local.ram import RamTier
+from tierfs.local.slab import Segment, SlotKind, SlotState
+from tierfs.local.slots import Layout
+
+STORE = "0123456789abcdef0123456789abcdef"
+OTHER = "fedcba9876543210fedcba9876543210"
+KIB, MIB = 1 << 10, 1 << 20
+BUDGET = 8 * MIB
+
+
+@pytest.fixture
+def shm():
+    path = Path("/dev/shm") / f"tierfs-test-{uuid.uuid4().hex}"
+    path.mkdir(mode=0o700)
+    yield path
+    subprocess.run(["rm", "-r", path], check=True)
+
+
+@pytest.fixture
+def host(tmp_path, shm):
+    return Host(tmp_path / "state", shm)
+
+
+@pytest.fixture
+def open_tier(host):
+    tiers = []
+
+    def start(store=STORE, *, budget=BUDGET, clock=None, segment=MIB, on=host):
+        tier = RamTier(on, store, budget_bytes=budget, clock=clock or SystemClock(), segment_bytes_max=segment)
+        tiers.append(tier)
+        return tier
+
+    yield start
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def tier(open_tier):
+    return open_tier()
+
+
+def put(tier, name, data=b"data", *, kind=SlotKind.CHUNK, clean=False, stamp_ns=None, timeout_s=0.0, length=None):
+    slot = tier.take(kind, length or len(data), timeout_s=timeout_s)
+    slot.segment.view(slot)[: len(data)] = data
+    stamp_ns = time.monotonic_ns() if stamp_ns is None else stamp_ns
+    sealed = slot.segment.seal(slot, name, b"", stamp_ns=stamp_ns)
+    if clean:
+        slot.segment.mark(sealed, SlotState.CLEAN)
+    return sealed
+
+
+def content(slot):
+    out = bytearray(slot.length)
+    slot.segment.read(slot, 0, memoryview(out))
+    return bytes(out)
+
+
+def in_child(work):
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def killed(host, work, *, store=STORE, budget=BUDGET, segment=MIB):
+    """A process with a tier of its own that does ``work`` and is killed."""
+
+    def child():
+        work(RamTier(host, store, budget_bytes=budget, clock=SystemClock(), segment_bytes_max=segment))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WIFSIGNALED(in_child(child))
+
+
+def fill(tier, *, clean=False):
+    """Slots of 256 KiB until there is room for no more."""
+    slots = []
+    with contextlib.suppress(CapacityError):
+        while True:
+            slots.append(put(tier, b"fill-%d" % len(slots), length=256 * KIB, stamp_ns=len(slots)))
+    for slot in slots if clean else ():
+        slot.segment.mark(slot, SlotState.CLEAN)
+    return slots
+
+
+def suffixes(host):
+    return sorted(path.suffixes[-1] for path in host.segments.iterdir() if path.suffix)
+
+
+# -- found -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_found_by_its_writer_and_by_other_processes(tier, open_tier):
+    put(tier, b"a", b"bytes")
+    assert content(tier.find(b"a")) == b"bytes"
+    other = open_tier()
+    assert content(other.find(b"a")) == b"bytes"
+    put(tier, b"b", b"more")
+    assert content(other.find(b"b")) == b"more"
+    assert other.find(b"c") is None
+
+
+def test_segments_that_come_and_go_are_noticed(tier, open_tier):
+    put(tier, b"a")
+    time.sleep(0.06)
+    assert tier.find(b"a") is not None
+    other = open_tier()
+    for turn in range(20):
+        put(other, b"b", b"%d" % turn, clean=True)
+        assert content(tier.find(b"b")) == b"%d" % turn
+        other.trim(0)
+        assert tier.find(b"b") is None
+
+
+def test_a_segment_is_noticed_that_came_within_one_tick_of_the_file_systems_clock(tier, open_tier, host):
+    put(tier, b"a")
+    now_ns = time.time_ns()
+    os.utime(host.segments, ns=(now_ns, now_ns))
+    assert tier.find(b"b") is None
+    other = open_tier()
+    put(other, b"b")
+    os.utime(host.segments, ns=(now_ns, now_ns))
+    assert tier.find(b"b") is not None
+
+
+def test_another_stores_chunks_are_not_found(tier, open_tier):
+    put(tier, b"a")
+    other = open_tier(OTHER)
+    assert other.find(b"a") is None
+    assert other.segments() == []
+    alike = open_tier(STORE[:8] + "0" * 24)
+    assert alike.segments() == []
+
+
+def test_a_segment_is_found_by_its_id(tier, open_tier):
+    slot = put(tier, b"a")
+    assert open_tier().segment(slot.segment.id).find(b"a").serial == slot.serial
+    assert tier.segment("0" * 32) is None
+
+
+def test_drafts_come_in_the_order_they_were_sealed_in(tier, open_tier):
+    other = open_tier()
+    for number, writer in enumerate([tier, other, tier, other]):
+        put(writer, b"%d" % number, kind=SlotKind.DRAFT, stamp_ns=10 - number)
+    conflict = put(tier, b"conflict", kind=SlotKind.DRAFT, stamp_ns=99)
+    conflict.segment.mark(conflict, SlotState.CONFLICT)
+    put(tier, b"chunk")
+    assert [slot.name for slot in other.drafts()] == [b"3", b"2", b"1", b"0"]
+    assert [slot.name for slot in other.drafts((SlotState.CONFLICT,))] == [b"conflict"]
+
+
+def test_what_a_killed_process_sealed_is_found_and_what_it_did_not_seal_is_not(tier, host):
+    def work(other):
+        put(other, b"a", b"whole")
+        put(other, b"draft", kind=SlotKind.DRAFT)
+        slot = other.take(SlotKind.CHUNK, 100_000, timeout_s=0)
+        slot.segment.view(slot)[:] = bytes(100_000)
+
+    killed(host, work)
+    assert content(tier.find(b"a")) == b"whole"
+    assert [slot.name for slot in tier.drafts()] == [b"draft"]
+    needed = tier.find(b"a")
+    assert tier.reclaim(lambda segment: {needed.index}) == 102400
+    assert content(tier.find(b"a")) == b"whole"
+    assert tier.reclaim(lambda segment: set()) == 4096
+    assert tier.find(b"a") is None
+    (draft,) = tier.drafts()
+    draft.segment.mark(draft, SlotState.CLEAN)
+    assert tier.reclaim(lambda segment: set()) == 0
+    assert suffixes(host) == [".slab"]  # clean still: a cache, until somebody needs the room
+
+
+def test_an_empty_segment_of_a_dead_process_is_removed(tier, host):
+    killed(host, lambda other: other.take(SlotKind.CHUNK, 10, timeout_s=0))
+    assert tier.reclaim(lambda segment: set()) == 4096
+    assert suffixes(host) == []
+    assert tier.segments() == []
+
+
+def test_what_a_live_process_has_is_not_reclaimed(tier, open_tier):
+    put(tier, b"a")
+    tier.take(SlotKind.CHUNK, 10, timeout_s=0)
+    assert open_tier().reclaim(lambda segment: pytest.fail("asked")) == 0
+
+
+def test_a_damaged_segment_is_passed_over_with_one_warning_and_left_alone(tier, host, caplog):
+    put(tier, b"a")
+    damaged = host.segments / f"{STORE[:8]}-{'0' * 16}-7.slab"
+    damaged.write_bytes(tier.own_segments()[0].path.read_bytes()[:4096].replace(b"TFSSLAB1", b"TFSSLAB9"))
+    assert tier.find(b"b") is None
+    assert tier.find(b"a") is not None
+    damaged.with_name(damaged.name.replace("-7", "-8")).write_bytes(b"")
+    tier.find(b"b")
+    time.sleep(0.06)
+    tier.find(b"b")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    fill(tier)
+    assert damaged.exists()
+
+
+def test_a_name_is_found_in_less_than_50_us_while_nothing_changes(open_tier, monkeypatch):
+    monkeypatch.setattr("tierfs.local.slots.BYTES_PER_SLOT", 4096)
+    writer, reader = open_tier(budget=64 * MIB, segment=32 * MIB), open_tier()
+    names = [b"%033d" % number for number in range(4096)]
+    for name in names:
+        put(writer, name, b"x")
+    time.sleep(0.06)
+    reader.find(b"")
+
+    def seconds():
+        start = time.perf_counter()
+        for name in names:
+            assert reader.find(name)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) / len(names) < 50e-6
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+def test_segments_double_up_to_the_longest_and_leave_half_of_the_rest():
+    sizes, room, newest = [], 4 << 30, None
+    while (newest := next_layout(16 * MIB, newest=newest, room=room, data_bytes_max=1 << 30)) is not None:
+        sizes.append(newest.data_bytes // MIB)
+        room -= newest.size
+    assert sizes[:6] == [64, 128, 256, 512, 1024, 1040 // 16 * 16 - 16]
+    assert all(size % 16 == 0 for size in sizes)
+    assert room < 17 * MIB
+
+
+@pytest.mark.parametrize("room", [100, 80 * KIB, MIB, 3 * MIB, 17 * MIB, 33 * MIB, 200 * MIB])
+@pytest.mark.parametrize("length", [0, 1, 4096, MIB, 16 * MIB])
+def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
+    layout = next_layout(length, newest=None, room=room, data_bytes_max=1 << 30)
+    if layout is None:
+        assert Layout.for_data(max(length, 1)).size > room
+    else:
+        assert layout.size <= room
+        assert layout.data_bytes >= max(length, 1)
+
+
+def test_what_no_segment_can_hold_is_refused_at_once(open_tier):
+    tier = open_tier(budget=8 * MIB, segment=MIB)
+    with pytest.raises(CapacityError, match=r"more than the ram tier can hold in one piece.*TIERFS_RAM"):
+        tier.take(SlotKind.CHUNK, MIB + 1, timeout_s=None)
+    tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    with pytest.raises(CapacityError, match="one piece"):
+        open_tier(budget=0).take(SlotKind.CHUNK, 1, timeout_s=None)
+
+
+def test_a_budget_of_one_process_is_used_to_nine_tenths(open_tier, host):
+    tier = open_tier(budget=32 * MIB, segment=16 * MIB)
+    slots = fill(tier)
+    assert len(slots) * 256 * KIB > 0.9 * 32 * MIB
+    usage = tier.usage()
+    assert usage.host_bytes == usage.store_bytes <= usage.budget_bytes == 32 * MIB
+    assert usage.dirty_bytes == usage.used_bytes == len(slots) * 256 * KIB
+    assert usage.host_bytes == sum(path.stat().st_size for path in host.segments.glob("*.slab"))
+
+
+def test_stores_share_the_budget(open_tier):
+    tiers = [open_tier(), open_tier(OTHER)]
+    for tier in tiers:
+        fill(tier)
+    assert tiers[0].usage().host_bytes <= BUDGET
+    assert tiers[0].usage().store_bytes + tiers[1].usage().store_bytes == tiers[1].usage().host_bytes
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tierfs.clock import SystemClock
+from tierfs.errors import CapacityError
+from tierfs.local.host import Host
+from tierfs.local.ram import RamTier
+from tierfs.local.shares import Shares
+from tierfs.local.slab import SlotKind
+# Long enough for others to come in between looking and making, if they could.
+Shares.free_bytes = lambda self, files: time.sleep(0.01) or 1 << 40
+tier = RamTier(Host(Path(sys.argv[1]), Path(sys.argv[2])), sys.argv[3], budget_bytes=24 << 20, clock=SystemClock(), segment_bytes_max=4 << 20)
+print("ready", flush=True)
+sys.stdin.readline()
+count = 0
+try:
+    while True:
+        slot = tier.take(SlotKind.CHUNK, 100_000, timeout_s=0)
+        slot.segment.view(slot)[:5] = b"dirty"
+        slot.segment.seal(slot, b"%d" % count, b"", stamp_ns=1)
+        count += 1
+except CapacityError:
+    pass
+print(count, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_budget_holds_when_processes_start_at_once(host, shm):
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", WRITER, host.directory, shm, [STORE, OTHER][number % 2]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    counts, most, done = [], 0, threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.is_set():
+            with host.locked("ram"):  # who lists a folder while files are renamed may see one twice
+                taken = sum(path.stat().st_size for path in host.segments.iterdir())
+            most = max(most, taken)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for writer in writers:
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        counts = [int(writer.stdout.readline()) for writer in writers]
+    finally:
+        done.set()
+        watcher.join()
+        for writer in writers:
+            writer.communicate("\n")
+    assert 20 * MIB < most <= (24 << 20) + 100  # a file there says whose folder it is
+    assert sum(counts) * 100_000 > 15 * MIB
+    assert [writer.returncode for writer in writers] == [0] * 4
+
+
+# -- eviction ----------------------------------------------------------------------------------------------------------
+
+
+def test_clean_slots_go_as_they_were_used_and_hidden_ones_first(open_tier):
+    tier = open_tier(budget=5 * MIB)
+    slots = fill(tier, clean=True)
+    order = [slots[(number * 7) % len(slots)] for number in range(len(slots))]
+    assert len({slot.name for slot in order}) == len(slots) > 10
+    for used_s, slot in enumerate(order):
+        slot.segment.touch(slot, 100 + used_s)
+    order[-1].segment.hide(order[-1])
+    put(tier, b"new", length=256 * KIB)
+    left = {slot.name for segment in tier.segments() for slot in segment.slots()}
+    gone = [slot for slot in order if slot.name not in left]
+    assert gone == [*order[: len(gone) - 1], order[-1]]
+    assert 0 < len(gone) < len(slots) // 3
+    assert tier.usage().evicted_bytes == len(gone) * 256 * KIB
+
+
+def test_what_is_sealed_or_a_conflict_or_being_filled_is_never_evicted(open_tier):
+    tier = open_tier(budget=5 * MIB, clock=ManualClock())
+    slots = fill(tier, clean=False)
+    for slot in slots[::3]:
+        slot.segment.mark(slot, SlotState.CONFLICT)
+        slot.segment.hide(slot)
+    for slot in slots[1::3]:
+        slot.segment.hide(slot)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=10)
+    assert all(slot.segment.is_still(slot) for slot in slots)
+    assert tier.usage().evicted_bytes == 0
+
+
+def test_a_save_reuses_the_memory_of_the_one_before(open_tier):
+    tier = open_tier(budget=64 * MIB, segment=4 * MIB)
+    for save in range(6):
+        slots = [put(tier, b"%d-%d" % (save, part), length=256 * KIB) for part in range(15)]
+        for slot in slots:
+            slot.segment.mark(slot, SlotState.CLEAN)
+    assert tier.usage().segments == 1
+
+
+def test_room_in_pieces_is_made_whole_by_evicting_what_lies_between(open_tier):
+    tier = open_tier(budget=int(2.2 * MIB), segment=MIB)
+    fill(tier, clean=True)
+    slot = tier.take(SlotKind.CHUNK, 900 * KIB, timeout_s=0)
+    assert slot.length == 900 * KIB
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_waits_until_another_process_has_cleaned_something(open_tier, host):
+    tier = open_tier(budget=2 * MIB)
+    slots = fill(tier)
+    asked = threading.Event()
+    child = os.fork()
+    if not child:
+        flusher = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock())
+        time.sleep(0.2)
+        slot = flusher.find(slots[0].name)
+        os._exit(0 if flusher.segment(slot.segment.id).mark(slot, SlotState.CLEAN) else 1)
+    start = time.monotonic()
+    slot = tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=20, on_wait=asked.set)
+    assert 0.1 < time.monotonic() - start < 5
+    assert os.waitpid(child, 0)[1] == 0
+    assert asked.is_set()
+    usage = tier.usage()
+    assert usage.waits == 1
+    assert 0.1 < usage.waited_s < 5
+    assert not list(host.segments.glob("*.want"))
+    assert (slot.segment, slot.index) == (slots[0].segment, slots[0].index)
+
+
+def test_a_writer_gives_up_after_its_timeout_and_says_what_to_do(open_tier):
+    clock = ManualClock()
+    tier = open_tier(budget=2 * MIB, clock=clock)
+    slots = fill(tier)
+    before = clock.monotonic()
+    asked = []
+    with pytest.raises(CapacityError, match=r"within 30 s.* dirty, waiting for the flusher; raise ram= \(TIERFS_RAM\)"):
+        tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=30, on_wait=lambda: asked.append(1))
+    assert clock.monotonic() - before == pytest.approx(30)
+    assert asked == [1]
+    assert tier.usage().waited_s == pytest.approx(30)
+    assert all(slot.segment.is_still(slot) for slot in slots)
+
+
+def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open_tier, host):
+    """Also where what it has is clean, and it has no reason of its own to let go of it."""
+    first = open_tier(budget=8 * MIB)
+    fill(first, clean=True)
+    time.sleep(0.06)
+
+    def work():
+        second = RamTier(host, STORE, budget_bytes=8 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
+        for number in range(8):
+            put(second, b"second-%d" % number, length=256 * KIB, timeout_s=20)
+        put(second, b"draft", kind=SlotKind.DRAFT, timeout_s=20)
+
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < deadline
+        first.make_room_for_others()
+        time.sleep(0.01)
+    assert first.find(b"second-7") is not None
+    assert first.usage().host_bytes <= 8 * MIB
+    assert first.make_room_for_others() == 0
+
+
+def test_dirty_segments_that_others_wait_for_take_nothing_more_and_go_when_they_are_clean(open_tier, host):
+    first = open_tier(budget=4 * MIB)
+    slots = fill(first)
+    other = Host(host.directory, host.segments.parent)
+    with contextlib.ExitStack() as stack:
+        (host.segments / f"{other.owner()}.want").touch()
+        stack.callback((host.segments / f"{other.owner()}.want").unlink, missing_ok=True)
+        other_is_another_process = other.owner() != host.owner()
+        assert other_is_another_process
+        spare = [next(slot for slot in slots if slot.segment is segment) for segment in first.own_segments()]
+        for slot in spare:
+            slot.segment.give(slot)
+            slots.remove(slot)
+        assert first.make_room_for_others() == 0
+        used = {put(first, b"x%d" % number, length=4 * KIB, clean=True).segment for number in range(64)}
+        assert sum(segment.size for segment in used) <= 2 * MIB
+        for slot in slots:
+            slot.segment.mark(slot, SlotState.CLEAN)
+        # Back to its share: half of the budget.
+        assert first.make_room_for_others() > 0
+        assert sum(segment.size for segment in first.own_segments()) <= 2 * MIB
+    put(first, b"a")
+
+
+def test_a_process_that_died_waiting_is_waited_for_by_nobody(open_tier, host):
+    first = open_tier(budget=4 * MIB)
+    fill(first, clean=True)
+    before = first.own_segments()
+    (host.segments / "00000000000000dd.want").touch()
+    assert first.make_room_for_others() == 0
+    put(first, b"a")
+    assert first.own_segments() == before
+
+
+# -- what the dead left ------------------------------------------------------------------------------------------------
+
+
+def test_a_new_process_takes_the_warm_memory_of_a_dead_one_when_the_budget_is_used_up(open_tier, host):
+    killed(host, lambda other: fill(other, clean=True), budget=2 * MIB)
+    before = set(host.segments.glob("*.slab"))
+    tier = open_tier(budget=2 * MIB)
+    cached = tier.find(b"fill-0")
+    assert content(cached)[:4] == b"data"
+    slot = put(tier, b"a", length=256 * KIB)
+    assert set(host.segments.glob("*.slab")) == before
+    assert slot.segment.path in before
+    assert slot.segment.owner == host.owner()
+    assert len(tier.own_segments()) == 1
+
+
+def test_the_dead_of_other_stores_make_room_but_not_what_is_dirty_there(open_tier, host):
+    killed(host, lambda other: fill(other, clean=True), store=OTHER, budget=2 * MIB)
+    assert len(fill(open_tier(budget=2 * MIB))) > 4
+    killed(host, fill, store=OTHER, budget=4 * MIB)
+    dirty = open_tier(OTHER, budget=4 * MIB)
+    kept = {slot.name for segment in dirty.segments() for slot in segment.slots()}
+    fill(open_tier(budget=4 * MIB))
+    assert {slot.name for segment in dirty.segments() for slot in segment.slots()} == kept
+
+
+def test_a_segment_that_was_being_made_by_a_killed_process_does_not_count_for_ever(open_tier, host, monkeypatch):
+    def work(other):
+        monkeypatch.setattr(newslab, "allocate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        other.take(SlotKind.CHUNK, MIB, timeout_s=0)
+
+    killed(host, work, budget=int(2.2 * MIB))
+    assert suffixes(host) == [".new"]
+    tier = open_tier(budget=int(1.3 * MIB))
+    assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    assert suffixes(host) == [".slab"]
+
+
+def test_segments_of_an_earlier_run_of_the_kernel_make_room(open_tier, host, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(newslab, "boot_id", lambda: "f" * 32)
+        killed(host, fill, budget=2 * MIB)
+    tier = open_tier(budget=2 * MIB)
+    assert tier.find(b"fill-0") is None
+    assert "before it was started anew" in caplog.text
+    assert len(fill(tier)) > 4
+
+
+def test_what_is_left_at_close_is_a_cache_for_the_next_and_nothing_is_left_of_the_empty(open_tier, host):
+    first, second = open_tier(), open_tier()
+    put(first, b"a", b"kept", clean=True)
+    slot = second.take(SlotKind.CHUNK, 10, timeout_s=0)
+    slot.segment.give(slot)
+    first.close()
+    second.close()
+    assert suffixes(host) == [".slab"]
+    third = open_tier()
+    assert content(third.find(b"a")) == b"kept"
+    assert third.segments()[0].owner == "0" * 16
+    with pytest.raises(InvalidInputError, match="closed"):
+        first.take(SlotKind.CHUNK, 1, timeout_s=0)
+
+
+def test_trimming_drops_what_is_clean_and_long_unused(open_tier, host):
+    tier = open_tier(budget=6 * MIB)
+    slots = fill(tier, clean=True)
+    dirty = put(tier, b"dirty")
+    for slot in slots:
+        slot.segment.touch(slot, 5 if slot.segment is tier.own_segments()[1] else 9)
+    before = tier.usage().host_bytes
+    first_to_go = tier.own_segments()[1]
+    if first_to_go is not dirty.segment:
+        assert tier.trim(before - 1) == first_to_go.size
+        assert first_to_go not in tier.own_segments()
+    assert tier.trim(0) > 0
+    assert tier.own_segments() == [dirty.segment]
+    assert content(tier.find(b"dirty")) == b"data"
+    assert tier.usage().host_bytes == dirty.segment.size
+    assert suffixes(host) == [".slab"]
+
+
+# -- growing ahead -----------------------------------------------------------------------------------------------------
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_next_segment_is_made_ahead_when_the_newest_is_half_full(tier):
+    tier.grow_ahead()
+    wait_for(lambda: len(tier.own_segments()) == 1)
+    put(tier, b"a", length=400 * KIB)
+    tier.grow_ahead()
+    time.sleep(0.05)
+    assert len(tier.own_segments()) == 1
+    put(tier, b"b", length=400 * KIB)
+    tier.grow_ahead()
+    wait_for(lambda: len(tier.own_segments()) == 2)
+
+
+def test_what_is_clean_is_no_reason_to_grow_ahead_and_the_budget_bounds_it(open_tier):
+    tier = open_tier(budget=2 * MIB)
+    put(tier, b"a", length=800 * KIB, clean=True)
+    tier.grow_ahead()
+    time.sleep(0.05)
+    assert len(tier.own_segments()) == 1
+    fill(tier)
+    before = len(tier.own_segments())
+    tier.grow_ahead()
+    time.sleep(0.05)
+    assert len(tier.own_segments()) == before
+
+
+def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
+    tier = open_tier()
+    begun = threading.Event()
+    allocate = newslab.allocate
+
+    def slow(*given, stopped):
+        begun.set()
+        wait_for(stopped)
+        return allocate(*given, stopped=stopped)
+
+    monkeypatch.setattr(newslab, "allocate", slow)
+    tier.grow_ahead()
+    begun.wait()
+    tier.close()
+    assert suffixes(host) == []
+
+
+# -- too little shared memory ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_shm(tmp_path):
+    path = tmp_path / "small"
+    path.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m,mode=1777", "tierfs-test", path], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"needs a file system of its own: {mounted.stderr.decode().strip()}")
+    yield path
+    subprocess.run(["umount", "-l", path], check=True)
+
+
+def test_where_shared_memory_is_too_small_segments_have_no_file_which_is_said_once(
+    open_tier, tmp_path, small_shm, caplog
+):
+    host = Host(tmp_path / "other-state", small_shm)
+    tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
+    for number in range(9):
+        put(tier, b"%d" % number, b"bytes", length=16 * MIB)
+    usage = tier.usage()
+    assert (usage.segments, usage.memfd_segments) == (3, 2)
+    assert usage.host_bytes == usage.store_bytes > 144 * MIB
+    assert caplog.text.count("--shm-size") == 1
+    assert content(tier.find(b"8")).startswith(b"bytes")
+    assert suffixes(host) == [".memfd", ".memfd", ".slab"]  # the last one fits
+    assert all(path.stat().st_blocks == 0 for path in host.segments.glob("*.memfd"))
+
+
+def test_a_file_system_that_fills_up_meanwhile_is_no_failure(open_tier, tmp_path, small_shm, monkeypatch, caplog):
+    host = Host(tmp_path / "other-state", small_shm)
+    tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
+    monkeypatch.setattr("tierfs.local.shares.Shares.free_bytes", lambda *_: 1 << 40)
+    put(tier, b"a", length=16 * MIB)
+    assert tier.usage().memfd_segments == 1
+    assert suffixes(host) == [".memfd"]
+    assert "--shm-size" in caplog.text
+
+
+def test_where_there_is_no_folder_in_shared_memory_the_state_directory_counts(open_tier, tmp_path):
+    host = Host(tmp_path / "other-state", tmp_path / "none")
+    assert host.segments is None
+    tier = open_tier(budget=2 * MIB, on=host)
+    slots = fill(tier)
+    assert 0 < len(slots) * 256 * KIB <= tier.usage().host_bytes <= 2 * MIB
+    tier.close()
+    assert list((host.directory / "segments").iterdir()) == []
+
+
+def test_a_segment_without_a_file_is_read_and_freed_by_the_flusher_that_was_given_it(open_tier, host, monkeypatch):
+    monkeypatch.setattr("tierfs.local.shares.Shares.free_bytes", lambda *_: 0)
+    flusher = open_tier(on=Host(host.directory, host.segments.parent))
+
+    reading, writing = os.pipe()
+    ours, theirs = socket.socketpair()
+
+    def work(other):
+        put(other, b"a", b"bytes")
+        put(other, b"draft", kind=SlotKind.DRAFT)
+        socket.send_fds(theirs, [b"x"], [segment.fd for segment in other.own_segments()])
+        os.read(reading, 1)
+
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        with contextlib.suppress(BaseException):
+            work(RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB))
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, fds, _, _ = socket.recv_fds(ours, 10, 4)
+    for fd in fds:
+        flusher.add(Segment.attach_fd(fd))
+        flusher.add(Segment.attach_fd(fd))
+        os.close(fd)
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)
+    ours.close()
+    theirs.close()
+    assert content(flusher.find(b"a")) == b"bytes"
+    assert flusher.usage().memfd_segments == 1
+    assert suffixes(host) == [".memfd"]
+    flusher.reclaim(lambda segment: {segment.find(b"a").index})
+    # It counts for as long as somebody has it.
+    with pytest.raises(CapacityError):
+        open_tier(budget=flusher.usage().host_bytes).take(SlotKind.CHUNK, 10, timeout_s=0)
+    (draft,) = flusher.drafts()
+    for slot in draft.segment.slots():
+        slot.segment.mark(slot, SlotState.CLEAN)
+    del slot, draft
+    flusher.reclaim(lambda segment: set())
+    assert flusher.segments() == []
+    assert suffixes(host) == []
+
+
+def test_a_segment_without_a_file_stops_counting_when_its_process_is_killed(open_tier, host, monkeypatch):
+    monkeypatch.setattr("tierfs.local.shares.Shares.free_bytes", lambda *_: 0)
+    killed(host, fill, budget=2 * MIB)
+    assert set(suffixes(host)) == {".memfd"}
+    assert len(fill(open_tier(budget=2 * MIB))) > 4
+
+
+# -- forks and leaks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_reads_its_parents_segments_and_writes_into_its_own(tier, monkeypatch):
+    put(tier, b"a", b"parents")
+    monkeypatch.setattr("tierfs.local.shares.Shares.free_bytes", lambda *_: 0)
+    put(tier, b"b", bytes(MIB))
+    assert tier.usage().memfd_segments == 1
+    monkeypatch.undo()
+
+    def work():
+        assert tier.own_segments() == []
+        assert content(tier.find(b"a")) == b"parents"
+        assert tier.find(b"b").segment.path is None
+        put(tier, b"c", b"childs")
+        assert len(tier.own_segments()) == 1
+        tier.close()
+
+    assert in_child(work) == 0
+    assert content(tier.find(b"c")) == b"childs"
+    assert len(tier.own_segments()) == 2
+    assert content(tier.find(b"a")) == b"parents"
+    put(tier, b"d", b"more")
+
+
+def test_a_tier_that_was_closed_leaves_no_descriptor_and_no_mapping(host, open_tier):
+    def open_things():
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("tierfs-test-")
+
+    host.owner()
+    gc.collect()  # what other tests left
+    before = open_things()
+    first = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
+    second = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
+    slots = fill(first, clean=True)
+    assert second.find(b"fill-0")
+    first.trim(2 * MIB)
+    put(second, b"a", clean=True)
+    first.close()
+    second.close()
+    del slots
+    assert open_things() == before
+
+
+def test_threads_write_at_once_into_a_tier_that_is_too_small_for_all(open_tier):
+    tier = open_tier(budget=3 * MIB)
+    failures = []
+
+    def work(number):
+        try:
+            for turn in range(25):
+                name = b"%d-%d" % (number, turn)
+                slot = put(tier, name, name * 20, length=200 * KIB, timeout_s=30)
+                assert content(slot).startswith(name * 20)
+                slot.segment.mark(slot, SlotState.CLEAN)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert tier.usage().host_bytes <= 3 * MIB
+    assert tier.usage().evicted_bytes > 15 * MIB

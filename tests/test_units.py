@@ -1,0 +1,36 @@
+"""Sizes and shares as people write them."""
+
+import pytest
+
+from tierfs.errors import InvalidInputError
+from tierfs.units import parse_share, parse_size
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [("25%", 250), ("0%", 0), ("100%", 1000), ("12.5 %", 125), (" 0.1%", 1), ("0.05%", 0), ("100.0%", 1000)],
+)
+def test_a_percentage_is_a_share_of_the_whole(text, share):
+    assert parse_share(text, 1000) == share
+
+
+def test_a_share_is_exact_however_large_the_whole():
+    whole = 10**24 + 3
+    assert parse_share("33.3%", whole) == whole * 333 // 1000
+
+
+@pytest.mark.parametrize("text", ["8GiB", "10M", "512", 0, 4096, "0"])
+def test_a_size_is_no_share_of_anything(text):
+    assert parse_share(text, 1000) == parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["100.1%", "101%", "999%"])
+def test_a_share_of_more_than_all_is_refused(text):
+    with pytest.raises(InvalidInputError, match="more than all"):
+        parse_share(text, 1000)
+
+
+@pytest.mark.parametrize("text", ["-1%", "%", "1e2%", "25%%", ".5%", "5.%", "", "half", "٣%"])
+def test_what_is_neither_size_nor_share_is_refused(text):
+    with pytest.raises(InvalidInputError, match="no size"):
+        parse_share(text, 1000)

@@ -1,0 +1,119 @@
+"""A store's status as Prometheus reads it: its text format, version 0.0.4.
+
+Names follow its rules: a ``tierfs_`` in front, base units (bytes, seconds), ``_total`` for what only grows. Every sample
+has a ``store`` label, those of a tier a ``tier`` label too.
+
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["exposition"]
+
+_NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
+_SECONDS = re.compile(r"_s$")
+
+# What is said of the whole store: key of the status, name, help.
+_STORE_GAUGES = (
+    ("queue_files", "queue_files", "Files that are not in the object tier yet."),
+    ("queue_bytes", "queue_bytes", "Bytes of the files that are not in the object tier yet."),
+    ("oldest_age_s", "queue_oldest_age_seconds", "How long the oldest of these files has been known to the flusher."),
+    ("rate_bytes_per_s", "upload_bytes_per_second", "Bytes that went to the object tier lately, per second."),
+    ("unreadable_drafts", "unreadable_drafts", "Drafts in the ram tier that cannot be read."),
+)
+_STORE_LISTS = (
+    ("conflicts", "conflicts", "Files that somebody else changed before they were flushed; kept until discarded."),
+    ("errors", "failing_files", "Files whose last way down failed; it is tried again."),
+)
+# What is said of a tier: what grows only, then what it holds now.
+_TIER_COUNTERS = {
+    "evicted_bytes": "Bytes of clean copies that were dropped for room.",
+    "waited_s": "How long writers waited for room.",
+    "waits": "How often a writer waited for room.",
+}
+_TIER_GAUGES = {
+    "budget_bytes": "Bytes that the tier may hold.",
+    "chunks": "Chunks that the tier holds.",
+    "clean_bytes": "Bytes that may be dropped: another tier has them.",
+    "conflicts": "Drafts that the tier keeps because of a conflict.",
+    "damaged": "Drafts that lack a chunk.",
+    "dirty_bytes": "Bytes that the object tier does not have yet.",
+    "drafts": "Drafts that the tier holds.",
+    "host_bytes": "Bytes that all stores of this host take of the tier.",
+    "memfd_segments": "Segments of shared memory without a file.",
+    "segments": "Segments of shared memory.",
+    "store_bytes": "Bytes that this store's segments take.",
+    "used_bytes": "Bytes that the tier holds.",
+}
+
+
+@dataclass(slots=True)
+class _Family:
+    kind: str
+    text: str
+    samples: list[tuple[dict[str, str], float]] = field(default_factory=list)
+
+
+def exposition(report: Mapping[str, Any]) -> str:
+    """Write a store's status in Prometheus's text format.
+
+    Args:
+        report: What `tierfs.store.status` returns. What a status may lack, and what it has of another kind than is known
+            here, is left out.
+    """
+    families: dict[str, _Family] = {}
+    store = {"store": str(report["store"])}
+
+    def add(name: str, kind: str, text: str, value: object, **labels: str) -> None:
+        if isinstance(value, (int, float)):
+            family = families.setdefault(f"tierfs_{name}", _Family(kind, text))
+            family.samples.append(({**store, **labels}, float(value) if isinstance(value, float) else int(value)))
+
+    for key, name, text in _STORE_GAUGES:
+        add(name, "gauge", text, report.get(key))
+    for key, name, text in _STORE_LISTS:
+        if key in report:
+            add(name, "gauge", text, len(report[key]))
+    running = report.get("flusher", {}).get("running")
+    add("flusher_running", "gauge", "Whether a flusher runs for the store on this host.", running)
+    for tier, values in report.get("tiers", {}).items():
+        gives = str(values.get("gives", ""))
+        add("tier_info", "gauge", "1; the label gives says which level the tier gives.", 1, tier=tier, gives=gives)
+        for key, text in _TIER_GAUGES.items():
+            add(f"tier_{_base(key)}", "gauge", text, values.get(key), tier=tier)
+        for key, text in _TIER_COUNTERS.items():
+            add(f"tier_{_base(key)}_total", "counter", text, values.get(key), tier=tier)
+        text = "How often the tier did what it does in a lesser way than it is meant to."
+        for what, count in values.get("fallbacks", {}).items():
+            add("tier_fallbacks_total", "counter", text, count, tier=tier, fallback=what)
+    for key, count in report.get("counters", {}).items():
+        who, _, what = key.partition("_")
+        by = "the flusher" if who == "flusher" else f"the {who} that was asked"
+        name, text = f"{_base(key)}_total", f"Counted by {by} since it began: {what.replace('_', ' ')}."
+        add(name, "counter", text, count)
+    return "".join(_lines(name, family) for name, family in families.items())
+
+
+def _base(key: str) -> str:
+    """A key as the middle of a name, in base units."""
+    return _SECONDS.sub("_seconds", _NO_NAME.sub("_", key))
+
+
+def _lines(name: str, family: _Family) -> str:
+    text = family.text.replace("\\", r"\\").replace("\n", r"\n")
+    lines = [f"# HELP {name} {text}", f"# TYPE {name} {family.kind}"]
+    for labels, value in family.samples:
+        inside = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
+        lines.append(f"{name}{{{inside}}} {value}")
+    return "\n".join(lines) + "\n"
+
+
+def _escape(value: str) -> str:
+    # What is no valid Unicode (names of files may be) cannot be sent.
+    value = value.encode(errors="backslashreplace").decode()
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

@@ -1,0 +1,278 @@
+"""``tierfs flusher``: run a store's flusher here, stop it, or give up what it keeps because of a conflict."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from tierfs import __version__
+from tierfs.cli._failures import describe
+from tierfs.cli._log import FORMATS, logging_to_stderr
+from tierfs.cli._output import add_json_argument, print_json
+from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreNotFoundError, TierfsError
+from tierfs.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from tierfs.flush.draft import Draft
+    from tierfs.flush.engine import FlushEngine
+    from tierfs.flush.publisher import Publisher
+    from tierfs.flush.service import Service
+    from tierfs.format.manifest import Row
+    from tierfs.store import Location, Store
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "flusher"
+HELP = "run the process that takes what this host wrote to a store down to it, or stop it, or discard a conflict"
+EXAMPLES = """\
+tierfs flusher run tierfs::s3://bucket/run
+tierfs flusher run tierfs::s3://bucket/run --ram 64GiB --log-format json
+tierfs flusher stop tierfs::s3://bucket/run
+tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
+
+LINGER_S = 10.0
+STOP_TIMEOUT_S = 60.0
+_ONLY_RUN = ("uuid", "ram", "nvme", "linger", "log_format")
+_logger = logging.getLogger("tierfs.flush")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "action",
+        choices=["run", "stop", "discard"],
+        help="run: until SIGTERM or Ctrl-C; stop: the one that runs, after the steps that are under way; "
+        "discard: this host's own change of URL, where somebody else's stands",
+    )
+    parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
+    parser.add_argument("--state-dir", metavar="DIRECTORY", help="of this host (default: TIERFS_STATE_DIR)")
+    parser.add_argument("--ram", metavar="BYTES", help="for run: budget of the ram tier, like 64GiB")
+    parser.add_argument("--nvme", metavar="BYTES", help="for run: budget of the nvme tier, like 1TiB")
+    parser.add_argument(
+        "--linger",
+        type=float,
+        metavar="SECONDS",
+        help=f"for run: end after so long with nothing to do (default: never, with --uuid {LINGER_S:g})",
+    )
+    parser.add_argument(
+        "--uuid",
+        help="for run: the store's id; its first client says how to reach it. This is how clients start one",
+    )
+    parser.add_argument(
+        "--log-format", choices=list(FORMATS), help="for run: of the log on stderr (default: TIERFS_LOG, else logfmt)"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run, stop or discard."""
+    if not arguments.url:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
+    if arguments.action == "run":
+        if arguments.json:
+            raise InvalidInputError("--json is for stop and discard; --log-format json is for run")
+        return _run(arguments)
+    for name in _ONLY_RUN:
+        if getattr(arguments, name) is not None:
+            raise InvalidInputError(f"--{name.replace('_', '-')} is for `tierfs flusher run` alone")
+    if arguments.action == "stop":
+        return _stop(arguments)
+    return _discard(arguments)
+
+
+def _location(arguments: argparse.Namespace) -> Location:
+    from tierfs.store import TierOptions, parse_url  # noqa: PLC0415 - a flusher that is waited for needs it later
+
+    location = parse_url(arguments.url)
+    given = TierOptions(ram=arguments.ram, nvme=arguments.nvme, state_dir=arguments.state_dir)
+    return replace(location, tiers=given.over(location.tiers))
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    spawned = arguments.uuid is not None
+    linger_s = arguments.linger
+    if linger_s is None:
+        linger_s = LINGER_S if spawned else math.inf
+    if not linger_s >= 0:
+        raise InvalidInputError(f"--linger {linger_s:g}: give a number of seconds from 0 on")
+    # Its log is the file of a process that nobody looks after, and may run for months: only what matters.
+    level = "warning" if spawned else "info"
+    with logging_to_stderr(level=level, format="logfmt", wanted_format=arguments.log_format):
+        try:
+            engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
+            return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
+        except (TierfsError, OSError) as error:
+            failure = describe(error)
+            _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - for people
+            return failure.exit_code
+
+
+def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, spawned: bool) -> int:
+    from tierfs.flush.service import Service  # noqa: PLC0415 - only what a command needs
+
+    service = Service(engine, directory, version=__version__, linger_s=linger_s)
+    about = {"store": url, "directory": str(directory), "pid": os.getpid()}
+    _logger.info("the flusher of %s begins", url, extra=about)
+    with _stopped_by_signals(service):
+        ran = service.run()
+    if ran:
+        _logger.info("the flusher of %s has ended", url, extra=about)
+        return 0
+    if spawned:
+        _logger.info("another flusher of %s runs already", url, extra=about)
+        return 0  # which is as good for whoever wanted one
+    raise AlreadyExistsError(f"a flusher of {url} runs already: `tierfs flusher stop {url}` ends it", path=url)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(service: Service) -> Iterator[None]:
+    """The first SIGTERM or SIGINT ends the steps that are under way, a second one the process."""
+    signals = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+        service.stop()
+
+    previous = {number: signal.signal(number, stop) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
+    """For the client that started it, which waits for an answer and then sends the credentials.
+
+    What is needed to answer is loaded here; the way to the object tier, which takes as long again, when it is needed.
+    """
+    from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.local.host import Host, state_directory  # noqa: PLC0415
+
+    url, uuid = arguments.url, arguments.uuid
+    state = Path(arguments.state_dir or state_directory()).absolute()
+    host = Host(state)
+    budgets = _Budgets(parse_size(arguments.ram or 0), parse_size(arguments.nvme or 0))
+    engine = build_engine(
+        host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options))
+    )
+    return engine, host.store_directory(uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    ram_bytes: int
+    nvme_bytes: int
+
+
+class _LatePublisher:
+    """The way to the object tier, loaded at first use. See `tierfs.flush.publisher.Publisher`."""
+
+    def __init__(self, connect: Callable[[], Store]) -> None:
+        self._connect = connect
+        self._lock = threading.Lock()
+        self._loaded: Publisher | None = None
+
+    def put_chunk(self, raw: memoryview) -> Row:
+        return self._load().put_chunk(raw)
+
+    def find_chunk(self, row: Row) -> Row:
+        return self._load().find_chunk(row)
+
+    def publish(self, draft: Draft, rows: Sequence[Row]) -> None:
+        self._load().publish(draft, rows)
+
+    def _load(self) -> Publisher:
+        with self._lock:
+            if self._loaded is None:
+                from tierfs.store.publishing import StorePublisher  # noqa: PLC0415 - see `_spawned`
+
+                self._loaded = StorePublisher(self._connect)
+            return self._loaded
+
+
+def _open_as_told(url: str, uuid: str, options: dict[str, Any]) -> Store:
+    """The store with this id at this root; what was written to it must never get into another one."""
+    from tierfs.store import parse_url  # noqa: PLC0415 - only what a command needs
+    from tierfs.store.open import open_bare  # noqa: PLC0415
+
+    location = parse_url(url)
+    store, _ = open_bare(replace(location, options={**location.options, **options}))
+    if store.descriptor.uuid != uuid:
+        raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
+    return store
+
+
+def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
+    """For whoever writes on this host, with the credentials of this process."""
+    from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.local.host import Host  # noqa: PLC0415
+    from tierfs.store.open import open_bare  # noqa: PLC0415
+    from tierfs.store.publishing import StorePublisher  # noqa: PLC0415
+
+    location = _location(arguments)
+    if location.protocol == "memory":
+        raise InvalidInputError(f"{location.url} lies in the memory of one process: it flushes by itself")
+    store, settings = open_bare(location)
+    if not (settings.ram_bytes or settings.nvme_bytes):
+        raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
+    host, uuid = Host(settings.directory), store.descriptor.uuid
+    publisher = StorePublisher(lambda: store)
+    engine = build_engine(host, uuid, settings, lambda _: publisher, publisher=publisher)
+    ram, nvme = settings.ram_bytes, settings.nvme_bytes
+    words = "budgets: ram %s, nvme %s"
+    _logger.info(
+        words, format_bytes(ram), format_bytes(nvme), extra={"uuid": uuid, "ram_bytes": ram, "nvme_bytes": nvme}
+    )
+    return engine, host.store_directory(uuid)
+
+
+# -- stop, discard -----------------------------------------------------------------------------------------------------
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from tierfs.flush.stopping import stop_flusher  # noqa: PLC0415 - only what a command needs
+    from tierfs.local.host import Host  # noqa: PLC0415
+    from tierfs.store.open import open_bare  # noqa: PLC0415
+
+    store, settings = open_bare(_location(arguments))
+    directory = Host(settings.directory).store_directory(store.descriptor.uuid)
+    stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
+    if arguments.json:
+        print_json({"store": store.url, "stopped": stopped})
+    else:
+        print(f"the flusher of {store.url} {'has ended' if stopped else 'was not running'}")
+    return 0
+
+
+def _discard(arguments: argparse.Namespace) -> int:
+    from tierfs.store import discard_conflict, open_store  # noqa: PLC0415 - only what a command needs
+
+    store, path = open_store(_location(arguments))
+    count = discard_conflict(store, path)
+    if not count:
+        raise NotFoundError(
+            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists those that are", path=path
+        )
+    if arguments.json:
+        print_json({"discarded": count})
+    else:
+        print(f"gave up {count} changes of {store.where(path)}: what somebody else wrote stands")
+    return 0

@@ -1,0 +1,71 @@
+"""A store's flusher put together from its parts.
+
+Nothing here, nor what it imports, knows the object tier: a flusher answers before that is loaded.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from tierfs.clock import Clock, SystemClock
+from tierfs.flush.engine import FlushEngine
+from tierfs.flush.flusher import Flusher
+from tierfs.flush.publisher import Publisher
+from tierfs.local.host import Host
+from tierfs.local.nvme import NvmeTier
+from tierfs.local.ram import RamTier
+
+__all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
+
+# What a process gets to hand chunks on in where the ram tier is switched off: nothing stays there.
+TRANSIT_BYTES = 128 << 20
+
+
+class Budgets(Protocol):
+    """What the tiers may hold."""
+
+    @property
+    def ram_bytes(self) -> int:
+        """0 switches the tier off."""
+
+    @property
+    def nvme_bytes(self) -> int:
+        """0 switches the tier off."""
+
+
+def build_engine(
+    host: Host,
+    uuid: str,
+    budgets: Budgets,
+    connect: Callable[[dict[str, Any]], Publisher],
+    *,
+    publisher: Publisher | None = None,
+    clock: Clock | None = None,
+    faults: Callable[[str], None] | None = None,
+) -> FlushEngine:
+    """Put a flusher together, to be run as a `Service`.
+
+    Args:
+        host: The host.
+        uuid: The store's.
+        budgets: Of its tiers.
+        connect: Makes the way to the object tier from the options that a client sends.
+        publisher: The way to the object tier until a client sends options; by default that is waited for.
+        clock: Where time comes from.
+        faults: Called before and after each ordered step.
+    """
+    clock = clock or SystemClock()
+
+    def build() -> Flusher:
+        nvme = None
+        if budgets.nvme_bytes:
+            nvme = NvmeTier(host.store_directory(uuid), budget_bytes=budgets.nvme_bytes, clock=clock, faults=faults)
+        ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
+        flusher = Flusher(ram, nvme, clock=clock, random=random.random, faults=faults)
+        if publisher is not None:
+            flusher.connect(publisher)
+        return flusher
+
+    return FlushEngine(build, connect)

@@ -1,0 +1,134 @@
+"""The drafts that a flusher has on its way, each with how far it has come."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tierfs.errors import ConflictError, TierfsError
+from tierfs.flush.draft import Draft
+from tierfs.flush.levels import Level
+from tierfs.flush.order import ClosingOrder, Turn
+from tierfs.format.manifest import Row
+from tierfs.local.slab import Slot
+
+__all__ = ["Entries", "Entry"]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One draft on its way.
+
+    Attributes:
+        draft: What is to be published.
+        turn: When its file was closed, comparable within the host: drafts that were found in the nvme tier first, by
+            their number there, then those from slabs, by their stamp, segments' serials telling equal stamps apart.
+        slot: Where it lies in a slab; ``None`` once the slab is not needed for it any more.
+        number: Of its row in ``nvme.db``; ``None`` before it is there.
+        level: What it has reached.
+        since_s: When this flusher learned of it, monotonic seconds.
+        rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
+        settled: Whether it has left the slab for the nvme tier, or does not need to.
+        uploaded: Whether every row is there.
+        busy: Whether a thread is at work on it.
+        conflict: Whether somebody else changed its path, so that it is kept and never published.
+        error: What went wrong last.
+        failures: How often in a row something did.
+        retry_at: Not before this, monotonic seconds.
+    """
+
+    draft: Draft
+    turn: Turn
+    since_s: float
+    slot: Slot | None = None
+    number: int | None = None
+    level: Level = Level.STAGED
+    rows: list[Row | None] = field(default_factory=list)
+    settled: bool = False
+    uploaded: bool = False
+    busy: bool = False
+    conflict: bool = False
+    error: TierfsError | None = None
+    failures: int = 0
+    retry_at: float = 0.0
+
+    @property
+    def path(self) -> str:
+        """The path that changes."""
+        return self.draft.path
+
+    def fail(self, error: TierfsError, retry_at: float) -> None:
+        """Note that the last attempt failed."""
+        self.error, self.retry_at = error, retry_at
+        self.failures += 1
+        self.conflict = self.conflict or isinstance(error, ConflictError)
+
+    def clear(self) -> None:
+        """Note that the last attempt went well."""
+        self.error, self.failures, self.retry_at = None, 0, 0.0
+
+
+class Entries:
+    """All drafts on their way, in closing order. Not thread-safe: the flusher holds its lock."""
+
+    def __init__(self) -> None:
+        self._by_write_id: dict[bytes, Entry] = {}
+        self._order = ClosingOrder()
+        self._needs: Counter[bytes] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_write_id)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(sorted(self._by_write_id.values(), key=lambda entry: entry.turn))
+
+    def __contains__(self, write_id: bytes) -> bool:
+        return write_id in self._by_write_id
+
+    def get(self, write_id: bytes) -> Entry | None:
+        """The draft with this write id."""
+        return self._by_write_id.get(write_id)
+
+    def add(self, entry: Entry) -> None:
+        """Note a draft."""
+        self._by_write_id[entry.draft.write_id] = entry
+        self._order.add(entry.path, entry.turn)
+        self._needs.update(entry.draft.names)
+
+    def remove(self, entry: Entry) -> None:
+        """Note that a draft is published, or given up."""
+        del self._by_write_id[entry.draft.write_id]
+        self._order.remove(entry.path, entry.turn)
+        self._needs.subtract(entry.draft.names)
+        for name in entry.draft.names:
+            if not self._needs[name]:
+                del self._needs[name]
+
+    def is_needed(self, name: bytes) -> bool:
+        """Whether a draft names this chunk."""
+        return name in self._needs
+
+    def is_first(self, entry: Entry) -> bool:
+        """Whether no draft has to be published before this one."""
+        return entry.draft.after not in self._by_write_id and self._order.first(entry.path) == entry.turn
+
+    def dependents(self, entry: Entry) -> list[Entry]:
+        """Drafts that are only to be published if this one is: those chained on it, and those chained on these."""
+        found, ids = [], {entry.draft.write_id}
+        for other in self:
+            if other.draft.base.write_id in ids or other.draft.after in ids:
+                found.append(other)
+                ids.add(other.draft.write_id)
+        return found
+
+    def blocker(self, entry: Entry) -> Entry | None:
+        """A draft in conflict that this one waits for, if any."""
+        directory = entry.path.rpartition("/")[0]
+        for other in self:
+            if other.turn >= entry.turn:
+                break
+            near = not directory or other.path.startswith(f"{directory}/")
+            if other.conflict and (near or other.draft.write_id == entry.draft.after):
+                return other
+        return None

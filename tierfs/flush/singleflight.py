@@ -1,0 +1,96 @@
+"""One fetch at a time of what several threads and processes of a host want at once."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import xxhash
+
+__all__ = ["SingleFlight"]
+
+_OFFSETS = 1 << 40
+
+
+class SingleFlight:
+    """Locks on names: among threads by an entry in a table, among processes by one byte of a file.
+
+    Two names that share a byte wait for each other for nothing, which happens once in 10^12 pairs.
+
+    Args:
+        path: The file whose bytes are locked. It stays empty.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = threading.Lock()
+        self._busy: dict[int, threading.Event] = {}
+        self._fd: int | None = None
+        self._process = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way)"
+
+    @contextlib.contextmanager
+    def holding(self, name: bytes) -> Iterator[bool]:
+        """Hold a name. Yields whether somebody else held it first, so that what was wanted may be there by now."""
+        offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
+        waited = False
+        while True:
+            with self._lock:
+                self._renew()
+                other = self._busy.get(offset)
+                if other is None:
+                    mine = self._busy[offset] = threading.Event()
+                    fd = self._open()
+                    break
+            waited = True
+            other.wait()
+        try:
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, offset))
+            except (BlockingIOError, PermissionError):
+                waited = True
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte(fcntl.F_WRLCK, offset))
+            try:
+                yield waited
+            finally:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
+        finally:
+            with self._lock:
+                self._busy.pop(offset, None)
+            mine.set()
+
+    def close(self) -> None:
+        """Close the file. What is held meanwhile is let go of."""
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is not None:
+                os.close(fd)
+
+    def _renew(self) -> None:
+        """In a forked child: it holds none of its parent's locks."""
+        if self._process != os.getpid():
+            self._process, self._busy = os.getpid(), {}
+            if self._fd is not None:
+                # Its locks belong to the open file, which is the parent's as well.
+                os.close(self._fd)
+                self._fd = None
+
+    def _open(self) -> int:
+        if self._fd is None:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        return self._fd
+
+
+def _byte(kind: int, offset: int) -> bytes:
+    """One byte of a file as fcntl(2) wants it, for locks of the open file.
+
+    Locks of the process would see deadlocks among its threads where there are none.
+    """
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, offset, 1, 0)

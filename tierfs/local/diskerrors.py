@@ -1,0 +1,62 @@
+"""What the local disk and SQLite report, as errors of ours: with the file concerned and what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+
+from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreError, TierfsError
+
+__all__ = ["disk_errors"]
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the errors of the operating system and of SQLite into ours.
+
+    Raises:
+        CapacityError: The disk, or what the user may use of it, is full.
+        CorruptionError: What should be a database is none, or is damaged.
+        ReadOnlyError: It may not be written.
+        StoreError: Anything else; ``transient`` where somebody else held a lock for too long.
+    """
+    try:
+        yield
+    except TierfsError:
+        raise
+    except sqlite3.Error as error:
+        raise _from_sqlite(error, os.fspath(path)) from error
+    except OSError as error:
+        raise _from_system(error, os.fspath(path)) from error
+
+
+def _from_system(error: OSError, path: str) -> TierfsError:
+    reason = error.strerror or str(error)
+    if error.errno in _NO_ROOM:
+        return _full(path, reason)
+    if error.errno in _NO_RIGHTS:
+        return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
+    return StoreError(f"{path}: {reason}", path=path, tier="nvme")
+
+
+def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
+    reason = str(error)
+    # The numbers are there from Python 3.11 on only, and the texts are part of SQLite's interface.
+    if "disk is full" in reason:
+        return _full(path, reason)
+    if "malformed" in reason or "not a database" in reason:
+        return CorruptionError(f"{path}: {reason}", path=path, tier="nvme")
+    if "readonly" in reason:
+        return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
+    return StoreError(f"{path}: {reason}", transient="locked" in reason, path=path, tier="nvme")
+
+
+def _full(path: str, reason: str) -> CapacityError:
+    message = f"{path}: {reason}: free some room and try again; what was stored before is untouched"
+    return CapacityError(message, path=path, tier="nvme")

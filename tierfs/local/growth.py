@@ -1,0 +1,43 @@
+"""How large the next segment of a process is. Pure."""
+
+from __future__ import annotations
+
+from tierfs.digest import CHUNK_BYTES
+from tierfs.local.slots import Layout
+
+__all__ = ["FIRST_DATA_BYTES", "largest", "next_layout"]
+
+FIRST_DATA_BYTES = 64 << 20
+
+# Not worth a file of its own, unless somebody asks for just that much.
+SMALL_BYTES = 1 << 20
+
+
+def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max: int) -> Layout | None:
+    """The next segment: twice the newest, but at most half of what is left, so that other processes find room, too.
+
+    Args:
+        length: Of the slot that it must hold at least.
+        newest: The segment that was made last; None before the first.
+        room: What is left of the budget, in bytes.
+        data_bytes_max: The most data that a segment holds.
+
+    Returns:
+        None if there is not room enough.
+    """
+    least = Layout.for_data(max(length, 1))
+    small = Layout.for_data(min(SMALL_BYTES, data_bytes_max))
+    wish = Layout.for_data(min(FIRST_DATA_BYTES if newest is None else 2 * newest.data_bytes, data_bytes_max))
+    if wish.size > room // 2:
+        wish = Layout.for_size(room // 2)
+        if wish.data_bytes > CHUNK_BYTES:  # whole chunks, so that nothing is left over behind the last
+            wish = Layout.for_data(wish.data_bytes // CHUNK_BYTES * CHUNK_BYTES)
+        if wish.size < small.size:
+            wish = small if small.size <= room else least
+    layout = max(wish, least, key=lambda layout: layout.data_bytes)
+    return layout if layout.size <= room else None
+
+
+def largest(budget_bytes: int, data_bytes_max: int) -> int:
+    """The longest slot that any segment can hold."""
+    return max(min(Layout.for_size(budget_bytes).data_bytes, data_bytes_max), 0)

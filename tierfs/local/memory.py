@@ -1,0 +1,65 @@
+"""How much memory this process may use: the machine's, or what its control groups allow."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+__all__ = ["memory_limit"]
+
+_TOTAL = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
+
+
+def memory_limit(
+    *,
+    meminfo: Path = Path("/proc/meminfo"),
+    membership: Path = Path("/proc/self/cgroup"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Bytes of memory beyond which this process cannot count on any: the least of all limits on it.
+
+    A control group is bounded by each one above it, so those count as well. In a container, the path that the kernel names
+    may not exist, since only the container's own groups are mounted: then those that do exist count.
+
+    Args:
+        meminfo: The machine's memory, as in proc(5).
+        membership: The control groups that the process is in, as in cgroups(7).
+        cgroups: Where control groups are mounted, of version 2 or 1, or both.
+    """
+    limits = [_total(meminfo)]
+    for file in _limit_files(membership, cgroups):
+        text = _read(file).strip()
+        if text.isdecimal():  # "max" is no limit
+            limits.append(int(text))
+    return min(limits)
+
+
+def _total(meminfo: Path) -> int:
+    match = _TOTAL.search(_read(meminfo))
+    return int(match[1]) * 1024 if match else os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _limit_files(membership: Path, cgroups: Path) -> Iterator[Path]:
+    for line in _read(membership).splitlines():
+        hierarchy, _, rest = line.partition(":")
+        controllers, _, name = rest.partition(":")
+        if hierarchy == "0" and not controllers:
+            roots, file = [cgroups, cgroups / "unified"], "memory.max"
+        elif "memory" in controllers.split(","):
+            roots, file = [cgroups / "memory"], "memory.limit_in_bytes"
+        else:
+            continue
+        # Seen from another namespace, a path may begin with "..": that is out of sight.
+        path = PurePosixPath(*(part for part in name.split("/") if part not in {"", ".."}))
+        for root in roots:
+            yield from (root / at / file for at in (path, *path.parents))
+
+
+def _read(path: Path) -> str:
+    """What the file says; nothing if there is none, since each kernel and container has some of these only."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

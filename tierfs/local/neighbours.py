@@ -1,0 +1,141 @@
+"""The segments of other processes, as one process finds them: in the host's folder, or given to it as descriptors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+from tierfs.errors import NotFoundError, TierfsError
+from tierfs.local.shares import MemfdNote, Shares
+from tierfs.local.slab import Segment
+
+__all__ = ["Neighbours"]
+
+# The kernel stamps a folder with a clock that may stand still for some milliseconds: a change that follows
+# that soon upon another leaves no trace.
+SETTLED_NS = 50_000_000
+_logger = logging.getLogger("tierfs.local")
+
+
+class Neighbours:
+    """What others wrote. Safe for use by many threads.
+
+    A segment that is gone is not closed, since a reader may be in it: it closes when nobody refers to it any more.
+
+    Args:
+        shares: The host's folder.
+        store: Whose segments, 32 hex digits.
+        own: Says which segments are this process's own.
+
+    Attributes:
+        wanted: Whether other processes wait for room, as of the last look.
+    """
+
+    def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
+        self.wanted = False
+        self._shares = shares
+        self._store = store
+        self._own = own
+        self._lock = threading.Lock()
+        self._files: dict[str, Segment] = {}
+        self._given: dict[str, Segment] = {}
+        self._notes: dict[str, MemfdNote] = {}
+        self._refused: set[tuple[str, int]] = set()
+        self._seen_ns = -1
+
+    def __repr__(self) -> str:
+        return f"Neighbours({len(self._files)} files, {len(self._given)} descriptors, wanted={self.wanted})"
+
+    def segments(self) -> list[Segment]:
+        """All of them. Looks into the folder if that changed."""
+        with self._lock:
+            self._look()
+            # One of our own may have been found in the moment before it became our own.
+            ids = {segment.id for segment in self._own()}
+            return [segment for segment in (*self._files.values(), *self._given.values()) if segment.id not in ids]
+
+    def is_wanted(self) -> bool:
+        """Whether other processes wait for room."""
+        with self._lock:
+            self._look()
+            return self.wanted
+
+    def add(self, segment: Segment) -> bool:
+        """Have one that came as a descriptor, under the host's lock. Returns whether it is of use, and was not known."""
+        with self._lock:
+            if segment.store != self._store or segment.id in self._given:
+                return False
+            self._given[segment.id] = segment
+            self._notes[segment.id] = self._shares.note_memfd(segment.header)
+            return True
+
+    def drop(self, segment: Segment) -> None:
+        """Remove one; its owner is dead. Its memory goes when the last slot or view of it does."""
+        segment.unlink()
+        with self._lock:
+            if segment.path is not None:
+                self._files.pop(segment.path.name, None)
+            self._given.pop(segment.id, None)
+            note = self._notes.pop(segment.id, None)
+        if note is not None:
+            note.release()
+
+    def close(self) -> None:
+        """Let go of all."""
+        with self._lock:
+            segments = [*self._files.values(), *self._given.values()]
+            notes = list(self._notes.values())
+            for known in (self._files, self._given, self._notes):
+                known.clear()
+            self._seen_ns = -1
+        for segment in segments:
+            segment.close()
+        for note in notes:
+            note.release()
+
+    def renew_in_child(self, parents: Iterable[Segment]) -> None:
+        """After a fork: the parent's own segments are a neighbour's."""
+        self._lock = threading.Lock()
+        self._notes = {}  # the parent's locks on them are not ours to release
+        self._given.update({segment.id: segment for segment in parents if segment.path is None})
+        self._seen_ns = -1
+
+    def _look(self) -> None:
+        stamp, now_ns = self._stamp(), time.time_ns()
+        if stamp == self._seen_ns:
+            return
+        own = {segment.path.name for segment in self._own() if segment.path is not None}
+        found = [name for name in self._shares.names() if name.store == self._store[:8] and name.suffix == "slab"]
+        names = {str(name) for name in found} - own
+        self.wanted = bool(self._shares.others_wanting())
+        for name in [name for name in self._files if name not in names]:
+            del self._files[name]
+        for name in names:
+            if name not in self._files:
+                self._attach(self._shares.directory / name)
+        self._seen_ns = stamp if now_ns - stamp > SETTLED_NS else -1
+
+    def _stamp(self) -> int:
+        try:
+            return os.stat(self._shares.directory).st_mtime_ns
+        except FileNotFoundError:
+            return 0
+
+    def _attach(self, path: Path) -> None:
+        try:
+            key = path.name, path.stat().st_ino
+            if key in self._refused:
+                return
+            segment = Segment.attach(path)
+        except (FileNotFoundError, NotFoundError):
+            return
+        except TierfsError as error:
+            _logger.warning("a segment is passed over: %s", error)
+            self._refused.add(key)
+            return
+        if segment.store == self._store:
+            self._files[path.name] = segment

@@ -1,0 +1,263 @@
+"""The host's ram tier as one process sees it, for one store.
+
+Each process writes into segments of its own, and evicts from those only. Before it makes another it sees to it, under
+the host's lock, that the segments of all processes and stores stay within the budget. It finds what others wrote
+in their segments.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from tierfs.clock import Clock
+from tierfs.errors import CapacityError
+from tierfs.local.growth import largest
+from tierfs.local.host import Host
+from tierfs.local.neighbours import Neighbours
+from tierfs.local.shares import LOCK, Shares
+from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
+from tierfs.local.supply import Supply
+from tierfs.units import format_bytes
+
+__all__ = ["RamTier", "RamUsage"]
+
+
+@dataclass(frozen=True, slots=True)
+class RamUsage:
+    """What the ram tier holds, in bytes.
+
+    Attributes:
+        budget_bytes: What all segments of the host may take.
+        host_bytes: What they take, of all processes and stores.
+        store_bytes: What those of this store take, as far as this process has them.
+        used_bytes: What is taken in these.
+        dirty_bytes: Of that, what no other tier is known to have.
+        clean_bytes: Of that, what may go.
+        segments: How many of this store there are.
+        memfd_segments: How many of them have no file.
+        waits: How often this process waited for room.
+        waited_s: For how long in all.
+        evicted_bytes: What this process evicted.
+    """
+
+    budget_bytes: int
+    host_bytes: int
+    store_bytes: int
+    used_bytes: int
+    dirty_bytes: int
+    clean_bytes: int
+    segments: int
+    memfd_segments: int
+    waits: int
+    waited_s: float
+    evicted_bytes: int
+
+
+class RamTier:
+    """Segments of this process, and those of others. Safe for use by many threads.
+
+    After a fork the child has no segments of its own, and reads those of its parent like any other process's.
+
+    Args:
+        host: Where segments are.
+        store: The uuid of the store.
+        budget_bytes: What all segments of the host may take together.
+        clock: For waiting.
+        segment_bytes_max: The most data that one segment holds.
+
+    Attributes:
+        host: As given.
+        store: The uuid, 32 hex digits.
+        budget_bytes: As given.
+    """
+
+    def __init__(
+        self, host: Host, store: str, *, budget_bytes: int, clock: Clock, segment_bytes_max: int = 1 << 30
+    ) -> None:
+        self.host = host
+        self.store = store.replace("-", "")
+        self.budget_bytes = budget_bytes
+        self._length_max = largest(budget_bytes, segment_bytes_max)
+        self._shares = Shares(host)
+        self._supply = Supply(
+            host,
+            self.store,
+            self._shares,
+            budget_bytes=budget_bytes,
+            data_bytes_max=segment_bytes_max,
+            clock=clock,
+        )
+        supply = self._supply  # no reference to ourselves, so that what nobody uses any more is closed at once
+        self._neighbours = Neighbours(self._shares, self.store, lambda: supply.own)
+        _live.add(self)
+
+    def __repr__(self) -> str:
+        budget = format_bytes(self.budget_bytes)
+        return f"RamTier({str(self._shares.directory)!r}, store={self.store}, budget={budget}, {self._supply!r})"
+
+    def take(
+        self,
+        kind: SlotKind,
+        length: int,
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> Slot:
+        """Take a slot in a segment of this process, to be filled and sealed or given back there.
+
+        Args:
+            kind: What it will hold.
+            length: Of that, in bytes.
+            timeout_s: How long to wait for room while everything is dirty; None for as long as it takes.
+            on_wait: Called once when it comes to that.
+
+        Raises:
+            CapacityError: There was no room in that time; or there never will be, which is said at once.
+            InvalidInputError: The tier was closed.
+        """
+        if length > self._length_max:
+            raise CapacityError(
+                f"{format_bytes(length)} are more than the ram tier can hold in one piece "
+                f"({format_bytes(self._length_max)}): raise ram= (TIERFS_RAM) above {format_bytes(self.budget_bytes)}",
+                tier="ram",
+            )
+        wanted = self._neighbours.is_wanted()
+        slot = self._supply.take(kind, length, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted)
+        if slot is None:
+            raise self._full(length, timeout_s or 0)
+        return slot
+
+    def grow_ahead(self) -> None:
+        """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
+
+        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
+        """
+        self._supply.grow_ahead()
+
+    def own_segments(self) -> list[Segment]:
+        """The segments that this process writes into."""
+        return list(self._supply.own)
+
+    def trim(self, target_bytes: int) -> int:
+        """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.
+
+        Args:
+            target_bytes: What the own segments may still take. The last one is kept, unless this is 0.
+
+        Returns:
+            Bytes that they take less than before.
+        """
+        return self._supply.trim(target_bytes)
+
+    def make_room_for_others(self) -> int:
+        """If other processes wait for room, and this one has more than its share, give some of it back.
+
+        Happens with every `take`; a process that takes nothing for long does it from time to time.
+
+        Returns:
+            Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call.
+        """
+        return self._supply.make_room_for_others() if self._neighbours.is_wanted() else 0
+
+    def segments(self) -> list[Segment]:
+        """All segments of this store on this host: our own first."""
+        return [*self._supply.own, *self._neighbours.segments()]
+
+    def segment(self, ident: str) -> Segment | None:
+        """The segment with this id."""
+        return next((segment for segment in self.segments() if segment.id == ident), None)
+
+    def find(self, name: bytes) -> Slot | None:
+        """A chunk of this name, in our own segments or in others'."""
+        for segment in self.segments():
+            slot = segment.find(name)
+            if slot is not None:
+                return slot
+        return None
+
+    def drafts(self, states: Collection[SlotState] = (SlotState.SEALED,)) -> list[Slot]:
+        """The drafts in these states, as they were sealed."""
+        found = [slot for segment in self.segments() for slot in segment.slots(kind=SlotKind.DRAFT, states=states)]
+        return sorted(found, key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
+
+    def add(self, segment: Segment) -> None:
+        """Look into this segment, too: one without a file, that came as a descriptor. It is ours to close now."""
+        with self.host.locked(LOCK):
+            if any(segment.id == own.id for own in self._supply.own) or not self._neighbours.add(segment):
+                segment.close()
+
+    def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
+        """Free what dead processes left unsealed, or sealed without a draft that needs it. For the flusher.
+
+        Args:
+            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead, so no draft
+                comes to be after that.
+
+        Returns:
+            Bytes freed.
+        """
+        freed = 0
+        for segment in self.segments():
+            if segment.owned or self.host.is_alive(segment.owner):
+                continue
+            kept = needed(segment)
+            with self.host.locked(LOCK):
+                if self.host.is_alive(segment.owner):
+                    continue  # adopted meanwhile
+                freed += segment.reclaim(lambda kept=kept: kept)  # type: ignore[misc]
+                # Memory without a file is lost to everybody else, so what is clean there is of no use.
+                if not any(segment.sums()) or (segment.path is None and not segment.is_dirty()):
+                    self._neighbours.drop(segment)
+        return freed
+
+    def usage(self) -> RamUsage:
+        """What the tier holds now."""
+        segments = self.segments()
+        sums = [segment.sums() for segment in segments]
+        dirty, clean = sum(item.dirty for item in sums), sum(item.clean for item in sums)
+        return RamUsage(
+            budget_bytes=self.budget_bytes,
+            host_bytes=sum(file.size for file in self._shares.files()),
+            store_bytes=sum(segment.size for segment in segments),
+            used_bytes=dirty + clean + sum(item.filling for item in sums),
+            dirty_bytes=dirty,
+            clean_bytes=clean,
+            segments=len(segments),
+            memfd_segments=sum(segment.path is None for segment in segments),
+            waits=self._supply.waits,
+            waited_s=self._supply.waited_s,
+            evicted_bytes=self._supply.evicted_bytes,
+        )
+
+    def close(self) -> None:
+        """Let go of everything. Own segments stay as they are for the host's other processes, if anything is in them."""
+        self._supply.close()
+        self._neighbours.close()
+
+    def _full(self, length: int, timeout_s: float) -> CapacityError:
+        usage = self.usage()
+        return CapacityError(
+            f"no room for {format_bytes(length)} in the ram tier within {timeout_s:g} s: the segments of this host take "
+            f"{format_bytes(usage.host_bytes)} of {format_bytes(usage.budget_bytes)}, and of this store "
+            f"{format_bytes(usage.dirty_bytes)} are dirty, waiting for the flusher; raise ram= (TIERFS_RAM), or wait longer",
+            tier="ram",
+        )
+
+    def _renew_in_child(self) -> None:
+        """After a fork: what was ours is another process's."""
+        self._shares.renew_in_child()
+        self._neighbours.renew_in_child(self._supply.renew_in_child())
+
+
+_live: weakref.WeakSet[RamTier] = weakref.WeakSet()
+
+
+def _renew_in_child() -> None:
+    for tier in list(_live):
+        tier._renew_in_child()
+
+
+os.register_at_fork(after_in_child=_renew_in_child)

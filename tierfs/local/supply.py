@@ -1,0 +1,384 @@
+"""The segments of one process: where it takes slots, what it evicts, how it comes by more and gives some back."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable
+
+from tierfs.clock import Clock
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
+from tierfs.local.growth import next_layout
+from tierfs.local.host import Host
+from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
+from tierfs.local.segmentfile import Header, Reservation
+from tierfs.local.shares import LOCK, MemfdNote, Shares
+from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
+from tierfs.local.slots import Layout, padded
+from tierfs.units import format_bytes
+
+__all__ = ["Supply"]
+
+HIGH_WATERMARK = 0.95
+LOW_WATERMARK = 0.85
+POLL_S_MIN = 0.001
+POLL_S_MAX = 0.05
+_logger = logging.getLogger("tierfs.local")
+
+
+class Supply:
+    """Where this process writes. Safe for use by many threads.
+
+    Args:
+        host: Where segments are.
+        store: The uuid of the store, 32 hex digits.
+        shares: What the host's processes have.
+        budget_bytes: What all of them may take together.
+        data_bytes_max: The most data that one segment holds.
+        clock: For waiting.
+
+    Attributes:
+        own: The segments.
+        waits: How often somebody waited for room.
+        waited_s: For how long in all.
+        evicted_bytes: What was evicted.
+    """
+
+    def __init__(
+        self, host: Host, store: str, shares: Shares, *, budget_bytes: int, data_bytes_max: int, clock: Clock
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._shares = shares
+        self._budget_bytes = budget_bytes
+        self._data_bytes_max = data_bytes_max
+        self._clock = clock
+        self._lock = threading.Lock()  # for the fields below; never held for long
+        self.own: tuple[Segment, ...] = ()
+        self._draining: frozenset[Segment] = frozenset()
+        self._notes: dict[str, MemfdNote] = {}
+        self._ahead: threading.Thread | None = None
+        self._closed = False
+        self._memfd_said = False
+        self.waits = 0
+        self.waited_s = 0.0
+        self.evicted_bytes = 0
+        self._growing = threading.Lock()
+        self._evicting = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Supply({len(self.own)} segments, waits={self.waits}, evicted={format_bytes(self.evicted_bytes)})"
+
+    def take(
+        self, kind: SlotKind, length: int, *, timeout_s: float | None, on_wait: Callable[[], None] | None, wanted: bool
+    ) -> Slot | None:
+        """Take a slot; see `RamTier.take`.
+
+        Args:
+            kind: What it will hold.
+            length: Of that, in bytes.
+            timeout_s: How long to wait for room; None for as long as it takes.
+            on_wait: Called once when it comes to that.
+            wanted: Whether other processes wait for room.
+
+        Returns:
+            None if there was no room in that time.
+        """
+        slot = self._fit(kind, length) if not wanted else None
+        slot = slot or self._make_room(kind, length)
+        if slot is None and (timeout_s is None or timeout_s > 0):
+            slot = self._wait(kind, length, timeout_s, on_wait)
+        return slot
+
+    def grow_ahead(self) -> None:
+        """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
+
+        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
+        """
+        own = self.own
+        if own:
+            sums = own[-1].sums()
+            if sums.filling + sums.dirty <= own[-1].data_bytes // 2:
+                return
+        with self._lock:
+            if self._closed or (self._ahead is not None and self._ahead.is_alive()):
+                return
+            # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
+            self._ahead = threading.Thread(target=self._grow_quietly, name="tierfs-ram-ahead", daemon=True)
+            self._ahead.start()
+
+    def trim(self, target_bytes: int) -> int:
+        """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.
+
+        Args:
+            target_bytes: What the own segments may still take. The last one is kept, unless this is 0.
+
+        Returns:
+            Bytes that they take less than before.
+        """
+        before = self._own_bytes()
+        for segment in sorted(self.own, key=_last_use):
+            spare = self._own_bytes() > target_bytes or not any(segment.sums())
+            if spare and (target_bytes <= 0 or len(self.own) > 1) and segment.retire():
+                self._drop(segment)
+        return before - self._own_bytes()
+
+    def make_room_for_others(self) -> int:
+        """If other processes wait for room, and this one has more than its share, give some of it back.
+
+        See `RamTier.make_room_for_others`.
+        """
+        wanting = self._shares.others_wanting()
+        if not wanting:
+            self._draining = frozenset()
+            return 0
+        share = self._budget_bytes // (len(wanting | self._shares.others_having()) + 1)
+        kept = 0
+        draining = []
+        for segment in sorted(self.own, key=lambda segment: segment.size):
+            kept += segment.size
+            if kept > share:
+                draining.append(segment)
+        self._draining = frozenset(draining)
+        freed = 0
+        for segment in draining:
+            if segment.owned and segment.retire():
+                self._drop(segment)
+                freed += segment.size
+        return freed
+
+    def close(self) -> None:
+        """Let go of all: what is empty is removed, the rest stays for the host's other processes."""
+        with self._lock:
+            self._closed = True
+            ahead = self._ahead
+        if ahead is not None:
+            ahead.join()
+        with self._growing:
+            for segment in self.own:
+                # Under the host's lock, since from then on others may adopt it.
+                with self._host.locked(LOCK):
+                    if not any(segment.sums()):
+                        self._drop(segment)
+                    else:
+                        segment.disown()
+                        self._forget(segment)
+                segment.close()
+
+    def renew_in_child(self) -> tuple[Segment, ...]:
+        """After a fork: nothing is ours. Returns what was, which is the parent's."""
+        self._lock, self._growing, self._evicting = threading.Lock(), threading.Lock(), threading.Lock()
+        parents, self.own, self._draining = self.own, (), frozenset()
+        # The parent's locks on these are not ours to release.
+        self._notes = {}
+        self._ahead = None
+        return parents
+
+    def _fit(self, kind: SlotKind, length: int) -> Slot | None:
+        for segment in self.own:
+            if segment not in self._draining:
+                try:
+                    slot = segment.take(kind, length)
+                except ReadOnlyError:  # dropped meanwhile
+                    continue
+                if slot is not None:
+                    return slot
+        return None
+
+    def _make_room(self, kind: SlotKind, length: int) -> Slot | None:
+        """Take a slot where it takes some effort, but no waiting."""
+        self.make_room_for_others()
+        self._evict_to_watermark()
+        slot = self._fit(kind, length)
+        if slot is not None:
+            return slot
+        with self._growing:
+            slot = self._fit(kind, length)  # another thread was first
+            if slot is None and self._grow(length):
+                slot = self._fit(kind, length)
+        return slot or self._evict_until(kind, length)
+
+    def _wait(
+        self, kind: SlotKind, length: int, timeout_s: float | None, on_wait: Callable[[], None] | None
+    ) -> Slot | None:
+        started, delay_s = self._clock.monotonic(), POLL_S_MIN
+        with self._lock:
+            self.waits += 1
+        if on_wait is not None:
+            on_wait()
+        waited_s = 0.0
+        try:
+            with self._shares.wanting():
+                while timeout_s is None or waited_s < timeout_s:
+                    self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
+                    delay_s = min(2 * delay_s, POLL_S_MAX)
+                    slot = self._make_room(kind, length)
+                    waited_s = self._clock.monotonic() - started
+                    if slot is not None:
+                        return slot
+        finally:
+            with self._lock:
+                self.waited_s += waited_s
+        return None
+
+    def _evict_to_watermark(self) -> None:
+        own = self.own
+        total = sum(segment.data_bytes for segment in own)
+        used = sum(sum(segment.sums()) for segment in own)
+        if used > HIGH_WATERMARK * total:
+            with self._evicting:
+                for slot in _evictable(own):
+                    if used <= LOW_WATERMARK * total:
+                        break
+                    used -= self._evict(slot)
+
+    def _evict_until(self, kind: SlotKind, length: int) -> Slot | None:
+        with self._evicting:
+            for clean in _evictable(self.own):
+                if self._evict(clean):
+                    slot = self._fit(kind, length)
+                    if slot is not None:
+                        return slot
+        return None
+
+    def _evict(self, slot: Slot) -> int:
+        """Free a clean slot; returns how many bytes that were."""
+        try:
+            freed = padded(max(slot.length, 1)) if slot.segment.give(slot, only_clean=True) else 0
+        except ReadOnlyError:  # dropped meanwhile
+            return 0
+        with self._lock:
+            self.evicted_bytes += freed
+        return freed
+
+    def _grow_quietly(self) -> None:
+        with self._growing:
+            try:
+                self._grow(min(CHUNK_BYTES, self._data_bytes_max), ahead=True)
+            except TierfsError as error:
+                # Whoever needs the room tries again, and hears of it.
+                _logger.debug("no segment was made ahead: %s", error)
+
+    def _grow(self, length: int, *, ahead: bool = False) -> bool:
+        """Have one more segment, if the budget allows. Ahead of its use, nothing is taken from anybody for it.
+
+        Raises:
+            InvalidInputError: The tier was closed.
+            StoreError: None can be made.
+        """
+        with self._host.locked(LOCK):
+            if self._closed:
+                raise InvalidInputError("the ram tier was closed", tier="ram")
+            layout = self._plan(length)
+            if layout is None and not ahead:
+                self._shares.sweep()
+                if self._adopt_or_reap(length):
+                    return True
+                layout = self._plan(length)
+            if layout is None:
+                return False
+            header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
+            fits = self._host.segments is not None and layout.size <= self._shares.free_bytes(self._shares.files())
+            reservation = Reservation(self._shares.directory, header) if fits else None
+            note = None if fits else self._shares.note_memfd(header)
+        if reservation is not None:
+            try:
+                segment = make_in(reservation, stopped=self._is_closed)
+            except CapacityError as error:
+                # Somebody else filled the filesystem meanwhile.
+                _logger.debug("%s", error)
+            else:
+                if segment is None:
+                    return False
+                with self._host.locked(LOCK):
+                    segment.path = reservation.finish()
+                return self._begin(segment)
+        if note is None:
+            with self._host.locked(LOCK):
+                note = self._shares.note_memfd(header)
+        return self._grow_memfd(header, note)
+
+    def _plan(self, length: int) -> Layout | None:
+        room = self._budget_bytes - sum(file.size for file in self._shares.files())
+        longest = max(self.own, key=lambda segment: segment.size, default=None)
+        newest = longest.header.layout if longest else None
+        return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max)
+
+    def _grow_memfd(self, header: Header, note: MemfdNote) -> bool:
+        if not self._memfd_said:
+            self._memfd_said = True
+            _logger.warning(
+                "%s has no room for a segment of %s, so this process's are handed to the flusher, and other processes do not "
+                "see what is in them until it is flushed; give it more (docker: --shm-size), or name another with TIERFS_SHM_DIR",
+                self._shares.directory,
+                format_bytes(header.layout.size),
+            )
+        try:
+            segment = create_memfd(header, stopped=self._is_closed)
+        except BaseException:
+            note.release()
+            raise
+        if segment is None:
+            note.release()
+            return False
+        with self._lock:
+            self._notes[segment.id] = note
+        return self._begin(segment)
+
+    def _begin(self, segment: Segment) -> bool:
+        """Write into this segment from now on."""
+        with self._lock:
+            self.own = (*self.own, segment)
+        return True
+
+    def _adopt_or_reap(self, length: int) -> bool:
+        """Take over what a dead process of this store left, its memory warm; else remove what the dead left."""
+        orphans = self._shares.orphans()
+        for orphan in orphans:
+            if orphan.path is not None and orphan.store == self._store and orphan.data_bytes >= length:
+                try:
+                    segment = adopt(orphan.path, self._host.owner())
+                except TierfsError as error:
+                    _logger.warning("a segment of a process that is gone cannot be used again: %s", error)
+                    continue
+                return self._begin(segment)
+        for orphan in orphans:
+            if self._plan(length) is not None:
+                break
+            orphan.unlink()
+        return False
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _own_bytes(self) -> int:
+        return sum(segment.size for segment in self.own)
+
+    def _drop(self, segment: Segment) -> None:
+        """Remove a segment. Its memory goes when the last slot or view of it does."""
+        segment.unlink()
+        self._forget(segment)
+
+    def _forget(self, segment: Segment) -> None:
+        with self._lock:
+            self.own = tuple(own for own in self.own if own is not segment)
+            self._draining -= {segment}
+            note = self._notes.pop(segment.id, None)
+        if note is not None:
+            note.release()
+
+
+def _evictable(segments: Iterable[Segment]) -> list[Slot]:
+    """The clean slots: hidden ones first, then as they were used."""
+    clean = [slot for segment in segments for slot in segment.slots(states={SlotState.CLEAN})]
+    return sorted(clean, key=lambda slot: (not slot.hidden, slot.segment.used_s(slot), slot.stamp_ns))
+
+
+def _last_use(segment: Segment) -> tuple[bool, int]:
+    return any(segment.sums()), max((segment.used_s(slot) for slot in segment.slots()), default=0)
+
+
+# Of the segments that this process makes, whatever the store; also after a fork, when they are another process's.
+_numbers = itertools.count(1)

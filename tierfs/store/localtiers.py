@@ -1,0 +1,212 @@
+"""The local tiers of a store on this host, and the flusher behind them: put together here, once per process and store.
+
+A flusher is a process of its own, started as ``python -m tierfs.cli flusher run``. It is a thread of this process where a
+process cannot serve: where the object tier is this process's alone, or its options cannot be sent to another process.
+Either way it is reached over the same socket, so it makes no difference to whoever uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierfs import __version__
+from tierfs.clock import Clock, SystemClock
+from tierfs.digest import DigestKind
+from tierfs.errors import TierfsError
+from tierfs.flush.building import TRANSIT_BYTES, build_engine
+from tierfs.flush.client import FlusherClient
+from tierfs.flush.launch import LOG_NAME, Launched, spawn
+from tierfs.flush.publisher import Publisher
+from tierfs.flush.service import Service
+from tierfs.flush.tiers import Tiers
+from tierfs.local.filesystems import filesystem_of, is_durable
+from tierfs.local.host import Host
+from tierfs.local.nvmereader import NvmeReader
+from tierfs.local.ram import RamTier
+from tierfs.store.exit import finish_at_exit
+from tierfs.store.publishing import StorePublisher
+from tierfs.store.settings import ResolvedTiers
+from tierfs.store.store import Store
+
+__all__ = ["Launcher", "Target", "tiers_for"]
+
+LINGER_S = 10.0
+_logger = logging.getLogger("tierfs.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The store whose tiers these are, as a flusher in another process needs it.
+
+    Attributes:
+        uuid: The store's.
+        url: Its root as the object tier's URL, without credentials.
+        options: For the object tier's filesystem; never shown, since they may hold secrets.
+        kind: Its digests.
+        host_local: Whether the object tier is a directory of this host.
+        process_local: Whether it is this process's alone.
+    """
+
+    uuid: str
+    url: str
+    options: dict[str, Any] = field(repr=False)
+    kind: DigestKind
+    host_local: bool
+    process_local: bool
+
+
+def tiers_for(
+    target: Target,
+    settings: ResolvedTiers,
+    connect: Callable[[], Store],
+    *,
+    required: bool,
+    clock: Clock | None = None,
+) -> Tiers | None:
+    """Make this process's side of a store's local tiers, and have what is pending there flushed.
+
+    Args:
+        target: The store.
+        settings: Budgets, the state directory, how long to wait.
+        connect: Opens the store without local tiers, for a flusher that is a thread of this process.
+        required: Whether the tiers were asked for. If not, and they cannot be used, there are none, which is logged.
+        clock: Where time comes from.
+
+    Raises:
+        ReadOnlyError, InvalidInputError, StoreError: ``required``, and the state directory cannot be used.
+    """
+    clock = clock or SystemClock()
+    try:
+        host = Host(settings.directory)
+        directory = host.store_directory(target.uuid)
+    except TierfsError as error:
+        if required:
+            raise
+        _logger.warning("%s is used without local tiers: %s", target.url, error)
+        return None
+    launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect), clock)
+    tiers = Tiers(
+        RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
+        NvmeReader(directory) if settings.nvme_bytes else None,
+        _Client(directory, launcher),
+        kind=target.kind,
+        gives_local=bool(settings.nvme_bytes) and is_durable(filesystem_of(directory)),
+        keeps_reads=bool(settings.ram_bytes) and not target.host_local,
+        passes_by=target.host_local and not settings.nvme_bytes,
+        capacity_timeout_s=settings.timeout_s,
+        clock=clock,
+    )
+    finish_at_exit(tiers, target.url, launcher)
+    if tiers.pending_below(""):
+        # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.
+        threading.Thread(target=tiers.announce, name="tierfs-resume", daemon=True).start()
+    return tiers
+
+
+class Launcher:
+    """Starts a flusher for this process: as a process, or as a thread where that cannot serve."""
+
+    def __init__(
+        self,
+        target: Target,
+        settings: ResolvedTiers,
+        host: Host,
+        directory: Path,
+        publisher: Callable[[], Publisher],
+        clock: Clock,
+    ) -> None:
+        self._target = target
+        self._settings = settings
+        self._host = host
+        self._directory = directory
+        self._publisher = publisher
+        self._clock = clock
+        self._options = _as_json(target.options)
+        self.fallbacks = 0
+        self.thread: threading.Thread | None = None
+        self._service: Service | None = None
+
+    def __repr__(self) -> str:
+        return f"Launcher({self._target.url!r}, fallbacks={self.fallbacks})"
+
+    @property
+    def ends_with_us(self) -> bool:
+        """Whether the flusher that this started is a thread of this process, and runs."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def hello(self) -> dict[str, Any]:
+        """What a flusher is told of the object tier, credentials included."""
+        return {"url": self._target.url, "options": self._options}
+
+    def launch(self) -> Launched | None:
+        """Start one. ``None`` where it is a thread."""
+        if self._target.process_local or self._options is None:
+            self._start_thread("its object tier can be reached from this process alone")
+            return None
+        settings = self._settings
+        argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
+        argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
+        argv += ["--nvme", str(settings.nvme_bytes)]
+        try:
+            return spawn(argv, self._directory / LOG_NAME)
+        except OSError as error:
+            self._start_thread(f"no process can be started ({error})")
+            return None
+
+    def _start_thread(self, reason: str) -> None:
+        if not self.fallbacks:
+            _logger.warning("%s is flushed by a thread of this process: %s", self._target.url, reason)
+        self.fallbacks += 1
+        publisher = self._publisher()
+        engine = build_engine(
+            self._host,
+            self._target.uuid,
+            self._settings,
+            lambda _: publisher,
+            publisher=publisher,
+            clock=self._clock,
+        )
+        self._service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
+        self.thread = threading.Thread(target=_serve, args=(self._service,), name="tierfs-flusher", daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        """End the flusher if it is a thread of this process, after the steps that are under way."""
+        if self._service is not None and self.thread is not None:
+            self._service.stop()
+            self.thread.join()
+
+
+class _Client(FlusherClient):
+    """The way to the flusher; closing it also ends one that was started as a thread for it."""
+
+    def __init__(self, directory: Path, launcher: Launcher) -> None:
+        super().__init__(directory, launcher.launch, __version__, launcher.hello)
+        self._launcher = launcher
+
+    def close(self) -> None:
+        super().close()
+        self._launcher.stop()
+
+
+def _serve(service: Service) -> None:
+    try:
+        service.run()
+    except TierfsError:
+        _logger.exception("the flusher's thread cannot go on: what is pending stays where it is")
+
+
+def _as_json(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The options, if they survive being sent to another process."""
+    try:
+        copy = json.loads(json.dumps(options))
+    except (TypeError, ValueError):
+        return None
+    return copy if copy == options else None

@@ -1,0 +1,127 @@
+"""Bring chunks into a local tier before they are read, or drop clean copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
+from tierfs.flush.draft import foreign_name, local_name
+from tierfs.store.chunks import fetch
+from tierfs.store.listing import Entry, find, stat
+from tierfs.store.load import PIECE_BYTES_MAX, expand_rows, open_entry
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+
+if TYPE_CHECKING:
+    from tierfs.flush.tiers import Tiers
+    from tierfs.local.slab import Slot
+
+__all__ = ["evict", "prefetch"]
+
+TIERS = ("ram", "nvme")
+BATCH_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk, or as much of a file that tierfs did not write."""
+
+    name: bytes
+    length: int
+    read: Callable[[memoryview], None]
+
+
+def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[int], None] | None = None) -> int:
+    """Copy what a file, or everything below a directory, consists of into a local tier.
+
+    Args:
+        store: The store.
+        path: A file or directory.
+        tier: ``"ram"`` or ``"nvme"``.
+        progress: Called with the bytes of the chunks that lie there by then.
+
+    Returns:
+        Bytes of it that lie in the tier now.
+
+    Raises:
+        InvalidInputError: No such tier, or it is switched off.
+        NotFoundError: Nothing is at ``path``.
+        CapacityError: It does not fit.
+        CorruptionError, StoreError: It could not be read.
+    """
+    tiers = _tiers(store, tier)
+    pieces = iter(_pieces(store, path))
+    total = 0
+    while batch := list(islice(pieces, BATCH_CHUNKS)):
+        slots = transfers().map(lambda piece: _bring(tiers, piece, tier), batch)
+        if tier == "nvme":
+            tiers.keep([slot for slot in slots if slot is not None])
+        count = sum(piece.length for piece in batch)
+        total += count
+        if progress is not None:
+            progress(count)
+    return total
+
+
+def evict(store: Store, path: str, tier: str = "nvme") -> int:
+    """Drop clean copies of a file, or of everything below a directory, from a local tier.
+
+    Returns:
+        Bytes dropped: what is dirty stays, and what was not there does not count.
+
+    Raises:
+        InvalidInputError: No such tier, or it is switched off.
+        NotFoundError: Nothing is at ``path``.
+    """
+    return _tiers(store, tier).evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
+
+
+def _bring(tiers: Tiers, piece: _Piece, tier: str) -> Slot | None:
+    """Bring one piece into the ram tier; ``None`` if the tier that is meant has it."""
+    if tiers.holds(piece.name, tier):
+        return None
+    buffer = transfers().take_buffer()
+    try:
+        data = memoryview(buffer)[: piece.length]
+        piece.read(data)
+        slot = tiers.ram.find(piece.name) or tiers.insert(piece.name, data)
+    finally:
+        transfers().give_buffer(buffer)
+    if slot is None:
+        raise CapacityError("the ram tier has no room for it: raise ram=, or prefetch less", tier="ram")
+    return slot
+
+
+def _tiers(store: Store, tier: str) -> Tiers:
+    if tier not in TIERS:
+        raise InvalidInputError(f"{tier!r} is no local tier: 'ram' or 'nvme'")
+    if store.tiers is None or (tier == "nvme" and store.tiers.nvme is None):
+        raise InvalidInputError(f"the {tier} tier is switched off for {store.url}: give it room with {tier}=")
+    return store.tiers
+
+
+def _pieces(store: Store, path: str) -> Iterator[_Piece]:
+    top = stat(store, path)
+    entries = find(store, path) if top.is_directory else [top]
+    for entry in entries:
+        if not entry.is_directory:
+            yield from _pieces_of(store, entry)
+
+
+def _pieces_of(store: Store, entry: Entry) -> Iterator[_Piece]:
+    if entry.foreign is not None:
+        info, reader = entry.foreign, open_entry(store, entry)
+        for offset in range(0, info.size, PIECE_BYTES_MAX):
+            name = foreign_name(info.key, str(info.version), offset)
+            length = min(PIECE_BYTES_MAX, info.size - offset)
+            yield _Piece(name, length, lambda data, offset=offset: reader.read_into(offset, data))  # type: ignore[misc]
+        return
+    if entry.manifest is None:
+        raise NotFoundError(f"{store.where(entry.path)} is not there", path=entry.path)
+    for row in expand_rows(store, entry.manifest, entry.path) if entry.manifest.inline is None else ():
+        name = local_name(entry.manifest.digest_kind, row.name.digest)
+        where = store.where(entry.path)
+        yield _Piece(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, 0, data, where))  # type: ignore[misc]

@@ -1,0 +1,154 @@
+"""How the local tiers are set up: argument, URL option, environment, configuration file, default, the first that says.
+
+A size is written as ``"8GiB"`` or as a share, ``"25%"``: of the memory that this process may use for the ram tier, of
+the disk's free space for the nvme tier. ``"0"`` switches a tier off.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from tierfs.errors import InvalidInputError
+from tierfs.flush.levels import Level
+from tierfs.local.host import state_directory
+from tierfs.local.memory import memory_limit
+from tierfs.local.stored import ARENA_FILE
+from tierfs.units import parse_share
+
+__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "resolve"]
+
+RAM_SHARE = "25%"
+NVME_SHARE = "10%"
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What was asked for, as it was written; ``None`` where nothing was.
+
+    Attributes:
+        ack: The level at which a write is acknowledged.
+        ram: Budget of the ram tier, shared by all processes and stores of the host.
+        nvme: Budget of the nvme tier of the store.
+        state_dir: The state directory.
+        timeout: Seconds that a writer waits for room, and for its level.
+    """
+
+    ack: str | None = None
+    ram: str | int | None = None
+    nvme: str | int | None = None
+    state_dir: str | None = None
+    timeout: float | str | None = None
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """What they are called, in arguments, URL options and the configuration file."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object], where: str) -> TierOptions:
+        """Take them out of a mapping that holds nothing else.
+
+        Raises:
+            InvalidInputError: Something else is in it, or a value is of the wrong type.
+        """
+        known = {}
+        for name, value in values.items():
+            if name not in cls.names() or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                raise InvalidInputError(f"{where}: {name} = {value!r} is no setting of the local tiers")
+            known[name] = value
+        return cls(**known)  # type: ignore[arg-type]
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether somebody asked for local tiers, so that it is an error if there are none."""
+        return any(value is not None and value not in ("0", 0) for value in (self.ram, self.nvme, self.state_dir)) or (
+            self.ack == Level.STAGED.label
+        )
+
+    def over(self, other: TierOptions) -> TierOptions:
+        """These, and the other's where these say nothing."""
+        return TierOptions(
+            **{
+                name: mine if (mine := getattr(self, name)) is not None else getattr(other, name)
+                for name in self.names()
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTiers:
+    """What the options come to on this host.
+
+    Attributes:
+        ack: The level at which a write is acknowledged.
+        ram_bytes: Budget; 0 switches the tier off.
+        nvme_bytes: Budget; 0 switches the tier off.
+        directory: The state directory.
+        timeout_s: What a writer waits for room, and for its level.
+    """
+
+    ack: Level
+    ram_bytes: int
+    nvme_bytes: int
+    directory: Path
+    timeout_s: float
+
+
+def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
+    """Fill in the environment and the defaults.
+
+    Args:
+        options: Arguments and URL options over those of the configuration file.
+        uuid: The store's.
+        host_local: Whether the object tier is a directory of this host: then there is no nvme tier by default.
+        process_local: Whether it is this process's alone: then there is no local tier by default.
+
+    Raises:
+        InvalidInputError: A value is no good.
+    """
+    directory = Path(options.state_dir) if options.state_dir else state_directory()
+    ram = options.ram if options.ram is not None else "0" if process_local else RAM_SHARE
+    nvme: str | int = "0" if host_local or process_local else _default_nvme(directory / "stores" / uuid)
+    if options.nvme is not None:
+        nvme = options.nvme
+    try:
+        timeout_s = TIMEOUT_S if options.timeout is None else float(options.timeout)
+    except ValueError:
+        raise InvalidInputError(f"timeout={options.timeout!r} is no number of seconds") from None
+    return ResolvedTiers(
+        ack=Level.parse(options.ack) if options.ack else _default_ack(),
+        ram_bytes=parse_share(ram, memory_limit()),
+        nvme_bytes=parse_share(nvme, _free_bytes(directory)),
+        directory=directory.absolute(),
+        timeout_s=timeout_s,
+    )
+
+
+def from_environment() -> TierOptions:
+    """What the environment asks for. ``TIERFS_STATE_DIR`` is looked at where the directory is needed."""
+    return TierOptions(ram=os.environ.get("TIERFS_RAM") or None, nvme=os.environ.get("TIERFS_NVME") or None)
+
+
+def _default_ack() -> Level:
+    """``local`` on one host. A job that spans hosts commits by what all of them see, which is the object tier."""
+    world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    return Level.OBJECT if world is not None and world != (here or "1") else Level.LOCAL
+
+
+def _default_nvme(directory: Path) -> str | int:
+    """What the arena was made with, or what it is made with where there is none: the share is taken once."""
+    arena = directory / ARENA_FILE
+    return arena.stat().st_size if arena.exists() else NVME_SHARE
+
+
+def _free_bytes(directory: Path) -> int:
+    """Of the filesystem that the directory lies on, or will."""
+    existing = directory.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,88 @@
+"""Leave a change to the flusher: it is sealed in the host's ram tier, seen by the host at once, and published later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tierfs.flush.draft import Base, Draft, SlotRef
+from tierfs.flush.levels import Level
+from tierfs.format.manifest import Manifest, Record
+from tierfs.store.records import Observed, publish
+from tierfs.store.store import Store
+
+__all__ = ["follow", "is_staged", "replace", "seal"]
+
+
+def is_staged(store: Store, path: str, level: Level) -> bool:
+    """Whether a write that asks for ``level`` is left to the flusher; else the writer publishes it itself.
+
+    It does so where the object tier is this host's own and the next one down, because then nothing is won by a detour.
+    But what was closed earlier in the same directory has to be published first, so behind that the write queues up.
+    """
+    if store.tiers is None:
+        return False
+    if not store.tiers.passes_by or level < Level.LOCAL:
+        return True
+    return bool(store.tiers.pending_below(path.rpartition("/")[0]))
+
+
+def seal(
+    store: Store,
+    observed: Observed,
+    record: Record,
+    *,
+    slots: Sequence[SlotRef | None] = (),
+    after: bytes | None = None,
+) -> None:
+    """Seal a change of what was observed: it is pending from now on, and this host sees it.
+
+    Args:
+        store: The store, with local tiers.
+        observed: What the change replaces.
+        record: What is to be published.
+        slots: Per row of a manifest, which slot holds the chunk for this change; none for rows whose chunks lie elsewhere.
+        after: Write id of a draft that has to be published before.
+
+    Raises:
+        CapacityError: The ram tier has no room, and none came in time. Nothing is pending.
+    """
+    assert store.tiers is not None
+    rows = record.rows if isinstance(record, Manifest) else ()
+    base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
+    store.tiers.seal_draft(Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after))
+
+
+def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
+    """Tell the flusher of a sealed change, and wait until it has reached ``level``, by default the store's.
+
+    Raises:
+        ConflictError: Somebody else changed the path since; theirs stands.
+        TimeoutError: The level was not reached in time; the change is pending all the same.
+        TierfsError: What keeps it from getting there; the change is pending all the same.
+    """
+    assert store.tiers is not None
+    store.tiers.announce()
+    wanted = store.ack if level is None else level
+    store.tiers.wait(path, wanted, store.ack_timeout_s, write_id=record.write_id)
+
+
+def replace(
+    store: Store, observed: Observed, record: Record, *, staged: bool = False, after: bytes | None = None
+) -> None:
+    """Make a change whose chunks, if it has any, are in place: at once, or behind what it depends on.
+
+    Args:
+        store: The store.
+        observed: What the change replaces.
+        record: What is to be there.
+        staged: Whether it depends on something that is pending, other than what it replaces.
+        after: Write id of a draft that has to be published before.
+
+    Raises:
+        ConflictError, CapacityError, StoreError, ReadOnlyError: As `publish` and `seal` do.
+    """
+    if observed.draft is None and not staged:
+        publish(store, observed, record)
+        return
+    seal(store, observed, record, after=after)
+    follow(store, record, observed.path)

@@ -1,0 +1,69 @@
+"""What a person asks of a store on this host: the tiers, the queue, conflicts, errors."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from tierfs.errors import StoreError
+from tierfs.flush.levels import Level
+from tierfs.store.store import Store
+
+__all__ = ["status"]
+
+ASK_TIMEOUT_S = 5.0
+
+
+def status(store: Store) -> dict[str, Any]:
+    """Describe a store's tiers on this host, as plain values: what ``tierfs status --json`` prints.
+
+    Needs no flusher: where none runs, what is pending is counted in the tiers themselves.
+    """
+    tiers = store.tiers
+    report: dict[str, Any] = {
+        "store": store.url,
+        "uuid": store.descriptor.uuid,
+        "ack": store.ack.label,
+        "tiers": {"object": _object_tier(store)},
+        "flusher": {"running": False},
+        "queue_files": 0,
+        "queue_bytes": 0,
+        "oldest_age_s": 0.0,
+        "conflicts": [],
+        "errors": [],
+        "counters": {},
+    }
+    if tiers is None:
+        return report
+    report["tiers"]["ram"] = {**asdict(tiers.ram.usage()), "gives": Level.STAGED.label}
+    if tiers.nvme is not None:
+        gives = (Level.LOCAL if tiers.gives_local else Level.STAGED).label
+        report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": gives}
+    pending = tiers.pending_below("")
+    report["queue_files"] = len(pending)
+    report["queue_bytes"] = sum(item.draft.length for item in pending.values())
+    report["counters"] = {f"process_{name}": count for name, count in sorted(tiers.counters.items())}
+    if tiers.flusher.is_running():
+        try:
+            answer = tiers.flusher.request("status", {}, timeout_s=ASK_TIMEOUT_S)
+        except (StoreError, TimeoutError) as error:
+            report["flusher"] = {"running": True, "silent": str(error)}
+        else:
+            report["flusher"] = {"running": True, "pid": answer.pop("pid")}
+            counters = {f"flusher_{name}": count for name, count in answer.pop("counters").items()}
+            report["counters"] |= counters
+            report |= answer
+    else:
+        report["conflicts"] = [{"path": path, "message": text} for path, text in tiers.conflicts()]
+    return report
+
+
+def _object_tier(store: Store) -> dict[str, Any]:
+    """What it survives, and what it has been asked by this process."""
+    local = store.descriptor.endpoint.host_local
+    return {
+        "url": store.url,
+        "gives": Level.OBJECT.label,
+        "host_local": local,
+        "survives": "loss of this process, not of this host" if local else "loss of this host",
+    }

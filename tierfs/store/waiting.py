@@ -1,0 +1,48 @@
+"""Wait for what this host wrote to become safer, and say how safe it is."""
+
+from __future__ import annotations
+
+from tierfs.errors import NotFoundError
+from tierfs.flush.levels import Level
+from tierfs.store.listing import stat
+from tierfs.store.store import Store
+
+__all__ = ["discard_conflict", "level_of", "wait"]
+
+
+def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) -> None:
+    """Wait until what this host wrote at or below ``path`` so far has reached ``level``.
+
+    What was never written here, and what another host wrote, is in the object tier already, or is not there.
+
+    Raises:
+        TimeoutError: It has not, in time; names what is pending.
+        ConflictError: Somebody else changed a path before it was flushed; theirs stands, this one is kept.
+        TierfsError: What keeps it from getting there.
+    """
+    if store.tiers is not None:
+        store.tiers.wait(path, level, timeout_s)
+
+
+def level_of(store: Store, path: str) -> Level:
+    """The level that the file at ``path``, as this host sees it, has reached.
+
+    Raises:
+        NotFoundError: Nothing is there, or a directory.
+        StoreError, CorruptionError: As `stat`.
+    """
+    level = store.tiers.level(path) if store.tiers is not None else Level.OBJECT
+    if stat(store, path).is_directory:
+        raise NotFoundError(f"{store.where(path)} is a directory: levels are a file's", path=path)
+    return level
+
+
+def discard_conflict(store: Store, path: str) -> int:
+    """Give up what is kept of this host's own changes of ``path`` that somebody else was faster than.
+
+    Returns:
+        How many changes were given up, with those that were made on top of them.
+    """
+    if store.tiers is None:
+        return 0
+    return int(store.tiers.flusher.request("discard", {"path": path})["discarded"])
