@@ -84,7 +84,7 @@ def test_what_the_status_says_comes_back_under_names_in_base_units():
     assert value(families, "tierfs_queue_bytes") == 1 << 60
     assert value(families, "tierfs_queue_oldest_age_seconds") == 0.25
     assert value(families, "tierfs_upload_bytes_per_second") == 1000.5
-    assert value(families, "tierfs_conflicts") == 1
+    assert value(families, "tierfs_conflict_files") == 1
     assert value(families, "tierfs_failing_files") == 0
     assert value(families, "tierfs_flusher_running") == 1
     assert value(families, "tierfs_tier_info", tier="nvme", gives="local") == 1
@@ -123,6 +123,12 @@ def test_what_is_not_known_is_left_out():
 def test_a_label_comes_back_as_it_was(url):
     families = parse(exposition(REPORT | {"store": url}))
     assert families["tierfs_queue_files"][2] == {frozenset({("store", url)}): 3.0}
+
+
+def test_conflicts_and_errors_that_a_flusher_counts_but_does_not_list_are_counted():
+    families = parse(exposition(REPORT | {"conflict_files": 500, "failing_files": 7}))
+    assert value(families, "tierfs_conflict_files") == 500
+    assert value(families, "tierfs_failing_files") == 7
 
 
 def test_a_name_that_is_no_valid_unicode_does_not_break_the_text():

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import sqlite3
 from concurrent.futures import Future
 from types import SimpleNamespace
 
@@ -27,11 +26,12 @@ from tierfs.flush.tiers import Tiers
 from tierfs.format import keys
 from tierfs.format.manifest import decode_record
 from tierfs.local.host import Host
+from tierfs.local.index import IndexReader
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import SlotKind, SlotState
-from tierfs.objects import MemoryObjects
+from tierfs.objects import OVERWRITE, MemoryObjects
 from tierfs.objects.wrapper import WrappedObjects
 from tierfs.store import Store
 from tierfs.store.publishing import StorePublisher
@@ -113,7 +113,7 @@ class Applied(MemoryObjects):
         super().__init__(root)
         self._on_record = on_record
 
-    def put(self, key, data, *, mode=None, checksum=None):
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         info = super().put(key, data, mode=mode, checksum=checksum)
         if key.startswith(keys.TREE):
             path = keys.parse_record_key(key)
@@ -133,7 +133,7 @@ class Link(WrappedObjects):
         self.trouble = None
         self.refused = 0
 
-    def put(self, key, data, *, mode=None, checksum=None):
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
         if key.startswith(keys.TREE):
             path = keys.parse_record_key(key)
             self._on_send(path, decode_record(b"".join(data), path, key), mode)
@@ -218,7 +218,7 @@ class Observer:
         self.host = Host(host.state, host.shm)
         self.ram = RamTier(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
         directory = self.host.store_directory(world.uuid)
-        self.index = directory / "nvme.db"
+        self.index = IndexReader(directory / "nvme.db", busy_s=1.0)
         self.tiers = Tiers(
             self.ram,
             NvmeReader(directory, clock=world.clock) if setup.nvme else None,
@@ -236,15 +236,14 @@ class Observer:
         for segment in self.ram.segments():
             segment.close()
         self.tiers._flight.close()
+        self.index.close()
         if self.tiers.nvme is not None:
             self.tiers.nvme.close()
         self.tiers.ram = self.ram = self.host = None
 
     def select(self, query):
-        if not self.index.exists():
-            return []
-        with contextlib.closing(sqlite3.connect(f"file:{self.index}?mode=ro", uri=True)) as connection:
-            return connection.execute(query).fetchall()
+        found = self.index.select(query)
+        return [] if found is None else found[1]
 
     def look(self):
         """Where this host has what."""

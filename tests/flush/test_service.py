@@ -38,10 +38,15 @@ def dial(directory):
 
 
 def nobody_listens(directory):
-    connection = wire.connect(directory, 5)
-    if connection is not None:
-        connection.close()
-    return connection is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(0)  # where a backlog is full, too, somebody listens
+        try:
+            connection.connect(str(directory / wire.SOCKET_NAME))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except BlockingIOError:
+            pass
+        return False
 
 
 def ask(connection, do, arguments=None):
@@ -149,6 +154,18 @@ def test_a_connection_that_does_not_begin_with_hello_is_closed(running, director
     assert not running.engine.told_gone
 
 
+def test_a_connection_is_closed_even_while_a_process_that_is_being_started_has_a_copy(running, directory):
+    with raw_connection(directory) as connection:
+        until(lambda: running.service._connections)
+        copy = os.dup(next(iter(running.service._connections)))
+        try:
+            connection.send(b"garbage")
+            connection.settimeout(5)
+            assert is_closed(connection)
+        finally:
+            os.close(copy)
+
+
 def test_a_client_that_does_not_read_its_answers_is_closed(client, directory):
     with raw_connection(directory) as connection:
         connection.settimeout(5)
@@ -190,7 +207,7 @@ def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_turned_away(start, public_directory):
     running = start(directory=public_directory)
-    until(lambda: wire.identity_of(public_directory))
+    until(lambda: running.service._identity)
     os.chmod(public_directory / wire.SOCKET_NAME, 0o666)
 
     def as_somebody_else():

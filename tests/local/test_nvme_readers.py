@@ -191,7 +191,7 @@ def test_many_threads_share_a_reader(tier, directory):
 
 
 CHILD = """
-import json, os, random, sys
+import json, random, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
 from nvme_tools import content_of, meta_of
@@ -201,7 +201,8 @@ reader, dice = NvmeReader(directory), random.Random(seed)
 expected = {{number: content_of(number) for number in range(40)}}
 counts = dict(hits=0, absent=0, wrong=0, drafts=0)
 print("ready", flush=True)
-while not os.path.exists(directory.parent / "stop"):
+end = time.monotonic() + 1
+while time.monotonic() < end or counts["hits"] < 20 or not counts["absent"]:
     number = dice.randrange(40)
     name, data = expected[number]
     start = dice.choice([0, 0, dice.randrange(len(data))])
@@ -218,7 +219,7 @@ print(json.dumps([counts, reader.fallbacks]))
 """
 
 
-def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(directory, tmp_path):
+def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(directory):
     tier = open_tier(directory)
     readers = [
         subprocess.Popen(
@@ -230,9 +231,8 @@ def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(direct
     ]
     assert all(process.stdout.readline() == b"ready\n" for process in readers)
     dice = random.Random(7)
-    end = time.monotonic() + 1.5
     turn = 0
-    while time.monotonic() < end:
+    while any(process.poll() is None for process in readers):
         turn += 1
         names = write(tier, *(dice.randrange(40) for _ in range(3)), keep=True)
         (seq,) = tier.commit(drafts=[draft(f"run/{turn}", names)])
@@ -244,7 +244,6 @@ def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(direct
             if turn % 100 == 0:
                 drop_index(directory)
             tier = open_tier(directory)
-    (tmp_path / "stop").touch()
     total = {}
     for process in readers:
         out, errors = process.communicate(timeout=60)
@@ -253,6 +252,5 @@ def test_readers_of_other_processes_never_see_an_exception_or_wrong_bytes(direct
         for what, count in counts.items():
             total[what] = total.get(what, 0) + count
     assert total["wrong"] == 0
-    assert total["hits"] > 20
-    assert total["absent"] > 0
+    assert total["hits"] >= 40
     tier.close()

@@ -227,6 +227,27 @@ def test_a_copy_of_a_pending_file_outlives_the_original(any_host):
     assert load(any_host.plain(), "b") == data
 
 
+def test_a_copy_of_a_file_that_is_published_meanwhile_names_its_chunks_as_they_are_stored(host, monkeypatch):
+    import tierfs.store.copy as module
+
+    def then_published(look):
+        def looked(store, path):
+            found = look(store, path)
+            host.objects.down = False
+            wait(host.store, "a", Level.OBJECT, 30)
+            return found
+
+        return looked
+
+    monkeypatch.setattr(module, "observe", then_published(module.observe))
+    monkeypatch.setattr(module, "stat", then_published(module.stat))
+    host.objects.down = True
+    save(host.store, "a", content(MIB))
+    copy(host.store, "a", "b")
+    wait(host.store, "", Level.OBJECT, 30)
+    assert verify(host.plain()).damage == []
+
+
 def test_appending_to_a_pending_file_keeps_what_it_had(any_host):
     data = content(20 * MIB)
     save(any_host.store, "a", data)

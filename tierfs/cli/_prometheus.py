@@ -26,9 +26,10 @@ _STORE_GAUGES = (
     ("rate_bytes_per_s", "upload_bytes_per_second", "Bytes that went to the object tier lately, per second."),
     ("unreadable_drafts", "unreadable_drafts", "Drafts in the ram tier that cannot be read."),
 )
-_STORE_LISTS = (
-    ("conflicts", "conflicts", "Files that somebody else changed before they were flushed; kept until discarded."),
-    ("errors", "failing_files", "Files whose last way down failed; it is tried again."),
+# The same, of a key that a flusher gives, else the length of a list: a flusher does not list all.
+_STORE_COUNTS = (
+    ("conflict_files", "conflicts", "Files that somebody else changed before they were flushed; kept until discarded."),
+    ("failing_files", "errors", "Files whose last way down failed; it is tried again."),
 )
 # What is said of a tier: what grows only, then what it holds now.
 _TIER_COUNTERS = {
@@ -76,9 +77,8 @@ def exposition(report: Mapping[str, Any]) -> str:
 
     for key, name, text in _STORE_GAUGES:
         add(name, "gauge", text, report.get(key))
-    for key, name, text in _STORE_LISTS:
-        if key in report:
-            add(name, "gauge", text, len(report[key]))
+    for key, listed, text in _STORE_COUNTS:
+        add(key, "gauge", text, report.get(key, len(report.get(listed, ()))))
     running = report.get("flusher", {}).get("running")
     add("flusher_running", "gauge", "Whether a flusher runs for the store on this host.", running)
     for tier, values in report.get("tiers", {}).items():

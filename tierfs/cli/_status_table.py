@@ -81,7 +81,7 @@ def one_line(report: Mapping[str, Any], rate: float | None) -> str:
             used, budget, dirty = (format_bytes(values[key]) for key in ("used_bytes", "budget_bytes", "dirty_bytes"))
             words.append(f"{tier} {used} of {budget}, dirty {dirty}")
     words.append(f"flusher {_flusher(report['flusher'])}")
-    words.append(f"conflicts {len(report['conflicts'])}, errors {len(report['errors'])}")
+    words.append(f"conflicts {_conflicts(report)}, errors {_errors(report)}")
     return "; ".join(words)
 
 
@@ -114,15 +114,28 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     conflicts = [(item["path"], item["message"]) for item in report["conflicts"]]
     errors = [(item["path"], f"attempt {item['attempts']}: {item['message']}") for item in report["errors"]]
-    for title, items in (
-        ("conflicts: somebody else was faster; `tierfs flusher discard` gives the host's own change up", conflicts),
-        ("errors: what is tried again", errors),
+    for title, count, items in (
+        (
+            "conflicts: somebody else was faster; `tierfs flusher discard` gives the host's own change up",
+            _conflicts(report),
+            conflicts,
+        ),
+        ("errors: what is tried again", _errors(report), errors),
     ):
         if items:
             yield from ("", title)
             yield from (f"  {printable(path)}: {printable(message)}" for path, message in items[:LISTED_MAX])
-        if len(items) > LISTED_MAX:
-            yield f"  ... and {len(items) - LISTED_MAX} more; --json lists all"
+        if count > LISTED_MAX:
+            yield f"  ... and {count - LISTED_MAX} more"
+
+
+def _conflicts(report: Mapping[str, Any]) -> int:
+    """How many there are: a flusher does not list all."""
+    return int(report.get("conflict_files", len(report["conflicts"])))
+
+
+def _errors(report: Mapping[str, Any]) -> int:
+    return int(report.get("failing_files", len(report["errors"])))
 
 
 def _counters(report: Mapping[str, Any]) -> Iterator[str]:

@@ -23,7 +23,7 @@ HELP = "show a store's tiers on this host, what is on its way to the object tier
 EXAMPLES = """\
 tierfs status tierfs::s3://bucket/run
 tierfs status tierfs::s3://bucket/run --watch
-tierfs status tierfs::s3://bucket/run --prometheus"""
+tierfs status tierfs::s3://bucket/run --prometheus | sponge /var/lib/node_exporter/tierfs.prom"""
 
 WATCH_S = 2.0
 WATCH_S_MIN = 0.1

@@ -73,7 +73,7 @@ class FlushEngine:
             raise InvalidInputError(f"the flusher knows no {do!r}")
         for fd in fds:
             # Segments without a name in the file system, which no scan of the host finds.
-            self._flusher.ram.add(Segment.attach_fd(os.dup(fd)))
+            self._flusher.ram.add(Segment.attach_fd(fd))
         try:
             answer = method(arguments, peer)
         except (KeyError, TypeError) as error:

@@ -683,6 +683,7 @@ class Flusher:
                 "oldest_age_s": round(max((now - entry.since_s for entry in moving), default=0.0), 3),
                 "conflict_files": len(kept),
                 "conflicts": [{"path": entry.path, "message": str(entry.error)} for entry in kept[:NAMED_MAX]],
+                "failing_files": sum(entry.error is not None for entry in moving),
                 "errors": [
                     {"path": entry.path, "message": str(entry.error), "attempts": entry.failures}
                     for entry in moving

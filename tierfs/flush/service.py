@@ -299,8 +299,6 @@ class Service:
                     wire.close_all(fds)
                     connection.used_at = time.monotonic()
                     connection.is_busy = False
-                if answer is None:
-                    return
                 # A client that does not read its answers fills its own connection, and loses it.
                 wire.send(connection.sock, answer, flags=socket.MSG_DONTWAIT)
         except FormatError as error:
@@ -317,8 +315,8 @@ class Service:
                 connection.is_over = True
                 self._wake()
 
-    def _answer(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> bytes | None:
-        """Ask the engine. None where nobody waits for the answer.
+    def _answer(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> bytes:
+        """Ask the engine.
 
         Raises:
             FormatError: It is no request, or comes before the hello.
@@ -327,8 +325,6 @@ class Service:
         if type(number) is not int or not isinstance(do, str) or not isinstance(arguments, dict):
             raise FormatError("not a request")
         peer = connection.peer or self._greeted(connection, do, arguments)
-        if peer.gone.is_set():
-            return None
         # To be asked again, of the next flusher.
         ended = wire.encode({"id": number, "ended": True})
         if self._is_stopping:

@@ -30,16 +30,19 @@ def copy(store: Store, source: str, target: str) -> None:
         ConflictError: Somebody else changed ``target`` since this call looked at it; theirs stands.
         StoreError: It failed; if it is transient, ``target`` may be written or not.
     """
-    entry = stat(store, source)
-    if entry.is_directory:
-        raise NotFoundError(f"{store.where(source)} is a directory", path=source)
+    # One look: a draft's rows are no published record's, which it may be by the next one.
+    observed = observe(store, source) if source else None
+    if observed is None or observed.manifest is None:
+        entry = stat(store, source)
+        if entry.is_directory:
+            raise NotFoundError(f"{store.where(source)} is a directory", path=source)
+        if source != target:
+            _copy_bytes(store, entry, store, target)
+        return
     if source == target:
         return
-    if entry.manifest is None:
-        _copy_bytes(store, entry, store, target)
-        return
     now_ns = store.clock.now_ns()
-    _place(store, observe(store, source), entry.manifest, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
+    _place(store, observed, observed.manifest, observe(store, target), created_ns=now_ns, modified_ns=now_ns)
 
 
 def rename(store: Store, source: str, target: str, *, overwrite: bool = True) -> None:

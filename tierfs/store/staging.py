@@ -61,8 +61,8 @@ def follow(store: Store, record: Record, path: str, level: Level | None = None) 
         TierfsError: What keeps it from getting there; the change is pending all the same.
     """
     assert store.tiers is not None
-    store.tiers.announce()
     wanted = store.ack if level is None else level
+    store.tiers.announce(wait=wanted > Level.STAGED)
     store.tiers.wait(path, wanted, store.ack_timeout_s, write_id=record.write_id)
 
 

@@ -1,0 +1,60 @@
+"""Contents that say of themselves who wrote them and when, so that a reader needs no word with the writer to judge them.
+
+A file is one record or several, one after the other: a head, then bytes that follow from the head. A writer gives each
+record a number that only grows.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from typing import NamedTuple
+
+BODY_BYTES_MAX = 8 << 20
+_HEAD = struct.Struct("<8s16sQQQ")
+_MAGIC = b"RECORD01"
+# Not to be compressed; every record is a stretch of it of its own.
+_NOISE = random.Random(20261120).randbytes(2 * BODY_BYTES_MAX)
+
+
+class Record(NamedTuple):
+    """One record.
+
+    Attributes:
+        writer: Who wrote it, at most 16 ASCII characters.
+        number: Which of its records it is.
+        length: Bytes of the whole.
+    """
+
+    writer: str
+    number: int
+    length: int
+
+
+def encode(writer: str, number: int, length: int) -> bytes:
+    """A record of ``length`` bytes, at least as many as its head."""
+    body = max(length - _HEAD.size, 0)
+    start = random.Random(f"{writer} {number}").randrange(BODY_BYTES_MAX)
+    return _HEAD.pack(_MAGIC, writer.encode(), number, body, start) + _NOISE[start : start + body]
+
+
+def decode(content: bytes | bytearray) -> list[Record]:
+    """The records of a whole file.
+
+    Raises:
+        AssertionError: Some byte of it is not what was written.
+    """
+    found = []
+    at = 0
+    while at < len(content):
+        assert at + _HEAD.size <= len(content), f"cut short at {at} of {len(content)}"
+        magic, writer, number, body, start = _HEAD.unpack_from(content, at)
+        assert magic == _MAGIC, f"no record at {at}: {bytes(content[at : at + 16])!r}"
+        name = writer.rstrip(b"\0").decode()
+        assert start == random.Random(f"{name} {number}").randrange(BODY_BYTES_MAX), "a head that nobody wrote"
+        begin = at + _HEAD.size
+        assert begin + body <= len(content), f"record {name} {number} is cut short"
+        assert content[begin : begin + body] == _NOISE[start : start + body], f"record {name} {number}: wrong bytes"
+        found.append(Record(name, number, _HEAD.size + body))
+        at = begin + body
+    return found
