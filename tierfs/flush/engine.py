@@ -107,6 +107,11 @@ class FlushEngine:
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}
 
+    def _do_segments(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        """The descriptors of segments that no file leads to, for who may open them by way of this process."""
+        nameless = [segment.fd for segment in self._flusher.ram.segments() if segment.path is None]
+        return {"pid": os.getpid(), "fds": nameless}
+
     def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"bytes": self._flusher.keep(self._slots(arguments))}
 

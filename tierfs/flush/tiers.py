@@ -30,7 +30,7 @@ from tierfs.format.ranges import BlockTargets
 from tierfs.local.arena import no_faults
 from tierfs.local.nvme import NvmeReader
 from tierfs.local.ram import RamTier
-from tierfs.local.slab import Slot, SlotKind, SlotState
+from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 from tierfs.local.stored import StoredDraft
 
 __all__ = ["Caller", "ChunkBuffer", "Pending", "Tiers"]
@@ -159,6 +159,7 @@ class Tiers:
         self._decoded: dict[tuple[str, int, int], Draft] = {}
         self._said: set[str] = set()
         self._ended = threading.Event()
+        self._unseen: frozenset[str] = frozenset()  # what could not be looked into the last time
 
     def __repr__(self) -> str:
         return f"Tiers(ram={self.ram!r}, nvme={self.nvme!r})"
@@ -209,8 +210,23 @@ class Tiers:
     def _stored_level(self) -> Level:
         return Level.LOCAL if self.gives_local else Level.STAGED
 
+    def _look_around(self) -> None:
+        """Have the flusher name the segments of other processes that have no file, where there are any."""
+        unseen = self.ram.unseen()
+        if not unseen or unseen == self._unseen or not self.flusher.is_running():
+            return
+        answer = self.flusher.request("segments", {})
+        for number in answer["fds"]:
+            try:
+                with open(f"/proc/{answer['pid']}/fd/{number}", "rb+", buffering=0) as file:
+                    self.ram.add(Segment.attach_fd(file.fileno()))
+            except (OSError, TierfsError) as error:
+                self.fall_back("hidden_segments", "a slab of another process cannot be looked into: %s", error)
+        self._unseen = self.ram.unseen()
+
     def _staged(self, states: tuple[SlotState, ...] = (SlotState.SEALED,)) -> Iterator[Draft]:
         """Drafts in slabs, as they were closed."""
+        self._look_around()
         for slot in self.ram.drafts(states):
             draft = self._decode_slot(slot)
             if draft is not None:

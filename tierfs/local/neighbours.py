@@ -33,10 +33,12 @@ class Neighbours:
 
     Attributes:
         wanted: Whether other processes wait for room, as of the last look.
+        unseen: Names of the notes of this store's segments that have no file and were not given to us, as of then.
     """
 
     def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
         self.wanted = False
+        self.unseen: frozenset[str] = frozenset()
         self._shares = shares
         self._store = store
         self._own = own
@@ -70,6 +72,7 @@ class Neighbours:
             if segment.store != self._store or segment.id in self._given:
                 return False
             self._given[segment.id] = segment
+            self._seen_ns = -1
             self._notes[segment.id] = self._shares.note_memfd(segment.header)
             return True
 
@@ -109,8 +112,11 @@ class Neighbours:
         if stamp == self._seen_ns:
             return
         own = {segment.path.name for segment in self._own() if segment.path is not None}
-        found = [name for name in self._shares.names() if name.store == self._store[:8] and name.suffix == "slab"]
-        names = {str(name) for name in found} - own
+        found = [name for name in self._shares.names() if name.store == self._store[:8]]
+        names = {str(name) for name in found if name.suffix == "slab"} - own
+        held = [*self._given.values(), *(segment for segment in self._own() if segment.path is None)]
+        seen = {str(segment.header.name._replace(suffix="memfd")) for segment in held}
+        self.unseen = frozenset(str(name) for name in found if name.suffix == "memfd") - seen
         self.wanted = bool(self._shares.others_wanting())
         for name in [name for name in self._files if name not in names]:
             del self._files[name]

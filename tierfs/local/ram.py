@@ -166,6 +166,11 @@ class RamTier:
         """All segments of this store on this host: our own first."""
         return [*self._supply.own, *self._neighbours.segments()]
 
+    def unseen(self) -> frozenset[str]:
+        """Names of this store's segments that have no file and were not handed to this process; see `add`."""
+        self._neighbours.segments()
+        return self._neighbours.unseen
+
     def segment(self, ident: str) -> Segment | None:
         """The segment with this id."""
         return next((segment for segment in self.segments() if segment.id == ident), None)

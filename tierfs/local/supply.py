@@ -310,8 +310,9 @@ class Supply:
         if not self._memfd_said:
             self._memfd_said = True
             _logger.warning(
-                "%s has no room for a segment of %s, so this process's are handed to the flusher, and other processes do not "
-                "see what is in them until it is flushed; give it more (docker: --shm-size), or name another with TIERFS_SHM_DIR",
+                "%s has no room for a segment of %s, so this process's have no file: other processes see what is in them by "
+                "way of the flusher, and it is lost if both end; give it more (docker: --shm-size), or name another with "
+                "TIERFS_SHM_DIR",
                 self._shares.directory,
                 format_bytes(header.layout.size),
             )
