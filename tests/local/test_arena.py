@@ -218,6 +218,17 @@ def test_an_arena_that_finds_no_room_to_grow_stays_as_it_is(small_disk):
     arena.close()
 
 
+def test_what_a_refused_growth_has_added_is_taken_away_again(arena, monkeypatch):
+    def partly(fd, offset, length):
+        os.ftruncate(fd, offset + length // 2)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", partly)
+    with pytest.raises(CapacityError):
+        arena.grow(2 * SIZE)
+    assert os.path.getsize(arena.path) == arena.size == SIZE
+
+
 def test_a_reader_sees_that_the_arena_has_grown(arena):
     reader = Arena.open_to_read(arena.path)
     arena.grow(2 * SIZE)

@@ -1,5 +1,6 @@
 """The index: commits that last, readers that never wait for long, and what they do about damage and replacement."""
 
+import gc
 import os
 import signal
 import sqlite3
@@ -105,6 +106,27 @@ def test_a_forked_child_reads_with_a_connection_of_its_own_and_leaves_its_parent
     assert reader.select(COUNT)[1] == [(2,)]
     index.check()
     reader.close()
+    index.close()
+
+
+def test_a_forked_child_does_not_undo_what_its_parent_has_half_written(path):
+    index = Index(path)
+    with index.transaction() as database:
+        database.execute("PRAGMA cache_size=2")
+        for number in range(300):
+            database.execute(INSERT_CHUNK, chunk_row(number))
+        with open(f"{path}-journal", "rb") as journal:
+            assert journal.read(1) != b"\0", "nothing is in the file yet, so this tests nothing"
+        child = os.fork()
+        if not child:
+            del index, database
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for number in range(300, 400):
+            database.execute(INSERT_CHUNK, chunk_row(number))
+    assert index.select(COUNT) == [(400,)]
+    index.check()
     index.close()
 
 

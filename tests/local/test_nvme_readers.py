@@ -160,6 +160,23 @@ def test_an_arena_that_is_gone_or_cannot_be_read_is_passed_by_and_counted(tier, 
     assert reader.fallbacks["unreadable"] == 1
 
 
+def test_rows_of_an_index_from_a_backup_give_no_bytes_of_other_chunks(tier, directory):
+    write(tier, 1, keep=False)
+    tier.commit()
+    tier.close()
+    old = (directory / "nvme.db").read_bytes()
+    tier = open_tier(directory)
+    tier.evict()
+    write(tier, 2, keep=False)
+    tier.commit()
+    tier.close()
+    (directory / "nvme.db").write_bytes(old)
+    reader = NvmeReader(directory)
+    assert reader.find(content_of(1)[0])
+    assert read(reader, 1) is None
+    assert reader.fallbacks["page_damaged"] == 1
+
+
 def test_a_forked_child_reads_on(tier, directory):
     save(tier, "a", 1)
     reader = NvmeReader(directory)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import sys
 import threading
 
 import pytest
@@ -228,7 +229,7 @@ def test_a_copy_of_a_pending_file_outlives_the_original(any_host):
 
 
 def test_a_copy_of_a_file_that_is_published_meanwhile_names_its_chunks_as_they_are_stored(host, monkeypatch):
-    import tierfs.store.copy as module
+    module = sys.modules[copy.__module__]
 
     def then_published(look):
         def looked(store, path):
@@ -383,7 +384,8 @@ def test_a_damaged_copy_in_ram_is_put_aside_and_the_next_tier_serves(host):
 
 def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(host):
     data = content()
-    save_at(host.store, "a", data, Level.OBJECT)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 20)
     evict(host.store, "a", "ram")
     arena = host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena"
     with open(arena, "r+b") as file:

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from tierfs.cli import _local
 from tierfs.cli._transfer import LocalSource, LocalTarget, Source, StoredSource, StoredTarget, Target
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
+from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.store import Entry, Store, find, make_directory, open_store, parse_url, stat
 from tierfs.store.url import asks_to_create
@@ -206,13 +207,15 @@ def kind_of(entry: Entry) -> Kind:
 Place: TypeAlias = StorePlace | LocalPlace
 
 
-def store_place(text: str, *, write: bool = False) -> StorePlace:
+def store_place(text: str, *, write: bool = False, as_configured: bool = False) -> StorePlace:
     """The path in a store that an argument names.
 
     Args:
         text: ``tierfs::URL``, ``tierfs://NAME/path``, the object tier's own URL, or a local path.
         write: Whether something is going to be written: then a store is made where the configuration, or
             ``TIERFS_CREATE=1``, asks for it.
+        as_configured: Whether the local tiers are to be used as configured. Else what is changed is in the object tier when
+            the command ends, and what is read leaves nothing in the ram tier.
 
     Raises:
         InvalidInputError: The argument is no good.
@@ -223,6 +226,10 @@ def store_place(text: str, *, write: bool = False) -> StorePlace:
         raise InvalidInputError("an argument is empty: give a URL or a path")
     location = parse_url(text)
     store, path = open_store(location, write=write, create=write and asks_to_create(location))
+    if not as_configured:
+        store.ack = Level.OBJECT
+        if store.tiers is not None:
+            store.tiers.keeps_reads = False
     url = text.rstrip("/") if text.startswith("tierfs://") else f"tierfs::{location.url}"
     return StorePlace(url, store, path)
 

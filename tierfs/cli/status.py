@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, once or until it is interrupted."""
-    store = store_place(arguments.url).store
+    store = store_place(arguments.url, as_configured=True).store
     if arguments.watch is not None:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store, arguments.watch)

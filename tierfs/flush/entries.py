@@ -122,13 +122,15 @@ class Entries:
                 ids.add(other.draft.write_id)
         return found
 
-    def blocker(self, entry: Entry) -> Entry | None:
-        """A draft in conflict that this one waits for, if any."""
+    def before(self, entry: Entry) -> Iterator[Entry]:
+        """The drafts that have to be published before this one, in closing order."""
         directory = entry.path.rpartition("/")[0]
         for other in self:
             if other.turn >= entry.turn:
                 break
-            near = not directory or other.path.startswith(f"{directory}/")
-            if other.conflict and (near or other.draft.write_id == entry.draft.after):
-                return other
-        return None
+            if not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after:
+                yield other
+
+    def blocker(self, entry: Entry) -> Entry | None:
+        """A draft in conflict that this one waits for, if any."""
+        return next((other for other in self.before(entry) if other.conflict), None)

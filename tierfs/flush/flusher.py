@@ -169,8 +169,8 @@ class Flusher:
         self._discover()
 
     def _discover(self) -> None:
-        """Find drafts that were sealed since."""
-        found = self.ram.drafts()
+        """Find drafts that were sealed since, and after a start those that were kept as conflicts."""
+        found = self.ram.drafts((SlotState.SEALED, SlotState.CONFLICT))
         for slot in found:
             self._take(slot)
 
@@ -199,8 +199,8 @@ class Flusher:
                 if now is None or now.serial != slot.serial or now.state not in (SlotState.SEALED, SlotState.CONFLICT):
                     return
                 turn = (1, slot.stamp_ns, slot.serial)
-                entry = Entry(draft, turn, self._clock.monotonic(), slot=slot, settled=False)
-                if slot.state is SlotState.CONFLICT:
+                entry = Entry(draft, turn, self._clock.monotonic(), slot=slot, settled=now.state is SlotState.CONFLICT)
+                if now.state is SlotState.CONFLICT:
                     entry.fail(ConflictError(self._kept(draft.path), path=draft.path), float("inf"))
                 self._entries.add(entry)
                 self._changed.notify_all()
@@ -254,14 +254,12 @@ class Flusher:
     def _passes_by(self, entry: Entry) -> bool:
         """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
 
-        Or because an older one of the same path does: those in the nvme tier are taken for older than those in slabs.
+        Or because one does that has to be published before: those in the nvme tier are taken for older than those in
+        slabs, and are there still when those are gone.
         """
         with self._changed:
-            for other in self._entries:
-                if other.turn >= entry.turn:
-                    break
-                if other.path == entry.path and other.slot is not None:
-                    return True
+            if any(other.slot is not None and not other.conflict for other in self._entries.before(entry)):
+                return True
         if entry.draft.length <= self._nvme_bytes // 2:
             return False
         self.counters["nvme_passed_by"] += 1

@@ -120,8 +120,8 @@ class Tiers:
         gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
         keeps_reads: Whether chunks that were read from the object tier are kept in the local ones: not where it is a
             directory of this host.
-        passes_by: Whether a write that is to be safe passes the local tiers by, because the object tier is the next one
-            down and a directory of this host.
+        passes_by: Whether a write that is to survive a crash of the host passes the local tiers by, because the object tier
+            is the next one down and a directory of this host.
         capacity_timeout_s: How long a writer waits for room; ``None`` for as long as it takes.
         clock: Where time comes from.
         faults: Called before and after each ordered step of a writer, for tests to fail there.
@@ -217,12 +217,15 @@ class Tiers:
             return
         answer = self.flusher.request("segments", {})
         for number in answer["fds"]:
-            try:
-                with open(f"/proc/{answer['pid']}/fd/{number}", "rb+", buffering=0) as file:
-                    self.ram.add(Segment.attach_fd(file.fileno()))
-            except (OSError, TierfsError) as error:
-                self.fall_back("hidden_segments", "a slab of another process cannot be looked into: %s", error)
+            self._look_into(int(answer["pid"]), int(number))
         self._unseen = self.ram.unseen()
+
+    def _look_into(self, pid: int, number: int) -> None:
+        try:
+            with open(f"/proc/{pid}/fd/{number}", "rb+", buffering=0) as file:
+                self.ram.add(Segment.attach_fd(file.fileno()))
+        except (OSError, TierfsError) as error:
+            self.fall_back("hidden_segments", "a slab of another process cannot be looked into: %s", error)
 
     def _staged(self, states: tuple[SlotState, ...] = (SlotState.SEALED,)) -> Iterator[Draft]:
         """Drafts in slabs, as they were closed."""
@@ -468,9 +471,7 @@ class Tiers:
             fetch(0, whole)
             if whole is not out:
                 out[:] = whole[start : start + len(out)]
-            slot = self.insert(name, whole)
-        if slot is not None and self.nvme is not None:
-            self._keeper.add(slot)
+            self.insert(name, whole)
 
     def holds(self, name: bytes, tier: str) -> bool:
         """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk."""
@@ -542,7 +543,10 @@ class Tiers:
     # -- caching -------------------------------------------------------------------------------------------------------
 
     def insert(self, name: bytes, data: memoryview) -> Slot | None:
-        """Keep a clean copy of a chunk in the ram tier, if there is room without waiting."""
+        """Keep a clean copy of a chunk in the ram tier, if there is room without waiting.
+
+        Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
+        """
         try:
             slot = self.ram.take(SlotKind.CHUNK, len(data), timeout_s=0)
         except TierfsError:
@@ -551,10 +555,13 @@ class Tiers:
         chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
         try:
             chunk.append(data)
-            return self.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
+            slot = self.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
         except BaseException:
             self.drop(slot)
             raise
+        if self.nvme is not None and self.flusher.is_running():
+            self._keeper.add(slot)
+        return slot
 
     def keep(self, slots: Sequence[Slot]) -> int:
         """Have the flusher copy clean chunks to the nvme tier. Returns the bytes that lie there now."""

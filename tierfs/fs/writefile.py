@@ -140,8 +140,11 @@ class WriteFile(io.BufferedIOBase):
         self._close_handle()
         writer, self._writer = self._writer, None
         if writer is not None and self._is_ours():
-            writer.commit()
-            self._settled = True
+            try:
+                writer.commit()
+            finally:
+                # Even where it failed, to reach its level for one: what is pending has to be deleted to be gone.
+                self._settled = writer.is_done
 
     def discard(self) -> None:
         """Publish nothing."""

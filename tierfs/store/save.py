@@ -104,6 +104,7 @@ class Writer:
         self._sink: ObjectSink | SlabSink | None = None
         self._kept: list[Row] = []
         self._done = False
+        self._is_done = False
         self.length = 0
         old = self._observed.manifest
         if old is not None and mode is WriteMode.CREATE:
@@ -124,6 +125,11 @@ class Writer:
             if self._mode is WriteMode.CREATE:
                 raise AlreadyExistsError(str(error), path=self.path) from None
             raise
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the file is published or pending."""
+        return self._is_done
 
     @property
     def path(self) -> str:
@@ -177,6 +183,7 @@ class Writer:
             raise
         self._done = True
         if self._staged:
+            self._is_done = True
             follow(self._store, manifest, self.path, self._level)
             return manifest
         try:
@@ -187,6 +194,7 @@ class Writer:
                     f"{self._store.where(self.path)} was created by somebody else in the meantime", path=self.path
                 ) from None
             raise
+        self._is_done = True
         return manifest
 
     def abort(self) -> None:

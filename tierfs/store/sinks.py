@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError
-from tierfs.flush.draft import SlotRef
+from tierfs.flush.draft import SlotRef, local_name
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.chunks import store_chunk
@@ -42,7 +42,10 @@ class Sink(Protocol):
 
 
 class ObjectSink:
-    """Puts chunks into the object tier while the next one is being filled: one, and at most four on their way."""
+    """Puts chunks into the object tier while the next one is being filled: one, and at most four on their way.
+
+    The local tiers keep copies of them, as of what is read.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -93,7 +96,13 @@ class ObjectSink:
 
         def store_it(buffer: bytearray) -> Row:
             try:
-                return store_chunk(self._store, memoryview(buffer)[:filled])
+                row = store_chunk(self._store, memoryview(buffer)[:filled])
+                tiers = self._store.tiers
+                if tiers is not None and tiers.keeps_reads:
+                    tiers.insert(
+                        local_name(self._store.descriptor.digest_kind, row.name.digest), memoryview(buffer)[:filled]
+                    )
+                return row
             finally:
                 transfers().give_buffer(buffer)
 

@@ -16,12 +16,13 @@ __all__ = ["follow", "is_staged", "replace", "seal"]
 def is_staged(store: Store, path: str, level: Level) -> bool:
     """Whether a write that asks for ``level`` is left to the flusher; else the writer publishes it itself.
 
-    It does so where the object tier is this host's own and the next one down, because then nothing is won by a detour.
-    But what was closed earlier in the same directory has to be published first, so behind that the write queues up.
+    It does so where it is to wait for the object tier anyway, or for one that is the next tier down and this host's own:
+    then nothing is won by a detour. But what was closed earlier in the same directory has to be published first, so behind
+    that the write queues up.
     """
     if store.tiers is None:
         return False
-    if not store.tiers.passes_by or level < Level.LOCAL:
+    if level is not Level.OBJECT and not (level is Level.LOCAL and store.tiers.passes_by):
         return True
     return bool(store.tiers.pending_below(path.rpartition("/")[0]))
 
