@@ -351,11 +351,14 @@ class TieredHosts(RuleBasedStateMachine):
         change.reached = max(change.reached, level)
 
     def is_conflict_due(self, change):
-        """Whether what a change was made on top of is not there any more."""
+        """Whether what a change was made on top of, or what it follows, is not there, or not any more."""
+        after = self.changes.get(change.after)
+        if after is not None and after.state in {"conflict", "lost", "discarded"}:
+            return True
         if change.base == self.standing(change.path):
             return False
         base = self.changes.get(change.base)
-        return base is None or base.state != "pending"
+        return base is None or base.state not in {"pending", "published"} or base.write_id in self.history[change.path]
 
     @invariant()
     def nothing_is_lost_or_wrong(self):
@@ -363,7 +366,7 @@ class TieredHosts(RuleBasedStateMachine):
             return
         for host in self.hosts:
             look = host.observer.look()
-            for change in self.changes.values():
+            for change in sorted(self.changes.values(), key=lambda change: change.number):
                 if change.host != host.number or not change.staged:
                     continue
                 states = look.states.get(change.write_id, set())
@@ -387,7 +390,7 @@ class TieredHosts(RuleBasedStateMachine):
         for host in self.hosts:
             self.heal(host)
         for opened in self.opened:
-            if opened.trainer.alive:
+            if opened.trainer.alive and not opened.closed:
                 with contextlib.suppress(TierfsError):
                     opened.writer.abort()
         for host in self.hosts:
@@ -497,7 +500,9 @@ class TieredHosts(RuleBasedStateMachine):
             writer.write(content)
         except (StoreError, CapacityError, ReadOnlyError, TimeoutError):
             return multiple()
-        opened = SimpleNamespace(writer=writer, trainer=trainer, doing=doing, level=level, path=path, content=content)
+        opened = SimpleNamespace(
+            writer=writer, trainer=trainer, doing=doing, level=level, path=path, content=content, closed=False
+        )
         self.opened.append(opened)
         return opened
 
@@ -505,6 +510,7 @@ class TieredHosts(RuleBasedStateMachine):
     def close_writer(self, opened, size, commit):
         if not opened.trainer.alive:
             return
+        opened.closed = True
         if not commit:
             with contextlib.suppress(TierfsError, TimeoutError):
                 opened.writer.abort()

@@ -110,7 +110,7 @@ class ObjectSink:
 
 
 class SlabSink:
-    """Puts chunks into slabs; each is hashed and sealed on another thread while the next one is being copied.
+    """Puts chunks into slabs. While one is being copied, the last is hashed and sealed, and room taken for the next.
 
     Where the ram tier has no room for the whole file, it goes through it in waves.
 
@@ -126,6 +126,7 @@ class SlabSink:
         self._slots: list[Slot | None] = []
         self._sealing: deque[tuple[ChunkBuffer, Future[Slot]]] = deque()
         self._chunk: ChunkBuffer | None = None
+        self._ahead: Future[ChunkBuffer | None] | None = None
         self._spilled = False
 
     @property
@@ -139,6 +140,8 @@ class SlabSink:
         while at < len(view):
             if self._chunk is None:
                 self._chunk = self._begin()
+            if self._ahead is None and len(view) - at > self._chunk.room:
+                self._ahead = transfers().submit(_try_begin, self._tiers)
             at += self._chunk.append(view[at:])
             if not self._chunk.room:
                 self._seal()
@@ -147,11 +150,13 @@ class SlabSink:
         """See `Sink.finish`."""
         if self._chunk is not None:
             self._seal()
+        self._drop_ahead()
         self._collect()
         return self._rows
 
     def abort(self) -> None:
         """See `Sink.abort`."""
+        self._drop_ahead()
         unsealed = [] if self._chunk is None else [self._chunk.slot]
         self._chunk = None
         for chunk, future in self._sealing:
@@ -167,6 +172,10 @@ class SlabSink:
             self._tiers.unhold(self._holder)
 
     def _begin(self) -> ChunkBuffer:
+        ahead, self._ahead = self._ahead, None
+        taken = ahead.result() if ahead is not None else None
+        if taken is not None:
+            return taken
         if not self._sealing and not any(self._slots):
             return self._tiers.begin_chunk()
         try:
@@ -178,6 +187,12 @@ class SlabSink:
             self._tiers.spill(self._holder, [slot for slot in self._slots if slot is not None])
             self._slots = [None] * len(self._slots)
             return self._tiers.begin_chunk()
+
+    def _drop_ahead(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        taken = ahead.result() if ahead is not None else None
+        if taken is not None:
+            self._tiers.drop(taken.slot)
 
     def _seal(self) -> None:
         assert self._chunk is not None
@@ -191,3 +206,10 @@ class SlabSink:
             self._sealing.popleft()
             self._slots.append(slot)
             self._rows.append(Row(ChunkName(slot.name[1:]), slot.length, 0))
+
+
+def _try_begin(tiers: Tiers) -> ChunkBuffer | None:
+    try:
+        return tiers.begin_chunk(wait=False)
+    except CapacityError:
+        return None  # whoever needs it frees some, or waits
