@@ -167,7 +167,8 @@ def main() -> None:
     options = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="tierfs-bench-", dir=options.directory))
     size, half = options.mib << 20, options.mib << 19
-    os.environ["TIERFS_STATE_DIR"] = str(root / "state")
+    shared = tempfile.mkdtemp(prefix="tierfs-bench-", dir="/dev/shm")
+    os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"] = str(root / "state"), shared
     generator = np.random.default_rng(SEED)
     source, target = np.ones(half, np.uint8), np.ones(half, np.uint8)
     rows: dict[str, list[float]] = {}
@@ -234,6 +235,7 @@ def main() -> None:
         index = large_index(root, options.chunks, options.rounds)
     finally:
         shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(shared, ignore_errors=True)
     medians = {name: statistics.median(values) for name, values in rows.items()}
     result = {
         "copy into warm slab / memcpy": medians["memcpy"] / medians["copy into warm slab"],

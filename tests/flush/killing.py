@@ -40,12 +40,13 @@ def content(number, size):
 
 
 class Hook:
-    """Notes every step that is passed, and at one of them ends the process, or waits for a file to appear."""
+    """Notes every step that is passed, and at one of them ends the process, or waits while a file is there."""
 
     def __init__(self, spec):
         self._notes = os.open(spec["points"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._kill = tuple(spec.get("kill") or ())
-        self._hold = spec.get("hold") or {}
+        self._hold = spec.get("hold") or []
+        self._while = spec.get("held_while")
         self._lock = threading.Lock()
         self._counts = Counter()
 
@@ -57,11 +58,11 @@ class Hook:
             if (point, number) == self._kill:
                 os.kill(os.getpid(), signal.SIGKILL)
         if point in self._hold:
-            await_file(self._hold[point])
+            await_file(self._while, gone=True)
 
 
-def await_file(path):
-    while not os.path.exists(path):
+def await_file(path, *, gone=False):
+    while os.path.exists(path) == gone:
         time.sleep(0.002)
 
 
@@ -96,8 +97,11 @@ def trainer(spec):
     from tierfs.flush.levels import Level
     from tierfs.store import Writer, delete, rename
 
+    hook = Hook(spec)
+    if spec.get("door"):
+        return through_fsspec(spec, hook)
     store = open_with_tiers(spec)
-    store.tiers._fault = Hook(spec)
+    store.tiers._fault = hook
     for number, (what, *arguments) in enumerate(spec["operations"]):
         if number < spec.get("first", 0):
             continue
@@ -119,6 +123,31 @@ def trainer(spec):
             delete(store, path)
         elif what == "await":
             await_file(arguments[0])
+        say(spec, done=number)
+    if "leave" in spec:
+        await_file(spec["leave"])
+
+
+def through_fsspec(spec, hook):
+    """The same through the fsspec door, where all levels are one."""
+    import fsspec
+
+    from tierfs.store.localtiers import Launcher
+
+    Launcher.launch = lambda self: None
+    (ack,) = {one[-1] for one in spec["operations"]}
+    given = {"ack": ack, "ram": spec["ram"], "nvme": spec["nvme"], "state_dir": spec["state"], "timeout": PATIENCE_S}
+    fs, root = fsspec.url_to_fs("tierfs::" + spec["url"], **given)
+    fs._locate(f"{root}/x")[0].tiers._fault = hook
+    for number, (what, *arguments) in enumerate(spec["operations"]):
+        say(spec, begin=number)
+        if what == "write":
+            with fs.open(f"{root}/{arguments[0]}", "wb") as file:
+                file.write(content(number, arguments[1]))
+        elif what == "rename":
+            fs.mv(f"{root}/{arguments[0]}", f"{root}/{arguments[1]}")
+        else:
+            fs.rm(f"{root}/{arguments[0]}")
         say(spec, done=number)
     if "leave" in spec:
         await_file(spec["leave"])
@@ -158,6 +187,24 @@ def reader(spec):
     while (left := leaks(store.tiers.ram)) and time.monotonic() < ends:
         time.sleep(0.01)
     say(spec, seen=seen, settled=look(store, spec), leaks=left, pending=sorted(store.tiers.pending_below("")))
+
+
+def asker(spec):
+    """Opens the store, perhaps gives a conflict up, and says which are kept and what is dirty."""
+    from tierfs.store import discard_conflict
+
+    store = open_with_tiers(spec)
+    discarded = discard_conflict(store, spec["discards"]) if "discards" in spec else 0
+    wanted = [] if discarded else [spec["waits_for"]]
+    ends = time.monotonic() + 5
+    store.tiers.announce()
+    while time.monotonic() < ends:
+        kept = [item["path"] for item in store.tiers.flusher.request("status", {})["conflicts"]]
+        left = leaks(store.tiers.ram) if discarded else []
+        if kept == wanted and not left:
+            break
+        time.sleep(0.01)
+    say(spec, discarded=discarded, conflicts=kept, leaks=left)
 
 
 def leaks(ram):
@@ -215,7 +262,7 @@ def look(store, spec):
     return found
 
 
-ROLES = {"trainer": trainer, "flusher": flusher, "reader": reader, "auditor": auditor}
+ROLES = {"trainer": trainer, "flusher": flusher, "reader": reader, "asker": asker, "auditor": auditor}
 
 
 def main():
@@ -336,6 +383,7 @@ class Mode:
     ram: int = 64 * MIB
     nvme: int = 96 * MIB
     piece: int = MIB
+    door: bool = False
     states: list = field(init=False)
 
     def __post_init__(self):
@@ -387,20 +435,24 @@ class Case:
     """One host, one store, one trainer."""
 
     def __init__(self, zygote, mode, directory, shared):
-        import tierfs
+        from tierfs.objects import LocalObjects
+        from tierfs.store.create import create_store
 
         self.zygote, self.mode = zygote, mode
         self.directory = Path(tempfile.mkdtemp(dir=directory))
         self.shm = Path(tempfile.mkdtemp(dir=shared))
         url = f"file://{self.directory}/store"
+        self.objects = LocalObjects(self.directory / "store")
+        self.descriptor, _ = create_store(self.objects, url, random_bytes=os.urandom(16))
         self.common = {
             "url": url,
-            "uuid": tierfs.init(url).descriptor.uuid,
+            "uuid": self.descriptor.uuid,
             "state": f"{self.directory}/state",
             "shm": str(self.shm),
             "ram": mode.ram,
             "nvme": mode.nvme,
             "piece": mode.piece,
+            "door": mode.door,
             "operations": mode.operations,
         }
         self.children = []
@@ -441,6 +493,19 @@ class Case:
     def done(self, trainer):
         """How many operations a trainer was told are done."""
         return max((line["done"] + 1 for line in self.lines(trainer) if "done" in line), default=0)
+
+    def await_done(self, trainer, count=None):
+        """Until a trainer has done so many operations, by default all."""
+        ends = time.monotonic() + PATIENCE_S
+        count = len(self.mode.operations) if count is None else count
+        while self.done(trainer) < count:
+            assert time.monotonic() < ends and not trainer.has_ended(0.005), self.logs()
+
+    def await_conflict(self, flusher):
+        """Until a flusher has said in its log that it keeps one."""
+        ends = time.monotonic() + PATIENCE_S
+        while not (flusher.log.exists() and "conflict" in flusher.log.read_text()):
+            assert time.monotonic() < ends and not flusher.has_ended(0.005), self.logs()
 
     def object_acknowledged(self, done):
         return [number for number, one in enumerate(self.mode.operations[:done]) if one[-1] == "object"]
@@ -497,11 +562,10 @@ def kill_flusher(case, point):
     """
     first = case.start("flusher", kill=point)
     trainer = case.start("trainer", leave=str(case.file("leave")))
-    operations = len(case.mode.operations)
     done_at = None
     while not first.has_ended(0.005):
         assert not trainer.has_ended(), case.logs()
-        if done_at is None and case.done(trainer) == operations:
+        if done_at is None and case.done(trainer) == len(case.mode.operations):
             done_at = time.monotonic()
         if done_at is not None and time.monotonic() > done_at + UNREACHED_S:
             break
@@ -509,29 +573,47 @@ def kill_flusher(case, point):
     assert first.kill() == -signal.SIGKILL, case.logs()
     case.check_right_now(trainer)
     second = case.start("flusher")
-    ends = time.monotonic() + PATIENCE_S
-    while case.done(trainer) < operations:
-        assert time.monotonic() < ends and not trainer.has_ended(0.005), case.logs()
+    case.await_done(trainer)
     case.file("leave").touch()
     assert trainer.wait() == 0, case.logs()
     case.check_all_went_down([case.mode.states[-1]], second)
     return reached
 
 
+HOLD = ("before arena.write", "before settle.commit", "before upload.chunk", "before publish.record")
+
+
 def kill_trainer(case, point, *, held=False):
-    """The trainer dies at this step; what it was told is safe goes down. Returns whether it did."""
-    go = str(case.file("go"))
-    hold = dict.fromkeys(
-        ("before arena.write", "before settle.commit", "before upload.chunk", "before publish.record"), go
-    )
-    flusher = case.start("flusher", hold=hold if held else {})
+    """The trainer dies at this step; what it was told is safe goes down. Returns whether it got there.
+
+    Args:
+        case: The case.
+        point: Where.
+        held: Whether the flusher does nothing before.
+    """
+    case.file("held").touch()
+    flusher = case.start("flusher", hold=HOLD if held else (), held_while=str(case.file("held")))
     trainer = case.start("trainer", kill=point)
     status = trainer.wait()
     case.check_right_now(trainer)
-    case.file("go").touch()
+    case.file("held").unlink()
     assert status in {0, -signal.SIGKILL}, case.logs()
     case.check_all_went_down(case.mode.after_a_crash(case.done(trainer)), flusher)
     return status != 0
+
+
+def kill_both(case, point):
+    """The flusher dies at this step, and the trainer right then, whatever it does. Returns whether it got there."""
+    flusher = case.start("flusher", kill=point)
+    trainer = case.start("trainer")
+    while not flusher.has_ended(0.002) and not trainer.has_ended():
+        pass
+    trainer.kill()
+    reached = flusher.has_ended()
+    flusher.kill()
+    case.check_right_now(trainer)
+    case.check_all_went_down(case.mode.after_a_crash(case.done(trainer)), case.start("flusher"))
+    return reached
 
 
 @contextlib.contextmanager

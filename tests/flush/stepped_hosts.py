@@ -166,9 +166,10 @@ class Trainer:
         self.ram = RamTier(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
         self.tiers = Tiers(
             self.ram,
-            NvmeReader(self.host.store_directory(world.uuid), clock=world.clock) if setup.nvme else None,
+            NvmeReader(self.host.store_directory(world.uuid), clock=world.clock),
             host,
             kind=world.descriptor.digest_kind,
+            has_nvme=bool(setup.nvme),
             gives_local=bool(setup.nvme),
             keeps_reads=setup.keeps_reads,
             passes_by=setup.passes_by,
@@ -223,9 +224,10 @@ class Observer:
         self.index = IndexReader(directory / "nvme.db", busy_s=1.0)
         self.tiers = Tiers(
             self.ram,
-            NvmeReader(directory, clock=world.clock) if setup.nvme else None,
+            NvmeReader(directory, clock=world.clock),
             NoFlusher(),
             kind=world.descriptor.digest_kind,
+            has_nvme=bool(setup.nvme),
             gives_local=bool(setup.nvme),
             keeps_reads=False,
             passes_by=False,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tierfs.local.memory import memory_limit
+from tierfs.local.memory import memory_available, memory_limit
 
 GIB = 1 << 30
 TOTAL = 64 * GIB
@@ -80,3 +80,47 @@ def test_without_a_readable_total_the_system_is_asked(limit):
 
 def test_this_machine_has_a_limit():
     assert memory_limit() > 16 << 20
+
+
+# -- what is left of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def available(tmp_path):
+    """Writes the kernel's files, and reads from them what may be taken."""
+
+    def read(files, meminfo="MemTotal: 8388608 kB\nMemAvailable:  4194304 kB\n"):
+        (tmp_path / "meminfo").write_text(meminfo)
+        (tmp_path / "membership").write_text("0::/job\n3:memory:/job\n")
+        for name, value in files.items():
+            file = tmp_path / "cgroups" / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(f"{value}\n")
+        return memory_available(
+            meminfo=tmp_path / "meminfo", membership=tmp_path / "membership", cgroups=tmp_path / "cgroups"
+        )
+
+    return read
+
+
+def test_what_the_kernel_calls_available_may_be_taken(available):
+    assert available({}) == 4 * GIB
+
+
+def test_a_group_leaves_its_limit_less_what_it_uses(available):
+    assert available({"job/memory.max": 3 * GIB, "job/memory.current": 2 * GIB}) == GIB
+
+
+def test_cached_pages_that_nobody_looks_at_are_as_good_as_free(available):
+    stat = f"anon 5\ninactive_file {GIB}\nactive_file 7"
+    files = {"job/memory.max": 3 * GIB, "job/memory.current": 2 * GIB, "job/memory.stat": stat}
+    assert available(files) == 2 * GIB
+
+
+def test_version_1_of_control_groups_counts_as_well(available):
+    files = {"memory/job/memory.limit_in_bytes": 2 * GIB, "memory/job/memory.usage_in_bytes": 2 * GIB + 5}
+    assert available(files) == 0
+
+
+def test_a_group_without_a_limit_leaves_everything(available):
+    assert available({"job/memory.max": "max", "job/memory.current": GIB}) == 4 * GIB

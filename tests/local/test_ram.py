@@ -17,7 +17,7 @@ import pytest
 
 from tierfs.clock import ManualClock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError
-from tierfs.local import newslab
+from tierfs.local import newslab, supply
 from tierfs.local.growth import next_layout
 from tierfs.local.host import Host
 from tierfs.local.ram import RamTier
@@ -558,17 +558,49 @@ def test_segments_of_an_earlier_run_of_the_kernel_make_room(open_tier, host, mon
     assert len(fill(tier)) > 4
 
 
-def test_what_is_left_at_close_is_a_cache_for_the_next_and_nothing_is_left_of_the_empty(open_tier, host):
+def test_what_is_dirty_at_close_stays_until_it_is_flushed_and_copies_are_given_back(open_tier, host):
     first, second = open_tier(), open_tier()
-    put(first, b"a", b"kept", clean=True)
-    slot = second.take(SlotKind.CHUNK, 10, timeout_s=0)
-    slot.segment.give(slot)
+    put(first, b"a", b"dirty")
+    put(second, b"b", b"a copy", clean=True)
     first.close()
     second.close()
     assert suffixes(host) == [".slab"]
     third = open_tier()
-    assert content(third.find(b"a")) == b"kept"
-    assert third.segments()[0].owner == "0" * 16
+    assert third.find(b"b") is None
+    slot = third.find(b"a")
+    assert content(slot) == b"dirty"
+    assert slot.segment.owner == "0" * 16
+    third.reclaim(lambda _: {slot.index})
+    assert suffixes(host) == [".slab"]
+    slot.segment.mark(slot, SlotState.CLEAN)
+    third.reclaim(lambda _: set())
+    assert suffixes(host) == []
+
+
+def test_a_tier_never_takes_the_last_of_the_machine_s_memory(open_tier, monkeypatch):
+    tier = open_tier()
+    monkeypatch.setattr(supply, "memory_available", lambda: 10 * MIB)
+    monkeypatch.setattr(supply, "memory_limit", lambda: 320 * MIB)  # of which 20 are spared
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    monkeypatch.setattr(supply, "memory_available", lambda: 1 << 40)
+    assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+
+
+def test_what_the_dead_left_is_given_back_when_asked_for_but_not_what_is_dirty(open_tier, host):
+    killed(host, lambda other: put(other, b"a", b"a copy", clean=True))
+    tier = open_tier()
+    assert tier.find(b"a")
+    assert tier.reap() > 0
+    assert tier.find(b"a") is None
+    killed(host, lambda other: put(other, b"b", b"dirty"))
+    assert tier.reap() == 0
+    assert content(tier.find(b"b")) == b"dirty"
+
+
+def test_a_closed_tier_says_so(open_tier):
+    first = open_tier()
+    first.close()
     with pytest.raises(InvalidInputError, match="closed"):
         first.take(SlotKind.CHUNK, 1, timeout_s=0)
 

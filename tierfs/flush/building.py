@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from tierfs.clock import Clock, SystemClock
@@ -16,6 +17,7 @@ from tierfs.flush.publisher import Publisher
 from tierfs.local.host import Host
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.ram import RamTier
+from tierfs.local.stored import ARENA_FILE
 
 __all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
 
@@ -59,9 +61,7 @@ def build_engine(
     clock = clock or SystemClock()
 
     def build() -> Flusher:
-        nvme = None
-        if budgets.nvme_bytes:
-            nvme = NvmeTier(host.store_directory(uuid), budget_bytes=budgets.nvme_bytes, clock=clock, faults=faults)
+        nvme = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
         ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
         flusher = Flusher(ram, nvme, clock=clock, random=random.random, faults=faults)
         if publisher is not None:
@@ -69,3 +69,17 @@ def build_engine(
         return flusher
 
     return FlushEngine(build, connect)
+
+
+def _nvme_tier(
+    directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None] | None
+) -> NvmeTier | None:
+    """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet."""
+    arena = directory / ARENA_FILE
+    if budget_bytes or not arena.exists():
+        return NvmeTier(directory, budget_bytes=budget_bytes, clock=clock, faults=faults) if budget_bytes else None
+    left = NvmeTier(directory, budget_bytes=arena.stat().st_size, clock=clock, faults=faults)
+    if left.drafts():
+        return left
+    left.close()
+    return None

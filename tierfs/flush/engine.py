@@ -102,6 +102,7 @@ class FlushEngine:
             return not path or entry.path == path or entry.path.startswith(below)
 
         level = Level.parse(arguments["level"])
+        self._flusher.check_lost(str(path or ""))
         self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set)
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:

@@ -88,6 +88,7 @@ class Flusher:
         self._settling_since: float | None = None
         self._buffers: list[bytearray] = []
         self._unreadable: set[bytes] = set()  # write ids
+        self._lost: dict[int, str] = {}  # paths of those in the nvme tier, by number
         self._holders: set[str] = set()  # files that are being written and have chunks in the nvme tier already
         usage = nvme.usage() if nvme is not None else None
         self._local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
@@ -163,6 +164,7 @@ class Flusher:
                     draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
                 except TierfsError as error:
                     self._unreadable.add(stored.write_id)
+                    self._lost[stored.seq] = stored.path
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
@@ -298,9 +300,13 @@ class Flusher:
             entry.clear()
             self._changed.notify_all()
         self._release(draft, slot)
-        holder = f"open:{slot.segment.owner}:{draft.write_id.hex()}"
-        if holder in self._holders:
-            nvme.drop_hold(holder)
+        self._drop_holds(draft)
+
+    def _drop_holds(self, draft: Draft) -> None:
+        """What went ahead of a draft is held for it no longer: it is in the nvme tier itself, or not pending any more."""
+        for holder in [holder for holder in self._holders if holder.endswith(f":{draft.write_id.hex()}")]:
+            assert self.nvme is not None
+            self.nvme.drop_hold(holder)
             self._holders.discard(holder)
 
     def _copy_chunks(self, nvme: NvmeTier, draft: Draft) -> list[bytes]:
@@ -326,12 +332,15 @@ class Flusher:
         if not segment.is_still(chunk):
             nvme.forget(chunk.name)
 
-    def _release(self, draft: Draft, slot: Slot) -> None:
-        """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind."""
+    def _release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
+        """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.
+
+        Nobody else has a chunk of one that is discarded: if a copy of the file is pending, its slot stays dirty.
+        """
         self._fault("before release.chunks")
         for name, reference in zip(draft.names, draft.slots, strict=True):
             chunk = None if reference is None else self._chunk(reference)
-            if chunk is not None and not self._is_lent(draft, name):
+            if chunk is not None and not (discarded and self._is_lent(draft, name)):
                 chunk.segment.mark(chunk, SlotState.CLEAN)
         self._fault("before release.draft")
         slot.segment.mark(slot, SlotState.CLEAN)
@@ -480,6 +489,7 @@ class Flusher:
             assert self.nvme is not None
             self.nvme.publish(entry.number)
         elif entry.slot is not None:
+            self._drop_holds(entry.draft)
             self._release(entry.draft, entry.slot)
         self._fault("after finish.release")
         with self._changed:
@@ -623,21 +633,47 @@ class Flusher:
         return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
 
     def discard(self, path: str) -> int:
-        """Give up the conflicts that are kept for a path, and what was built on them. Returns how many drafts."""
+        """Give up what cannot be flushed of a path, conflicts and damage, and what was built on it. Returns how many drafts."""
+        lost = [number for number, where in self._lost.items() if where == path]
+        for number in lost:
+            assert self.nvme is not None
+            self.nvme.discard(number)
+            del self._lost[number]
         with self._changed:
-            kept = [entry for entry in self._entries if entry.conflict and entry.path == path]
-            kept += [other for entry in kept for other in self._entries.dependents(entry) if other not in kept]
-            kept = [entry for entry in kept if not entry.busy]
+            given_up = [
+                entry
+                for entry in self._entries
+                if entry.path == path and (entry.conflict or isinstance(entry.error, CorruptionError))
+            ]
+            # Of two that were built on each other, the second is a dependent of the first as well.
+            found = {entry: None for first in given_up for entry in (first, *self._entries.dependents(first))}
+            kept = sorted((entry for entry in found if not entry.busy), key=lambda entry: entry.turn)
         for entry in reversed(kept):
             if entry.number is not None:
                 assert self.nvme is not None
                 self.nvme.discard(entry.number)
             elif entry.slot is not None:
-                self._release(entry.draft, entry.slot)
+                self._drop_holds(entry.draft)
+                self._release(entry.draft, entry.slot, discarded=True)
             with self._changed:
                 self._entries.remove(entry)
                 self._changed.notify_all()
-        return len(kept)
+        return len(kept) + len(lost)
+
+    def check_lost(self, path: str) -> None:
+        """See that no draft at or below ``path`` was found unreadable.
+
+        Raises:
+            CorruptionError: One was: what this host wrote there last is lost.
+        """
+        for where in self._lost.values():
+            if not path or not where or where == path or where.startswith(f"{path}/"):
+                raise CorruptionError(
+                    f"{where or 'a file'}: what this host wrote last is damaged beyond use: write it again, or give it up "
+                    "with `tierfs flusher discard`",
+                    path=where,
+                    tier="nvme",
+                )
 
     # -- caching -------------------------------------------------------------------------------------------------------
 
@@ -687,6 +723,7 @@ class Flusher:
 
     def report(self) -> dict[str, Any]:
         """The queue, the conflicts, the errors and the counters, as plain values."""
+        usage = self.nvme.usage() if self.nvme is not None else None
         now = self._clock.monotonic()
         with self._changed:
             moving = [entry for entry in self._entries if not entry.conflict]
@@ -706,6 +743,7 @@ class Flusher:
                 "rate_bytes_per_s": sum(self._uploaded[second] for second in range(int(now) - RATE_S, int(now)))
                 / RATE_S,
                 "unreadable_drafts": len(self._unreadable),
+                "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "counters": dict(self.counters),
             }
 

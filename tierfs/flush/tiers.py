@@ -41,6 +41,7 @@ WHOLE_FRACTION = 4
 HOUSEKEEPING_S = 1.0
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
+DESCRIPTORS_MAX = 8
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -114,9 +115,10 @@ class Tiers:
 
     Args:
         ram: The ram tier.
-        nvme: The nvme tier, or ``None`` where it is off.
+        nvme: The nvme tier; also where it is off, because something may be pending in it from before it was.
         flusher: How to reach the flusher.
         kind: The store's digests.
+        has_nvme: Whether the nvme tier is on.
         gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
         keeps_reads: Whether chunks that were read from the object tier are kept in the local ones: not where it is a
             directory of this host.
@@ -130,10 +132,11 @@ class Tiers:
     def __init__(
         self,
         ram: RamTier,
-        nvme: NvmeReader | None,
+        nvme: NvmeReader,
         flusher: Caller,
         *,
         kind: DigestKind,
+        has_nvme: bool,
         gives_local: bool,
         keeps_reads: bool,
         passes_by: bool,
@@ -144,6 +147,7 @@ class Tiers:
         self.ram = ram
         self.nvme = nvme
         self.flusher = flusher
+        self.has_nvme = has_nvme
         self.gives_local = gives_local
         self.keeps_reads = keeps_reads
         self.passes_by = passes_by
@@ -167,9 +171,13 @@ class Tiers:
     # -- what is pending -----------------------------------------------------------------------------------------------
 
     def pending(self, path: str) -> Pending | None:
-        """The newest draft of ``path``, if any."""
+        """The newest draft of ``path``, if any.
+
+        Raises:
+            CorruptionError: There is one, and it cannot be read; what was there before is no answer.
+        """
         staged = [draft for draft in self._staged() if draft.path == path]
-        stored = self.nvme.draft(path) if self.nvme is not None else None
+        stored = self.nvme.draft(path)
         if not staged:
             return None if stored is None else Pending(self._decode_stored(stored), self._stored_level)
         # Until its slot is marked clean it is found in both.
@@ -177,11 +185,15 @@ class Tiers:
         return Pending(staged[-1], self._stored_level if is_stored else Level.STAGED)
 
     def pending_below(self, path: str) -> dict[str, Pending]:
-        """The newest draft of every path that is, or lies below, ``path``; all of them for ``""``."""
+        """The newest draft of every path that is, or lies below, ``path``; all of them for ``""``.
+
+        One that cannot be read is passed over, which is logged.
+        """
         staged = [draft for draft in self._staged() if _is_below(draft.path, path)]
-        stored = self.nvme.drafts_below(path) if self.nvme is not None else []
+        stored = self.nvme.drafts_below(path)
         known = {item.write_id for item in stored}
-        found = {item.path: Pending(self._decode_stored(item), self._stored_level) for item in stored}
+        readable = [(item.path, self._try_stored(item)) for item in stored]
+        found = {name: Pending(draft, self._stored_level) for name, draft in readable if draft is not None}
         for draft in staged:
             found[draft.path] = Pending(draft, self._stored_level if draft.write_id in known else Level.STAGED)
         return found
@@ -190,16 +202,14 @@ class Tiers:
         """Whether nothing at or below ``path`` is pending, nor kept as a conflict."""
         if any(_is_below(draft.path, path) for draft in self._staged((SlotState.SEALED, SlotState.CONFLICT))):
             return False
-        return self.nvme is None or not self.nvme.drafts_below(path, conflicts=True)
+        return not self.nvme.drafts_below(path, conflicts=True)
 
     def conflicts(self) -> list[tuple[str, str]]:
         """Paths that somebody else changed before this host's change was published, and a word on each."""
         text = "changed by somebody else before it was flushed: theirs stands, this one is kept"
         found = [(draft.path, text) for draft in self._staged((SlotState.CONFLICT,))]
-        if self.nvme is not None:
-            stored = self.nvme.drafts_below("", conflicts=True)
-            found += [(item.path, item.note) for item in stored if item.state == "conflict"]
-        return found
+        stored = self.nvme.drafts_below("", conflicts=True)
+        return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
 
     @property
     def owner(self) -> str:
@@ -221,8 +231,12 @@ class Tiers:
         self._unseen = self.ram.unseen()
 
     def _look_into(self, pid: int, number: int) -> None:
+        name = f"/proc/{pid}/fd/{number}"
         try:
-            with open(f"/proc/{pid}/fd/{number}", "rb+", buffering=0) as file:
+            # In another PID namespace this is somebody else's.
+            if not os.readlink(name).startswith(f"/memfd:{self.ram.store[:8]}"):
+                return
+            with open(name, "rb+", buffering=0) as file:
                 self.ram.add(Segment.attach_fd(file.fileno()))
         except (OSError, TierfsError) as error:
             self.fall_back("hidden_segments", "a slab of another process cannot be looked into: %s", error)
@@ -259,6 +273,13 @@ class Tiers:
         if known is not None:
             return known
         return self._remember(key, Draft.decode(stored.data, f"{stored.path}: draft {stored.seq} in the nvme tier"))
+
+    def _try_stored(self, stored: StoredDraft) -> Draft | None:
+        try:
+            return self._decode_stored(stored)
+        except (CorruptionError, FormatError) as error:
+            self._say(f"stored:{stored.seq}", "a draft is passed over: %s", error)
+            return None
 
     def _remember(self, key: tuple[str, int, int], draft: Draft) -> Draft:
         with self._lock:
@@ -342,15 +363,25 @@ class Tiers:
         Args:
             wait: Whether to wait until it is there, where it has to be started.
         """
-        if not wait and not self.flusher.is_running():
+        # Slabs without a file are safe from this process's end only once the flusher has them.
+        if not wait and not self._descriptors() and not self.flusher.is_running():
             threading.Thread(target=self.announce, name="tierfs-announce", daemon=True).start()
             return
         self._fault("before announce")
         try:
-            self.flusher.request("draft", {}, fds=self._descriptors())
+            self._ask("draft", {})
         except StoreError as error:
-            self.fall_back("unreachable_flusher", "nothing flushes what is pending until a flusher runs: %s", error)
+            if not self._ended.is_set():
+                self.fall_back("unreachable_flusher", "nothing flushes what is pending until a flusher runs: %s", error)
         self._fault("after announce")
+
+    def _ask(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Ask the flusher for something that may concern slabs of this process that have no file."""
+        fds = self._descriptors()
+        while len(fds) > DESCRIPTORS_MAX:
+            self.flusher.request("draft", {}, fds=fds[:DESCRIPTORS_MAX])
+            fds = fds[DESCRIPTORS_MAX:]
+        return self.flusher.request(do, arguments, fds=fds)
 
     def spill(self, holder: str, slots: Sequence[Slot]) -> None:
         """Have the flusher take chunks of an unfinished file down, so that their room can be used again.
@@ -360,9 +391,10 @@ class Tiers:
         """
         self.counters["spilled_bytes"] += sum(slot.length for slot in slots)
         self._say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
-        references = [(slot.segment.id, slot.index, slot.serial) for slot in slots]
         self._fault("before spill")
-        self.flusher.request("spill", {"holder": holder, "slots": references}, fds=self._descriptors())
+        for at in range(0, len(slots), NAMES_MAX):
+            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
+            self._ask("spill", {"holder": holder, "slots": references})
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:
@@ -402,7 +434,7 @@ class Tiers:
         while True:
             left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
             self._fault("before wait")
-            self.flusher.request("wait", {**arguments, "timeout_s": left}, fds=self._descriptors())
+            self._ask("wait", {**arguments, "timeout_s": left})
             self._fault("after wait")
             # A flusher that did not know of the draft, however that came, would not have waited for it.
             found = self.pending(path) if write_id is not None else None
@@ -477,7 +509,7 @@ class Tiers:
         """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk."""
         if tier == "ram":
             return self.ram.find(name) is not None
-        return self.nvme is not None and self.nvme.find(name) is not None
+        return self.nvme.find(name) is not None
 
     def _read_ram(self, name: bytes, raw_length: int, start: int, out: memoryview) -> bool:
         slot = self.ram.find(name)
@@ -499,8 +531,6 @@ class Tiers:
         return True
 
     def _read_nvme(self, name: bytes, raw_length: int, start: int, out: memoryview) -> bool:
-        if self.nvme is None:
-            return False
         targets = BlockTargets(raw_length, start, out)
         first, end = targets.blocks.start * BLOCK_BYTES, min(targets.blocks.stop * BLOCK_BYTES, raw_length)
         whole = first == start and end == start + len(out)
@@ -559,25 +589,25 @@ class Tiers:
         except BaseException:
             self.drop(slot)
             raise
-        if self.nvme is not None and self.flusher.is_running():
+        if self.has_nvme and self.flusher.is_running():
             self._keeper.add(slot)
         return slot
 
     def keep(self, slots: Sequence[Slot]) -> int:
         """Have the flusher copy clean chunks to the nvme tier. Returns the bytes that lie there now."""
-        if self.nvme is None or not slots:
+        if not self.has_nvme:
             return 0
         kept = 0
         for at in range(0, len(slots), NAMES_MAX):
             references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            answer = self.flusher.request("keep", {"slots": references}, fds=self._descriptors())
+            answer = self._ask("keep", {"slots": references})
             kept += int(answer["bytes"])
         return kept
 
     def evict(self, names: Sequence[bytes] | None, tier: str) -> int:
         """Drop clean copies of these chunks, or of all, from ``"ram"`` or ``"nvme"``. Returns the bytes dropped."""
         if tier == "nvme":
-            if self.nvme is None:
+            if not self.has_nvme:
                 return 0
             if names is None:
                 return int(self.flusher.request("evict", {"names": None})["bytes"])
@@ -585,7 +615,7 @@ class Tiers:
             answers = [self.flusher.request("evict", {"names": [name.hex() for name in batch]}) for batch in batches]
             return sum(int(answer["bytes"]) for answer in answers)
         wanted = None if names is None else set(names)
-        dropped = 0
+        dropped = self.ram.reap() if names is None else 0
         for segment in self.ram.segments():
             for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,)):
                 if not slot.hidden and (wanted is None or slot.name in wanted):
@@ -607,8 +637,7 @@ class Tiers:
         self.flusher.close()
         self.ram.close()
         self._flight.close()
-        if self.nvme is not None:
-            self.nvme.close()
+        self.nvme.close()
 
     def fall_back(self, what: str, text: str, *arguments: object) -> None:
         """Count something that was done in a lesser way than it is meant to be, and log it the first time."""

@@ -130,7 +130,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         else:
             location = Location(self._target_protocol, stripped, self._target_options)
         if self._tier_options != TierOptions():
-            location = replace(location, tiers=self._tier_options.over(location.tiers))
+            location = replace(location, tiers=self._tier_options)
         store, relative = verbs.open_store(location, write=write, create=write and self._may_create(location))
         self._used[store.url] = store
         return store, relative

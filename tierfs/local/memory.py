@@ -7,9 +7,15 @@ import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-__all__ = ["memory_limit"]
+__all__ = ["memory_available", "memory_limit"]
 
 _TOTAL = re.compile(r"^MemTotal:\s*([0-9]+) kB$", re.MULTILINE)
+_AVAILABLE = re.compile(r"^MemAvailable:\s*([0-9]+) kB$", re.MULTILINE)
+_INACTIVE = re.compile(r"^(?:total_)?inactive_file ([0-9]+)$", re.MULTILINE)
+
+
+# What is used, beside what is allowed: in version 2 of control groups, and in version 1.
+_USAGE_FILES = {"memory.max": "memory.current", "memory.limit_in_bytes": "memory.usage_in_bytes"}
 
 
 def memory_limit(
@@ -34,6 +40,31 @@ def memory_limit(
         if text.isdecimal():  # "max" is no limit
             limits.append(int(text))
     return min(limits)
+
+
+def memory_available(
+    *,
+    meminfo: Path = Path("/proc/meminfo"),
+    membership: Path = Path("/proc/self/cgroup"),
+    cgroups: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Bytes that can be taken now before somebody is killed for want of memory: the least of what all limits leave.
+
+    Args:
+        meminfo: See `memory_limit`.
+        membership: See there.
+        cgroups: See there.
+    """
+    match = _AVAILABLE.search(_read(meminfo))
+    left = [int(match[1]) * 1024 if match else _total(meminfo)]
+    for file in _limit_files(membership, cgroups):
+        limit = _read(file).strip()
+        used = _read(file.with_name(_USAGE_FILES[file.name])).strip()
+        if limit.isdecimal() and used.isdecimal():
+            # Cached file pages that nobody looks at are dropped before anybody is killed.
+            cached = _INACTIVE.search(_read(file.with_name("memory.stat")))
+            left.append(int(limit) - int(used) + (int(cached[1]) if cached else 0))
+    return max(0, min(left))
 
 
 def _total(meminfo: Path) -> int:

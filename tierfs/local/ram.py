@@ -213,8 +213,20 @@ class RamTier:
                 if self.host.is_alive(segment.owner):
                     continue  # adopted meanwhile
                 freed += segment.reclaim(lambda kept=kept: kept)  # type: ignore[misc]
-                # Memory without a file is lost to everybody else, so what is clean there is of no use.
-                if not any(segment.sums()) or (segment.path is None and not segment.is_dirty()):
+                # Memory without a file is lost to everybody else, so what is clean there is of no use; and who let go of
+                # it in good order has left only what had to be flushed.
+                left = segment.path is None or not int(segment.owner, 16)
+                if not any(segment.sums()) or (left and not segment.is_dirty()):
+                    self._neighbours.drop(segment)
+        return freed
+
+    def reap(self) -> int:
+        """Give back the memory that dead processes left and that only holds copies. Returns its bytes."""
+        freed = 0
+        for segment in self._neighbours.segments():
+            with self.host.locked(LOCK):
+                if not self.host.is_alive(segment.owner) and not segment.is_dirty():
+                    freed += segment.size
                     self._neighbours.drop(segment)
         return freed
 
@@ -238,7 +250,7 @@ class RamTier:
         )
 
     def close(self) -> None:
-        """Let go of everything. Own segments stay as they are for the host's other processes, if anything is in them."""
+        """Let go of everything. Of own segments those stay in which something is dirty, until it is flushed."""
         self._supply.close()
         self._neighbours.close()
 

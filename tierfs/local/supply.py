@@ -12,6 +12,7 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.local.growth import next_layout
 from tierfs.local.host import Host
+from tierfs.local.memory import memory_available, memory_limit
 from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
 from tierfs.local.segmentfile import Header, Reservation
 from tierfs.local.shares import LOCK, MemfdNote, Shares
@@ -25,6 +26,8 @@ HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
+# The part of memory, one in so many, that is never taken however large the budget is.
+MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -150,7 +153,10 @@ class Supply:
         return freed
 
     def close(self) -> None:
-        """Let go of all: what is empty is removed, the rest stays for the host's other processes."""
+        """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
+
+        A process that ends without this leaves its copies to whoever comes after it, until room is needed.
+        """
         with self._lock:
             self._closed = True
             ahead = self._ahead
@@ -160,7 +166,7 @@ class Supply:
             for segment in self.own:
                 # Under the host's lock, since from then on others may adopt it.
                 with self._host.locked(LOCK):
-                    if not any(segment.sums()):
+                    if not segment.is_dirty():
                         self._drop(segment)
                     else:
                         segment.disown()
@@ -301,7 +307,11 @@ class Supply:
         return self._grow_memfd(header, note)
 
     def _plan(self, length: int) -> Layout | None:
-        room = self._budget_bytes - sum(file.size for file in self._shares.files())
+        files = self._shares.files()
+        # Reserved is not used yet, but promised; and what is left over keeps the machine alive.
+        promised = sum(file.missing for file in files)
+        spare = memory_available() - promised - memory_limit() // MEMORY_SPARED
+        room = min(self._budget_bytes - sum(file.size for file in files), spare)
         longest = max(self.own, key=lambda segment: segment.size, default=None)
         newest = longest.header.layout if longest else None
         return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max)

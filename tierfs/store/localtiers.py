@@ -94,10 +94,11 @@ def tiers_for(
     launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect), clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
-        NvmeReader(directory) if settings.nvme_bytes else None,
+        NvmeReader(directory),
         _Client(directory, launcher),
         kind=target.kind,
-        gives_local=bool(settings.nvme_bytes) and is_durable(filesystem_of(directory)),
+        has_nvme=bool(settings.nvme_bytes),
+        gives_local=is_durable(filesystem_of(directory)),
         keeps_reads=bool(settings.ram_bytes) and not target.host_local,
         passes_by=target.host_local and not settings.nvme_bytes,
         capacity_timeout_s=settings.timeout_s,

@@ -179,7 +179,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     process_local = location.protocol == "memory"
     tiers = None
     if settings.ram_bytes or settings.nvme_bytes:
-        key = (descriptor.uuid, replace(options, ack=None))
+        key = (descriptor.uuid, replace(options, ack=None, timeout=None))
         tiers = _tiers.get(key)
         if tiers is None:
             from tierfs.store.localtiers import Target, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
@@ -191,12 +191,20 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
             )
             if tiers is not None:
                 _tiers[key] = tiers
-    return Store(objects, descriptor, url=url, tiers=tiers, ack=settings.ack, ack_timeout_s=settings.timeout_s)
+    return Store(
+        objects,
+        descriptor,
+        url=url,
+        tiers=tiers,
+        ack=settings.ack,
+        ack_timeout_s=settings.timeout_s,
+        state_dir=settings.directory,
+    )
 
 
 def _tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
     """How a store's local tiers are set up: as asked for, what that comes to, and whether the object tier is this host's."""
-    options = location.tiers.over(from_environment()).over(configured_tiers())
+    options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
     process_local = location.protocol == "memory"
     # A directory may be the host's own when the store is made, and be mounted from elsewhere on other hosts.
     host_local = descriptor.endpoint.host_local and (process_local or not is_network(filesystem_of(root)))
@@ -252,4 +260,4 @@ def _relative(root: str, path: str) -> str:
 
 def _token(location: Location) -> str:
     """Tells object tiers with other options apart; never shown, since options may hold secrets."""
-    return f"{location.protocol}:{json.dumps(location.options, sort_keys=True, default=repr)}:{location.tiers}"
+    return f"{location.protocol}:{json.dumps(location.options, sort_keys=True, default=repr)}:{location.tiers}:{location.configured}"

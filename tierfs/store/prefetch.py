@@ -98,7 +98,7 @@ def _bring(tiers: Tiers, piece: _Piece, tier: str) -> Slot | None:
 def _tiers(store: Store, tier: str) -> Tiers:
     if tier not in TIERS:
         raise InvalidInputError(f"{tier!r} is no local tier: 'ram' or 'nvme'")
-    if store.tiers is None or (tier == "nvme" and store.tiers.nvme is None):
+    if store.tiers is None or (tier == "nvme" and not store.tiers.has_nvme):
         raise InvalidInputError(f"the {tier} tier is switched off for {store.url}: give it room with {tier}=")
     return store.tiers
 

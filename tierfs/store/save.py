@@ -198,7 +198,12 @@ class Writer:
         return manifest
 
     def abort(self) -> None:
-        """Publish nothing. Chunks already stored are left for garbage collection. May be called twice."""
+        """Publish nothing. Chunks already stored are left for garbage collection. May be called twice.
+
+        What `commit` made pending or published stays: the slots are that file's by then.
+        """
+        if self._is_done:
+            return
         self._done = True
         self._small = bytearray()
         if self._sink is not None:

@@ -66,9 +66,8 @@ class TierOptions:
     @property
     def is_explicit(self) -> bool:
         """Whether somebody asked for local tiers, so that it is an error if there are none."""
-        return any(value is not None and value not in ("0", 0) for value in (self.ram, self.nvme, self.state_dir)) or (
-            self.ack == Level.STAGED.label
-        )
+        asked = any(value is not None and value not in ("0", 0) for value in (self.ram, self.nvme))
+        return asked or self.ack == Level.STAGED.label
 
     def over(self, other: TierOptions) -> TierOptions:
         """These, and the other's where these say nothing."""
@@ -130,8 +129,12 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
 
 
 def from_environment() -> TierOptions:
-    """What the environment asks for. ``TIERFS_STATE_DIR`` is looked at where the directory is needed."""
-    return TierOptions(ram=os.environ.get("TIERFS_RAM") or None, nvme=os.environ.get("TIERFS_NVME") or None)
+    """What the environment asks for."""
+    return TierOptions(
+        ram=os.environ.get("TIERFS_RAM") or None,
+        nvme=os.environ.get("TIERFS_NVME") or None,
+        state_dir=os.environ.get("TIERFS_STATE_DIR") or None,
+    )
 
 
 def _default_ack() -> Level:

@@ -36,7 +36,7 @@ def status(store: Store) -> dict[str, Any]:
     if tiers is None:
         return report
     report["tiers"]["ram"] = {**asdict(tiers.ram.usage()), "gives": Level.STAGED.label}
-    if tiers.nvme is not None:
+    if tiers.has_nvme:
         gives = (Level.LOCAL if tiers.gives_local else Level.STAGED).label
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": gives}
     pending = tiers.pending_below("")
@@ -50,6 +50,8 @@ def status(store: Store) -> dict[str, Any]:
             report["flusher"] = {"running": True, "silent": str(error)}
         else:
             report["flusher"] = {"running": True, "pid": answer.pop("pid")}
+            if tiers.has_nvme:
+                report["tiers"]["nvme"]["fallbacks"] |= answer.pop("nvme_fallbacks")
             counters = {f"flusher_{name}": count for name, count in answer.pop("counters").items()}
             report["counters"] |= counters
             report |= answer

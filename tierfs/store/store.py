@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock, SystemClock
@@ -44,6 +45,7 @@ class Store:
         tiers: The local tiers; ``None`` where all are off, or are none of the caller's business.
         ack: The level at which a change is acknowledged unless it is asked for another.
         ack_timeout_s: How long that is waited for; ``None`` for as long as it takes.
+        state_dir: Where the host keeps what it knows.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Store:
         tiers: Tiers | None = None,
         ack: Level = Level.OBJECT,
         ack_timeout_s: float | None = None,
+        state_dir: Path | None = None,
     ) -> None:
         self.objects = objects
         self.descriptor = descriptor
@@ -71,7 +74,7 @@ class Store:
         self.records = RecordCache()
         # Where the object tier is this host's own, looking a record up there costs no more than here.
         local = descriptor.endpoint.host_local
-        self.host_records = None if local else HostRecords(descriptor.uuid, state_directory())
+        self.host_records = None if local else HostRecords(descriptor.uuid, state_dir or state_directory())
         self.presence = Presence(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
 
     def __repr__(self) -> str:

@@ -59,7 +59,8 @@ class Location:
         options: For that filesystem.
         create: Whether the configuration asks for the store to be made at the first write.
         root: Where it would be made; empty where that follows from the path.
-        tiers: How the local tiers are to be set up, by arguments and the configuration.
+        tiers: How the local tiers are to be set up, by arguments.
+        configured: The same by what the configuration says of a named store.
     """
 
     protocol: str
@@ -68,6 +69,7 @@ class Location:
     create: bool = False
     root: str = ""
     tiers: TierOptions = field(default_factory=TierOptions)
+    configured: TierOptions = field(default_factory=TierOptions)
 
     @property
     def url(self) -> str:
@@ -171,7 +173,7 @@ def named_location(path: str) -> Location:
     inside = f"{target.path}/{rest}".rstrip("/") if rest else target.path
     given = {key: value for key, value in entry.items() if key in TierOptions.names()}
     tiers = TierOptions.from_mapping(given, f"{file_path}: stores.{name}")
-    return Location(target.protocol, inside, {**target.options, **options}, create, root=target.path, tiers=tiers)
+    return Location(target.protocol, inside, {**target.options, **options}, create, root=target.path, configured=tiers)
 
 
 def configured_tiers() -> TierOptions:

@@ -38,7 +38,7 @@ def level_of(store: Store, path: str) -> Level:
 
 
 def discard_conflict(store: Store, path: str) -> int:
-    """Give up what is kept of this host's own changes of ``path`` that somebody else was faster than.
+    """Give up what cannot be flushed of this host's changes of ``path``: somebody else was faster, or it is damaged.
 
     Returns:
         How many changes were given up, with those that were made on top of them.

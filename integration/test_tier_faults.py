@@ -1,0 +1,302 @@
+"""Disks that are full, tiers that fail, bytes that rot, directories that are no good: what was saved gets there all the same."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import describing
+import faultproxy
+import fsspec
+import pytest
+import s3server
+from test_tier_load import flushers
+
+import tierfs
+from tierfs.store import verify
+
+HERE = Path(__file__).parent
+MIB = 1 << 20
+PATIENCE_S = 120
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+
+# -- what the tests are made of ----------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A process that does what it is told; see `tier_trainer`."""
+
+    def __init__(self, url, options, *steps, shm=None, prefix=()):
+        self.environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        if shm is not None:
+            self.environment["TIERFS_SHM_DIR"] = str(shm)
+        argv = [*prefix, sys.executable, str(HERE / "tier_trainer.py"), url, json.dumps(options), *steps]
+        self.process = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=self.environment
+        )
+
+    def end(self, timeout_s=PATIENCE_S):
+        """What it found out, step by step, what it logged, and what it ended with."""
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGUSR1)
+            time.sleep(1)
+            self.process.kill()
+            out, err = self.process.communicate()
+            pytest.fail(f"a trainer hangs after {out}\n{err[-5000:]}")
+        said = {found["step"]: found for found in map(json.loads, out.splitlines())}
+        return Ended(said, err, self.process.returncode)
+
+
+class Ended:
+    def __init__(self, said, log, code):
+        self.said, self.log, self.code = said, log, code
+
+    def sound(self):
+        """The same, if every step went well."""
+        failed = [found for found in self.said.values() if "error" in found]
+        assert not failed, f"{failed}\n{self.log[-5000:]}"
+        return self
+
+    def __getitem__(self, step):
+        (found,) = [found for name, found in self.said.items() if name.startswith(step)]
+        return found
+
+
+def train(url, options, *steps, **more):
+    return Trainer(url, options, *steps, **more).end()
+
+
+def train_in_two(tmp_path, url, options, before, meanwhile, after, **more):
+    """The same with something that happens in between, in the same process."""
+    ready, go = tmp_path / "ready", tmp_path / "go"
+    for file in (ready, go):
+        file.unlink(missing_ok=True)
+    trainer = Trainer(url, options, *before, f"touch:{ready}", f"await:{go}", *after, **more)
+    try:
+        began = time.monotonic()
+        while not ready.exists():
+            assert trainer.process.poll() is None, trainer.end().log
+            if time.monotonic() - began > PATIENCE_S:
+                trainer.end(1)
+            time.sleep(0.02)
+        meanwhile()
+    except BaseException:
+        trainer.process.kill()
+        trainer.end()
+        raise
+    go.touch()
+    return trainer.end()
+
+
+@pytest.fixture(autouse=True)
+def no_tiers_of_our_own(monkeypatch):
+    """The trainers have some; this process only looks at what gets to the object tier."""
+    monkeypatch.setenv("TIERFS_RAM", "0")
+    monkeypatch.setenv("TIERFS_NVME", "0")
+
+
+@pytest.fixture
+def state(tmp_path):
+    """A state directory whose flushers are ended with the test."""
+    yield tmp_path / "state"
+    for pid in flushers(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def s3():
+    s3server.require()
+    with s3server.running() as port:
+        yield port
+
+
+@pytest.fixture
+def proxy(s3):
+    with faultproxy.proxy_to(s3) as proxy:
+        yield proxy
+
+
+# So that a client gives up in seconds, not minutes: what tierfs does then is the matter here.
+IMPATIENT = {"config_kwargs": {"connect_timeout": 1, "read_timeout": 2, "retries": {"max_attempts": 0}}}
+
+
+class Remote:
+    """A store on S3 behind a proxy that can fail."""
+
+    def __init__(self, proxy, s3, state):
+        self.proxy = proxy
+        bucket = s3server.new_bucket(s3)
+        self.url = f"tierfs::s3://{bucket}/run"
+        self.direct = {**s3server.options(s3)}
+        self.store = tierfs.init(f"s3://{bucket}/run", options=self.direct)
+        self.options = {
+            "ack": "staged",
+            "ram": "128MiB",
+            "nvme": "128MiB",
+            "state_dir": str(state),
+            "timeout": 60.0,
+            "s3": {**s3server.options(proxy.port), **IMPATIENT},
+        }
+
+    def plain(self):
+        """The object tier alone."""
+        return fsspec.url_to_fs(self.url, ack="object", ram="0", nvme="0", s3=self.direct)
+
+    def assert_holds(self, **numbers):
+        fs, root = self.plain()
+        for name, number in numbers.items():
+            (record,) = describing.decode(fs.cat_file(f"{root}/{name}"))
+            assert record.number == number
+        assert verify(self.store).damage == []
+
+
+@pytest.fixture
+def remote(proxy, s3, state):
+    return Remote(proxy, s3, state)
+
+
+@contextlib.contextmanager
+def mounted(directory, size, *, more=""):
+    """A small filesystem of its own, for root alone."""
+    directory.mkdir(exist_ok=True)
+    argv = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700{more}", "tmpfs", str(directory)]
+    done = subprocess.run(argv, check=False, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small filesystem here: {done.stderr.strip()}")
+    try:
+        yield directory
+    finally:
+        subprocess.run(["umount", "-l", str(directory)], check=True)
+
+
+def fill(directory, leave=0):
+    """Take all room of a filesystem but ``leave`` bytes."""
+    with open(directory / "filler", "wb", buffering=0) as file:
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(MIB))
+        with contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        if leave:
+            file.truncate(max(file.tell() - leave, 0))
+
+
+# -- shared memory is full -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nvme", ["0", "256MiB"])
+def test_where_shared_memory_is_full_slabs_are_handed_to_the_flusher_and_outlive_the_trainer(remote, tmp_path, nvme):
+    with mounted(tmp_path / "shm", "64m") as shm:
+        remote.options |= {"ram": "512MiB", "nvme": nvme}
+        saves = [f"save:f{number}:{number}:{8 * MIB}" for number in range(12)]
+        refuse = functools.partial(remote.proxy.set, "refuse")
+        first, steps = [f"save:first:100:{MIB}"], [*saves, "status", "kill"]
+        ended = train_in_two(tmp_path, remote.url, remote.options, first, refuse, steps, shm=shm)
+        ended.sound()
+        assert ended.code == -signal.SIGKILL
+        assert ended.log.count("has no room for a segment") == 1, "said, and once"
+        ram = ended["status"]["status"]["tiers"]["ram"]
+        assert ram["memfd_segments"] >= 1
+        assert ram["host_bytes"] <= 512 * MIB
+        remote.proxy.set("pass")
+        reads = [f"read:f{number}:{number}" for number in range(12)]
+        train(remote.url, remote.options, *reads, "wait::object:60", shm=shm).sound()
+        remote.assert_holds(**{f"f{number}": number for number in range(12)})
+
+
+def test_where_shared_memory_is_full_a_trainer_that_dies_right_after_its_first_save_loses_nothing(remote, tmp_path):
+    with mounted(tmp_path / "shm", "8m") as shm:
+        remote.options |= {"ram": "256MiB", "nvme": "0"}
+        ended = train(remote.url, remote.options, f"save:f:1:{8 * MIB}", "kill", shm=shm)
+        ended.sound()
+        train(remote.url, remote.options, "wait::object:60", "read:f:1", shm=shm).sound()
+        remote.assert_holds(f=1)
+
+
+# -- the disk is full --------------------------------------------------------------------------------------------------
+
+
+def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_there(remote, tmp_path):
+    with mounted(tmp_path / "state", "48m"):
+        remote.options |= {"nvme": "1GiB"}
+        ended = train(remote.url, remote.options, f"save:f:1:{8 * MIB}", "wait::object:60", "status")
+        print(ended.said, ended.log)
+        ended.sound()
+        remote.assert_holds(f=1)
+
+
+def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_memory(remote, tmp_path):
+    with mounted(tmp_path / "state", "80m") as state:
+        remote.options |= {"nvme": "64MiB"}
+        before = [f"save:f:1:{8 * MIB}", "wait:f:object:60"]
+        after = [f"save:g:2:{8 * MIB}", f"save:h:3:{4 * MIB}", "wait:g:object:60", "wait:h:object:60", "status"]
+        full = functools.partial(fill, state)
+        ended = train_in_two(tmp_path, remote.url, remote.options, before, full, after)
+        print(ended.said, ended.log)
+        ended.sound()
+        assert ended["status"]["status"]["counters"].get("flusher_nvme_failures")
+        remote.assert_holds(f=1, g=2, h=3)
+
+
+def test_a_state_directory_without_any_room_is_an_error_where_tiers_were_asked_for(remote, tmp_path):
+    with mounted(tmp_path / "state", "256k") as state:
+        fill(state)
+        ended = train(remote.url, remote.options, f"save:f:1:{8 * MIB}", "wait::object:20", "status")
+        print(ended.said, ended.log)
+        first = ended["save:f"]
+        if "error" in first:
+            assert "No space" in first["message"] or "room" in first["message"], first
+        else:
+            ended.sound()
+            remote.assert_holds(f=1)
+
+
+# -- the object tier fails ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["refuse", "unavailable", "hang"])
+def test_while_the_object_tier_is_away_saves_go_on_and_get_there_when_it_is_back(remote, tmp_path, mode):
+    before = [f"save:before:1:{MIB}", "wait:before:object:60"]
+    after = [f"save:x/{number}:{number}:{3 * MIB}:{ack}" for number, ack in ((2, "staged"), (3, "local"))]
+    after += ["wait:x:object:2", "read:x/2:2", "status", "hard-exit"]
+    fail = functools.partial(remote.proxy.set, mode)
+    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, after)
+    for step in ("save:x/2", "save:x/3"):
+        assert "error" not in ended[step], ended[step]
+        assert ended[step]["took_s"] < 15, ended[step]
+    assert ended["wait:x"]["error"] == "TimeoutError"
+    assert "x/2" in ended["wait:x"]["message"]
+    assert ended["wait:x"]["took_s"] < 6
+    assert "error" not in ended["read:x/2"]
+    assert ended["status"]["status"]["queue_files"] == 2
+    remote.proxy.set("pass")
+    train(remote.url, remote.options, "wait::object:90").sound()
+    remote.assert_holds(**{"before": 1, "x/2": 2, "x/3": 3})
+    ended = train(remote.url, remote.options, "status")
+    assert ended["status"]["status"]["conflicts"] == []
+
+
+def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
+    remote.proxy.loses = lambda method, path: method == "PUT" and remote.proxy.lost < 3 and "/leases/" not in path
+    remote.proxy.set("lose")
+    steps = [f"save:x/{number}:{number}:{3 * MIB}" for number in range(3)]
+    ended = train(remote.url, remote.options, *steps, "wait::object:90", "status").sound()
+    assert remote.proxy.lost == 3
+    assert ended["status"]["status"]["conflicts"] == []
+    remote.assert_holds(**{f"x/{number}": number for number in range(3)})
+    twice = {path for path, times in remote.proxy.stored.items() if times > 1 and "/chunks/" in path}
+    # Sent again by the client itself, below tierfs, where it is the same object again.
+    assert len(twice) <= 3
