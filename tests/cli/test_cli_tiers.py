@@ -374,6 +374,18 @@ def test_a_conflict_is_waited_for_in_vain_shown_and_discarded(conflict, fail, te
     assert "tierfs status" in error["message"]
 
 
+def test_what_is_kept_of_a_conflict_can_be_exported(conflict, host, fail, tell):
+    assert fail("wait", conflict)[0] == 5
+    target = host / "ours"
+    size = json.loads(tell("flusher", "export", f"{conflict}/run/f0", str(target), "--json"))["bytes"]
+    assert target.stat().st_size == size > 0
+    assert target.read_bytes() != b"theirs"
+    assert fail("flusher", "export", f"{conflict}/run/f0", str(target))[0] == 4
+    assert fail("flusher", "export", f"{conflict}/run/f0")[0] == 2
+    assert fail("flusher", "export", f"{conflict}/run/f9", str(host / "other"))[0] == 3
+    tell("flusher", "discard", f"{conflict}/run/f0")
+
+
 # -- prefetch, evict ---------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ STEPS_MAX = 400
 PEER = Peer(1, 0, "1.0")
 
 
-class FlusherDied(BaseException):  # noqa: N818 - what happens, not what is wrong
+class FlusherDied(BaseException):
     """The flusher's process ended here."""
 
 

@@ -112,6 +112,7 @@ def test_nothing_is_published_before_a_file_that_is_too_large_for_the_nvme_tier_
         second.has_ended(1)
         second.kill()
         case.check_right_now(trainer)
+    case.start("flusher")
     case.file("leave").touch()
     trainer.wait()
 

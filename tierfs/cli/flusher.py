@@ -33,15 +33,17 @@ if TYPE_CHECKING:
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "flusher"
-HELP = "run the process that takes what this host wrote to a store down to it, or stop it, or discard a conflict"
+HELP = "run the process that takes what this host wrote to a store down to it, stop it, or deal with what it keeps"
 EXAMPLES = """\
 tierfs flusher run tierfs::s3://bucket/run
 tierfs flusher run tierfs::s3://bucket/run --ram 64GiB --log-format json
 tierfs flusher stop tierfs::s3://bucket/run
+tierfs flusher export tierfs::s3://bucket/run/step_1000/config.json ours.json
 tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
+PIECE_BYTES = 16 << 20
 _ONLY_RUN = ("uuid", "ram", "nvme", "linger", "log_format")
 _logger = logging.getLogger("tierfs.flush")
 
@@ -50,11 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "action",
-        choices=["run", "stop", "discard"],
-        help="run: until SIGTERM or Ctrl-C; stop: the one that runs, after the steps that are under way; "
-        "discard: this host's own change of URL, where somebody else's stands",
+        choices=["run", "stop", "export", "discard"],
+        help="run: until SIGTERM or Ctrl-C; stop: the one that runs, after the steps that are under way; export: write this "
+        "host's own change of URL, where somebody else's stands, to FILE; discard: give it up",
     )
     parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="for export: the local file to write, which must be new")
     parser.add_argument("--state-dir", metavar="DIRECTORY", help="of this host (default: TIERFS_STATE_DIR)")
     parser.add_argument("--ram", metavar="BYTES", help="for run: budget of the ram tier, like 64GiB")
     parser.add_argument("--nvme", metavar="BYTES", help="for run: budget of the nvme tier, like 1TiB")
@@ -75,18 +78,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run, stop or discard."""
+    """Run, stop, export or discard."""
     if not arguments.url:
         raise InvalidInputError("an argument is empty: give a URL or a path")
     if arguments.action == "run":
         if arguments.json:
-            raise InvalidInputError("--json is for stop and discard; --log-format json is for run")
+            raise InvalidInputError("--json is for stop, export and discard; --log-format json is for run")
         return _run(arguments)
     for name in _ONLY_RUN:
         if getattr(arguments, name) is not None:
             raise InvalidInputError(f"--{name.replace('_', '-')} is for `tierfs flusher run` alone")
+    if (arguments.file is not None) != (arguments.action == "export"):
+        raise InvalidInputError("`tierfs flusher export URL FILE` takes a FILE, and nothing else does")
     if arguments.action == "stop":
         return _stop(arguments)
+    if arguments.action == "export":
+        return _export(arguments)
     return _discard(arguments)
 
 
@@ -259,6 +266,23 @@ def _stop(arguments: argparse.Namespace) -> int:
         print_json({"store": store.url, "stopped": stopped})
     else:
         print(f"the flusher of {store.url} {'has ended' if stopped else 'was not running'}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tierfs.store import open_conflict, open_store  # noqa: PLC0415 - only what a command needs
+
+    store, path = open_store(_location(arguments))
+    reader = open_conflict(store, path)
+    with open(arguments.file, "xb") as file:
+        for offset in range(0, reader.length, PIECE_BYTES):
+            piece = memoryview(bytearray(min(PIECE_BYTES, reader.length - offset)))
+            reader.read_into(offset, piece)
+            file.write(piece)
+    if arguments.json:
+        print_json({"bytes": reader.length})
+    else:
+        print(f"wrote {format_bytes(reader.length)} to {arguments.file}: {store.where(path)} is as it was")
     return 0
 
 

@@ -33,7 +33,7 @@ FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they 
 # Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has put things away.
 ACQUIRE_S = 1.0
 TICK_S = 0.1
-TICK_BUSY_S = 1.0  # while there are clients: it cannot retire anyway
+TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway
 _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
 
@@ -202,6 +202,7 @@ class Service:
                 return
             if self._connections or not self._engine.is_idle():
                 idle_since = None
+                pause_s = TICK_BUSY_S
                 continue
             now = self._clock.monotonic()
             idle_since = now if idle_since is None else idle_since

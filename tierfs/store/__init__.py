@@ -14,7 +14,7 @@ from tierfs.store.store import Store
 from tierfs.store.url import Location, parse_url
 from tierfs.store.usage import Usage, usage
 from tierfs.store.verify import Damage, VerifyReport, verify
-from tierfs.store.waiting import discard_conflict, level_of, wait
+from tierfs.store.waiting import discard_conflict, level_of, open_conflict, wait
 
 __all__ = [
     "Damage",
@@ -37,6 +37,7 @@ __all__ = [
     "list_directory",
     "load",
     "make_directory",
+    "open_conflict",
     "open_entry",
     "open_store",
     "parse_url",

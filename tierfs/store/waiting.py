@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from tierfs.errors import NotFoundError
 from tierfs.flush.levels import Level
+from tierfs.format.manifest import Manifest
 from tierfs.store.listing import stat
+from tierfs.store.load import Reader, open_manifest
 from tierfs.store.store import Store
 
-__all__ = ["discard_conflict", "level_of", "wait"]
+__all__ = ["discard_conflict", "level_of", "open_conflict", "wait"]
 
 
 def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) -> None:
@@ -35,6 +37,20 @@ def level_of(store: Store, path: str) -> Level:
     if stat(store, path).is_directory:
         raise NotFoundError(f"{store.where(path)} is a directory: levels are a file's", path=path)
     return level
+
+
+def open_conflict(store: Store, path: str) -> Reader:
+    """Open what is kept of this host's own change of ``path`` that somebody else was faster than.
+
+    Raises:
+        NotFoundError: Nothing is, or it was a removal.
+    """
+    draft = store.tiers.kept(path) if store.tiers is not None else None
+    if draft is None or not isinstance(draft.record, Manifest):
+        raise NotFoundError(
+            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists those that are", path=path
+        )
+    return open_manifest(store, path, draft.record)
 
 
 def discard_conflict(store: Store, path: str) -> int:
