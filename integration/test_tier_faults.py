@@ -35,8 +35,11 @@ pytestmark = pytest.mark.filterwarnings("default")
 class Trainer:
     """A process that does what it is told; see `tier_trainer`."""
 
-    def __init__(self, url, options, *steps, shm=None, prefix=()):
+    def __init__(self, url, options, *steps, shm=None, prefix=(), environment=None):
         self.environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        for name in ("TIERFS_RAM", "TIERFS_NVME"):
+            self.environment.pop(name, None)
+        self.environment |= environment or {}
         if shm is not None:
             self.environment["TIERFS_SHM_DIR"] = str(shm)
         argv = [*prefix, sys.executable, str(HERE / "tier_trainer.py"), url, json.dumps(options), *steps]
@@ -300,3 +303,260 @@ def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
     twice = {path for path, times in remote.proxy.stored.items() if times > 1 and "/chunks/" in path}
     # Sent again by the client itself, below tierfs, where it is the same object again.
     assert len(twice) <= 3
+
+
+# -- bytes rot ---------------------------------------------------------------------------------------------------------
+
+
+def shared_memory(state):
+    """The host's own folder in it."""
+    from tierfs.local.host import Host
+
+    return Host(state).segments
+
+
+def damage_chunk(file, number, length, *, at):
+    """Flip a byte of a record where it lies in a slab or in the arena. Returns whether it was there."""
+    content = describing.encode("trainer", number, length)
+    raw = file.read_bytes()
+    start = raw.find(content[at : at + 64])
+    if start < 0:
+        return False
+    with open(file, "r+b") as opened:
+        opened.seek(start + 7)
+        opened.write(bytes((raw[start + 7] ^ 0x40,)))
+    return True
+
+
+def stop_flushers(directory, number=signal.SIGKILL):
+    """End them, with the processes gone when this returns."""
+    for pid in flushers(directory):
+        os.kill(pid, number)
+    began = time.monotonic()
+    while flushers(directory):
+        assert time.monotonic() - began < PATIENCE_S
+        time.sleep(0.02)
+
+
+def arena_of(remote, state):
+    return state / "stores" / remote.store.descriptor.uuid / "nvme.arena"
+
+
+def test_a_damaged_clean_copy_in_the_arena_is_passed_by_and_told_of(remote, state):
+    size = 5 * MIB
+    train(remote.url, remote.options, f"save:f:1:{size}", "wait:f:object:60", "evict:f:ram").sound()
+    assert damage_chunk(arena_of(remote, state), 1, size, at=3 * MIB)
+    ended = train(remote.url, remote.options, "evict:f:ram", "read:f:1", "status", "read:f:1").sound()
+    counters = ended["status"]["status"]["counters"]
+    assert counters["process_nvme_quarantined"] == 1
+    assert "damaged copy" in ended.log
+
+
+def test_a_damaged_pending_file_is_an_error_that_names_it_and_is_never_published(remote, state, tmp_path):
+    size = 5 * MIB
+    remote.options |= {"nvme": "0"}
+
+    def fail():
+        remote.proxy.set("refuse")
+
+    before = [f"save:before:1:{MIB}", "wait::object:60"]
+    ready = tmp_path / "ready"
+    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, [f"save:run/f:2:{size}", "hard-exit"])
+    assert "error" not in ended["save:run/f"]
+    found = [damage_chunk(file, 2, size, at=3 * MIB) for file in shared_memory(state).glob("*.slab")]
+    assert any(found)
+    remote.proxy.set("pass")
+    ready.unlink()
+    ended = train(
+        remote.url, remote.options, "read:run/f:2", "wait:run/f:object:20", f"save:other/g:3:{MIB}",
+        "wait:other/g:object:60", "status", "hard-exit",
+    )  # fmt: skip
+    assert ended["read:run/f"]["error"] == "CorruptionError", ended.said
+    assert "run/f" in ended["read:run/f"]["message"]
+    assert ended["wait:run/f"]["error"] == "CorruptionError", ended.said
+    assert "run/f" in ended["wait:run/f"]["message"]
+    status = ended["status"]["status"]
+    assert [item["path"] for item in status["errors"]] == ["run/f"]
+    fs, root = remote.plain()
+    assert not fs.exists(f"{root}/run/f")
+    remote.assert_holds(**{"other/g": 3})
+
+
+def lose(file):
+    file.unlink()
+
+
+def cut(file):
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def empty(file):
+    os.truncate(file, 0)
+
+
+def scribble(file):
+    with open(file, "r+b") as opened:
+        for page in range(0, file.stat().st_size, 4096):
+            opened.seek(page + 100)
+            opened.write(os.urandom(64))
+
+
+@pytest.mark.parametrize("damage", [lose, cut, empty, scribble], ids=lambda damage: damage.__name__)
+def test_a_damaged_index_is_made_anew_from_the_arena_and_what_was_pending_gets_there(remote, state, tmp_path, damage):
+    remote.options |= {"ram": "128MiB"}
+
+    def fail():
+        remote.proxy.set("refuse")
+
+    before = [f"save:before:1:{MIB}", "wait::object:60"]
+    after = [f"save:x/{number}:{number}:{3 * MIB}:local" for number in range(2, 6)]
+    # Another version of one of them, and a small one.
+    after += [f"save:x/2:20:{2 * MIB}:local", "save:x/small:7:1000:local", "hard-exit"]
+    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, after).sound()
+    assert ended.code == 0
+    stop_flushers(tmp_path)
+    # As after a crash of the host: memory is gone.
+    for slab in shared_memory(state).glob("*.slab"):
+        slab.unlink()
+    damage(arena_of(remote, state).with_name("nvme.db"))
+    remote.proxy.set("pass")
+    reads = ["read:x/2:20", "read:x/3:3", "read:x/small:7"]
+    train(remote.url, remote.options, "wait::object:90", *reads, "status").sound()
+    remote.assert_holds(**{"before": 1, "x/2": 20, "x/3": 3, "x/4": 4, "x/5": 5, "x/small": 7})
+    if damage is not lose:
+        moved = [path.name for path in arena_of(remote, state).parent.glob("nvme.db.damaged-*")]
+        assert moved, "kept for a person to look at"
+
+
+def test_garbage_in_a_slab_that_a_trainer_left_keeps_nobody_from_working(remote, state):
+    train(remote.url, remote.options, f"save:f:1:{MIB}", "wait::object:60", "hard-exit").sound()
+    for slab in shared_memory(state).glob("*.slab"):
+        with open(slab, "r+b") as file:
+            file.write(os.urandom(8192))
+    train(remote.url, remote.options, "read:f:1", f"save:g:2:{MIB}", "wait::object:60", "read:g:2").sound()
+    remote.assert_holds(f=1, g=2)
+
+
+# -- the state directory is no good ------------------------------------------------------------------------------------
+
+
+def local_store(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    return f"tierfs::file://{tmp_path}/store"
+
+
+def open_to_others(state):
+    state.mkdir(mode=0o755)
+    state.chmod(0o755)
+
+
+def of_somebody_else(state):
+    if os.geteuid():
+        pytest.skip("only root can give a directory away")
+    state.mkdir(mode=0o700)
+    os.chown(state, 12345, 12345)
+
+
+@pytest.mark.parametrize("spoil", [open_to_others, of_somebody_else])
+def test_a_state_directory_that_is_not_ones_own_is_an_error_if_asked_for_and_else_passed_by(tmp_path, state, spoil):
+    url = local_store(tmp_path)
+    spoil(state)
+    ended = train(url, {"state_dir": str(state)}, f"save:f:1:{MIB}")
+    assert ended["save:f"]["error"] == "ReadOnlyError"
+    assert f"chmod 700 {state}" in ended["save:f"]["message"]
+    ended = train(url, {}, f"save:f:1:{MIB}", "read:f:1", "ack:f", environment={"TIERFS_STATE_DIR": str(state)})
+    ended.sound()
+    assert ended["ack:f"]["ack"] == "object"
+    assert ended.log.count("is used without local tiers") == 1
+
+
+def test_a_state_directory_that_cannot_be_written_is_an_error_if_asked_for_and_else_passed_by(tmp_path):
+    url = local_store(tmp_path)
+    with mounted(tmp_path / "state", "1m") as state:
+        subprocess.run(["mount", "-o", "remount,ro", str(state)], check=True)
+        ended = train(url, {"state_dir": str(state / "tierfs")}, f"save:f:1:{MIB}")
+        assert ended["save:f"]["error"] in {"ReadOnlyError", "StoreError"}
+        assert str(state) in ended["save:f"]["message"]
+        environment = {"TIERFS_STATE_DIR": str(state / "tierfs")}
+        ended = train(url, {}, f"save:f:1:{MIB}", "read:f:1", "ack:f", environment=environment).sound()
+        assert ended["ack:f"]["ack"] == "object"
+        assert ended.log.count("is used without local tiers") == 1
+        # One that is there, and was this user's before its disk was mounted so.
+        ended = train(url, {"state_dir": str(state)}, f"save:f:1:{MIB}")
+        assert ended["save:f"]["error"] in {"ReadOnlyError", "StoreError"}
+        ended = train(url, {}, f"save:f:1:{MIB}", "read:f:1", environment={"TIERFS_STATE_DIR": str(state)}).sound()
+
+
+# -- clocks, ends, children, containers --------------------------------------------------------------------------------
+
+
+def test_a_clock_that_runs_backwards_changes_nothing(remote):
+    steps = ["patch-clock", *(f"save:x/{number % 2}:{number}:{MIB}" for number in range(1, 8))]
+    train(remote.url, remote.options, *steps, "read:x/1:7", "wait::object:60", "read:x/0:6", "read:x/1:7").sound()
+    remote.assert_holds(**{"x/0": 6, "x/1": 7})
+
+
+def test_a_trainer_that_ends_with_pending_files_says_which_and_that_the_flusher_goes_on(remote, tmp_path):
+    def fail():
+        remote.proxy.set("refuse")
+
+    before = [f"save:before:1:{MIB}", "wait::object:60"]
+    began = time.monotonic()
+    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, [f"save:x/f:2:{MIB}"]).sound()
+    assert time.monotonic() - began < 60
+    assert ended.code == 0
+    assert "x/f" in ended.log
+    assert "the flusher goes on" in ended.log
+    assert len(flushers(tmp_path)) == 1
+    remote.proxy.set("pass")
+    train(remote.url, remote.options, "wait::object:90").sound()
+    remote.assert_holds(**{"x/f": 2})
+
+
+def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, tmp_path):
+    def fail():
+        remote.proxy.set("refuse")
+
+    before = [f"save:before:1:{MIB}", "wait::object:60"]
+    after = [
+        f"save:x/f:2:{3 * MIB}",
+        "fork:read:x/f:2",
+        f"fork:save:x/child:3:{3 * MIB}",
+        "read:x/child:3",
+        "fork:hard-exit",
+        f"save:x/f:4:{3 * MIB}",
+        "read:x/f:4",
+        "hard-exit",
+    ]
+    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, after)
+    failed = [found for found in ended.said.values() if "error" in found]
+    assert not failed, f"{failed}\n{ended.log}"
+    remote.proxy.set("pass")
+    train(remote.url, remote.options, "wait::object:90").sound()
+    remote.assert_holds(**{"x/f": 4, "x/child": 3})
+
+
+@pytest.mark.parametrize("shm", ["shared", "small"])
+def test_a_trainer_in_a_container_shares_the_flusher_outside(remote, tmp_path, state, shm):
+    """Its own process ids and mounts; the state directory is the same, and so is shared memory, or it is its own."""
+    prefix = ["unshare", "--fork", "--pid", "--mount-proc"]
+    tried = subprocess.run([*prefix, "true"], check=False, capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no namespaces can be made here: {tried.stderr.strip()}")
+    remote.options |= {"nvme": "0"}
+    # Outside, a trainer that keeps the flusher busy, so that it is not the container's.
+    train(remote.url, remote.options, f"save:outside:1:{MIB}", "wait::object:60").sound()
+    (outside,) = flushers(tmp_path)
+    with contextlib.ExitStack() as stack:
+        own = None
+        if shm == "small":
+            own = stack.enter_context(mounted(tmp_path / "shm", "8m"))
+        steps = [f"save:x/{number}:{number}:{8 * MIB}" for number in range(3)]
+        reads = [f"read:x/{number}:{number}" for number in range(3)]
+        ended = train(
+            remote.url, remote.options, *steps, *reads, "read:outside:1", "status", "hard-exit", shm=own, prefix=prefix
+        )
+        ended.sound()
+        assert ended["status"]["status"]["flusher"]["pid"] == outside
+    train(remote.url, remote.options, "wait::object:60").sound()
+    remote.assert_holds(**{f"x/{number}": number for number in range(3)})

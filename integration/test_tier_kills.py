@@ -131,7 +131,9 @@ def chosen(points, visits, noise):
     return [
         (step, number)
         for step, numbers in by_step.items()
-        for number in (noise.sample(numbers, 1) if visits == 1 else {numbers[0], *noise.sample(numbers, visits)} if visits else ())
+        for number in (
+            noise.sample(numbers, 1) if visits == 1 else {numbers[0], *noise.sample(numbers, visits)} if visits else ()
+        )
     ]
 
 

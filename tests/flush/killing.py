@@ -164,6 +164,7 @@ def flusher(spec):
     class Budgets:
         ram_bytes: int
         nvme_bytes: int
+        bandwidth: int = 0
 
     host = Host(Path(spec["state"]))
     publisher = StorePublisher(lambda: open_bare(spec))

@@ -1,9 +1,11 @@
 """A store behind local tiers: what was written is seen at once, read from the nearest good copy, and gets down in order."""
 
 import contextlib
+import dataclasses
 import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -324,6 +326,19 @@ def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
     wait(host.store, "a", Level.OBJECT, 60)
     assert load(host.plain(), "a") == data
     assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
+
+
+def test_the_flusher_keeps_to_its_bandwidth(make_host):
+    host = make_host()
+    host.close()
+    host.settings = dataclasses.replace(host.settings, bandwidth=50 * MIB)
+    host.open()
+    begin = time.monotonic()
+    save(host.store, "a", content(BIG))
+    wait(host.store, "a", Level.LOCAL, 20)
+    wait(host.store, "a", Level.OBJECT, 20)
+    assert time.monotonic() - begin > 32 / 50  # the first chunk goes at once
+    assert load(host.plain(), "a") == load(host.store, "a")
 
 
 def test_a_given_up_file_leaves_nothing_behind(host):

@@ -44,7 +44,7 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
 PIECE_BYTES = 16 << 20
-_ONLY_RUN = ("uuid", "ram", "nvme", "linger", "log_format")
+_ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "linger", "log_format")
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -57,10 +57,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "host's own change of URL, where somebody else's stands, to FILE; discard: give it up",
     )
     parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
-    parser.add_argument("file", metavar="FILE", nargs="?", help="for export: the local file to write, which must be new")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="for export: the local file to write, which must be new"
+    )
     parser.add_argument("--state-dir", metavar="DIRECTORY", help="of this host (default: TIERFS_STATE_DIR)")
     parser.add_argument("--ram", metavar="BYTES", help="for run: budget of the ram tier, like 64GiB")
     parser.add_argument("--nvme", metavar="BYTES", help="for run: budget of the nvme tier, like 1TiB")
+    parser.add_argument(
+        "--bandwidth", metavar="BYTES", help="for run: per second to the object tier at most, like 500MB"
+    )
     parser.add_argument(
         "--linger",
         type=float,
@@ -101,7 +106,9 @@ def _location(arguments: argparse.Namespace) -> Location:
     from tierfs.store import TierOptions, parse_url  # noqa: PLC0415 - a flusher that is waited for needs it later
 
     location = parse_url(arguments.url)
-    given = TierOptions(ram=arguments.ram, nvme=arguments.nvme, state_dir=arguments.state_dir)
+    given = TierOptions(
+        ram=arguments.ram, nvme=arguments.nvme, state_dir=arguments.state_dir, bandwidth=arguments.bandwidth
+    )
     return replace(location, tiers=given.over(location.tiers))
 
 
@@ -176,7 +183,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     url, uuid = arguments.url, arguments.uuid
     state = Path(arguments.state_dir or state_directory()).absolute()
     host = Host(state)
-    budgets = _Budgets(parse_size(arguments.ram or 0), parse_size(arguments.nvme or 0))
+    budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
     engine = build_engine(
         host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options))
     )
@@ -187,6 +194,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 class _Budgets:
     ram_bytes: int
     nvme_bytes: int
+    bandwidth: int
 
 
 class _LatePublisher:

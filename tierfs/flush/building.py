@@ -26,7 +26,7 @@ TRANSIT_BYTES = 128 << 20
 
 
 class Budgets(Protocol):
-    """What the tiers may hold."""
+    """What the tiers may hold, and the flusher may send."""
 
     @property
     def ram_bytes(self) -> int:
@@ -35,6 +35,10 @@ class Budgets(Protocol):
     @property
     def nvme_bytes(self) -> int:
         """0 switches the tier off."""
+
+    @property
+    def bandwidth(self) -> int:
+        """Bytes per second to the object tier; 0 for no bound."""
 
 
 def build_engine(
@@ -63,7 +67,7 @@ def build_engine(
     def build() -> Flusher:
         nvme = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
         ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
-        flusher = Flusher(ram, nvme, clock=clock, random=random.random, faults=faults)
+        flusher = Flusher(ram, nvme, clock=clock, random=random.random, bandwidth=budgets.bandwidth, faults=faults)
         if publisher is not None:
             flusher.connect(publisher)
         return flusher

@@ -59,6 +59,7 @@ class Flusher:
         clock: Where time comes from.
         random: Uniform in [0, 1); spreads retries out.
         uploads: Chunks on their way to the object tier at once; each takes two chunks' memory.
+        bandwidth: Bytes of chunks per second that go there at most, before they are encoded; 0 for no bound.
         faults: Called with the name of each ordered step before and after it, for tests to fail there.
     """
 
@@ -70,6 +71,7 @@ class Flusher:
         clock: Clock,
         random: Callable[[], float],
         uploads: int = UPLOADS_MAX,
+        bandwidth: int = 0,
         faults: Callable[[str], None] | None = None,
     ) -> None:
         self.ram = ram
@@ -85,6 +87,8 @@ class Flusher:
         self._chunks = ThreadPoolExecutor(uploads, thread_name_prefix="tierfs-upload")
         self._writes = ThreadPoolExecutor(LOCAL_WRITES_MAX, thread_name_prefix="tierfs-write")
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
+        self._bandwidth = bandwidth
+        self._paced_until = 0.0
         self._settling_since: float | None = None
         self._buffers: list[bytearray] = []
         self._unreadable: set[bytes] = set()  # write ids
@@ -450,6 +454,7 @@ class Flusher:
             for read in self._sources(entry, name, reference):
                 if not read(raw):
                     continue
+                self._pace(row.raw_length)
                 self._fault("before upload.chunk")
                 stored = publisher.put_chunk(raw)
                 self._fault("after upload.chunk")
@@ -470,6 +475,16 @@ class Flusher:
             self._uploaded[int(now)] += count
             for second in [second for second in self._uploaded if second < int(now) - RATE_S]:
                 del self._uploaded[second]
+
+    def _pace(self, count: int) -> None:
+        """Wait until so many bytes more may be sent."""
+        if not self._bandwidth:
+            return
+        with self._changed:
+            start = max(self._clock.monotonic(), self._paced_until)
+            self._paced_until = start + count / self._bandwidth
+        while not self._stopping and (left := start - self._clock.monotonic()) > 0:
+            self._clock.sleep(min(left, SWEEP_S))
 
     def _sources(self, entry: Entry, name: bytes, reference: SlotRef | None) -> Iterable[Callable[[memoryview], bool]]:
         """Where a chunk may be read from, the nearest first. What is read is checked by whoever stores it."""

@@ -215,7 +215,9 @@ class Tiers:
         """The newest change of ``path`` that is kept because somebody else was faster."""
         found = [draft for draft in self._staged((SlotState.CONFLICT,)) if draft.path == path]
         stored = [item for item in self.nvme.drafts_below(path, conflicts=True) if item.path == path]
-        found += [draft for item in stored if item.state == "conflict" and (draft := self._try_stored(item)) is not None]
+        found += [
+            draft for item in stored if item.state == "conflict" and (draft := self._try_stored(item)) is not None
+        ]
         return found[-1] if found else None
 
     @property

@@ -43,6 +43,7 @@ class TierFileSystem(Tiering):
         nvme: The same of the nvme tier.
         state_dir: The state directory.
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
+        bandwidth: Bytes per second that the flusher sends to the object tier at most; that of whoever starts it counts.
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.

@@ -54,6 +54,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         nvme: str | int | None = None,
         state_dir: str | None = None,
         timeout: float | str | None = None,
+        bandwidth: str | int | None = None,
         asynchronous: bool = False,
         loop: Any = None,
         batch_size: int | None = None,
@@ -69,7 +70,9 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         self._create = _flag(create)
         if ack is not None:
             Level.parse(ack)
-        self._tier_options = TierOptions(ack, ram, nvme, None if state_dir is None else os.fspath(state_dir), timeout)
+        self._tier_options = TierOptions(
+            ack, ram, nvme, None if state_dir is None else os.fspath(state_dir), timeout, bandwidth
+        )
         self._target_protocol = target_protocol
         self._target_options = dict(target_options or {})
         if target_protocol is not None:

@@ -154,7 +154,7 @@ class Launcher:
         settings = self._settings
         argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
         argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
-        argv += ["--nvme", str(settings.nvme_bytes)]
+        argv += ["--nvme", str(settings.nvme_bytes), "--bandwidth", str(settings.bandwidth)]
         try:
             return spawn(argv, self._directory / LOG_NAME)
         except OSError as error:

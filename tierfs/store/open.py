@@ -179,7 +179,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     process_local = location.protocol == "memory"
     tiers = None
     if settings.ram_bytes or settings.nvme_bytes:
-        key = (descriptor.uuid, replace(options, ack=None, timeout=None))
+        key = (descriptor.uuid, replace(options, ack=None, timeout=None, bandwidth=None))
         tiers = _tiers.get(key)
         if tiers is None:
             from tierfs.store.localtiers import Target, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while

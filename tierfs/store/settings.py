@@ -17,7 +17,7 @@ from tierfs.flush.levels import Level
 from tierfs.local.host import state_directory
 from tierfs.local.memory import memory_limit
 from tierfs.local.stored import ARENA_FILE
-from tierfs.units import parse_share
+from tierfs.units import parse_share, parse_size
 
 __all__ = ["ResolvedTiers", "TierOptions", "from_environment", "resolve"]
 
@@ -36,6 +36,7 @@ class TierOptions:
         nvme: Budget of the nvme tier of the store.
         state_dir: The state directory.
         timeout: Seconds that a writer waits for room, and for its level.
+        bandwidth: Bytes per second that the flusher sends to the object tier at most.
     """
 
     ack: str | None = None
@@ -43,6 +44,7 @@ class TierOptions:
     nvme: str | int | None = None
     state_dir: str | None = None
     timeout: float | str | None = None
+    bandwidth: str | int | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ class ResolvedTiers:
         nvme_bytes: Budget; 0 switches the tier off.
         directory: The state directory.
         timeout_s: What a writer waits for room, and for its level.
+        bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
     """
 
     ack: Level
@@ -96,6 +99,7 @@ class ResolvedTiers:
     nvme_bytes: int
     directory: Path
     timeout_s: float
+    bandwidth: int = 0
 
 
 def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
@@ -125,6 +129,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         nvme_bytes=parse_share(nvme, _free_bytes(directory)),
         directory=directory.absolute(),
         timeout_s=timeout_s,
+        bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
     )
 
 
