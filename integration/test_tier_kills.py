@@ -4,7 +4,6 @@ After each the next flusher takes up what is there, and what a process was told 
 ``tests/flush/killing.py`` says how; the steps are those that a run without a kill passes.
 """
 
-import json
 import os
 import queue
 import random
@@ -124,16 +123,14 @@ def kill_trainer_alone(case, point):
 
 
 def chosen(points, visits, noise):
-    """So many visits of each step, the first one among them."""
+    """So many visits of each step."""
     by_step = {}
     for step, number in points:
         by_step.setdefault(step, []).append(number)
     return [
         (step, number)
         for step, numbers in by_step.items()
-        for number in (
-            noise.sample(numbers, 1) if visits == 1 else {numbers[0], *noise.sample(numbers, visits)} if visits else ()
-        )
+        for number in noise.sample(numbers, min(visits, len(numbers)))
     ]
 
 
@@ -142,3 +139,167 @@ def test_there_were_enough_kills(kills):
         pytest.skip("not all were asked for")
     print(kills)
     assert sum(kills.values()) >= KILLS_MIN
+
+
+# -- whole hosts -------------------------------------------------------------------------------------------------------
+
+MIXED = [
+    write("run/1/a", MIB, "local"),
+    write("latest", 101, "local"),
+    ["await", "go"],
+    write("run/2/a", MIB, "staged"),
+    write("run/2/b", 1000, "staged"),
+    write("latest", 102, "staged"),
+]
+# Without an nvme tier the writer would publish by itself what is to be `local`.
+STAGED = [[*one[:-1], "staged"] if one[0] == "write" else one for one in MIXED]
+
+
+@pytest.fixture
+def case():
+    """Makes one, on a disk where it is asked for."""
+    made = []
+    with zygotes(1) as (zygote,):
+
+        def make(mode, directory=None):
+            shared = os.environ["TIERFS_SHM_DIR"]
+            made.append(Case(zygote, mode, directory or shared, shared))
+            return made[-1]
+
+        yield make
+        for one in made:
+            one.__exit__(None)
+
+
+def run_until_staged(case, **spec):
+    """Do what comes before the wait; then, with a flusher that does nothing any more, the rest."""
+    go, held = case.file("go"), case.file("held")
+    operations = [["await", str(go)] if one[0] == "await" else one for one in case.mode.operations]
+    hold = ["before arena.write", "before settle.commit", "before publish.record"]
+    flusher = case.start("flusher", hold=hold, held_while=str(held), **spec)
+    trainer = case.start("trainer", leave=str(case.file("leave")), operations=operations, **spec)
+    case.await_done(trainer, 2)
+    held.touch()
+    go.touch()
+    case.await_done(trainer)
+    return flusher, trainer
+
+
+@pytest.mark.parametrize("operations", [MIXED, STAGED], ids=["both tiers", "ram tier"])
+@pytest.mark.parametrize("victims", ["trainer", "flusher", "both"])
+def test_a_kill_9_loses_nothing_that_was_staged(case, victims, operations, tmp_path):
+    case = case(Mode(operations, ram=128 * MIB, nvme=96 * MIB if operations is MIXED else 0), tmp_path)
+    flusher, trainer = run_until_staged(case)
+    if victims != "flusher":
+        trainer.kill()
+    if victims != "trainer":
+        flusher.kill()
+    case.check_right_now(trainer)
+    case.file("held").unlink()
+    if victims != "trainer":
+        flusher = case.start("flusher")
+    if victims == "flusher":
+        case.file("leave").touch()
+        assert trainer.wait() == 0
+    case.check_all_went_down([case.mode.states[-1]], flusher)
+
+
+def test_the_end_of_a_container_keeps_what_is_local_and_what_was_staged_is_not_there_at_all(case, tmp_path):
+    case = case(Mode(MIXED, ram=128 * MIB), tmp_path)
+    for child in run_until_staged(case):
+        child.kill()
+    for path in case.shm.iterdir():
+        shutil.rmtree(path)
+    case.check_all_went_down([case.mode.states[2]], case.start("flusher"))
+    assert not case.logs()
+
+
+def test_a_host_that_is_started_anew_keeps_what_is_local_whatever_lies_in_its_shared_memory(case, tmp_path):
+    """A folder on a disk outlives the kernel; what is in it then is none of the new one's business."""
+    case = case(Mode(MIXED, ram=128 * MIB), tmp_path)
+    for child in run_until_staged(case, boot="0123456789abcdef" * 2):
+        child.kill()
+    assert list(case.shm.rglob("*.slab"))
+    case.check_all_went_down([case.mode.states[2]], case.start("flusher"))
+
+
+RANK = """
+import sys, time
+import fsspec
+url, rank = sys.argv[1:]
+def door(ack):
+    return fsspec.url_to_fs("tierfs::" + url, ack=ack, ram="256MiB", nvme="256MiB")
+fs, root = door("object")
+with fs.open(f"{root}/warm-up-{rank}", "wb") as file:
+    file.write(b"x")
+print(fs._locate(f"{root}/x")[0].tiers.flusher.request("status")["pid"], flush=True)
+sys.stdin.readline()
+fs, root = door("staged")
+with fs.open(f"{root}/run/shard-{rank}", "wb") as file:
+    file.write(rank.encode() * 3_000_000)
+print("staged", flush=True)
+time.sleep(100)
+"""
+
+LAUNCHER = """
+import subprocess, sys, threading
+ranks = [
+    subprocess.Popen([sys.executable, "-c", *sys.argv[1:], str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    for rank in range(2)
+]
+for rank in ranks:
+    print(rank.stdout.readline().decode().strip(), flush=True)
+sys.stdin.readline()
+for rank in ranks:
+    rank.stdin.write(b"go\\n")
+    rank.stdin.flush()
+for rank in ranks:
+    print(rank.stdout.readline().decode().strip(), flush=True)
+threading.Event().wait()
+"""
+
+
+def command(*arguments, **options):
+    done = subprocess.run([sys.executable, "-m", "tierfs.cli", *arguments], check=True, capture_output=True, **options)
+    return done.stdout
+
+
+def test_a_flusher_that_a_rank_started_survives_the_end_of_its_process_group_and_finishes(tmp_path, monkeypatch):
+    """torchrun ends a job by killing the group of its ranks."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    url, tree = f"file://{tmp_path}/store", tmp_path / "store/.tierfs/tree/run"
+    command("init", url)
+    job = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, RANK, url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    stopped = 0
+    try:
+        flushers = {int(job.stdout.readline()) for _ in range(2)}
+        assert len(flushers) == 1, "each rank started one"
+        (flusher,) = flushers
+        assert os.getpgid(flusher) != job.pid
+        # It stands still, so that what comes is certainly not published yet.
+        os.kill(flusher, signal.SIGSTOP)
+        stopped = flusher
+        job.stdin.write(b"go\n")
+        job.stdin.flush()
+        assert [job.stdout.readline() for _ in range(2)] == [b"staged\n"] * 2
+        assert not tree.exists()
+    finally:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        job.stdin.close()
+        job.stdout.close()
+        if stopped:
+            os.kill(stopped, signal.SIGCONT)
+    ends = time.monotonic() + PATIENCE_S
+    while len(list(tree.glob("shard-*"))) < len("01"):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    without = {**os.environ, "TIERFS_RAM": "0", "TIERFS_NVME": "0"}
+    for rank in ("0", "1"):
+        assert command("cat", f"{url}/run/shard-{rank}", env=without) == rank.encode() * 3_000_000
+    command("flusher", "stop", url)

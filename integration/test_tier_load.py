@@ -26,8 +26,8 @@ from tierfs.store import Store, verify
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
-# TIERFS_TEST_LOAD_S=15 for a look, 3600 for a night.
-SECONDS = float(os.environ.get("TIERFS_TEST_LOAD_S", "60"))
+# TIERFS_TEST_LOAD_S=15 for a look, 60 for a minute's, 3600 for a night.
+SECONDS = float(os.environ.get("TIERFS_TEST_LOAD_S", "30"))
 S3_SHARE = 0.4
 PATIENCE_S = 150
 WRITERS, READERS = 8, 4

@@ -73,6 +73,14 @@ def say(spec, **words):
     os.close(fd)
 
 
+def use_boot(boot):
+    """Live in another run of the kernel."""
+    import tierfs.local.newslab
+    import tierfs.local.segmentfile
+
+    tierfs.local.newslab.boot_id = tierfs.local.segmentfile.boot_id = lambda: boot
+
+
 def open_with_tiers(spec, ack="staged"):
     from dataclasses import replace
 
@@ -97,9 +105,12 @@ def trainer(spec):
     from tierfs.flush.levels import Level
     from tierfs.store import Writer, delete, rename
 
+    if spec.get("boot"):
+        use_boot(spec["boot"])
     hook = Hook(spec)
     if spec.get("door"):
-        return through_fsspec(spec, hook)
+        through_fsspec(spec, hook)
+        return
     store = open_with_tiers(spec)
     store.tiers._fault = hook
     for number, (what, *arguments) in enumerate(spec["operations"]):
@@ -159,16 +170,14 @@ def flusher(spec):
     from tierfs.flush.service import Service
     from tierfs.local.host import Host
     from tierfs.store.publishing import StorePublisher
+    from tierfs.store.settings import TierOptions, resolve
 
-    @dataclass
-    class Budgets:
-        ram_bytes: int
-        nvme_bytes: int
-        bandwidth: int = 0
-
+    if spec.get("boot"):
+        use_boot(spec["boot"])
     host = Host(Path(spec["state"]))
     publisher = StorePublisher(lambda: open_bare(spec))
-    budgets = Budgets(spec["ram"], spec["nvme"])
+    options = TierOptions(ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"])
+    budgets = resolve(options, spec["uuid"], host_local=True, process_local=False)
     engine = build_engine(host, spec["uuid"], budgets, lambda _: publisher, publisher=publisher, faults=Hook(spec))
     service = Service(engine, host.store_directory(spec["uuid"]), version=__version__, linger_s=PATIENCE_S)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
@@ -271,7 +280,7 @@ def main():
     import gc
     import sqlite3  # noqa: F401
 
-    import fsspec.implementations.local
+    import fsspec.implementations.local  # noqa: F401
     import numpy as np  # noqa: F401
     import zstandard  # noqa: F401
 
@@ -500,20 +509,22 @@ class Case:
         ends = time.monotonic() + PATIENCE_S
         count = len(self.mode.operations) if count is None else count
         while self.done(trainer) < count:
-            assert time.monotonic() < ends and not trainer.has_ended(0.005), self.logs()
+            assert not trainer.has_ended(0.005), self.logs()
+            assert time.monotonic() < ends, self.logs()
 
     def await_conflict(self, flusher):
         """Until a flusher has said in its log that it keeps one."""
         ends = time.monotonic() + PATIENCE_S
         while not (flusher.log.exists() and "conflict" in flusher.log.read_text()):
-            assert time.monotonic() < ends and not flusher.has_ended(0.005), self.logs()
+            assert not flusher.has_ended(0.005), self.logs()
+            assert time.monotonic() < ends, self.logs()
 
     def object_acknowledged(self, done):
         return [number for number, one in enumerate(self.mode.operations[:done]) if one[-1] == "object"]
 
     def logs(self):
-        texts = [f"--- {child.log.name}\n{child.log.read_text()}" for child in self.children if child.log.exists()]
-        return "\n".join(text for text in texts if text.strip())
+        texts = {child.log.name: child.log.read_text().strip() for child in self.children if child.log.exists()}
+        return "\n".join(f"--- {name}\n{text}" for name, text in texts.items() if text)
 
     def check_right_now(self, trainer):
         """With processes dead, or at work: what the object tier holds is in order."""

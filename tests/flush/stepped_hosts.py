@@ -293,7 +293,6 @@ class SteppedHost:
         self.nvme_trouble = False
         self.unreachable = False
         self.deaths = 0
-        self.log = []
 
     # -- the flusher's life --------------------------------------------------------------------------------------------
 

@@ -81,7 +81,9 @@ def test_a_killed_flusher_without_an_nvme_tier_loses_nothing_either(case, step, 
     kill_flusher(case(WITHOUT), (step, number))
 
 
-@pytest.mark.parametrize(("step", "number"), [("after chunk.seal", 1), ("before draft.seal", 4), ("after draft.seal", 5)])
+@pytest.mark.parametrize(
+    ("step", "number"), [("after chunk.seal", 1), ("before draft.seal", 4), ("after draft.seal", 5)]
+)
 def test_what_a_killed_trainer_had_closed_goes_down_and_the_rest_is_not_there(case, step, number):
     assert kill_trainer(case(WITHOUT), (step, number), held=True)
 
@@ -135,7 +137,9 @@ def test_a_conflict_that_is_kept_in_memory_outlives_flusher_and_trainer(case):
 
 
 def test_a_file_that_is_moved_before_it_is_published_gives_its_memory_back(case):
-    case = case(Mode([write("run/tmp", MIB, "staged"), ["rename", "run/tmp", "run/a", "staged"]], ram=120 * MIB, nvme=0))
+    case = case(
+        Mode([write("run/tmp", MIB, "staged"), ["rename", "run/tmp", "run/a", "staged"]], ram=120 * MIB, nvme=0)
+    )
     case.file("held").touch()
     flusher = case.start("flusher", hold=HOLD, held_while=str(case.file("held")))
     trainer = case.start("trainer", leave=str(case.file("leave")))

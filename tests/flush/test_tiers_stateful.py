@@ -918,3 +918,15 @@ def test_what_was_held_for_a_large_file_is_given_up_when_the_file_is_published(l
     for _ in range(10):
         little.work(host=0, count=1)
     assert little.hosts[0].flusher.nvme.usage().dirty_bytes == 0
+
+
+def test_waiting_ends_even_if_the_flusher_says_done_what_is_not(world, monkeypatch):
+    monkeypatch.setattr(world.hosts[0], "request", lambda *_, **__: {})
+    world.clock.meanwhile = lambda: None
+    trainer = world.hosts[0].trainers[0]
+    trainer.store.ack_timeout_s = 5.0
+    world.doings.append(world.doing(0, trainer, {"a": b"x"}))
+    writer = Writer(trainer.store, "a", level=Level.LOCAL)
+    writer.write(b"x")
+    with pytest.raises(TimeoutError, match="does not know of it"):
+        writer.commit()

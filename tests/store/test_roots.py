@@ -5,6 +5,7 @@ import shutil
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from tierfs.format import keys
 from tierfs.objects import LocalObjects, MemoryObjects
 from tierfs.store import (
     Store,
+    TierOptions,
     WriteMode,
     delete,
     find,
@@ -49,6 +51,15 @@ def test_a_store_around_another_one_is_refused(tmp_path):
         tierfs.init(f"file://{tmp_path}/run")
     with pytest.raises(InvalidInputError, match=r"run/step_1 is a store"):
         open_store(parse_url(f"file://{tmp_path}/run/top"), create=True)
+
+
+def test_a_state_directory_that_is_no_good_is_not_taken_for_a_store_that_is_not_there(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    (tmp_path / "state").mkdir(mode=0o755)
+    (tmp_path / "state").chmod(0o755)
+    options = TierOptions(ram="64MiB", state_dir=str(tmp_path / "state"))
+    with pytest.raises(ReadOnlyError, match=r"chmod 700"):
+        open_store(replace(parse_url(f"file://{tmp_path}/store/a"), tiers=options))
 
 
 def test_a_store_that_was_deleted_takes_no_more_writes(tmp_path):

@@ -466,7 +466,13 @@ class Flusher:
                 _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
         finally:
             self._give_buffer(buffer)
-        entry.rows[index] = publisher.find_chunk(row)
+        try:
+            entry.rows[index] = publisher.find_chunk(row)
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
+                path=entry.path,
+            ) from error
 
     def _count_upload(self, count: int) -> None:
         now = self._clock.monotonic()

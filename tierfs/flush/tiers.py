@@ -36,6 +36,7 @@ from tierfs.local.stored import StoredDraft
 __all__ = ["Caller", "ChunkBuffer", "Pending", "Tiers"]
 
 DECODED_MAX = 4096
+ASK_AGAIN_S = 0.05  # a flusher that does not know of what is waited for
 # Reading less than a quarter of a chunk is no reason to fetch all of it.
 WHOLE_FRACTION = 4
 HOUSEKEEPING_S = 1.0
@@ -163,6 +164,7 @@ class Tiers:
         self._decoded: dict[tuple[str, int, int], Draft] = {}
         self._said: set[str] = set()
         self._ended = threading.Event()
+        self._starting = threading.Thread()  # has a flusher started
         self._unseen: frozenset[str] = frozenset()  # what could not be looked into the last time
 
     def __repr__(self) -> str:
@@ -374,7 +376,11 @@ class Tiers:
         """
         # Slabs without a file are safe from this process's end only once the flusher has them.
         if not wait and not self._descriptors() and not self.flusher.is_running():
-            threading.Thread(target=self.announce, name="tierfs-announce", daemon=True).start()
+            with self._lock:
+                # One that is starting up looks at everything that is sealed by then.
+                if not self._starting.is_alive():
+                    self._starting = threading.Thread(target=self.announce, name="tierfs-announce", daemon=True)
+                    self._starting.start()
             return
         self._fault("before announce")
         try:
@@ -449,6 +455,9 @@ class Tiers:
             found = self.pending(path) if write_id is not None else None
             if found is None or found.draft.write_id != write_id or found.level >= level:
                 return
+            if left == 0:
+                raise TimeoutError(f"{path} has not reached {level.label!r} yet, and the flusher does not know of it")
+            self._clock.sleep(ASK_AGAIN_S)
 
     def level(self, path: str) -> Level:
         """What the newest write of ``path`` on this host has reached."""

@@ -65,7 +65,7 @@ def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | 
     for ancestor in _ancestors(location)[1:]:
         try:
             outer = _open_root(location, ancestor)
-        except (NotFoundError, ReadOnlyError):
+        except (NotFoundError, _RefusedError):
             continue
         raise InvalidInputError(f"{location.url} lies inside the store {outer.url}: use that one", path=location.url)
     return _create(location, location.path, kind)
@@ -85,7 +85,8 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
 
     Raises:
         StoreNotFoundError: There is none.
-        ReadOnlyError: Looking further up was refused: the message names the root to give.
+        ReadOnlyError: Looking further up was refused: the message names the root to give. Or the state directory is
+            not ours to use, and local tiers were asked for.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
         StoreError: It failed.
     """
@@ -100,7 +101,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
             store = _open_root(location, root)
         except NotFoundError:
             continue
-        except ReadOnlyError:
+        except _RefusedError:
             refused = refused or root
             continue
         return store, _relative(root, location.path)
@@ -159,6 +160,10 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
         return store
 
 
+class _RefusedError(Exception):
+    """A root may not be looked into. Not to be mixed up with local tiers that may not be used."""
+
+
 def _open_root(location: Location, root: str) -> Store:
     key = (_token(location), root)
     known = _stores.get(key)
@@ -166,7 +171,10 @@ def _open_root(location: Location, root: str) -> Store:
         return known
     objects = connect(location.protocol, root, location.options)
     url = f"{location.protocol}://{root}"
-    descriptor = read_descriptor(objects, url)
+    try:
+        descriptor = read_descriptor(objects, url)
+    except ReadOnlyError as error:
+        raise _RefusedError(root) from error
     with _lock:
         if key not in _stores:
             _stores[key] = _make(location, objects, descriptor, url)
