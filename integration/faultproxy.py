@@ -20,7 +20,7 @@ class FaultProxy:
     Attributes:
         port: Where it listens; the same in every mode.
         mode: ``"pass"``, ``"hang"``: requests are read and never answered, ``"unavailable"``: they are answered 503,
-            ``"lose"``: those that ``loses`` selects are carried out, and the connection is dropped instead of an answer.
+            ``"no-puts"``: those that would store something are, ``"lose"``: those that ``loses`` selects are carried out, and the connection is dropped instead of an answer.
         loses: By method and path.
         seen: Requests by method, whatever became of them.
         lost: How many answers were lost.
@@ -142,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
             self.close_connection = True
             return
-        if proxy.mode == "unavailable":
+        if proxy.mode == "unavailable" or (proxy.mode == "no-puts" and self.command == "PUT"):
             self.send_response(503)
             self.send_header("Content-Length", "0")
             self.end_headers()

@@ -208,10 +208,8 @@ def test_where_shared_memory_is_full_slabs_are_handed_to_the_flusher_and_outlive
     with mounted(tmp_path / "shm", "64m") as shm:
         remote.options |= {"ram": "512MiB", "nvme": nvme}
         saves = [f"save:f{number}:{number}:{8 * MIB}" for number in range(12)]
-        refuse = functools.partial(remote.proxy.set, "refuse")
-        first, steps = [f"save:first:100:{MIB}"], [*saves, "status", "kill"]
-        ended = train_in_two(tmp_path, remote.url, remote.options, first, refuse, steps, shm=shm)
-        ended.sound()
+        remote.proxy.set("no-puts")
+        ended = train(remote.url, remote.options, *saves, "status", "kill", shm=shm).sound()
         assert ended.code == -signal.SIGKILL
         assert ended.log.count("has no room for a segment") == 1, "said, and once"
         ram = ended["status"]["status"]["tiers"]["ram"]
@@ -248,7 +246,7 @@ def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_mem
     with mounted(tmp_path / "state", "80m") as state:
         remote.options |= {"nvme": "64MiB"}
         before = [f"save:f:1:{8 * MIB}", "wait:f:object:60"]
-        after = [f"save:g:2:{8 * MIB}", f"save:h:3:{4 * MIB}", "wait:g:object:60", "wait:h:object:60", "status"]
+        after = [f"save:g:2:{8 * MIB}", f"save:h:3:{4 * MIB}", "wait:g:object:30", "wait:h:object:5", "status"]
         full = functools.partial(fill, state)
         ended = train_in_two(tmp_path, remote.url, remote.options, before, full, after)
         print(ended.said, ended.log)
@@ -293,6 +291,19 @@ def test_while_the_object_tier_is_away_saves_go_on_and_get_there_when_it_is_back
     remote.assert_holds(**{"before": 1, "x/2": 2, "x/3": 3})
     ended = train(remote.url, remote.options, "status")
     assert ended["status"]["status"]["conflicts"] == []
+
+
+def test_a_store_that_the_host_knows_is_opened_while_its_object_tier_is_away(remote):
+    """A trainer that is started again reads what is pending, and goes on."""
+    remote.proxy.set("no-puts")
+    train(remote.url, remote.options, f"save:x/1:1:{3 * MIB}", "hard-exit").sound()
+    remote.proxy.set("refuse")
+    steps = ["read:x/1:1", "ack:x/1", f"save:x/2:2:{3 * MIB}", f"save:x/1:3:{MIB}", "read:x/1:3", "hard-exit"]
+    ended = train(remote.url, remote.options, *steps)
+    remote.proxy.set("pass")
+    ended.sound()
+    train(remote.url, remote.options, "wait::object:60").sound()
+    remote.assert_holds(**{"x/1": 3, "x/2": 2})
 
 
 def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
@@ -359,12 +370,9 @@ def test_a_damaged_pending_file_is_an_error_that_names_it_and_is_never_published
     size = 5 * MIB
     remote.options |= {"nvme": "0"}
 
-    def fail():
-        remote.proxy.set("refuse")
-
-    before = [f"save:before:1:{MIB}", "wait::object:60"]
-    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, [f"save:run/f:2:{size}", "hard-exit"])
-    assert "error" not in ended["save:run/f"]
+    train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+    remote.proxy.set("no-puts")
+    train(remote.url, remote.options, f"save:run/f:2:{size}", "hard-exit").sound()
     stop_flushers(tmp_path)  # it may have a sound copy on its way
     found = [damage_chunk(file, 2, size, at=3 * MIB) for file in shared_memory(state).glob("*.slab")]
     assert any(found)
@@ -407,15 +415,12 @@ def scribble(file):
 def test_a_damaged_index_is_made_anew_from_the_arena_and_what_was_pending_gets_there(remote, state, tmp_path, damage):
     remote.options |= {"ram": "128MiB"}
 
-    def fail():
-        remote.proxy.set("refuse")
-
-    before = [f"save:before:1:{MIB}", "wait::object:60"]
+    train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+    remote.proxy.set("no-puts")
     after = [f"save:x/{number}:{number}:{3 * MIB}:local" for number in range(2, 6)]
     # Another version of one of them, and a small one.
     after += [f"save:x/2:20:{2 * MIB}:local", "save:x/small:7:1000:local", "hard-exit"]
-    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, after).sound()
-    assert ended.code == 0
+    train(remote.url, remote.options, *after).sound()
     stop_flushers(tmp_path)
     # As after a crash of the host: memory is gone.
     for slab in shared_memory(state).glob("*.slab"):
@@ -499,13 +504,11 @@ def test_a_clock_that_runs_backwards_changes_nothing(remote):
 
 
 def test_a_trainer_that_ends_with_pending_files_says_which_and_that_the_flusher_goes_on(remote, tmp_path):
-    def fail():
-        remote.proxy.set("refuse")
-
     remote.options |= {"nvme": "0"}
-    before = [f"save:before:1:{MIB}", "wait::object:60"]
+    train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+    remote.proxy.set("no-puts")
     began = time.monotonic()
-    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, [f"save:x/f:2:{MIB}"]).sound()
+    ended = train(remote.url, remote.options, f"save:x/f:2:{MIB}").sound()
     assert time.monotonic() - began < 60
     assert ended.code == 0
     assert "x/f" in ended.log
@@ -516,11 +519,19 @@ def test_a_trainer_that_ends_with_pending_files_says_which_and_that_the_flusher_
     remote.assert_holds(**{"x/f": 2})
 
 
-def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, tmp_path):
-    def fail():
-        remote.proxy.set("refuse")
+def test_a_trainer_whose_object_tier_ends_with_it_is_kept_until_all_is_there(tmp_path, state):
+    options = {"create": True, "ack": "staged", "ram": "128MiB", "nvme": "64MiB", "state_dir": str(state)}
+    began = time.monotonic()
+    ended = train("tierfs::memory://run", options, *(f"save:x/{number}:{number}:{MIB}" for number in range(8))).sound()
+    assert time.monotonic() - began < 60
+    assert ended.code == 0
+    assert "are not in" not in ended.log
+    assert flushers(tmp_path) == []
 
-    before = [f"save:before:1:{MIB}", "wait::object:60"]
+
+def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, tmp_path):
+    train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+    remote.proxy.set("no-puts")
     after = [
         f"save:x/f:2:{3 * MIB}",
         "fork:read:x/f:2",
@@ -531,7 +542,7 @@ def test_a_child_of_a_trainer_that_has_pending_writes_disturbs_nothing(remote, t
         "read:x/f:4",
         "hard-exit",
     ]
-    ended = train_in_two(tmp_path, remote.url, remote.options, before, fail, after)
+    ended = train(remote.url, remote.options, *after)
     failed = [found for found in ended.said.values() if "error" in found]
     assert not failed, f"{failed}\n{ended.log}"
     remote.proxy.set("pass")
@@ -563,3 +574,30 @@ def test_a_trainer_in_a_container_shares_the_flusher_outside(remote, tmp_path, s
         assert ended["status"]["status"]["flusher"]["pid"] == outside
     train(remote.url, remote.options, "wait::object:60").sound()
     remote.assert_holds(**{f"x/{number}": number for number in range(3)})
+
+
+def test_a_trainer_in_a_container_sees_what_is_pending_in_memory_without_a_file(remote, tmp_path):
+    prefix = ["unshare", "--fork", "--pid", "--mount-proc"]
+    tried = subprocess.run([*prefix, "true"], check=False, capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"no namespaces can be made here: {tried.stderr.strip()}")
+    remote.options |= {"nvme": "0"}
+    with mounted(tmp_path / "shm", "8m") as shm:
+        remote.proxy.set("no-puts")
+        go = tmp_path / "done"
+        outside = Trainer(
+            remote.url,
+            remote.options,
+            f"save:x/f:2:{8 * MIB}",
+            f"touch:{tmp_path}/saved",
+            f"await:{go}",
+            "hard-exit",
+            shm=shm,
+        )
+        while not (tmp_path / "saved").exists():
+            assert outside.process.poll() is None
+            time.sleep(0.02)
+        ended = train(remote.url, remote.options, "read:x/f:2", "hard-exit", shm=shm, prefix=prefix)
+        go.touch()
+        outside.end().sound()
+        ended.sound()

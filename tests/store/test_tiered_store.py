@@ -11,6 +11,7 @@ import pytest
 
 from tierfs.digest import DigestKind
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, InvalidInputError, NotFoundError, StoreError
+from tierfs.flush.flusher import Flusher
 from tierfs.flush.levels import Level
 from tierfs.local.slab import SlotKind, SlotState
 from tierfs.objects.memory import MemoryObjects
@@ -315,6 +316,36 @@ def test_what_was_closed_after_a_conflict_in_its_directory_is_held_back(make_hos
     discard_conflict(here.store, "run/shard")
     wait(here.store, "", Level.OBJECT, 30)
     assert load(here.plain(), "latest") == b"names the run"
+
+
+def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(host, monkeypatch):
+    writer = Writer(host.store, "d/b", level=Level.OBJECT)
+    writer.write(content(MIB))
+    monkeypatch.setattr(Flusher, "_next", lambda _: None)
+    save(host.store, "d/a", content(MIB))
+    host.store.ack_timeout_s = 0.2
+    with pytest.raises(TimeoutError):
+        writer.commit()
+    assert find(host.plain(), "") == []
+    monkeypatch.undo()
+    wait(host.store, "", Level.OBJECT, 20)
+    assert [entry.path for entry in find(host.plain(), "d")] == ["d/a", "d/b"]
+
+
+def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_host, monkeypatch):
+    here, there = make_host("here", nvme=0), make_host("there")
+    data = content(3 * MIB)
+    monkeypatch.setattr(Flusher, "_next", lambda _: None)
+    save(here.store, "d/a", data)
+    copy(here.store, "d/a", "b")
+    save_at(there.store, "d/a", b"theirs", Level.OBJECT)
+    monkeypatch.undo()
+    with pytest.raises(ConflictError):
+        wait(here.store, "d/a", Level.OBJECT, 20)
+    discard_conflict(here.store, "d/a")
+    wait(here.store, "", Level.OBJECT, 20)
+    assert load(here.plain(), "b") == data
+    assert status(here.store)["tiers"]["ram"]["dirty_bytes"] == 0
 
 
 def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):

@@ -65,6 +65,8 @@ class Draft:
         slots: Per row of a manifest, which slot holds its chunk for this draft; ``None`` for a chunk that lies elsewhere.
         after: Write id of a draft that has to be published before, wherever it lies: a file that was moved is there
             before it is gone where it was.
+        boot: The run of the kernel in which it was closed.
+        stamp_ns: When, on that run's monotonic clock: what drafts are published in the order of.
     """
 
     path: str
@@ -72,6 +74,8 @@ class Draft:
     base: Base
     slots: tuple[SlotRef | None, ...] = ()
     after: bytes | None = None
+    boot: str = ""
+    stamp_ns: int = 0
 
     @property
     def write_id(self) -> bytes:
@@ -91,6 +95,17 @@ class Draft:
         kind = self.record.digest_kind
         return tuple(local_name(kind, row.name.digest) for row in self.record.rows)
 
+    def turn(self, boot: str, number: int = 0) -> tuple[int, int, int]:
+        """When it was closed, as something to compare.
+
+        Args:
+            boot: The run of the kernel now. What was closed in an earlier one comes first.
+            number: Its number in the nvme tier, which those are ordered by.
+        """
+        if self.boot != boot:
+            return (0, number, 0)
+        return (1, self.stamp_ns, int.from_bytes(self.write_id[:8], "big"))
+
     def encode(self) -> bytes:
         """The bytes that a slab and ``nvme.db`` hold."""
         base: dict[str, str] = {}
@@ -99,7 +114,8 @@ class Draft:
         if self.base.write_id is not None:
             base["write_id"] = self.base.write_id.hex()
         after = self.after.hex() if self.after is not None else ""
-        head = json.dumps({"path": self.path, "base": base, "after": after}).encode()
+        closed = {"boot": self.boot, "stamp_ns": self.stamp_ns}
+        head = json.dumps({"path": self.path, "base": base, "after": after, **closed}).encode()
         record = self.record.encode(self.path)
         out = bytearray(_HEAD.pack(_MAGIC, DRAFT_VERSION, 0, len(head), len(record), len(self.slots)))
         out += head + record
@@ -143,7 +159,9 @@ class Draft:
             slots.append(None if (segment, index, serial) == _NO_SLOT else SlotRef(segment.hex(), index, serial))
         write_id = bytes.fromhex(base["write_id"]) if "write_id" in base else None
         after = bytes.fromhex(head["after"]) or None
-        return cls(path, record, Base(base.get("version"), write_id), tuple(slots), after)
+        return cls(
+            path, record, Base(base.get("version"), write_id), tuple(slots), after, head["boot"], head["stamp_ns"]
+        )
 
 
 def local_name(kind: digest.DigestKind, chunk_digest: bytes) -> bytes:

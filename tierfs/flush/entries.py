@@ -22,8 +22,7 @@ class Entry:
 
     Attributes:
         draft: What is to be published.
-        turn: When its file was closed, comparable within the host: drafts that were found in the nvme tier first, by
-            their number there, then those from slabs, by their stamp, segments' serials telling equal stamps apart.
+        turn: When its file was closed: see `Draft.turn`.
         slot: Where it lies in a slab; ``None`` once the slab is not needed for it any more.
         number: Of its row in ``nvme.db``; ``None`` before it is there.
         level: What it has reached.

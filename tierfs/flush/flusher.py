@@ -32,6 +32,7 @@ from tierfs.flush.publisher import Publisher
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.nvme import ChunksGoneError, NvmeTier
 from tierfs.local.ram import RamTier
+from tierfs.local.segmentfile import boot_id
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["Flusher"]
@@ -91,6 +92,7 @@ class Flusher:
         self._paced_until = 0.0
         self._settling_since: float | None = None
         self._buffers: list[bytearray] = []
+        self._boot = boot_id()
         self._unreadable: set[bytes] = set()  # write ids
         self._lost: dict[int, str] = {}  # paths of those in the nvme tier, by number
         self._holders: set[str] = set()  # files that are being written and have chunks in the nvme tier already
@@ -172,7 +174,13 @@ class Flusher:
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
-                entry = Entry(draft, (0, stored.seq, 0), self._clock.monotonic(), number=stored.seq, settled=True)
+                entry = Entry(
+                    draft,
+                    draft.turn(self._boot, stored.seq),
+                    self._clock.monotonic(),
+                    number=stored.seq,
+                    settled=True,
+                )
                 entry.level = self._local_level
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
@@ -210,7 +218,7 @@ class Flusher:
                 now = segment.slot(slot.index)
                 if now is None or now.serial != slot.serial or now.state not in (SlotState.SEALED, SlotState.CONFLICT):
                     return
-                turn = (1, slot.stamp_ns, slot.serial)
+                turn = draft.turn(self._boot)
                 entry = Entry(draft, turn, self._clock.monotonic(), slot=slot, settled=now.state is SlotState.CONFLICT)
                 if now.state is SlotState.CONFLICT:
                     entry.fail(ConflictError(self._kept(draft.path), path=draft.path), float("inf"))
@@ -268,14 +276,7 @@ class Flusher:
         return True
 
     def _passes_by(self, entry: Entry) -> bool:
-        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
-
-        Or because one does that has to be published before: those in the nvme tier are taken for older than those in
-        slabs, and are there still when those are gone.
-        """
-        with self._changed:
-            if any(other.slot is not None and not other.conflict for other in self._entries.before(entry)):
-                return True
+        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier."""
         if entry.draft.length <= self._nvme_bytes // 2:
             return False
         self.counters["nvme_passed_by"] += 1
@@ -314,20 +315,34 @@ class Flusher:
             self._holders.discard(holder)
 
     def _copy_chunks(self, nvme: NvmeTier, draft: Draft) -> list[bytes]:
-        """Write a draft's chunks to the arena. Returns the names of those that lie in no slab for it."""
+        """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
         others, tasks = [], []
-        for name, reference in zip(draft.names, draft.slots, strict=True):
+        rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
+        for name, reference, row in zip(draft.names, draft.slots, rows, strict=True):
             chunk = None if reference is None else self._chunk(reference)
+            if chunk is None and not nvme.has(name):
+                chunk = self.ram.find(name)
             if chunk is not None:
                 tasks.append(self._writes.submit(self._copy_down, nvme, chunk))
-            elif reference is None:
+            elif row.stored_length or self._is_published(draft, row):
                 others.append(name)
             elif not nvme.has(name):
-                raise CorruptionError(f"{draft.path}: a chunk of it is not in its slab", path=draft.path, tier="ram")
+                raise CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
         errors = [error for error in (task.exception() for task in tasks) if error is not None]
         if errors:
             raise errors[0]
         return others
+
+    def _is_published(self, draft: Draft, row: Row) -> bool:
+        """Whether the object tier has a chunk that this draft took over from another one, published meanwhile."""
+        publisher = self._publisher
+        if publisher is None:
+            raise StoreError("the flusher has no way to the object tier yet", transient=True)
+        try:
+            publisher.find_chunk(row)
+        except CorruptionError:
+            return False
+        return True
 
     def _copy_down(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
         """Write one slot's chunk to the arena; it is not durable before the next commit."""
@@ -344,7 +359,7 @@ class Flusher:
         self._fault("before release.chunks")
         for name, reference in zip(draft.names, draft.slots, strict=True):
             chunk = None if reference is None else self._chunk(reference)
-            if chunk is not None and not (discarded and self._is_lent(draft, name)):
+            if chunk is not None and not (discarded and self._is_lent(draft, name, reference)):
                 chunk.segment.mark(chunk, SlotState.CLEAN)
         self._fault("before release.draft")
         slot.segment.mark(slot, SlotState.CLEAN)
@@ -356,16 +371,14 @@ class Flusher:
         slot = None if segment is None else segment.slot(reference.index)
         return slot if slot is not None and slot.serial == reference.serial else None
 
-    def _is_lent(self, draft: Draft, name: bytes) -> bool:
-        """Whether another draft relies on this one's slot: a copy of a file that was not published yet, without nvme."""
-        if self.nvme is not None:
-            return False
+    def _is_lent(self, draft: Draft, name: bytes, reference: SlotRef | None) -> bool:
+        """Whether another draft in a slab relies on this one's slot: a copy of a file that was not published yet."""
         with self._changed:
             return any(
-                name == other and reference is None
+                name == other and theirs in {None, reference}
                 for entry in self._entries
-                if entry.draft is not draft
-                for other, reference in zip(entry.draft.names, entry.draft.slots, strict=True)
+                if entry.draft is not draft and entry.slot is not None
+                for other, theirs in zip(entry.draft.names, entry.draft.slots, strict=True)
             )
 
     # -- step 3 to 5: to the object tier -------------------------------------------------------------------------------

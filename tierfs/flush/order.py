@@ -14,7 +14,7 @@ from typing import TypeAlias
 __all__ = ["ClosingOrder", "Turn"]
 
 Turn: TypeAlias = tuple[int, int, int]
-"""When a file was closed, as something to compare: see `Entry.turn`."""
+"""When a file was closed, as something to compare: see `Draft.turn`."""
 
 
 class ClosingOrder:

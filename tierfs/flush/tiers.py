@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,6 +30,7 @@ from tierfs.format.ranges import BlockTargets
 from tierfs.local.arena import no_faults
 from tierfs.local.nvme import NvmeReader
 from tierfs.local.ram import RamTier
+from tierfs.local.segmentfile import boot_id
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 from tierfs.local.stored import StoredDraft
 
@@ -42,6 +43,8 @@ WHOLE_FRACTION = 4
 HOUSEKEEPING_S = 1.0
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
+# What a draft grows by when it is closed.
+STAMP_BYTES = 64
 DESCRIPTORS_MAX = 8
 _logger = logging.getLogger("tierfs.flush")
 
@@ -164,6 +167,7 @@ class Tiers:
         self._decoded: dict[tuple[str, int, int], Draft] = {}
         self._said: set[str] = set()
         self._ended = threading.Event()
+        self._boot = boot_id()
         self._starting = threading.Thread()  # has a flusher started
         self._unseen: frozenset[str] = frozenset()  # what could not be looked into the last time
 
@@ -179,12 +183,11 @@ class Tiers:
             CorruptionError: There is one, and it cannot be read; what was there before is no answer.
         """
         staged = [draft for draft in self._staged() if draft.path == path]
-        stored = self.nvme.draft(path)
-        if not staged:
-            return None if stored is None else Pending(self._decode_stored(stored), self._stored_level)
-        # Until its slot is marked clean it is found in both.
-        is_stored = stored is not None and stored.write_id == staged[-1].write_id
-        return Pending(staged[-1], self._stored_level if is_stored else Level.STAGED)
+        item = self.nvme.draft(path)
+        stored = None if item is None else self._decode_stored(item)
+        if stored is not None and (not staged or not self._is_newer(staged[-1], stored)):
+            return Pending(stored, self._stored_level)
+        return Pending(staged[-1], Level.STAGED) if staged else None
 
     def pending_below(self, path: str) -> dict[str, Pending]:
         """The newest draft of every path that is, or lies below, ``path``; all of them for ``""``.
@@ -193,12 +196,17 @@ class Tiers:
         """
         staged = [draft for draft in self._staged() if _is_below(draft.path, path)]
         stored = self.nvme.drafts_below(path)
-        known = {item.write_id for item in stored}
         readable = [(item.path, self._try_stored(item)) for item in stored]
         found = {name: Pending(draft, self._stored_level) for name, draft in readable if draft is not None}
         for draft in staged:
-            found[draft.path] = Pending(draft, self._stored_level if draft.write_id in known else Level.STAGED)
+            other = found.get(draft.path)
+            if other is None or self._is_newer(draft, other.draft):
+                found[draft.path] = Pending(draft, Level.STAGED)
         return found
+
+    def _is_newer(self, draft: Draft, other: Draft) -> bool:
+        """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""
+        return draft.turn(self._boot) > other.turn(self._boot)
 
     def is_settled(self, path: str) -> bool:
         """Whether nothing at or below ``path`` is pending, nor kept as a conflict."""
@@ -357,13 +365,15 @@ class Tiers:
         Raises:
             CapacityError: There is no room for it, and none came in time.
         """
-        data = draft.encode()
+        room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
-        slot = self.ram.take(SlotKind.DRAFT, len(data), timeout_s=self._capacity_timeout_s, on_wait=self._nudge)
+        slot = self.ram.take(SlotKind.DRAFT, room, timeout_s=self._capacity_timeout_s, on_wait=self._nudge)
         self._fault("after draft.take")
+        stamp_ns = self._stamp()
+        data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
         slot.segment.view(slot)[: len(data)] = data
         self._fault("before draft.seal")
-        slot.segment.seal(slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=self._stamp())
+        slot.segment.seal(slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns)
         self._fault("after draft.seal")
 
     def announce(self, *, wait: bool = True) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tierfs.errors import AlreadyExistsError, NotFoundError
+from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
 from tierfs.store.delete import bury
 from tierfs.store.listing import Entry, stat
 from tierfs.store.load import expand_rows, open_entry
 from tierfs.store.records import Observed, observe
 from tierfs.store.save import Writer, learn_rows, refuse_foreign, settle
+from tierfs.store.staging import is_staged
 from tierfs.store.staging import replace as replace_record
 from tierfs.store.store import Store
 
@@ -84,7 +86,7 @@ def _place(
     """Write a manifest's copy. Returns its write id if it is pending."""
     if target.manifest is None:
         refuse_foreign(store, target.path)
-    staged = source.draft is not None or target.draft is not None
+    staged = source.draft is not None or target.draft is not None or is_staged(store, target.path, Level.OBJECT)
     if staged:
         # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
         table, indirect = expand_rows(store, manifest, source.path), False
@@ -99,7 +101,7 @@ def _place(
         rows=table,
         indirect=indirect,
     )
-    replace_record(store, target, moved, staged=staged)
+    replace_record(store, target, moved, staged=staged, slots=source.slots)
     return moved.write_id if staged else None
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.flush.draft import SlotRef
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
@@ -42,6 +43,7 @@ class Observed:
         record: The record, or ``None`` where there was none.
         version: Of the record in the object tier, or ``None`` where there was none.
         draft: Write id of the draft of this host that the record is, or ``None`` where the object tier has it.
+        slots: Of that draft: where slabs hold its chunks.
     """
 
     path: str
@@ -49,6 +51,7 @@ class Observed:
     record: Record | None
     version: Version | None
     draft: bytes | None = None
+    slots: tuple[SlotRef | None, ...] = ()
 
     @property
     def manifest(self) -> Manifest | None:
@@ -72,7 +75,7 @@ def observe(store: Store, path: str) -> Observed:
     key = keys.record_key(path)
     pending = store.tiers.pending(path) if store.tiers is not None else None
     if pending is not None:
-        return Observed(path, key, pending.draft.record, None, pending.draft.write_id)
+        return Observed(path, key, pending.draft.record, None, pending.draft.write_id, pending.draft.slots)
     return _observe(store, path, key)
 
 

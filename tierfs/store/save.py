@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tierfs.digest import CHUNK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.flush.draft import SlotRef
 from tierfs.flush.levels import Level
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
@@ -103,6 +104,7 @@ class Writer:
         self._small = bytearray()
         self._sink: ObjectSink | SlabSink | None = None
         self._kept: list[Row] = []
+        self._kept_slots: list[SlotRef | None] = []
         self._done = False
         self._is_done = False
         self.length = 0
@@ -175,9 +177,11 @@ class Writer:
         try:
             rows = self._finish_rows()
             manifest = self._manifest(rows)
+            # Asked again: something may have been closed in this directory since, and has to be published before.
+            self._staged = self._staged or is_staged(self._store, self.path, self._level)
             if self._staged:
-                slots = self._sink.slots if isinstance(self._sink, SlabSink) else []
-                seal(self._store, self._observed, manifest, slots=[*(None for _ in self._kept), *slots])
+                slots = [*self._kept_slots, *self._sink.slots] if isinstance(self._sink, SlabSink) else ()
+                seal(self._store, self._observed, manifest, slots=slots)
         except BaseException:
             self.abort()
             raise
@@ -259,6 +263,7 @@ class Writer:
         rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, old, self.path)
         kept = rows[:-1] if rows and rows[-1].raw_length < CHUNK_BYTES else rows
         self._kept = list(kept)
+        self._kept_slots = list(self._observed.slots[: len(kept)]) or [None] * len(kept)
         self.length = sum(row.raw_length for row in kept)
         tail = bytearray(old.length - self.length)
         open_manifest(store, self.path, old).read_into(self.length, memoryview(tail))

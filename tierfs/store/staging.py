@@ -68,7 +68,13 @@ def follow(store: Store, record: Record, path: str, level: Level | None = None) 
 
 
 def replace(
-    store: Store, observed: Observed, record: Record, *, staged: bool = False, after: bytes | None = None
+    store: Store,
+    observed: Observed,
+    record: Record,
+    *,
+    staged: bool = False,
+    slots: Sequence[SlotRef | None] = (),
+    after: bytes | None = None,
 ) -> None:
     """Make a change whose chunks, if it has any, are in place: at once, or behind what it depends on.
 
@@ -77,6 +83,7 @@ def replace(
         observed: What the change replaces.
         record: What is to be there.
         staged: Whether it depends on something that is pending, other than what it replaces.
+        slots: See `seal`.
         after: Write id of a draft that has to be published before.
 
     Raises:
@@ -85,5 +92,5 @@ def replace(
     if observed.draft is None and not staged:
         publish(store, observed, record)
         return
-    seal(store, observed, record, after=after)
+    seal(store, observed, record, slots=slots, after=after)
     follow(store, record, observed.path)
