@@ -109,8 +109,8 @@ def test_nothing_is_published_before_a_file_that_is_too_large_for_the_nvme_tier_
         trainer.kill()
         for path in case.shm.rglob("*.slab"):
             path.unlink()
-    for _ in range(2):
-        second = case.start("flusher", kill=("after publish.record", 1))
+    for number in (1, 2):
+        second = case.start("flusher", kill=("after publish.record", number))
         second.has_ended(1)
         second.kill()
         case.check_right_now(trainer)

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from nvme_tools import BUDGET, CHUNK, Steps, content_of, draft, meta_of, open_tier, paths, read, save, write
+from nvme_tools import BUDGET, CHUNK, Steps, content_of, draft, drop_index, meta_of, open_tier, paths, read, save, write
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
@@ -287,6 +287,27 @@ def test_a_bad_copy_that_a_draft_needs_is_reported_and_healed_by_writing_it_agai
     tier.evict()
     assert tier.usage().used_bytes == 0
     assert used > 0
+
+
+def test_what_turns_out_to_be_wrong_once_it_is_written_was_never_there(tier, directory):
+    name, data = content_of(1)
+    tier.write(name, meta_of(data), memoryview(data), is_sound=lambda: False)
+    assert not tier.has(name)
+    assert tier.usage().used_bytes == 0
+    tier.close()
+    drop_index(directory)
+    tier = open_tier(directory)
+    assert not tier.has(name)
+    tier.close()
+
+
+def test_a_sound_copy_is_not_taken_back_because_another_one_would_have_been_wrong(tier):
+    """Of a slot that was used again meanwhile, of a chunk that was there already."""
+    save(tier, "a", 1)
+    name, data = content_of(1)
+    tier.write(name, meta_of(data), memoryview(bytearray(len(data))), is_sound=lambda: False)
+    assert [item.state for item in tier.drafts()] == ["pending"]
+    assert read(tier, 1)
 
 
 def test_what_was_written_wrongly_can_be_taken_back(tier):

@@ -11,8 +11,10 @@ import pytest
 
 from tierfs.digest import DigestKind
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, InvalidInputError, NotFoundError, StoreError
+from tierfs.flush.engine import FlushEngine
 from tierfs.flush.flusher import Flusher
 from tierfs.flush.levels import Level
+from tierfs.local.nvme import NvmeTier
 from tierfs.local.slab import SlotKind, SlotState
 from tierfs.objects.memory import MemoryObjects
 from tierfs.store import (
@@ -426,6 +428,30 @@ def test_a_damaged_copy_in_ram_is_put_aside_and_the_next_tier_serves(host):
     assert load(host.store, "a") == data
     assert host.tiers.counters["ram_quarantined"] == 3
     assert load(host.store, "a") == data
+
+
+def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_is_used_again(host, monkeypatch):
+    data = content(MIB)
+    with host.held():
+        save_at(host.store, "a", data, Level.LOCAL)
+        (slot,) = host.tiers.ram.own_segments()[0].slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
+        assert slot.segment.give(slot, only_clean=True)
+        # As if it was looked up before the draft was committed.
+        with monkeypatch.context() as patch:
+            patch.setattr(NvmeTier, "has", lambda _tier, _name: False)
+            patch.setattr(FlushEngine, "_slots", lambda _engine, _arguments: [slot])
+            host.tiers.keep([slot])
+        assert load_while_down(host, "a") == data
+        assert host.tiers.nvme.usage().damaged == 0
+    wait(host.store, "a", Level.OBJECT, 30)
+    assert load(host.plain(), "a") == data
+
+
+def load_while_down(host, path):
+    draft = host.tiers.pending(path).draft
+    out = bytearray(draft.length)
+    assert host.tiers.read(draft.names[0], draft.length, 0, memoryview(out)) is not None
+    return out
 
 
 def test_damaged_copies_in_all_local_tiers_are_repaired_from_the_object_tier(host):

@@ -276,7 +276,13 @@ class Flusher:
         return True
 
     def _passes_by(self, entry: Entry) -> bool:
-        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier."""
+        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
+
+        Or because one does that has to be published before: if the host crashed, this one would be there without it.
+        """
+        with self._changed:
+            if any(other.slot is not None and not other.conflict for other in self._entries.before(entry)):
+                return True
         if entry.draft.length <= self._nvme_bytes // 2:
             return False
         self.counters["nvme_passed_by"] += 1
@@ -347,9 +353,8 @@ class Flusher:
     def _copy_down(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
         """Write one slot's chunk to the arena; it is not durable before the next commit."""
         segment = chunk.segment
-        nvme.write(chunk.name, segment.meta(chunk), segment.view(chunk), keep=keep)
-        if not segment.is_still(chunk):
-            nvme.forget(chunk.name)
+        meta, view = segment.meta(chunk), segment.view(chunk)
+        nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
 
     def _release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
         """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.

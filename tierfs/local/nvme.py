@@ -69,7 +69,15 @@ class NvmeTier:
         with self._state.tables:
             return self._state.ledger.has(name)
 
-    def write(self, name: bytes, meta: bytes, data: memoryview, *, keep: bool = True) -> None:
+    def write(
+        self,
+        name: bytes,
+        meta: bytes,
+        data: memoryview,
+        *,
+        keep: bool = True,
+        is_sound: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Put a chunk into the arena. It is durable only after `commit`; nothing is written if it is there already.
 
         Args:
@@ -77,6 +85,8 @@ class NvmeTier:
             meta: What is kept with it, at most 900 bytes.
             data: Borrowed for the call only; page-aligned memory saves a copy.
             keep: Whether a draft will name it: for some time it is not evicted, even if another thread commits first.
+            is_sound: Asked once it is written, and before anybody can rely on it: whether ``data`` was the chunk all the
+                while. If not it is as if nothing had been written, and a copy that was there before stays.
 
         Raises:
             CapacityError: There is no room, and nothing that may be evicted.
@@ -99,7 +109,13 @@ class NvmeTier:
             try:
                 lengths = (extent.serial, extent.offset, len(data))
                 state.arena.write(ExtentPage(ExtentKind.CHUNK, state.arena.epoch, *lengths, name, meta), data)
+                sound = is_sound()
+                if not sound:
+                    state.release(extent, name)
                 with state.tables:
+                    if not sound:
+                        ledger.give(extent)
+                        return
                     if flushes_failed != state.flushes_failed:
                         raise StoreError(f"{state.arena.path}: a flush failed meanwhile: write again", transient=True)
                     ledger.written[name] = Written(extent, meta)
