@@ -13,7 +13,8 @@ import time
 import pytest
 from nvme_tools import content_of, draft, drop_index, meta_of, open_tier, read, save, write
 
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import CorruptionError, InvalidInputError, StoreError
+from tierfs.errors import CorruptionError
 from tierfs.local.nvme import NvmeReader
 
 
@@ -134,14 +135,25 @@ def test_a_chunk_is_absent_while_the_index_is_kept_busy_and_drafts_are_an_error(
     assert reader.draft("a")
 
 
-def test_a_damaged_index_is_passed_by_and_counted(tier, directory):
+def test_a_damaged_index_is_passed_by_for_chunks_and_an_error_for_drafts(tier, directory):
     save(tier, "a", 1)
     tier.close()
     (directory / "nvme.db").write_bytes(b"garbage" * 1000)
     reader = NvmeReader(directory)
     assert read(reader, 1) is None
-    assert reader.draft("a") is None
+    with pytest.raises(CorruptionError):
+        reader.draft("a")
     assert reader.fallbacks["index_damaged"] == 2
+
+
+def test_a_missing_index_beside_an_arena_is_no_answer_about_drafts(tier, directory):
+    save(tier, "a", 1)
+    tier.close()
+    (directory / "nvme.db").unlink()
+    reader = NvmeReader(directory)
+    assert read(reader, 1) is None
+    with pytest.raises(CorruptionError, match="missing"):
+        reader.drafts_below("")
 
 
 def test_an_arena_that_is_gone_or_cannot_be_read_is_passed_by_and_counted(tier, directory, monkeypatch):
@@ -212,6 +224,7 @@ import json, random, sys, time
 sys.path[:0] = {path!r}
 from pathlib import Path
 from nvme_tools import content_of, meta_of
+from tierfs.errors import CorruptionError
 from tierfs.local.nvme import NvmeReader
 directory, seed = Path({directory!r}), {seed}
 reader, dice = NvmeReader(directory), random.Random(seed)
@@ -231,7 +244,10 @@ while time.monotonic() < end or counts["hits"] < 20 or not counts["absent"]:
         counts["wrong"] += 1
     else:
         counts["hits"] += 1
-    counts["drafts"] += len(reader.drafts_below("run"))
+    try:
+        counts["drafts"] += len(reader.drafts_below("run"))
+    except CorruptionError:
+        pass  # it is being made anew
 print(json.dumps([counts, reader.fallbacks]))
 """
 

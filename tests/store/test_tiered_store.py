@@ -434,7 +434,10 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
     data = content(MIB)
     with host.held():
         save_at(host.store, "a", data, Level.LOCAL)
-        (slot,) = host.tiers.ram.own_segments()[0].slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
+        segment = host.tiers.ram.own_segments()[0]
+        while not (slots := segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))):
+            time.sleep(0.001)  # it is marked right after the level is told
+        (slot,) = slots
         assert slot.segment.give(slot, only_clean=True)
         # As if it was looked up before the draft was committed.
         with monkeypatch.context() as patch:

@@ -5,12 +5,14 @@ Nothing here, nor what it imports, knows the object tier: a flusher answers befo
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from tierfs.clock import Clock, SystemClock
+from tierfs.errors import CapacityError, StoreError
 from tierfs.flush.engine import FlushEngine
 from tierfs.flush.flusher import Flusher
 from tierfs.flush.publisher import Publisher
@@ -23,6 +25,7 @@ __all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
 
 # What a process gets to hand chunks on in where the ram tier is switched off: nothing stays there.
 TRANSIT_BYTES = 128 << 20
+_logger = logging.getLogger("tierfs.flush")
 
 
 class Budgets(Protocol):
@@ -80,8 +83,15 @@ def _nvme_tier(
 ) -> NvmeTier | None:
     """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet."""
     arena = directory / ARENA_FILE
-    if budget_bytes or not arena.exists():
-        return NvmeTier(directory, budget_bytes=budget_bytes, clock=clock, faults=faults) if budget_bytes else None
+    if not arena.exists():
+        try:
+            return NvmeTier(directory, budget_bytes=budget_bytes, clock=clock, faults=faults) if budget_bytes else None
+        except (CapacityError, StoreError) as error:
+            # There is nothing in it yet, so nothing is lost by doing without.
+            _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
+            return None
+    if budget_bytes:
+        return NvmeTier(directory, budget_bytes=budget_bytes, clock=clock, faults=faults)
     left = NvmeTier(directory, budget_bytes=arena.stat().st_size, clock=clock, faults=faults)
     if left.drafts():
         return left

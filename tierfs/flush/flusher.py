@@ -45,6 +45,7 @@ SWEEP_S = 1.0
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
 SETTLING_FIRST_S = 10.0
+FULL_ATTEMPTS_MAX = 40
 # In a report, which has to fit into a message.
 NAMED_MAX = 20
 RATE_S = 10  # what "now" means for the rate of uploads
@@ -263,10 +264,19 @@ class Flusher:
         try:
             self._store_locally(self.nvme, entry)
         except CapacityError as error:
-            # Full of what is dirty: room comes as that reaches the object tier, which the other threads go on with.
-            self.counters["nvme_full_waits"] += 1
-            self._failed(entry, error, wait_s=RETRY_S_MIN)
-            return False
+            if self._may_get_room(entry):
+                # Full of what is dirty: room comes as that reaches the object tier, which the other threads go on with.
+                self.counters["nvme_full_waits"] += 1
+                self._failed(entry, error, wait_s=RETRY_S_MIN)
+                return False
+            _logger.warning(
+                "the nvme tier is full for good, so %s goes to the object tier from memory: %s", entry.path, error
+            )
+            self.counters["nvme_passed_by"] += 1
+            with self._changed:
+                entry.clear()
+                entry.settled = True
+                self._changed.notify_all()
         except TierfsError as error:
             _logger.warning("the nvme tier failed, so %s goes to the object tier from memory: %s", entry.path, error)
             self.counters["nvme_failures"] += 1
@@ -274,6 +284,14 @@ class Flusher:
                 entry.error, entry.settled = error, True
                 self._changed.notify_all()
         return True
+
+    def _may_get_room(self, entry: Entry) -> bool:
+        """Whether something in the nvme tier can still leave it, so that it is worth waiting for."""
+        if entry.failures >= FULL_ATTEMPTS_MAX:
+            return False
+        with self._changed:
+            inside = [other for other in self._entries if other.number is not None]
+            return any(not other.conflict and self._entries.blocker(other) is None for other in inside)
 
     def _passes_by(self, entry: Entry) -> bool:
         """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.

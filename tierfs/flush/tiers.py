@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -41,10 +41,14 @@ ASK_AGAIN_S = 0.05  # a flusher that does not know of what is waited for
 # Reading less than a quarter of a chunk is no reason to fetch all of it.
 WHOLE_FRACTION = 4
 HOUSEKEEPING_S = 1.0
+# What an answer may take that needs no work. Starting a flusher may be part of it.
+ANNOUNCE_S = 10.0
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
 # What a draft grows by when it is closed.
 STAMP_BYTES = 64
+REBUILDS_MAX = 2
+Answer = TypeVar("Answer")
 DESCRIPTORS_MAX = 8
 _logger = logging.getLogger("tierfs.flush")
 
@@ -156,6 +160,7 @@ class Tiers:
         self.keeps_reads = keeps_reads
         self.passes_by = passes_by
         self.counters: Counter[str] = Counter()
+        self.away_until_s = 0.0  # on the clock: the object tier did not answer, and is not asked before
         self._flight = SingleFlight(ram.host.store_directory(ram.store) / "fetch.lock")
         self._keeper = Keeper(self.keep)
         self._kind = kind
@@ -183,7 +188,7 @@ class Tiers:
             CorruptionError: There is one, and it cannot be read; what was there before is no answer.
         """
         staged = [draft for draft in self._staged() if draft.path == path]
-        item = self.nvme.draft(path)
+        item = self._ask_index(lambda: self.nvme.draft(path))
         stored = None if item is None else self._decode_stored(item)
         if stored is not None and (not staged or not self._is_newer(staged[-1], stored)):
             return Pending(stored, self._stored_level)
@@ -195,7 +200,7 @@ class Tiers:
         One that cannot be read is passed over, which is logged.
         """
         staged = [draft for draft in self._staged() if _is_below(draft.path, path)]
-        stored = self.nvme.drafts_below(path)
+        stored = self._stored_below(path)
         readable = [(item.path, self._try_stored(item)) for item in stored]
         found = {name: Pending(draft, self._stored_level) for name, draft in readable if draft is not None}
         for draft in staged:
@@ -212,19 +217,19 @@ class Tiers:
         """Whether nothing at or below ``path`` is pending, nor kept as a conflict."""
         if any(_is_below(draft.path, path) for draft in self._staged((SlotState.SEALED, SlotState.CONFLICT))):
             return False
-        return not self.nvme.drafts_below(path, conflicts=True)
+        return not self._stored_below(path, conflicts=True)
 
     def conflicts(self) -> list[tuple[str, str]]:
         """Paths that somebody else changed before this host's change was published, and a word on each."""
         text = "changed by somebody else before it was flushed: theirs stands, this one is kept"
         found = [(draft.path, text) for draft in self._staged((SlotState.CONFLICT,))]
-        stored = self.nvme.drafts_below("", conflicts=True)
+        stored = self._stored_below("", conflicts=True)
         return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
 
     def kept(self, path: str) -> Draft | None:
         """The newest change of ``path`` that is kept because somebody else was faster."""
         found = [draft for draft in self._staged((SlotState.CONFLICT,)) if draft.path == path]
-        stored = [item for item in self.nvme.drafts_below(path, conflicts=True) if item.path == path]
+        stored = [item for item in self._stored_below(path, conflicts=True) if item.path == path]
         found += [
             draft for item in stored if item.state == "conflict" and (draft := self._try_stored(item)) is not None
         ]
@@ -284,6 +289,21 @@ class Tiers:
             self._say(f"draft:{key}", "a draft is passed over: %s", error)
             return None
         return self._remember(key, draft)
+
+    def _stored_below(self, path: str, *, conflicts: bool = False) -> list[StoredDraft]:
+        return self._ask_index(lambda: self.nvme.drafts_below(path, conflicts=conflicts))
+
+    def _ask_index(self, look_up: Callable[[], Answer]) -> Answer:
+        """Look up drafts; where the index is of no use, after a flusher, which is started for it, has made it anew."""
+        for _ in range(REBUILDS_MAX):
+            try:
+                return look_up()
+            except CorruptionError as error:
+                self.fall_back(
+                    "rebuilds_waited_for", "a flusher has to make the index of the nvme tier anew: %s", error
+                )
+            self.flusher.request("status", {})
+        return look_up()
 
     def _decode_stored(self, stored: StoredDraft) -> Draft:
         key = ("nvme", stored.seq, 0)
@@ -394,19 +414,19 @@ class Tiers:
             return
         self._fault("before announce")
         try:
-            self._ask("draft", {})
-        except StoreError as error:
+            self._ask("draft", {}, timeout_s=ANNOUNCE_S)
+        except (StoreError, TimeoutError) as error:
             if not self._ended.is_set():
                 self.fall_back("unreachable_flusher", "nothing flushes what is pending until a flusher runs: %s", error)
         self._fault("after announce")
 
-    def _ask(self, do: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _ask(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Ask the flusher for something that may concern slabs of this process that have no file."""
         fds = self._descriptors()
         while len(fds) > DESCRIPTORS_MAX:
             self.flusher.request("draft", {}, fds=fds[:DESCRIPTORS_MAX])
             fds = fds[DESCRIPTORS_MAX:]
-        return self.flusher.request(do, arguments, fds=fds)
+        return self.flusher.request(do, arguments, fds=fds, timeout_s=timeout_s)
 
     def spill(self, holder: str, slots: Sequence[Slot]) -> None:
         """Have the flusher take chunks of an unfinished file down, so that their room can be used again.
@@ -459,7 +479,9 @@ class Tiers:
         while True:
             left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
             self._fault("before wait")
-            self._ask("wait", {**arguments, "timeout_s": left})
+            # The flusher says what it waits for when time is up; one that says nothing is not waited for either.
+            patience_s = None if left is None else left + ANNOUNCE_S
+            self._ask("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
             self._fault("after wait")
             # A flusher that did not know of the draft, however that came, would not have waited for it.
             found = self.pending(path) if write_id is not None else None

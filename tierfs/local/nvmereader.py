@@ -139,6 +139,7 @@ class NvmeReader:
 
         Raises:
             StoreError: The writer kept the index busy for too long.
+            CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
         """
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE path = ? AND {_OPEN_STATES} ORDER BY seq DESC LIMIT 1"  # noqa: S608
         drafts = self._select_drafts(query, [path])
@@ -153,6 +154,7 @@ class NvmeReader:
 
         Raises:
             StoreError: The writer kept the index busy for too long.
+            CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
         """
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE {'1' if conflicts else _OPEN_STATES}"  # noqa: S608 - constants only
         if not prefix:
@@ -203,10 +205,14 @@ class NvmeReader:
                 raise
             self._note("unreadable", error)
             return []
-        except TierfsError as error:
+        except CorruptionError as error:
             self._note("index_damaged", error)
+            raise
+        if found is None:
+            if (self.directory / ARENA_FILE).exists():
+                raise CorruptionError(f"{self.directory / INDEX_FILE} is missing beside its arena", tier="nvme")
             return []
-        return [StoredDraft(*row) for row in found[1]] if found is not None else []
+        return [StoredDraft(*row) for row in found[1]]
 
     def _arena_of(self, epoch: bytes) -> Arena | None:
         with self._lock:

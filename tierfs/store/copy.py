@@ -10,7 +10,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.store.delete import bury
 from tierfs.store.listing import Entry, stat
 from tierfs.store.load import expand_rows, open_entry
-from tierfs.store.records import Observed, observe
+from tierfs.store.records import Observed, observe, observe_to_stage
 from tierfs.store.save import Writer, learn_rows, refuse_foreign, settle
 from tierfs.store.staging import is_staged
 from tierfs.store.staging import replace as replace_record
@@ -73,7 +73,7 @@ def rename(store: Store, source: str, target: str, *, overwrite: bool = True) ->
         raise NotFoundError(f"{store.where(source)} is not there", path=source)
     if source == target:
         return
-    there = observe(store, target)
+    there = observe(store, target) if observed.draft is None else observe_to_stage(store, target)
     if there.manifest is not None and not overwrite:
         raise AlreadyExistsError(f"{store.where(target)} exists", path=target)
     pending = _place(store, observed, manifest, there, created_ns=manifest.created_ns, modified_ns=manifest.modified_ns)
@@ -84,9 +84,9 @@ def _place(
     store: Store, source: Observed, manifest: Manifest, target: Observed, *, created_ns: int, modified_ns: int
 ) -> bytes | None:
     """Write a manifest's copy. Returns its write id if it is pending."""
-    if target.manifest is None:
-        refuse_foreign(store, target.path)
     staged = source.draft is not None or target.draft is not None or is_staged(store, target.path, Level.OBJECT)
+    if target.manifest is None:
+        refuse_foreign(store, target.path, staged=staged)
     if staged:
         # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
         table, indirect = expand_rows(store, manifest, source.path), False

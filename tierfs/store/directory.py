@@ -26,7 +26,16 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
         if exist_ok:
             return
         raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
-    observed = observe_marker(store, path)
+    try:
+        observed = observe_marker(store, path)
+    except StoreError as error:
+        if not (exist_ok and error.transient) or store.tiers is None:
+            raise
+        # A directory is there with the first file in it; only one that stays empty needs its marker.
+        store.tiers.fall_back(
+            "unmarked_directories", "the object tier is away, so no directory is marked there: %s", error
+        )
+        return
     if observed.manifest is None:
         try:
             entry = stat(store, path)

@@ -12,14 +12,17 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfs.digest import DigestKind
-from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreNotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.local.filesystems import filesystem_of, is_network
+from tierfs.local.host import state_directory
 from tierfs.objects import ObjectTier, connect
+from tierfs.store.away import LOOK_S, KnownStores, within
 from tierfs.store.create import create_store, read_descriptor
 from tierfs.store.settings import ResolvedTiers, TierOptions, from_environment, resolve
 from tierfs.store.store import Store
@@ -96,15 +99,24 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         known = _stores.get((_token(location), root))
         if known is not None and (not write or _is_there(location, root, known)):
             return known, _relative(root, location.path)
+    known_roots = [root for root in ancestors if _known_stores(location).find(f"{location.protocol}://{root}")]
+    away: StoreError | None = None
     for root in ancestors:
         try:
-            store = _open_root(location, root)
+            store = _open_root(location, root, has_known=bool(known_roots), is_away=away is not None)
         except NotFoundError:
             continue
         except _RefusedError:
             refused = refused or root
             continue
+        except StoreError as error:
+            if not error.transient or not known_roots:
+                raise
+            away = away or error
+            continue
         return store, _relative(root, location.path)
+    if away is not None:
+        raise away
     if refused:
         raise ReadOnlyError(
             f"no store was found above {location.url}, and {location.protocol}://{refused} may not be looked into: ask for "
@@ -164,7 +176,15 @@ class _RefusedError(Exception):
     """A root may not be looked into. Not to be mixed up with local tiers that may not be used."""
 
 
-def _open_root(location: Location, root: str) -> Store:
+def _open_root(location: Location, root: str, *, has_known: bool = False, is_away: bool = False) -> Store:
+    """Open the store at ``root``.
+
+    Args:
+        location: What it is opened for.
+        root: Where it may be.
+        has_known: Whether this host knows a store here or further up, so that it need not wait for an object tier.
+        is_away: Whether the object tier was found not to answer, so that it is not asked.
+    """
     key = (_token(location), root)
     known = _stores.get(key)
     if known is not None:
@@ -172,13 +192,31 @@ def _open_root(location: Location, root: str) -> Store:
     objects = connect(location.protocol, root, location.options)
     url = f"{location.protocol}://{root}"
     try:
-        descriptor = read_descriptor(objects, url)
+        if is_away:
+            raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
+        descriptor = (
+            within(LOOK_S, lambda: read_descriptor(objects, url)) if has_known else read_descriptor(objects, url)
+        )
     except ReadOnlyError as error:
         raise _RefusedError(root) from error
+    except StoreError as error:
+        kept = _known_stores(location).find(url) if error.transient else None
+        if kept is None:
+            raise
+        _logger.warning("%s is opened as this host knows it, because its object tier is away: %s", url, error)
+        descriptor = kept
+    else:
+        if not descriptor.endpoint.host_local:
+            _known_stores(location).remember(url, descriptor)
     with _lock:
         if key not in _stores:
             _stores[key] = _make(location, objects, descriptor, url)
         return _stores[key]
+
+
+def _known_stores(location: Location) -> KnownStores:
+    options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
+    return KnownStores(Path(options.state_dir) if options.state_dir else state_directory())
 
 
 def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str) -> Store:

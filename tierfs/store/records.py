@@ -16,6 +16,7 @@ from tierfs.flush.draft import SlotRef
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
 from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
+from tierfs.store.away import ask_briefly
 from tierfs.store.store import Store
 
 __all__ = [
@@ -99,7 +100,11 @@ def observe_to_stage(store: Store, path: str) -> Observed:
     found out when it is to be published, and kept as a conflict.
     """
     try:
-        return observe_to_replace(store, path)
+        return (
+            observe_to_replace(store, path)
+            if store.tiers is None
+            else ask_briefly(store, lambda: observe_to_replace(store, path))
+        )
     except StoreError as error:
         if not error.transient or store.tiers is None:
             raise

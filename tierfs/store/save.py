@@ -24,6 +24,7 @@ from tierfs.format.manifest import (
     encode_rows,
     inline_digest,
 )
+from tierfs.store.away import ask_briefly
 from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import observe, observe_to_replace, observe_to_stage, publish
@@ -118,11 +119,7 @@ class Writer:
 
     def _refuse_foreign(self) -> None:
         try:
-            refuse_foreign(self._store, self.path)
-        except StoreError as error:
-            # It cannot be asked now; the record is published on condition, and no object of others is ever replaced.
-            if not (self._staged and error.transient):
-                raise
+            refuse_foreign(self._store, self.path, staged=self._staged)
         except ReadOnlyError as error:
             if self._mode is WriteMode.CREATE:
                 raise AlreadyExistsError(str(error), path=self.path) from None
@@ -312,16 +309,30 @@ def settle(store: Store, path: str, rows: Sequence[Row]) -> tuple[tuple[Row, ...
     )
 
 
-def refuse_foreign(store: Store, path: str) -> None:
+def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
     """Check that nobody else's object lies at ``path``.
+
+    Args:
+        store: The store.
+        path: Where something is to be written, or removed.
+        staged: Whether the flusher is to do that. Then an object tier that is away is not waited for: the record is
+            published on condition, and nobody else's object is ever replaced.
 
     Raises:
         ReadOnlyError: One does.
+        StoreError: It cannot be told.
     """
     try:
-        store.objects.head(path)
+        if staged and store.tiers is not None:
+            ask_briefly(store, lambda: store.objects.head(path))
+        else:
+            store.objects.head(path)
     except NotFoundError:
         return
+    except StoreError as error:
+        if staged and error.transient:
+            return
+        raise
     raise ReadOnlyError(
         f"{store.where(path)} was not written by tierfs and can only be read: choose another name, or remove it with the "
         "tool that wrote it",

@@ -18,6 +18,7 @@ from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.format.manifest import Record
 from tierfs.local.host import state_directory
 from tierfs.objects.protocol import ObjectTier, Version
+from tierfs.store.away import ask_briefly
 from tierfs.store.hostrecords import HostRecords
 from tierfs.store.presence import Presence
 
@@ -92,12 +93,7 @@ class Store:
         if not self.descriptor.endpoint.host_local and now < self._checked_at + self.descriptor.lease_s:
             return True
         try:
-            version = self.objects.head(keys.DESCRIPTOR).version
-            if version != self._descriptor_version:
-                data, info = self.objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
-                if Descriptor.decode(data, self.where(keys.DESCRIPTOR)).uuid != self.descriptor.uuid:
-                    return False
-                version = info.version
+            version = self._look() if self.tiers is None else ask_briefly(self, self._look)
         except NotFoundError:
             return False
         except StoreError as error:
@@ -107,8 +103,20 @@ class Store:
                 "unchecked_stores", "%s cannot be asked whether it is there still: %s", self.url, error
             )
             return True
+        if version is None:
+            return False
         self._checked_at, self._descriptor_version = now, version
         return True
+
+    def _look(self) -> Version | None:
+        """The version of the descriptor at the root; ``None`` if it is another store's."""
+        version = self.objects.head(keys.DESCRIPTOR).version
+        if version != self._descriptor_version:
+            data, info = self.objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
+            if Descriptor.decode(data, self.where(keys.DESCRIPTOR)).uuid != self.descriptor.uuid:
+                return None
+            version = info.version
+        return version
 
     def where(self, key: str) -> str:
         """How to name one of the store's objects in an error."""

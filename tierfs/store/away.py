@@ -1,0 +1,107 @@
+"""An object tier that is away: how long to ask it, and what the host knows without it.
+
+A save that the flusher is to take down needs the object tier only to look at what it replaces. While that does not
+answer, what the host saw last has to do, and whoever asks is not to wait for it again and again.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import xxhash
+
+from tierfs.errors import StoreError, TierfsError
+from tierfs.format.descriptor import Descriptor
+from tierfs.local.host import make_private
+from tierfs.store.transfers import transfers
+
+if TYPE_CHECKING:
+    from tierfs.store.store import Store
+
+__all__ = ["LOOK_S", "KnownStores", "ask_briefly", "within"]
+
+LOOK_S = 5.0
+AWAY_S = 30.0
+_Answer = TypeVar("_Answer")
+_logger = logging.getLogger("tierfs.store")
+
+
+def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
+    """Ask the object tier, on another thread, and give up after so many seconds: the thread goes on for itself.
+
+    Raises:
+        StoreError: There was no answer in time; it is transient.
+        TierfsError: What ``look`` raises.
+    """
+    future = transfers().submit(lambda _: look(), None)
+    try:
+        return future.result(seconds)
+    except concurrent.futures.TimeoutError:
+        raise StoreError(
+            f"the object tier did not answer within {seconds:g} s", transient=True, tier="object"
+        ) from None
+
+
+def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
+    """The same for a store with local tiers. One that did not answer is not asked again for half a minute.
+
+    Raises:
+        StoreError: There was no answer in time, or none a moment ago; it is transient.
+        TierfsError: What ``look`` raises.
+    """
+    tiers = store.tiers
+    assert tiers is not None
+    if store.clock.monotonic() < tiers.away_until_s:
+        raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
+    try:
+        return within(LOOK_S, look)
+    except StoreError as error:
+        if error.transient:
+            tiers.away_until_s = store.clock.monotonic() + AWAY_S
+        raise
+
+
+class KnownStores:
+    """What the stores are that this host has opened, so that they can be opened while their object tier is away.
+
+    Args:
+        directory: The state directory.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory / "known"
+
+    def __repr__(self) -> str:
+        return f"KnownStores({str(self._directory)!r})"
+
+    def remember(self, url: str, descriptor: Descriptor) -> None:
+        """Note what lies at a root. Where that cannot be written the store cannot be opened while it is away."""
+        path, data = self._path(url), descriptor.encode()
+        try:
+            if path.exists() and path.read_bytes() == data:
+                return
+            make_private(self._directory.parent)
+            make_private(self._directory)
+            temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.write_bytes(data)
+            temporary.replace(path)
+        except (TierfsError, OSError) as error:
+            _logger.info("what %s is cannot be kept on this host: %s", url, error)
+
+    def find(self, url: str) -> Descriptor | None:
+        """What lay at a root when this host looked last."""
+        try:
+            return Descriptor.decode(self._path(url).read_bytes(), str(self._path(url)))
+        except FileNotFoundError:
+            return None
+        except (TierfsError, OSError) as error:
+            _logger.warning("what this host knows of %s is of no use: %s", url, error)
+            return None
+
+    def _path(self, url: str) -> Path:
+        return self._directory / f"{xxhash.xxh3_128_hexdigest(url.encode())}.json"
