@@ -14,7 +14,6 @@ import pytest
 from nvme_tools import content_of, draft, drop_index, meta_of, open_tier, read, save, write
 
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
-from tierfs.errors import CorruptionError
 from tierfs.local.nvme import NvmeReader
 
 

@@ -73,11 +73,16 @@ def observe(store: Store, path: str) -> Observed:
         CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    key = keys.record_key(path)
+    return _observe_draft(store, path) or _observe(store, path, keys.record_key(path))
+
+
+def _observe_draft(store: Store, path: str) -> Observed | None:
+    """This host's newest draft of a file; it needs nobody to be asked."""
     pending = store.tiers.pending(path) if store.tiers is not None else None
-    if pending is not None:
-        return Observed(path, key, pending.draft.record, None, pending.draft.write_id, pending.draft.slots)
-    return _observe(store, path, key)
+    if pending is None:
+        return None
+    draft = pending.draft
+    return Observed(path, keys.record_key(path), draft.record, None, draft.write_id, draft.slots)
 
 
 def observe_to_replace(store: Store, path: str) -> Observed:
@@ -99,6 +104,9 @@ def observe_to_stage(store: Store, path: str) -> Observed:
     Then what this process or this host last saw of the path counts. If it is something else by now, the change is
     found out when it is to be published, and kept as a conflict.
     """
+    draft = _observe_draft(store, path)
+    if draft is not None:
+        return draft
     try:
         return (
             observe_to_replace(store, path)
