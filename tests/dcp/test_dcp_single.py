@@ -314,11 +314,11 @@ def test_the_rename_of_the_metadata_is_one_manifest(root, objects, monkeypatch):
     fs.cp_file(f"{path}/.metadata", f"{path}/.metadata.tmp")
     chunks = chunk_keys(objects)
     published = []
-    copying = sys.modules["tierfs.store.copy"]
-    publish = copying.publish
-    monkeypatch.setattr(copying, "publish", lambda *args: published.append(publish(*args)))
+    staging = sys.modules["tierfs.store.staging"]
+    publish = staging.publish
+    monkeypatch.setattr(staging, "publish", lambda *args: published.append(publish(*args)))
     fs.rename(f"{url}/.metadata.tmp", f"{url}/.metadata")
-    assert [record.path for record in published] == ["ck/.metadata"]
+    assert [record.path for record in published] == ["ck/.metadata", "ck/.metadata.tmp"]  # and its tombstone
     assert chunk_keys(objects) == chunks
     assert_holds(url, state_of(1))
 

@@ -310,15 +310,6 @@ def test_a_sound_copy_is_not_taken_back_because_another_one_would_have_been_wron
     assert read(tier, 1)
 
 
-def test_what_was_written_wrongly_can_be_taken_back(tier):
-    (name,) = write(tier, 1)
-    tier.forget(name)
-    assert not tier.has(name)
-    assert tier.usage().used_bytes == 0
-    save(tier, "a", 1)
-    assert read(tier, 1)
-
-
 def test_many_threads_write_commit_read_and_evict_at_once(directory):
     tier = open_tier(directory, budget=8 << 20)
     failures = []
@@ -445,7 +436,7 @@ def test_a_commit_that_the_disk_has_no_room_for_changes_nothing(directory):
         failing.clear()
         assert paths(tier) == ["a"]
         assert read(tier, 1)
-        tier.forget(content_of(2)[0])
+        tier.quarantine(content_of(2)[0])
         assert tier.usage().used_bytes == used, point
     save(tier, "b", 2)
     assert paths(tier) == ["a", "b"]

@@ -255,20 +255,12 @@ class NvmeTier:
 
     def quarantine(self, name: bytes) -> None:
         """Never serve this copy again: it is damaged. One that a draft needs is reported; writing it anew heals it."""
-        if self._drop(name):
-            self._state.fallbacks["quarantined"] += 1
-
-    def forget(self, name: bytes) -> None:
-        """Take back a chunk that turned out to be wrong as it was written, best before the next commit."""
-        self._drop(name)
-
-    def _drop(self, name: bytes) -> bool:
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
             state.refresh()
             with state.tables:
                 if name in ledger.busy or not ledger.has(name):
-                    return False  # a new copy is on its way, or there is none
+                    return  # a new copy is on its way, or there is none
                 written = ledger.written.pop(name, None)
                 needed = ledger.needs[name] > 0
             if written is not None:
@@ -279,7 +271,7 @@ class NvmeTier:
                 state.mark_bad([name], "a chunk is damaged")
             else:
                 state.evict([name], release=True)
-        return True
+        state.fallbacks["quarantined"] += 1
 
     def evict(self, names: Iterable[bytes] | None = None) -> int:
         """Drop clean chunks: these, or all.
