@@ -65,7 +65,8 @@ def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
 
     def at_exit() -> None:
         used = known()
-        if used is not None and os.getpid() == process:
+        # With the state directory everything is gone that could be put away.
+        if used is not None and os.getpid() == process and used.ram.host.directory.exists():
             try:
                 finish(used, url, launcher)
                 used.close()
