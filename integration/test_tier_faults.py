@@ -242,7 +242,10 @@ def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_ther
         remote.assert_holds(f=1)
 
 
-@pytest.mark.xfail(reason="what is saved then is still staged after 30 s; by hand it gets there at once, the cause is not found", run=False)
+@pytest.mark.xfail(
+    reason="what is saved then is still staged after 30 s; by hand it gets there at once, the cause is not found",
+    run=False,
+)
 def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_memory(remote, tmp_path):
     with mounted(tmp_path / "state", "80m") as state:
         remote.options |= {"nvme": "64MiB"}
