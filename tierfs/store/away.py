@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -18,7 +19,6 @@ import xxhash
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format.descriptor import Descriptor
 from tierfs.local.host import make_private
-from tierfs.store.transfers import transfers
 
 if TYPE_CHECKING:
     from tierfs.store.store import Store
@@ -32,13 +32,24 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
-    """Ask the object tier, on another thread, and give up after so many seconds: the thread goes on for itself.
+    """Ask the object tier, and give up after so many seconds.
+
+    Asked on a thread of its own, which goes on for itself then: on one of those that move chunks it would keep saves from
+    going on, and this process from ending.
 
     Raises:
         StoreError: There was no answer in time; it is transient.
         TierfsError: What ``look`` raises.
     """
-    future = transfers().submit(lambda _: look(), None)
+    future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
+
+    def ask() -> None:
+        try:
+            future.set_result(look())
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=ask, name="tierfs-look", daemon=True).start()
     try:
         return future.result(seconds)
     except concurrent.futures.TimeoutError:
