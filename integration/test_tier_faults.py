@@ -581,7 +581,6 @@ def test_a_trainer_in_a_container_shares_the_flusher_outside(remote, tmp_path, s
     remote.assert_holds(**{f"x/{number}": number for number in range(3)})
 
 
-@pytest.mark.xfail(reason="slabs without a file are not seen from another PID namespace", run=False)
 def test_a_trainer_in_a_container_sees_what_is_pending_in_memory_without_a_file(remote, tmp_path):
     prefix = ["unshare", "--fork", "--pid", "--mount-proc"]
     tried = subprocess.run([*prefix, "true"], check=False, capture_output=True, text=True)

@@ -236,7 +236,7 @@ print(fs._locate(f"{root}/x")[0].tiers.flusher.request("status")["pid"], flush=T
 sys.stdin.readline()
 fs, root = door("staged")
 # The flusher stands still now, and would not answer.
-fs._locate(f"{root}/x")[0].tiers.announce = lambda **_: None
+fs._locate(f"{root}/x")[0].tiers.writer.announce = lambda **_: None
 with fs.open(f"{root}/run/shard-{rank}", "wb") as file:
     file.write(rank.encode() * 3_000_000)
 print("staged", flush=True)

@@ -114,11 +114,11 @@ def copy_into_slab(tiers: Any, source: np.ndarray) -> None:
     """Take room for the bytes in slabs, copy them there, and give the room back."""
     view, slots = memoryview(source), []
     for at in range(0, len(view), CHUNK_BYTES):
-        chunk = tiers.begin_chunk()
+        chunk = tiers.writer.begin_chunk()
         chunk.append(view[at : at + CHUNK_BYTES])
         slots.append(chunk.slot)
     for slot in slots:
-        tiers.drop(slot)
+        tiers.writer.drop(slot)
 
 
 def large_index(root: Path, chunks: int, rounds: int) -> dict[str, float]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.launch import LOG_NAME, spawn
-from tierfs.flush.service import LOCK_NAME, Service
+from tierfs.flush.service import LOCK_NAME, Answer, Service
 from tierfs.local.host import ExclusiveLock
 
 
@@ -57,9 +57,10 @@ class FakeEngine:
             raise InvalidInputError("this flusher has ended")
         if do == "hello":
             self.hellos.append((arguments, peer))
-            return {"greeting": "hello"}
+            return Answer({"greeting": "hello"})
         self.asked.append(do)
-        return getattr(self, f"do_{do}", self.unknown)(arguments, fds, peer)
+        answer = getattr(self, f"do_{do}", self.unknown)(arguments, fds, peer)
+        return answer if isinstance(answer, Answer) else Answer(answer)
 
     def unknown(self, arguments, fds, peer):
         raise InvalidInputError("what is that?")
@@ -80,6 +81,21 @@ class FakeEngine:
 
     def do_contents(self, arguments, fds, peer):
         return {"contents": [os.pread(fd, 100, 0).decode() for fd in fds]}
+
+    def do_open(self, arguments, fds, peer):
+        """Answer with files. ``opened`` says which descriptors they were."""
+        self.opened = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in arguments["paths"]]
+        return Answer({"count": len(self.opened)}, list(self.opened))
+
+    def do_open_and_say_too_much(self, arguments, fds, peer):
+        return Answer({"answer": "x" * 100_000}, self.do_open(arguments, fds, peer).fds)
+
+    def do_open_and_wait(self, arguments, fds, peer):
+        answer = self.do_open(arguments, fds, peer)
+        with self.condition:
+            self.waiting += 1
+            self.condition.wait_for(lambda: self.released)
+        return answer
 
     def do_keep(self, arguments, fds, peer):
         self.kept = fds.pop(0)

@@ -112,7 +112,7 @@ def trainer(spec):
         through_fsspec(spec, hook)
         return
     store = open_with_tiers(spec)
-    store.tiers._fault = hook
+    store.tiers._fault = store.tiers.writer._fault = hook
     for number, (what, *arguments) in enumerate(spec["operations"]):
         if number < spec.get("first", 0):
             continue
@@ -149,7 +149,8 @@ def through_fsspec(spec, hook):
     (ack,) = {one[-1] for one in spec["operations"]}
     given = {"ack": ack, "ram": spec["ram"], "nvme": spec["nvme"], "state_dir": spec["state"], "timeout": PATIENCE_S}
     fs, root = fsspec.url_to_fs("tierfs::" + spec["url"], **given)
-    fs._locate(f"{root}/x")[0].tiers._fault = hook
+    tiers = fs._locate(f"{root}/x")[0].tiers
+    tiers._fault = tiers.writer._fault = hook
     for number, (what, *arguments) in enumerate(spec["operations"]):
         say(spec, begin=number)
         if what == "write":
@@ -193,10 +194,10 @@ def reader(spec):
     seen = look(store, spec)
     wait(store, "", Level.OBJECT, PATIENCE_S)
     ends = time.monotonic() + 10
-    store.tiers.announce()
+    store.tiers.writer.announce()
     while (left := leaks(store.tiers.ram)) and time.monotonic() < ends:
         time.sleep(0.01)
-    say(spec, seen=seen, settled=look(store, spec), leaks=left, pending=sorted(store.tiers.pending_below("")))
+    say(spec, seen=seen, settled=look(store, spec), leaks=left, pending=sorted(store.tiers.drafts.pending_below("")))
 
 
 def asker(spec):
@@ -207,7 +208,7 @@ def asker(spec):
     discarded = discard_conflict(store, spec["discards"]) if "discards" in spec else 0
     wanted = [] if discarded else [spec["waits_for"]]
     ends = time.monotonic() + 5
-    store.tiers.announce()
+    store.tiers.writer.announce()
     while time.monotonic() < ends:
         kept = [item["path"] for item in store.tiers.flusher.request("status", {})["conflicts"]]
         left = leaks(store.tiers.ram) if discarded else []

@@ -156,6 +156,15 @@ class Link(WrappedObjects):
             raise ReadOnlyError(f"{key}: the credentials are too old", path=key)
 
 
+def forget(tiers):
+    """Let go of what tiers have open, and of the memory."""
+    tiers.cache.close()
+    tiers.nvme.close()
+    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer, tiers._handover):
+        part._ram = None
+    tiers.ram = None
+
+
 class Trainer:
     """A process that uses the store on a host."""
 
@@ -176,12 +185,12 @@ class Trainer:
             capacity_timeout_s=ROOM_S,
             clock=world.clock,
         )
-        self.tiers._keeper = self
-        announce = self.tiers.announce
-        self.tiers.announce = lambda **_: announce()  # not on a thread
+        self.tiers.cache._keeper = self
+        announce = self.tiers.writer.announce
+        self.tiers.writer.announce = lambda **_: announce()  # not on a thread
         self.queue = []
-        self._seal = self.tiers.seal_draft
-        self.tiers.seal_draft = self.seal_draft
+        self._seal = self.tiers.writer.seal_draft
+        self.tiers.writer.seal_draft = self.seal_draft
         self.store = world.open(host.link, tiers=self.tiers)
         self.alive = True
 
@@ -197,7 +206,7 @@ class Trainer:
         """What a keeper's thread does."""
         slots, self.queue = self.queue, []
         with contextlib.suppress(TierfsError, TimeoutError):
-            self.tiers.keep(slots)
+            self.tiers.cache.keep(slots)
 
     def crash(self):
         """End, as by SIGKILL: locks and descriptors go, and nothing is put in order."""
@@ -206,10 +215,8 @@ class Trainer:
             self.host._own.release()
         for segment in self.ram.segments():
             segment.close()
-        self.tiers._flight.close()
-        if self.tiers.nvme is not None:
-            self.tiers.nvme.close()
-        self.tiers.ram = self.ram = self.host = None
+        forget(self.tiers)
+        self.ram = self.host = None
 
 
 class Observer:
@@ -239,11 +246,9 @@ class Observer:
     def close(self):
         for segment in self.ram.segments():
             segment.close()
-        self.tiers._flight.close()
         self.index.close()
-        if self.tiers.nvme is not None:
-            self.tiers.nvme.close()
-        self.tiers.ram = self.ram = self.host = None
+        forget(self.tiers)
+        self.ram = self.host = None
 
     def select(self, query):
         found = self.index.select(query)
@@ -459,7 +464,7 @@ class SteppedHost:
             life = None
             try:
                 engine, life = self.running(), self.life
-                return engine.handle(do, arguments, [], PEER)
+                return engine.handle(do, arguments, [], PEER).outcome
             except FlusherDied:
                 if life is not None and self.life is life and self.flusher is not None:
                     self.bury_flusher()

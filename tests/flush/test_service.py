@@ -108,6 +108,80 @@ def test_descriptors_arrive_and_are_closed_unless_kept(client, running, tmp_path
     os.close(running.engine.kept)
 
 
+@pytest.fixture
+def files(tmp_path):
+    """Paths of as many files as fit into a message, each of which holds its number."""
+    paths = [tmp_path / f"file{number}" for number in range(wire.DESCRIPTORS_MAX)]
+    for number, path in enumerate(paths):
+        path.write_text(str(number))
+    return [str(path) for path in paths]
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_an_answer_brings_descriptors_and_the_service_keeps_none(client, running, files):
+    client.request("echo")
+    before = open_descriptors()
+    came = client.request_fds("open", {"paths": files})
+    assert [os.pread(fd, 10, 0).decode() for fd in came] == [str(number) for number in range(wire.DESCRIPTORS_MAX)]
+    assert not any(os.get_inheritable(fd) for fd in came)
+    until(lambda: open_descriptors() == before + len(came))
+    wire.close_all(came)
+    assert open_descriptors() == before
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(client, files):
+    client.request("echo")
+    before = open_descriptors()
+    assert client.request("open", {"paths": files}) == {"count": len(files)}
+    until(lambda: open_descriptors() == before)
+
+
+def test_an_answer_without_descriptors_is_none_of_them(client):
+    assert client.request_fds("echo") == []
+    with pytest.raises(CapacityError, match="all is dirty"):
+        client.request_fds("full")
+
+
+@pytest.mark.parametrize(("do", "more"), [("open", 1), ("open_and_say_too_much", 0)])
+def test_an_answer_that_does_not_fit_into_a_message_is_an_error_and_its_descriptors_are_closed(client, files, do, more):
+    client.request("echo")
+    before = open_descriptors()
+    with pytest.raises(InvalidInputError, match="over the limit"):
+        client.request_fds(do, {"paths": files + files[:more]})
+    assert open_descriptors() == before
+    assert client.request("echo")
+
+
+def test_descriptors_for_a_client_that_has_gone_are_closed(running, directory, files):
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "open_and_wait", "arguments": {"paths": files}}))
+        until(lambda: running.engine.waiting)
+    until(lambda: running.engine.told_gone)
+    opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in running.engine.opened]
+    assert opened == files
+    running.engine.release()
+    until(lambda: not running.service._connections)
+    for fd in running.engine.opened:
+        with contextlib.suppress(FileNotFoundError):
+            assert os.readlink(f"/proc/self/fd/{fd}") not in files
+
+
+def test_descriptors_are_closed_where_the_service_stops_before_it_answers(running, directory, files):
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "open_and_wait", "arguments": {"paths": files}}))
+        until(lambda: running.engine.waiting)
+        running.service.stop()
+        until(lambda: wire.identity_of(directory) is None)
+        running.engine.release()
+        answer, came = wire.receive(connection)
+        wire.close_all(came)  # sent all the same, or not at all
+        assert answer in ({"id": 1, "ok": {"count": len(files)}}, {"id": 1, "ended": True})
+    assert running.end()
+
+
 def test_the_engine_learns_who_asks(client, running):
     client.request("echo")
     ((arguments, peer),) = running.engine.hellos

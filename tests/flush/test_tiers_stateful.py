@@ -89,7 +89,7 @@ INLINE = 256
 
 CUT_IN_CHUNKS = (
     "flush.flusher",
-    "flush.tiers",
+    "flush.slabwriter",
     "local.growth",
     "local.supply",
     "store.save",

@@ -165,7 +165,7 @@ def test_levels_are_reported_as_they_are_reached(host):
     with host.held():
         save(host.store, "a", content())
         wait(host.store, "a", Level.LOCAL, 20)
-        assert host.store.tiers.level("a") is Level.LOCAL
+        assert host.store.tiers.drafts.level("a") is Level.LOCAL
     wait(host.store, "a", Level.OBJECT, 30)
     assert level_of(host.store, "a") is Level.OBJECT
 
@@ -176,7 +176,7 @@ def test_a_file_in_ram_alone_has_not_reached_local(make_host):
         save(host.store, "a", content(MIB))
         with pytest.raises(TimeoutError, match="a among them"):
             wait(host.store, "a", Level.LOCAL, 0.3)
-        assert host.store.tiers.level("a") is Level.STAGED
+        assert host.store.tiers.drafts.level("a") is Level.STAGED
     wait(host.store, "a", Level.LOCAL, 30)
     assert level_of(host.store, "a") is Level.OBJECT
 
@@ -378,14 +378,14 @@ def test_a_given_up_file_leaves_nothing_behind(host):
     writer = Writer(host.store, "a")
     writer.write(content())
     writer.abort()
-    assert host.store.tiers.pending("a") is None
+    assert host.store.tiers.drafts.pending("a") is None
     states = [slot.state for segment in host.tiers.ram.segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
     assert SlotState.SEALED not in states
 
 
 def test_a_full_ram_tier_makes_writers_wait_and_then_says_what_to_do(make_host):
     host = make_host(ram=64 * MIB, nvme=0)
-    host.tiers._capacity_timeout_s = 0.5
+    host.tiers.writer._capacity_timeout_s = 0.5
     with host.held():
         save(host.store, "a", content(BIG))
         with pytest.raises((CapacityError, StoreError)):
@@ -443,7 +443,7 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
         with monkeypatch.context() as patch:
             patch.setattr(NvmeTier, "has", lambda _tier, _name: False)
             patch.setattr(FlushEngine, "_slots", lambda _engine, _arguments: [slot])
-            host.tiers.keep([slot])
+            host.tiers.cache.keep([slot])
         assert load_while_down(host, "a") == data
         assert host.tiers.nvme.usage().damaged == 0
     wait(host.store, "a", Level.OBJECT, 30)
@@ -451,9 +451,9 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
 
 
 def load_while_down(host, path):
-    draft = host.tiers.pending(path).draft
+    draft = host.tiers.drafts.pending(path).draft
     out = bytearray(draft.length)
-    assert host.tiers.read(draft.names[0], draft.length, 0, memoryview(out)) is not None
+    assert host.tiers.reader.read(draft.names[0], draft.length, 0, memoryview(out)) is not None
     return out
 
 
@@ -523,7 +523,7 @@ def test_a_lost_answer_to_a_publish_is_settled_by_the_write_id(tmp_path, descrip
     try:
         save_at(host.store, "a", b"x" * 100_000, Level.OBJECT)
         assert load(host.plain(), "a") == b"x" * 100_000
-        assert not host.tiers.conflicts()
+        assert not host.tiers.drafts.conflicts()
     finally:
         host.close()
 
@@ -546,6 +546,6 @@ def test_a_reopened_host_goes_on_with_what_is_pending(host):
         save_at(host.store, "a", data, Level.LOCAL)
         host.close()
         host.open()
-        assert host.tiers.pending("a").level is Level.LOCAL
+        assert host.tiers.drafts.pending("a").level is Level.LOCAL
     wait(host.store, "a", Level.OBJECT, 30)
     assert load(host.plain(), "a") == data

@@ -229,7 +229,7 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False) 
     if not as_configured:
         store.ack = Level.OBJECT
         if store.tiers is not None:
-            store.tiers.keeps_reads = False
+            store.tiers.cache.keeps_reads = False
     url = text.rstrip("/") if text.startswith("tierfs://") else f"tierfs::{location.url}"
     return StorePlace(url, store, path)
 

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
     place, level = store_place(arguments.url), Level.parse(arguments.level)
     pending = _pending(place, level)
-    if not pending and (place.store.tiers is None or place.store.tiers.is_settled(place.path)):
+    if not pending and (place.store.tiers is None or place.store.tiers.drafts.is_settled(place.path)):
         # A slip in the path must not pass for something that is safe.
         place.entry()
     total = sum(pending.values())
@@ -96,7 +96,7 @@ def _pending(place: StorePlace, level: Level) -> dict[bytes, int]:
     """Write id and length of each file that has not reached the level."""
     if place.store.tiers is None:
         return {}
-    found = place.store.tiers.pending_below(place.path).values()
+    found = place.store.tiers.drafts.pending_below(place.path).values()
     return {item.draft.write_id: item.draft.length for item in found if item.level < level}
 
 

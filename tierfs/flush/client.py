@@ -123,6 +123,19 @@ class FlusherClient:
             InvalidInputError: The request is too large.
             ReadOnlyError: Somebody else's process listens where the flusher should.
         """
+        outcome, unexpected = self._request(do, arguments, fds, timeout_s)
+        wire.close_all(unexpected)
+        return outcome
+
+    def request_fds(
+        self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> list[int]:
+        """The same, for the descriptors that come with the answer: they are the caller's to close. See `request`."""
+        return self._request(do, arguments, (), timeout_s)[1]
+
+    def _request(
+        self, do: str, arguments: Mapping[str, Any] | None, fds: Sequence[int], timeout_s: float | None
+    ) -> tuple[dict[str, Any], list[int]]:
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         request = {"do": do, "arguments": dict(arguments or {})}
         attempts = crashes = 0
@@ -132,7 +145,7 @@ class FlusherClient:
             if connection is None:
                 connection = self._connect(ends, do)
             try:
-                answer = self._ask(connection, request, fds, ends)
+                answer, came = self._ask(connection, request, fds, ends)
             except _BrokenError as error:
                 self._discard(connection)
                 self._forget_idle()  # they led to the same flusher
@@ -150,12 +163,12 @@ class FlusherClient:
                 raise
             else:
                 self._keep(connection)
-                return _outcome(answer)
+                return _outcome(answer, came), came
 
     def _ask(
         self, connection: socket.socket, request: Mapping[str, Any], fds: Sequence[int], ends: float | None
-    ) -> dict[str, Any]:
-        """Send one request and wait for the answer to it.
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Send one request and wait for the answer to it. Returns the descriptors, too, which are the caller's to close.
 
         Raises:
             _BrokenError: There is none.
@@ -178,13 +191,23 @@ class FlusherClient:
             raise StoreError(f"the flusher cannot be asked to {request['do']}: {error}") from error
         if received is None:
             raise _BrokenError
-        answer, unexpected = received
-        wire.close_all(unexpected)
-        if answer.get("id") != number:
-            raise FormatError("the flusher's answer is to another request")
-        if answer.get("ended") is True:
-            raise _EndedError
-        return answer
+        answer, came = received
+        try:
+            if answer.get("id") != number:
+                raise FormatError("the flusher's answer is to another request")
+            if answer.get("ended") is True:
+                raise _EndedError
+        except BaseException:
+            wire.close_all(came)
+            raise
+        return answer, came
+
+    def _tell(self, connection: socket.socket, request: Mapping[str, Any], ends: float | None) -> dict[str, Any]:
+        """The same where no descriptors are wanted. Returns the outcome."""
+        answer, came = self._ask(connection, request, (), ends)
+        outcome = _outcome(answer, came)
+        wire.close_all(came)
+        return outcome
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -260,7 +283,7 @@ class FlusherClient:
         """Have a flusher retire, and wait until it has."""
         before = wire.identity_of(self._directory)
         try:
-            _outcome(self._ask(older, {"do": "retire"}, (), ends))
+            self._tell(older, {"do": "retire"}, ends)
         except (_BrokenError, TimeoutError):
             return False
         running = ExclusiveLock(self._directory / LOCK_NAME)
@@ -305,7 +328,7 @@ class FlusherClient:
         """Say hello, and learn the flusher's version. None where the connection leads nowhere: then it is closed."""
         try:
             hello = {"do": "hello", "arguments": {**self._hello(), "version": self._version}}
-            return wire.version_of(_outcome(self._ask(connection, hello, (), ends)).get("version"))
+            return wire.version_of(self._tell(connection, hello, ends).get("version"))
         except (_BrokenError, TimeoutError):
             self._discard(connection)  # it ended meanwhile, or does not answer: trying again is a question of time
             return None
@@ -329,10 +352,12 @@ class FlusherClient:
         _close_all(self._open)
 
 
-def _outcome(answer: Mapping[str, Any]) -> dict[str, Any]:
+def _outcome(answer: Mapping[str, Any], came: list[int]) -> dict[str, Any]:
+    """What an answer says. Where that is an error, the descriptors that came with it are closed."""
     outcome = answer.get("ok")
     if isinstance(outcome, dict):
         return outcome
+    wire.close_all(came)
     raise wire.error_from(answer.get("error"))
 
 

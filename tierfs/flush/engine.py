@@ -9,9 +9,11 @@ from typing import Any
 from tierfs.errors import InvalidInputError
 from tierfs.flush.entries import Entry
 from tierfs.flush.flusher import Flusher
+from tierfs.flush.handover import copies_of, note_of
 from tierfs.flush.levels import Level
 from tierfs.flush.publisher import Publisher
-from tierfs.flush.service import Peer
+from tierfs.flush.service import Answer, Peer
+from tierfs.flush.wire import DESCRIPTORS_MAX
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Segment, Slot
 
@@ -61,7 +63,7 @@ class FlushEngine:
         """A client went away: what it waits for is nobody's interest any more."""
         self._flusher.nudge()
 
-    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> dict[str, Any]:
+    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
         """Answer one message. May block, where the message says so.
 
         Raises:
@@ -78,7 +80,7 @@ class FlushEngine:
             answer = method(arguments, peer)
         except (KeyError, TypeError) as error:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
-        return answer if isinstance(answer, dict) else {}
+        return answer if isinstance(answer, Answer) else Answer(answer or {})
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
         options = arguments.get("options")
@@ -108,10 +110,12 @@ class FlushEngine:
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}
 
-    def _do_segments(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        """The descriptors of segments that no file leads to, for who may open them by way of this process."""
-        nameless = [segment.fd for segment in self._flusher.ram.segments() if segment.path is None]
-        return {"pid": os.getpid(), "fds": nameless}
+    def _do_segments(self, arguments: dict[str, Any], peer: Peer) -> Answer:
+        """Segments that no file leads to, by the names of their notes: those that are here, in a message's worth."""
+        wanted = set(arguments["names"])
+        nameless = [segment for segment in self._flusher.ram.segments() if segment.path is None]
+        found = [segment for segment in nameless if note_of(segment) in wanted]
+        return Answer(fds=copies_of(found[:DESCRIPTORS_MAX]))
 
     def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"bytes": self._flusher.keep(self._slots(arguments))}

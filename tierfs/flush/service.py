@@ -25,7 +25,7 @@ from tierfs.flush import wire
 from tierfs.forks import renew_in_children
 from tierfs.local.host import ExclusiveLock
 
-__all__ = ["LOCK_NAME", "Engine", "Peer", "Service"]
+__all__ = ["LOCK_NAME", "Answer", "Engine", "Peer", "Service"]
 
 LOCK_NAME = "flusher.lock"
 CONNECTIONS_MAX = 256  # and as many threads
@@ -55,6 +55,20 @@ class Peer:
     gone: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client is told.
+
+    Attributes:
+        outcome: What JSON holds, within a message.
+        fds: Descriptors to go with it, as many as a message carries. They are the service's to close, sent or not, and
+            so must be nobody else's: copies, which stay what they are until then.
+    """
+
+    outcome: dict[str, Any] = field(default_factory=dict)
+    fds: list[int] = field(default_factory=list)
+
+
 class Engine(Protocol):
     """What a flusher does, called by many threads."""
 
@@ -67,7 +81,7 @@ class Engine(Protocol):
         An error that a `handle` raises from now on reaches nobody: its client asks the next flusher.
         """
 
-    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> dict[str, Any]:
+    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
         """Do what a client asks; may take as long as it takes.
 
         Args:
@@ -75,9 +89,6 @@ class Engine(Protocol):
             arguments: What the client says; checked by nobody yet.
             fds: Descriptors sent along. Those to be kept are taken out of the list; the others are closed afterwards.
             peer: Who asks. When it hangs up nobody waits for the answer: see `gone`.
-
-        Returns:
-            The answer: what JSON holds, within a message.
 
         Raises:
             TierfsError, TimeoutError: Raised again at the client. Anything else becomes a StoreError there.
@@ -295,13 +306,16 @@ class Service:
                 connection.is_busy = True
                 message, fds = received
                 try:
-                    answer = self._answer(connection, message, fds)
+                    packet, outgoing = self._answer(connection, message, fds)
                 finally:
                     wire.close_all(fds)
                     connection.used_at = time.monotonic()
                     connection.is_busy = False
-                # A client that does not read its answers fills its own connection, and loses it.
-                wire.send(connection.sock, answer, flags=socket.MSG_DONTWAIT)
+                try:
+                    # A client that does not read its answers fills its own connection, and loses it.
+                    wire.send(connection.sock, packet, outgoing, flags=socket.MSG_DONTWAIT)
+                finally:
+                    wire.close_all(outgoing)
         except FormatError as error:
             _logger.warning("the connection of process %d is closed: %s", connection.pid, error)
         except OSError as error:
@@ -316,8 +330,8 @@ class Service:
                 connection.is_over = True
                 self._wake()
 
-    def _answer(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> bytes:
-        """Ask the engine.
+    def _answer(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> tuple[bytes, list[int]]:
+        """Ask the engine. Returns the packet to be sent, and descriptors to go with it, to be closed after that.
 
         Raises:
             FormatError: It is no request, or comes before the hello.
@@ -329,21 +343,24 @@ class Service:
         # To be asked again, of the next flusher.
         ended = wire.encode({"id": number, "ended": True})
         if self._is_stopping:
-            return ended
+            return ended, []
+        answer = Answer()
         try:
             if do in ("retire", "stop"):
-                outcome = self._retire_for(peer, asked_to_stop=do == "stop")
+                self._retire_for(peer, asked_to_stop=do == "stop")
             else:
-                outcome = self._engine.handle(do, arguments, fds, peer)
-            if do == "hello":
-                outcome = {**outcome, "version": self._version}
-            return wire.encode({"id": number, "ok": outcome})
+                answer = self._engine.handle(do, arguments, fds, peer)
+            more = {"version": self._version} if do == "hello" else {}
+            packet = wire.encode({"id": number, "ok": answer.outcome | more})
+            wire.check_count(answer.fds)
+            return packet, answer.fds
         except Exception as error:
+            wire.close_all(answer.fds)
             if self._is_stopping:
-                return ended  # which may well be what went wrong
+                return ended, []  # which may well be what went wrong
             if not isinstance(error, (TierfsError, TimeoutError)):
                 _logger.exception("%s failed", do)
-            return wire.encode({"id": number, "error": wire.describe_error(error)})
+            return wire.encode({"id": number, "error": wire.describe_error(error)}), []
 
     def _greeted(self, connection: _Connection, do: str, arguments: dict[str, Any]) -> Peer:
         version = arguments.get("version")
@@ -354,7 +371,7 @@ class Service:
             peer.gone.set()  # it hung up before we knew it by a name
         return peer
 
-    def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> dict[str, Any]:
+    def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
         if asked_to_stop:
             _logger.info("stopping as process %d asks for it", peer.pid)
         elif wire.version_of(peer.version) <= wire.version_of(self._version):
@@ -362,7 +379,6 @@ class Service:
         else:
             _logger.info("retiring for tierfs %s", peer.version)
         self.stop()
-        return {}
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # closed meanwhile

@@ -22,7 +22,9 @@ from tierfs import errors
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 
 __all__ = [
+    "DESCRIPTORS_MAX",
     "SOCKET_NAME",
+    "check_count",
     "close_all",
     "connect",
     "credentials_of",
@@ -95,11 +97,20 @@ def send(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), *,
         InvalidInputError: There are more than `DESCRIPTORS_MAX` descriptors.
         OSError: As the socket raises it; the other end is gone, or slow.
     """
-    if len(descriptors) > DESCRIPTORS_MAX:
-        raise InvalidInputError(f"{len(descriptors)} descriptors are over the limit of {DESCRIPTORS_MAX} a message")
+    check_count(descriptors)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
     # Not `socket.send_fds`: it takes flags and ignores them.
     sock.sendmsg([packet], rights, flags | socket.MSG_NOSIGNAL)
+
+
+def check_count(descriptors: Sequence[int]) -> None:
+    """See that a message can carry so many descriptors.
+
+    Raises:
+        InvalidInputError: There are more than `DESCRIPTORS_MAX`.
+    """
+    if len(descriptors) > DESCRIPTORS_MAX:
+        raise InvalidInputError(f"{len(descriptors)} descriptors are over the limit of {DESCRIPTORS_MAX} a message")
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -127,7 +138,9 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         if flags & socket.MSG_TRUNC:
             raise FormatError(f"not a message: over the limit of {MESSAGE_BYTES_MAX} bytes")
         if flags & socket.MSG_CTRUNC:
-            raise FormatError(f"not a message: over the limit of {DESCRIPTORS_MAX} descriptors")
+            raise FormatError(
+                f"not a message: its descriptors are over the limit of {DESCRIPTORS_MAX}, or of what this process may open"
+            )
         return decode(data), descriptors
     except FormatError:
         close_all(descriptors)

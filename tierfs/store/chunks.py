@@ -133,7 +133,7 @@ def fetch(store: Store, row: Row, start: int, out: memoryview, where: str) -> No
     def fetch_from(offset: int, target: memoryview) -> None:
         _fetch_verified(store, row, offset, target, where)
 
-    store.tiers.read_through(name, row.raw_length, start, out, fetch_from)
+    store.tiers.cache.read_through(name, row.raw_length, start, out, fetch_from)
 
 
 def find_chunk(store: Store, row: Row, where: str) -> Row:

@@ -32,7 +32,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
         if not (exist_ok and error.transient) or store.tiers is None:
             raise
         # A directory is there with the first file in it; only one that stays empty needs its marker.
-        store.tiers.fall_back(
+        store.tiers.counters.fall_back(
             "unmarked_directories", "the object tier is away, so no directory is marked there: %s", error
         )
         return

@@ -35,7 +35,7 @@ class Launcher(Protocol):
 def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
     """Wait for what is pending, and log what is left. Returns whether nothing is."""
     ends = launcher.ends_with_us
-    pending = tiers.pending_below("") if ends else {draft.path: draft for draft in tiers.own_drafts()}
+    pending = tiers.drafts.pending_below("") if ends else {draft.path: draft for draft in tiers.drafts.own()}
     if not pending:
         return True
     reason = ""
@@ -45,7 +45,7 @@ def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
         pass
     except TierfsError as error:
         reason = f" ({error})"
-    pending = tiers.pending_below("") if ends else {draft.path: draft for draft in tiers.own_drafts()}
+    pending = tiers.drafts.pending_below("") if ends else {draft.path: draft for draft in tiers.drafts.own()}
     if not pending:
         return True
     named = ", ".join(sorted(pending)[:NAMED_MAX]) + (", ..." if len(pending) > NAMED_MAX else "")

@@ -220,7 +220,7 @@ def _pending(store: Store, path: str) -> dict[str, Manifest | None]:
     """
     if store.tiers is None:
         return {}
-    records = {name: pending.draft.record for name, pending in store.tiers.pending_below(path).items()}
+    records = {name: pending.draft.record for name, pending in store.tiers.drafts.pending_below(path).items()}
     return {name: record if isinstance(record, Manifest) else None for name, record in records.items()}
 
 

@@ -138,7 +138,7 @@ class _ForeignReader:
                 return
             length = min(PIECE_BYTES_MAX, self._info.size - first)
             name = foreign_name(self._info.key, str(self._info.version), first)
-            tiers.read_through(
+            tiers.cache.read_through(
                 name, length, begin - first, target, lambda start, view: self._fetch(first + start, view)
             )
 

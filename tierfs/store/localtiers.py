@@ -105,9 +105,9 @@ def tiers_for(
         clock=clock,
     )
     finish_at_exit(tiers, target.url, launcher)
-    if tiers.pending_below(""):
+    if tiers.drafts.pending_below(""):
         # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.
-        threading.Thread(target=tiers.announce, name="tierfs-resume", daemon=True).start()
+        threading.Thread(target=tiers.writer.announce, name="tierfs-resume", daemon=True).start()
     return tiers
 
 
@@ -131,6 +131,7 @@ class Launcher:
         self._clock = clock
         self._options = _as_json(target.options)
         self.fallbacks = 0
+        self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         self._service: Service | None = None
 
@@ -174,15 +175,19 @@ class Launcher:
             publisher=publisher,
             clock=self._clock,
         )
-        self._service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
-        self.thread = threading.Thread(target=_serve, args=(self._service,), name="tierfs-flusher", daemon=True)
-        self.thread.start()
+        service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
+        thread = threading.Thread(target=_serve, args=(service,), name="tierfs-flusher", daemon=True)
+        with self._lock:
+            thread.start()
+            self._service, self.thread = service, thread
 
     def stop(self) -> None:
         """End the flusher if it is a thread of this process, after the steps that are under way."""
-        if self._service is not None and self.thread is not None:
-            self._service.stop()
-            self.thread.join()
+        with self._lock:
+            service, thread = self._service, self.thread
+        if service is not None and thread is not None:
+            service.stop()
+            thread.join()
 
 
 class _Client(FlusherClient):

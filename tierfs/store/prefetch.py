@@ -58,7 +58,7 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
     while batch := list(islice(pieces, BATCH_CHUNKS)):
         slots = transfers().map(lambda piece: _bring(tiers, piece, tier), batch)
         if tier == "nvme":
-            tiers.keep([slot for slot in slots if slot is not None])
+            tiers.cache.keep([slot for slot in slots if slot is not None])
         count = sum(piece.length for piece in batch)
         total += count
         if progress is not None:
@@ -76,18 +76,18 @@ def evict(store: Store, path: str, tier: str = "nvme") -> int:
         InvalidInputError: No such tier, or it is switched off.
         NotFoundError: Nothing is at ``path``.
     """
-    return _tiers(store, tier).evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
+    return _tiers(store, tier).cache.evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
 
 
 def _bring(tiers: Tiers, piece: _Piece, tier: str) -> Slot | None:
     """Bring one piece into the ram tier; ``None`` if the tier that is meant has it."""
-    if tiers.holds(piece.name, tier):
+    if tiers.reader.holds(piece.name, tier):
         return None
     buffer = transfers().take_buffer()
     try:
         data = memoryview(buffer)[: piece.length]
         piece.read(data)
-        slot = tiers.ram.find(piece.name) or tiers.insert(piece.name, data)
+        slot = tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
     finally:
         transfers().give_buffer(buffer)
     if slot is None:

@@ -78,7 +78,7 @@ def observe(store: Store, path: str) -> Observed:
 
 def _observe_draft(store: Store, path: str) -> Observed | None:
     """This host's newest draft of a file; it needs nobody to be asked."""
-    pending = store.tiers.pending(path) if store.tiers is not None else None
+    pending = store.tiers.drafts.pending(path) if store.tiers is not None else None
     if pending is None:
         return None
     draft = pending.draft
@@ -116,7 +116,9 @@ def observe_to_stage(store: Store, path: str) -> Observed:
     except StoreError as error:
         if not error.transient or store.tiers is None:
             raise
-        store.tiers.fall_back("blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error)
+        store.tiers.counters.fall_back(
+            "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
+        )
         key = keys.record_key(path)
         seen = store.records.get(key)
         if seen is None and store.host_records is not None:

@@ -16,7 +16,9 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
 if TYPE_CHECKING:
-    from tierfs.flush.tiers import ChunkBuffer, Tiers
+    from tierfs.flush.chunkbuffer import ChunkBuffer
+    from tierfs.flush.slabwriter import SlabWriter
+    from tierfs.flush.tiers import Tiers
     from tierfs.local.slab import Slot
 
 __all__ = ["ObjectSink", "Sink", "SlabSink"]
@@ -98,8 +100,8 @@ class ObjectSink:
             try:
                 row = store_chunk(self._store, memoryview(buffer)[:filled])
                 tiers = self._store.tiers
-                if tiers is not None and tiers.keeps_reads:
-                    tiers.insert(
+                if tiers is not None and tiers.cache.keeps_reads:
+                    tiers.cache.insert(
                         local_name(self._store.descriptor.digest_kind, row.name.digest), memoryview(buffer)[:filled]
                     )
                 return row
@@ -120,8 +122,8 @@ class SlabSink:
     """
 
     def __init__(self, tiers: Tiers, write_id: bytes) -> None:
-        self._tiers = tiers
-        self._holder = f"open:{tiers.owner}:{write_id.hex()}"
+        self._writer = tiers.writer
+        self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
         self._rows: list[Row] = []
         self._slots: list[Slot | None] = []
         self._sealing: deque[tuple[ChunkBuffer, Future[Slot]]] = deque()
@@ -141,7 +143,7 @@ class SlabSink:
             if self._chunk is None:
                 self._chunk = self._begin()
             if self._ahead is None and len(view) - at > self._chunk.room:
-                self._ahead = transfers().submit(_try_begin, self._tiers)
+                self._ahead = transfers().submit(_try_begin, self._writer)
             at += self._chunk.append(view[at:])
             if not self._chunk.room:
                 self._seal()
@@ -165,11 +167,11 @@ class SlabSink:
         self._sealing.clear()
         for slot in [*unsealed, *self._slots]:
             if slot is not None:
-                self._tiers.drop(slot)
+                self._writer.drop(slot)
         self._slots = []
         if self._spilled:
             self._spilled = False
-            self._tiers.unhold(self._holder)
+            self._writer.unhold(self._holder)
 
     def _begin(self) -> ChunkBuffer:
         ahead, self._ahead = self._ahead, None
@@ -177,27 +179,27 @@ class SlabSink:
         if taken is not None:
             return taken
         if not self._sealing and not any(self._slots):
-            return self._tiers.begin_chunk()
+            return self._writer.begin_chunk()
         try:
-            return self._tiers.begin_chunk(wait=False)
+            return self._writer.begin_chunk(wait=False)
         except CapacityError:
             # What this file holds itself is never freed by waiting for it.
             self._collect()
             self._spilled = True
-            self._tiers.spill(self._holder, [slot for slot in self._slots if slot is not None])
+            self._writer.spill(self._holder, [slot for slot in self._slots if slot is not None])
             self._slots = [None] * len(self._slots)
-            return self._tiers.begin_chunk()
+            return self._writer.begin_chunk()
 
     def _drop_ahead(self) -> None:
         ahead, self._ahead = self._ahead, None
         taken = ahead.result() if ahead is not None else None
         if taken is not None:
-            self._tiers.drop(taken.slot)
+            self._writer.drop(taken.slot)
 
     def _seal(self) -> None:
         assert self._chunk is not None
         chunk, self._chunk = self._chunk, None
-        self._sealing.append((chunk, transfers().submit(self._tiers.seal_chunk, chunk)))
+        self._sealing.append((chunk, transfers().submit(self._writer.seal_chunk, chunk)))
 
     def _collect(self) -> None:
         """Wait for the chunks that are being sealed."""
@@ -208,8 +210,8 @@ class SlabSink:
             self._rows.append(Row(ChunkName(slot.name[1:]), slot.length, 0))
 
 
-def _try_begin(tiers: Tiers) -> ChunkBuffer | None:
+def _try_begin(writer: SlabWriter) -> ChunkBuffer | None:
     try:
-        return tiers.begin_chunk(wait=False)
+        return writer.begin_chunk(wait=False)
     except CapacityError:
         return None  # whoever needs it frees some, or waits

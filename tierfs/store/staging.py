@@ -24,7 +24,7 @@ def is_staged(store: Store, path: str, level: Level) -> bool:
         return False
     if level is not Level.OBJECT and not (level is Level.LOCAL and store.tiers.passes_by):
         return True
-    return bool(store.tiers.pending_below(path.rpartition("/")[0]))
+    return bool(store.tiers.drafts.pending_below(path.rpartition("/")[0]))
 
 
 def seal(
@@ -50,7 +50,7 @@ def seal(
     assert store.tiers is not None
     rows = record.rows if isinstance(record, Manifest) else ()
     base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
-    store.tiers.seal_draft(Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after))
+    store.tiers.writer.seal_draft(Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after))
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
@@ -63,7 +63,7 @@ def follow(store: Store, record: Record, path: str, level: Level | None = None) 
     """
     assert store.tiers is not None
     wanted = store.ack if level is None else level
-    store.tiers.announce(wait=wanted > Level.STAGED)
+    store.tiers.writer.announce(wait=wanted > Level.STAGED)
     store.tiers.wait(path, wanted, store.ack_timeout_s, write_id=record.write_id)
 
 

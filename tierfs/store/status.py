@@ -37,9 +37,8 @@ def status(store: Store) -> dict[str, Any]:
         return report
     report["tiers"]["ram"] = {**asdict(tiers.ram.usage()), "gives": Level.STAGED.label}
     if tiers.has_nvme:
-        gives = (Level.LOCAL if tiers.gives_local else Level.STAGED).label
-        report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": gives}
-    pending = tiers.pending_below("")
+        report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
+    pending = tiers.drafts.pending_below("")
     report["queue_files"] = len(pending)
     report["queue_bytes"] = sum(item.draft.length for item in pending.values())
     report["counters"] = {f"process_{name}": count for name, count in sorted(tiers.counters.items())}
@@ -56,7 +55,7 @@ def status(store: Store) -> dict[str, Any]:
             report["counters"] |= counters
             report |= answer
     else:
-        report["conflicts"] = [{"path": path, "message": text} for path, text in tiers.conflicts()]
+        report["conflicts"] = [{"path": path, "message": text} for path, text in tiers.drafts.conflicts()]
     return report
 
 

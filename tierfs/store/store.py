@@ -99,7 +99,7 @@ class Store:
         except StoreError as error:
             if not error.transient or self.tiers is None:
                 raise
-            self.tiers.fall_back(
+            self.tiers.counters.fall_back(
                 "unchecked_stores", "%s cannot be asked whether it is there still: %s", self.url, error
             )
             return True

@@ -33,7 +33,7 @@ def level_of(store: Store, path: str) -> Level:
         NotFoundError: Nothing is there, or a directory.
         StoreError, CorruptionError: As `stat`.
     """
-    level = store.tiers.level(path) if store.tiers is not None else Level.OBJECT
+    level = store.tiers.drafts.level(path) if store.tiers is not None else Level.OBJECT
     if stat(store, path).is_directory:
         raise NotFoundError(f"{store.where(path)} is a directory: levels are a file's", path=path)
     return level
@@ -45,7 +45,7 @@ def open_conflict(store: Store, path: str) -> Reader:
     Raises:
         NotFoundError: Nothing is, or it was a removal.
     """
-    draft = store.tiers.kept(path) if store.tiers is not None else None
+    draft = store.tiers.drafts.kept(path) if store.tiers is not None else None
     if draft is None or not isinstance(draft.record, Manifest):
         raise NotFoundError(
             f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists those that are", path=path

@@ -1,0 +1,243 @@
+"""Segments without a file go from who made them to the flusher, and from it to everybody else."""
+
+import gc
+import os
+import uuid
+from types import SimpleNamespace
+
+import pytest
+from fake_flusher import Running, until
+
+from tierfs.clock import SystemClock
+from tierfs.errors import InvalidInputError
+from tierfs.flush import wire
+from tierfs.flush.client import FlusherClient
+from tierfs.flush.counters import Counters
+from tierfs.flush.engine import FlushEngine
+from tierfs.flush.handover import Handover, copies_of
+from tierfs.local.host import Host
+from tierfs.local.ram import RamTier
+from tierfs.local.slab import SlotKind
+
+STORE = uuid.uuid4().hex
+MIB = 1 << 20
+MANY = 2 * wire.DESCRIPTORS_MAX + 1
+
+
+class Process:
+    """A process of the host, as far as this is concerned: its ram tier, and its way to the flusher."""
+
+    def __init__(self, tmp_path, shm):
+        host = Host(tmp_path / "state", shm)
+        self.ram = RamTier(host, STORE, budget_bytes=64 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
+        self.directory = host.store_directory(STORE)
+        self.counters = Counters()
+        self.client = FlusherClient(self.directory, self.launch, "1.0", dict)
+        self.handover = Handover(self.ram, self.client, self.counters)
+
+    def launch(self):
+        raise AssertionError("one is running")
+
+    def write(self, name):
+        """A chunk that takes a segment of its own."""
+        slot = self.ram.take(SlotKind.CHUNK, MIB, timeout_s=0)
+        slot.segment.view(slot)[: len(name)] = name
+        return slot.segment.seal(slot, name, b"", stamp_ns=1)
+
+    def read(self, name):
+        slot = self.ram.find(name)
+        if slot is None:
+            return None
+        out = bytearray(len(name))
+        slot.segment.read(slot, 0, memoryview(out))
+        return bytes(out)
+
+    def close(self):
+        self.client.close()
+        self.ram.close()
+
+
+class Flusher(SimpleNamespace):
+    """What `FlushEngine` needs of one."""
+
+    def start(self):
+        pass
+
+    stop = nudge = start
+
+    def is_idle(self):
+        return True
+
+
+@pytest.fixture
+def process(tmp_path, monkeypatch):
+    """Makes processes of one host whose shared memory has no room."""
+    monkeypatch.setattr("tierfs.local.shares.Shares.free_bytes", lambda *_: 0)
+    shm = tmp_path / "shm"
+    shm.mkdir(mode=0o700)
+    made = []
+
+    def make():
+        made.append(Process(tmp_path, shm))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+        vars(one).clear()  # a host lets go of its locks when nobody refers to it
+    gc.collect()
+
+
+@pytest.fixture
+def flusher(process):
+    """The process of a flusher that runs."""
+    own = process()
+    running = Running(own.directory, engine=FlushEngine(lambda: Flusher(ram=own.ram), lambda _: None))
+    until(lambda: wire.identity_of(own.directory))
+    yield own
+    running.stop()
+
+
+def names(count=MANY):
+    return [b"chunk-%d" % number for number in range(count)]
+
+
+def test_more_segments_than_fit_into_a_message_get_from_one_process_to_the_other(process, flusher):
+    writer, reader = process(), process()
+    for name in names():
+        writer.write(name)
+    assert len(writer.ram.own_segments()) == MANY
+    writer.handover.ask("draft", {})
+    until(lambda: len(flusher.ram.segments()) == MANY)
+    assert reader.ram.segments() == []
+    reader.handover.look_around()
+    assert len(reader.ram.segments()) == MANY
+    assert [reader.read(name) for name in names()] == names()
+    assert not reader.ram.unseen()
+
+
+def test_nothing_is_asked_where_nothing_is_missing(process, flusher, monkeypatch):
+    writer, reader = process(), process()
+    writer.write(b"a")
+    writer.handover.ask("draft", {})
+    reader.handover.look_around()
+    monkeypatch.setattr(reader.client, "request_fds", lambda *_: pytest.fail("asked"))
+    reader.handover.look_around()
+    writer.handover.look_around()
+    assert reader.read(b"a") == b"a"
+
+
+def test_what_the_flusher_gets_later_is_seen_then(process, flusher):
+    writer, reader = process(), process()
+    writer.write(b"a")
+    reader.handover.look_around()
+    assert reader.read(b"a") is None
+    writer.handover.ask("draft", {})
+    reader.handover.look_around()
+    assert reader.read(b"a") == b"a"
+
+
+def test_without_a_flusher_nothing_is_handed_over_and_none_is_started(process):
+    writer, reader = process(), process()
+    writer.write(b"a")
+    reader.handover.look_around()
+    assert reader.ram.segments() == []
+
+
+def test_no_descriptor_but_the_segments_own_stays_open(process, flusher):
+    writer, reader = process(), process()
+    for name in names():
+        writer.write(name)
+    writer.handover.ask("draft", {})
+    until(lambda: len(flusher.ram.segments()) == MANY)
+    reader.handover.look_around()
+    inodes = {os.fstat(segment.fd).st_ino for segment in writer.ram.own_segments()}
+
+    def open_memory():
+        found = []
+        for number in os.listdir("/proc/self/fd"):
+            try:
+                status = os.stat(f"/proc/self/fd/{number}")
+            except FileNotFoundError:
+                continue
+            if status.st_ino in inodes:
+                found.append(status.st_ino)
+        return found
+
+    before = {inode: open_memory().count(inode) for inode in inodes}
+    for _ in range(3):
+        writer.handover.ask("draft", {})
+        wire.close_all(reader.client.request_fds("segments", {"names": sorted(notes(writer))[:3]}))
+    until(lambda: {inode: open_memory().count(inode) for inode in inodes} == before)
+
+
+def notes(writer):
+    return {path.name for path in writer.ram.host.segments.glob("*.memfd")}
+
+
+def test_only_what_is_named_is_sent_and_no_more_than_a_message_carries(process, flusher):
+    writer, reader = process(), process()
+    for name in names():
+        writer.write(name)
+    writer.handover.ask("draft", {})
+    until(lambda: len(flusher.ram.segments()) == MANY)
+    for wanted, count in (
+        ([], 0),
+        (["no such"], 0),
+        (sorted(notes(writer))[:2], 2),
+        (sorted(notes(writer)), wire.DESCRIPTORS_MAX),
+    ):
+        came = reader.client.request_fds("segments", {"names": wanted})
+        assert len(came) == count
+        wire.close_all(came)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"names": 3}, {"names": [[]]}])
+def test_what_is_no_list_of_names_is_refused(process, flusher, arguments):
+    with pytest.raises(InvalidInputError, match="bad arguments"):
+        process().client.request_fds("segments", arguments)
+
+
+def test_a_descriptor_that_is_no_segment_is_passed_over_and_counted(process, flusher, monkeypatch, caplog):
+    writer, reader = process(), process()
+    writer.write(b"a")
+    monkeypatch.setattr(reader.client, "request_fds", lambda *_: [os.open(os.devnull, os.O_RDWR)])
+    for _ in range(3):
+        reader.handover.look_around()
+    assert reader.counters["hidden_segments"] == 3
+    assert caplog.text.count("cannot be looked into") == 1
+    caplog.clear()  # a logged error keeps what it met
+
+
+def test_a_copy_outlives_the_segment_and_a_closed_segment_has_none(process):
+    writer = process()
+    writer.write(b"a")
+    writer.write(b"b")
+    first, second = writer.ram.own_segments()
+    second.close()
+    (copy,) = copies_of([first, second])
+    inode = os.fstat(first.fd).st_ino
+    first.close()
+    assert os.fstat(copy).st_ino == inode
+    os.close(copy)
+
+
+@pytest.mark.parametrize("files", [0, 20])
+def test_a_segment_that_is_closed_while_it_is_copied_never_leads_to_another_file(process, tmp_path, monkeypatch, files):
+    """Its number is nobody's by then, or of one of many files that were opened since."""
+    writer = process()
+    writer.write(b"a")
+    (segment,) = writer.ram.own_segments()
+    (tmp_path / "other").write_text("somebody's")
+    plain, opened = os.dup, []
+
+    def dup(number):
+        segment.close()
+        opened.extend(os.open(tmp_path / "other", os.O_RDONLY) for _ in range(files))
+        assert bool(files) == (number in opened)
+        return plain(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "dup", dup)
+        assert copies_of([segment]) == []
+    wire.close_all(opened)

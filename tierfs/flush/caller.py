@@ -1,0 +1,32 @@
+"""What those who use the local tiers want of the way to the flusher; `tierfs.flush.client` is that way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+__all__ = ["Caller"]
+
+
+class Caller(Protocol):
+    """How the flusher is reached; `FlusherClient` is one."""
+
+    def request(
+        self, do: str, arguments: dict[str, Any], *, fds: Sequence[int] = (), timeout_s: float | None = None
+    ) -> dict[str, Any]:
+        """Send a message and return the answer; starts a flusher where none runs.
+
+        Raises:
+            TimeoutError: No answer in time.
+            StoreError: No flusher can be reached or started.
+            TierfsError: What the flusher answers.
+        """
+
+    def request_fds(self, do: str, arguments: dict[str, Any]) -> list[int]:
+        """The same, for the descriptors that the answer carries: they are the caller's to close."""
+
+    def is_running(self) -> bool:
+        """Whether a flusher runs now."""
+
+    def close(self) -> None:
+        """Ask nothing any more."""

@@ -1,0 +1,159 @@
+"""Clean copies of chunks in the host's own tiers: kept from what was read or prefetched, dropped when asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tierfs.digest import DigestKind
+from tierfs.errors import TierfsError
+from tierfs.flush.caller import Caller
+from tierfs.flush.chunkbuffer import ChunkBuffer
+from tierfs.flush.chunkreader import ChunkReader
+from tierfs.flush.counters import Counters
+from tierfs.flush.handover import Handover
+from tierfs.flush.keeper import Keeper
+from tierfs.flush.singleflight import SingleFlight
+from tierfs.flush.slabwriter import NAMES_MAX, SlabWriter
+from tierfs.local.ram import RamTier
+from tierfs.local.slab import Slot, SlotKind, SlotState
+
+__all__ = ["ChunkCache"]
+
+# Reading less than a quarter of a chunk is no reason to fetch all of it.
+WHOLE_FRACTION = 4
+
+
+class ChunkCache:
+    """The local tiers as a cache of the object tier. Safe for use by many threads.
+
+    Args:
+        ram: The ram tier.
+        reader: Reads chunks that are here.
+        writer: Puts chunks into slabs.
+        flusher: How to reach the flusher.
+        handover: Gives it the slabs that no file leads to.
+        counters: Where it is counted that there was no room.
+        kind: The store's digests.
+        has_nvme: Whether the nvme tier is on.
+        keeps_reads: Whether chunks that were read from the object tier are kept.
+
+    Attributes:
+        keeps_reads: As given; may be changed.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        reader: ChunkReader,
+        writer: SlabWriter,
+        flusher: Caller,
+        handover: Handover,
+        counters: Counters,
+        *,
+        kind: DigestKind,
+        has_nvme: bool,
+        keeps_reads: bool,
+    ) -> None:
+        self.keeps_reads = keeps_reads
+        self._ram = ram
+        self._reader = reader
+        self._writer = writer
+        self._flusher = flusher
+        self._handover = handover
+        self._counters = counters
+        self._kind = kind
+        self._has_nvme = has_nvme
+        self._flight = SingleFlight(ram.host.store_directory(ram.store) / "fetch.lock")
+        self._keeper = Keeper(self.keep)
+
+    def __repr__(self) -> str:
+        return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._keeper!r}, {self._flight!r})"
+
+    def read_through(
+        self, name: bytes, raw_length: int, start: int, out: memoryview, fetch: Callable[[int, memoryview], None]
+    ) -> None:
+        """Copy verified bytes of a chunk into ``out``: from the object tier where no local one has a good copy.
+
+        What is fetched then is kept here. A chunk of which a quarter or more is wanted is fetched whole, and once for all
+        threads and processes of the host that want it meanwhile.
+
+        Args:
+            name: As for `ChunkReader.read`; so are ``raw_length``, ``start`` and ``out``.
+            raw_length: See there.
+            start: See there.
+            out: See there.
+            fetch: Fills a buffer with the chunk's bytes from an offset on, verified, from the object tier. What it
+                raises is passed on.
+        """
+        if self._reader.read(name, raw_length, start, out) is not None:
+            return
+        if not self.keeps_reads or len(out) * WHOLE_FRACTION < raw_length:
+            fetch(start, out)
+            return
+        with self._flight.holding(name) as waited:
+            if waited and self._reader.read(name, raw_length, start, out) is not None:
+                return
+            whole = out if len(out) == raw_length else memoryview(bytearray(raw_length))
+            fetch(0, whole)
+            if whole is not out:
+                out[:] = whole[start : start + len(out)]
+            self.insert(name, whole)
+
+    def insert(self, name: bytes, data: memoryview) -> Slot | None:
+        """Keep a clean copy of a chunk in the ram tier, if there is room without waiting.
+
+        Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
+        """
+        try:
+            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0)
+        except TierfsError:
+            self._counters["ram_insert_refused"] += 1
+            return None
+        chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
+        try:
+            chunk.append(data)
+            slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
+        except BaseException:
+            self._writer.drop(slot)
+            raise
+        if self._has_nvme and self._flusher.is_running():
+            self._keeper.add(slot)
+        return slot
+
+    def keep(self, slots: Sequence[Slot]) -> int:
+        """Have the flusher copy clean chunks to the nvme tier. Returns the bytes that lie there now."""
+        if not self._has_nvme:
+            return 0
+        kept = 0
+        for at in range(0, len(slots), NAMES_MAX):
+            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
+            answer = self._handover.ask("keep", {"slots": references})
+            kept += int(answer["bytes"])
+        return kept
+
+    def evict(self, names: Sequence[bytes] | None, tier: str) -> int:
+        """Drop clean copies of these chunks, or of all, from ``"ram"`` or ``"nvme"``. Returns the bytes dropped."""
+        return self._evict_nvme(names) if tier == "nvme" else self._evict_ram(names)
+
+    def close(self) -> None:
+        """Wait for nobody's fetch any more."""
+        self._flight.close()
+
+    def _evict_nvme(self, names: Sequence[bytes] | None) -> int:
+        if not self._has_nvme:
+            return 0
+        if names is None:
+            return int(self._flusher.request("evict", {"names": None})["bytes"])
+        batches = [names[at : at + NAMES_MAX] for at in range(0, len(names), NAMES_MAX)]
+        answers = [self._flusher.request("evict", {"names": [name.hex() for name in batch]}) for batch in batches]
+        return sum(int(answer["bytes"]) for answer in answers)
+
+    def _evict_ram(self, names: Sequence[bytes] | None) -> int:
+        wanted = None if names is None else set(names)
+        dropped = self._ram.reap() if names is None else 0
+        for segment in self._ram.segments():
+            for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,)):
+                if not slot.hidden and (wanted is None or slot.name in wanted):
+                    segment.hide(slot)
+                    dropped += slot.length
+        return dropped

@@ -1,0 +1,54 @@
+"""The thread of a process that writes: makes slabs ahead of need, and gives others their share."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from tierfs.forks import renew_in_children
+from tierfs.local.ram import RamTier
+
+__all__ = ["Housekeeping"]
+
+HOUSEKEEPING_S = 1.0
+
+
+class Housekeeping:
+    """Looks after the ram tier for as long as that is in use.
+
+    Args:
+        ram: The ram tier.
+        ended: Set when there is nothing to look after any more.
+    """
+
+    def __init__(self, ram: RamTier, ended: threading.Event) -> None:
+        self._ram = weakref.ref(ram)
+        self._ended = ended
+        self._process = 0  # the one in which the thread runs
+        self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"Housekeeping(every {HOUSEKEEPING_S:g} s, process={self._process})"
+
+    def begin(self) -> None:
+        """See that there is a thread that does it, also in a forked child."""
+        with self._lock:
+            if self._process == os.getpid():
+                return
+            self._process = os.getpid()
+        threading.Thread(target=_run, args=(self._ram, self._ended), name="tierfs-housekeeping", daemon=True).start()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+
+def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
+    while not ended.wait(HOUSEKEEPING_S):
+        tier = ram()
+        if tier is None:
+            return
+        tier.grow_ahead()
+        tier.make_room_for_others()
+        del tier

@@ -1,0 +1,169 @@
+"""What is pending on this host: drafts that were closed and are not in the object tier yet.
+
+They are found in the tiers themselves, the ram tier before the nvme tier, because a draft moves down and never up. So
+looking needs no flusher, but for memory that no file leads to, and to have a damaged index made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tierfs.errors import CorruptionError
+from tierfs.flush.caller import Caller
+from tierfs.flush.counters import Counters
+from tierfs.flush.decodeddrafts import DecodedDrafts
+from tierfs.flush.draft import Draft
+from tierfs.flush.handover import Handover
+from tierfs.flush.levels import Level
+from tierfs.local.nvmereader import NvmeReader
+from tierfs.local.ram import RamTier
+from tierfs.local.segmentfile import boot_id
+from tierfs.local.slab import SlotState
+from tierfs.local.stored import StoredDraft
+
+__all__ = ["Pending", "PendingDrafts"]
+
+REBUILDS_MAX = 2
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A draft that this host has and the object tier does not, and the level it has reached."""
+
+    draft: Draft
+    level: Level
+
+
+class PendingDrafts:
+    """The drafts in one store's local tiers. Safe for use by many threads.
+
+    Args:
+        ram: The ram tier.
+        nvme: The nvme tier.
+        flusher: How to reach the flusher.
+        handover: Finds the slabs that no file leads to.
+        counters: Where it is told of what could not be had as it is meant to be.
+        stored_level: What a draft in the nvme tier has reached.
+
+    Attributes:
+        stored_level: As given.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: NvmeReader,
+        flusher: Caller,
+        handover: Handover,
+        counters: Counters,
+        *,
+        stored_level: Level,
+    ) -> None:
+        self.stored_level = stored_level
+        self._ram = ram
+        self._nvme = nvme
+        self._flusher = flusher
+        self._handover = handover
+        self._counters = counters
+        self._decoded = DecodedDrafts(counters)
+        self._boot = boot_id()
+
+    def __repr__(self) -> str:
+        return f"PendingDrafts({self._ram!r}, {self._nvme!r}, {self._decoded!r})"
+
+    def pending(self, path: str) -> Pending | None:
+        """The newest draft of ``path``, if any.
+
+        Raises:
+            CorruptionError: There is one, and it cannot be read; what was there before is no answer.
+        """
+        staged = [draft for draft in self._staged() if draft.path == path]
+        item = self._ask_index(lambda: self._nvme.draft(path))
+        stored = None if item is None else self._decoded.in_index(item)
+        if stored is not None and (not staged or not self._is_newer(staged[-1], stored)):
+            return Pending(stored, self.stored_level)
+        return Pending(staged[-1], Level.STAGED) if staged else None
+
+    def level(self, path: str) -> Level:
+        """What the newest write of ``path`` on this host has reached."""
+        pending = self.pending(path)
+        return Level.OBJECT if pending is None else pending.level
+
+    def pending_below(self, path: str) -> dict[str, Pending]:
+        """The newest draft of every path that is, or lies below, ``path``; all of them for ``""``.
+
+        One that cannot be read is passed over, which is logged.
+        """
+        staged = [draft for draft in self._staged() if _is_below(draft.path, path)]
+        stored = self._stored_below(path)
+        readable = [(item.path, self._decoded.readable_in_index(item)) for item in stored]
+        found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}
+        for draft in staged:
+            other = found.get(draft.path)
+            if other is None or self._is_newer(draft, other.draft):
+                found[draft.path] = Pending(draft, Level.STAGED)
+        return found
+
+    def is_settled(self, path: str) -> bool:
+        """Whether nothing at or below ``path`` is pending, nor kept as a conflict."""
+        if any(_is_below(draft.path, path) for draft in self._staged((SlotState.SEALED, SlotState.CONFLICT))):
+            return False
+        return not self._stored_below(path, conflicts=True)
+
+    def conflicts(self) -> list[tuple[str, str]]:
+        """Paths that somebody else changed before this host's change was published, and a word on each."""
+        text = "changed by somebody else before it was flushed: theirs stands, this one is kept"
+        found = [(draft.path, text) for draft in self._staged((SlotState.CONFLICT,))]
+        stored = self._stored_below("", conflicts=True)
+        return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
+
+    def kept(self, path: str) -> Draft | None:
+        """The newest change of ``path`` that is kept because somebody else was faster."""
+        found = [draft for draft in self._staged((SlotState.CONFLICT,)) if draft.path == path]
+        stored = [item for item in self._stored_below(path, conflicts=True) if item.path == path]
+        found += [
+            draft
+            for item in stored
+            if item.state == "conflict" and (draft := self._decoded.readable_in_index(item)) is not None
+        ]
+        return found[-1] if found else None
+
+    def own(self) -> list[Draft]:
+        """What this process closed and has not left its slabs yet, or the nvme tier's commit where there is none."""
+        own = {segment.id for segment in self._ram.own_segments()}
+        slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
+        return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
+
+    def _is_newer(self, draft: Draft, other: Draft) -> bool:
+        """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""
+        return draft.turn(self._boot) > other.turn(self._boot)
+
+    def _staged(self, states: tuple[SlotState, ...] = (SlotState.SEALED,)) -> Iterator[Draft]:
+        """Drafts in slabs, as they were closed."""
+        self._handover.look_around()
+        for slot in self._ram.drafts(states):
+            draft = self._decoded.in_slot(slot)
+            if draft is not None:
+                yield draft
+
+    def _stored_below(self, path: str, *, conflicts: bool = False) -> list[StoredDraft]:
+        return self._ask_index(lambda: self._nvme.drafts_below(path, conflicts=conflicts))
+
+    def _ask_index(self, look_up: Callable[[], _Answer]) -> _Answer:
+        """Look up drafts; where the index is of no use, after a flusher, which is started for it, has made it anew."""
+        for _ in range(REBUILDS_MAX):
+            try:
+                return look_up()
+            except CorruptionError as error:
+                self._counters.fall_back(
+                    "rebuilds_waited_for", "a flusher has to make the index of the nvme tier anew: %s", error
+                )
+            self._flusher.request("status", {})
+        return look_up()
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return not directory or path == directory or path.startswith(f"{directory}/")

@@ -1,0 +1,193 @@
+"""Writing into the host's ram tier: chunks and drafts are sealed in slabs, and the flusher is told.
+
+What is sealed is safe by itself, and found by any flusher there will be. It is told so that it begins, and has to be asked
+where a file is to go through a ram tier that has no room for all of it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from tierfs.clock import Clock
+from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.errors import StoreError, TierfsError
+from tierfs.flush.caller import Caller
+from tierfs.flush.chunkbuffer import ChunkBuffer
+from tierfs.flush.counters import Counters
+from tierfs.flush.draft import Draft
+from tierfs.flush.handover import Handover
+from tierfs.flush.housekeeping import Housekeeping
+from tierfs.forks import renew_in_children
+from tierfs.local.arena import no_faults
+from tierfs.local.ram import RamTier
+from tierfs.local.segmentfile import boot_id
+from tierfs.local.slab import Slot, SlotKind, SlotState
+
+__all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
+
+# What an answer may take that needs no work. Starting a flusher may be part of it.
+ANNOUNCE_S = 10.0
+# In one message, which has to fit into a packet.
+NAMES_MAX = 500
+# What a draft grows by when it is closed.
+STAMP_BYTES = 64
+
+
+class SlabWriter:
+    """Writes into the slabs of this process. Safe for use by many threads.
+
+    Args:
+        ram: The ram tier.
+        flusher: How to reach the flusher.
+        handover: Gives it the slabs that no file leads to.
+        counters: Where it is told of what is done in a lesser way.
+        kind: The store's digests.
+        capacity_timeout_s: How long to wait for room; ``None`` for as long as it takes.
+        clock: Where time comes from.
+        ended: Set when the tiers are let go of.
+        faults: Called before and after each ordered step, for tests to fail there.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        flusher: Caller,
+        handover: Handover,
+        counters: Counters,
+        *,
+        kind: DigestKind,
+        capacity_timeout_s: float | None,
+        clock: Clock,
+        ended: threading.Event,
+        faults: Callable[[str], None] = no_faults,
+    ) -> None:
+        self._ram = ram
+        self._flusher = flusher
+        self._handover = handover
+        self._counters = counters
+        self._kind = kind
+        self._capacity_timeout_s = capacity_timeout_s
+        self._clock = clock
+        self._ended = ended
+        self._fault = faults
+        self._boot = boot_id()
+        self._housekeeping = Housekeeping(ram, ended)
+        self._lock = threading.Lock()
+        self._starting = threading.Thread()  # has a flusher started
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"SlabWriter({self._ram!r}, capacity_timeout_s={self._capacity_timeout_s})"
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def begin_chunk(self, *, wait: bool = True) -> ChunkBuffer:
+        """A chunk's room in a slab; seal it with `seal_chunk` or give it back with `drop`.
+
+        Args:
+            wait: Whether to wait for room.
+
+        Raises:
+            CapacityError: There is none, and none came in time.
+        """
+        self._housekeeping.begin()
+        timeout_s = self._capacity_timeout_s if wait else 0
+        self._fault("before chunk.take")
+        slot = self._ram.take(SlotKind.CHUNK, CHUNK_BYTES, timeout_s=timeout_s, on_wait=self._nudge if wait else None)
+        self._fault("after chunk.take")
+        return ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault)
+
+    def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
+        """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""
+        envelope = chunk.envelope()
+        name = name or bytes((self._kind,)) + envelope.digest
+        self._fault("before chunk.seal")
+        slot = chunk.slot.segment.seal(
+            chunk.slot, name, envelope.encode(), length=chunk.filled, state=state, stamp_ns=self._stamp()
+        )
+        self._fault("after chunk.seal")
+        return slot
+
+    def drop(self, slot: Slot) -> None:
+        """Give a chunk's room back."""
+        slot.segment.give(slot)
+
+    def spill(self, holder: str, slots: Sequence[Slot]) -> None:
+        """Have the flusher take chunks of an unfinished file down, so that their room can be used again.
+
+        Raises:
+            TierfsError: It could not.
+        """
+        self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
+        self._counters.say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
+        self._fault("before spill")
+        for at in range(0, len(slots), NAMES_MAX):
+            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
+            self._handover.ask("spill", {"holder": holder, "slots": references})
+        self._fault("after spill")
+
+    def unhold(self, holder: str) -> None:
+        """Say that a file whose chunks were spilled is given up. If that fails, they go when this process does."""
+        try:
+            self._flusher.request("unhold", {"holder": holder})
+        except TierfsError as error:
+            self._counters.fall_back(
+                "kept_holds", "chunks of a file that was given up stay until this process ends: %s", error
+            )
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def seal_draft(self, draft: Draft) -> None:
+        """Seal a draft: from now on it is pending, and the host sees it.
+
+        Raises:
+            CapacityError: There is no room for it, and none came in time.
+        """
+        room = len(draft.encode()) + STAMP_BYTES
+        self._fault("before draft.take")
+        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=self._capacity_timeout_s, on_wait=self._nudge)
+        self._fault("after draft.take")
+        stamp_ns = self._stamp()
+        data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
+        slot.segment.view(slot)[: len(data)] = data
+        self._fault("before draft.seal")
+        slot.segment.seal(slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns)
+        self._fault("after draft.seal")
+
+    def announce(self, *, wait: bool = True) -> None:
+        """Tell the flusher that something was sealed; one is started where none runs.
+
+        What is sealed is safe by itself, so a flusher that cannot be reached is no error, but logged and counted.
+
+        Args:
+            wait: Whether to wait until it is there, where it has to be started.
+        """
+        # Slabs without a file are safe from this process's end only once the flusher has them.
+        if not wait and not self._handover.is_needed() and not self._flusher.is_running():
+            with self._lock:
+                # One that is starting up looks at everything that is sealed by then.
+                if not self._starting.is_alive():
+                    self._starting = threading.Thread(target=self.announce, name="tierfs-announce", daemon=True)
+                    self._starting.start()
+            return
+        self._fault("before announce")
+        try:
+            self._handover.ask("draft", {}, timeout_s=ANNOUNCE_S)
+        except (StoreError, TimeoutError) as error:
+            if not self._ended.is_set():
+                self._counters.fall_back(
+                    "unreachable_flusher", "nothing flushes what is pending until a flusher runs: %s", error
+                )
+        self._fault("after announce")
+
+    def _nudge(self) -> None:
+        self._counters.fall_back("waits_for_room", "the ram tier is full of what is not flushed yet: writers wait")
+        self.announce()
+
+    def _stamp(self) -> int:
+        return int(self._clock.monotonic() * 1e9)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
