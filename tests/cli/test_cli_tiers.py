@@ -327,13 +327,13 @@ def refuse_to_spawn(*_):
 
 
 def test_wait_that_takes_too_long_names_what_is_pending(url, fail, no_flusher, monkeypatch):
-    from tierfs.flush.flusher import Flusher
+    from tierfs.flush.uploading import Uploader
 
     stage(url, files=2)
     no_flusher()
     # The flusher is a thread here, and never uploads.
     monkeypatch.setattr(localtiers, "spawn", refuse_to_spawn)
-    monkeypatch.setattr(Flusher, "_next", lambda _: None)
+    monkeypatch.setattr(Uploader, "next", lambda _: None)
     code, error = fail("wait", url, "--timeout", "0.3")
     assert (code, error["kind"]) == (11, "timeout")
     assert re.search(r"2 files \(\d+ bytes\) have not reached 'object' yet, run/f\d", error["message"])

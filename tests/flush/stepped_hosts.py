@@ -335,12 +335,13 @@ class SteppedHost:
                 nvme._durable = True
             ram = RamTier(self.process, world.uuid, budget_bytes=setup.ram, clock=world.clock)
             flusher = Flusher(ram, nvme, clock=world.clock, random=world.random.random, faults=self.fault(life))
-            flusher._chunks = Inline()
+            uploader = flusher.uploader
+            uploader._chunks = uploader._releases = flusher.settler._writes = Inline()
             if nvme is not None:
-                flusher._nvme_bytes = 2 * setup.passed_by_over
+                flusher._state.nvme_bytes = 2 * setup.passed_by_over
             flusher.connect(StorePublisher(lambda: world.open(self.link)))
             self.flusher = flusher
-            flusher._resume()
+            flusher.finder.resume()
             self.engine = FlushEngine(lambda: flusher, lambda _: None)
             self.engine._started = flusher
         except BaseException:
@@ -393,38 +394,39 @@ class SteppedHost:
 
     def _step_any(self):
         if not self.settling:
-            self.flusher._discover()
-            self.flusher._sweep()
+            self.flusher.finder.discover()
+            self.flusher.finder.sweep()
             if self._step_settle():
                 return True
         return self._step_advance(0) or (self._step_take() and self._step_advance(0))
 
     def _step_discover(self):
-        self.flusher._discover()
+        self.flusher.finder.discover()
         return True
 
     def _step_sweep(self):
         if not self.settling:
-            self.flusher._sweep()
+            self.flusher.finder.sweep()
         return True
 
     def _step_settle(self):
-        """The first draft that is to go to the nvme tier."""
+        """The next drafts that are to go to the nvme tier."""
         if self.settling:
             return False
-        waiting = [entry for entry in self.flusher._entries if not entry.settled and not entry.conflict]
-        if not waiting:
+        settler = self.flusher.settler
+        batch = settler.batch(settler.waiting()[: self.world.random.randint(1, 3)])
+        if not batch:
             return False
         life, self.settling = self.life, True
         try:
-            return self.flusher._settle(waiting[0])
+            return settler.settle(batch)
         finally:
             if self.life is life:
                 self.settling = False
 
     def _step_take(self):
         """Give the next draft that something can be done for to a thread."""
-        entry = self.flusher._next()
+        entry = self.flusher.uploader.next()
         if entry is None:
             return False
         entry.busy = True
@@ -435,7 +437,7 @@ class SteppedHost:
         """Have one of those threads go on."""
         if not self.held:
             return False
-        self.flusher._advance(self.held.pop(index % len(self.held)))
+        self.flusher.uploader.advance(self.held.pop(index % len(self.held)))
         return True
 
     # -- as trainers reach it ------------------------------------------------------------------------------------------

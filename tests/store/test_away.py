@@ -2,6 +2,7 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +22,7 @@ class Tiers:
 class Store:
     def __init__(self):
         self.tiers, self.clock = Tiers(), ManualClock()
+        self.descriptor = SimpleNamespace(endpoint=SimpleNamespace(host_local=False))
 
 
 def fail():

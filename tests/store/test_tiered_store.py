@@ -12,8 +12,8 @@ import pytest
 from tierfs.digest import DigestKind
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, InvalidInputError, NotFoundError, StoreError
 from tierfs.flush.engine import FlushEngine
-from tierfs.flush.flusher import Flusher
 from tierfs.flush.levels import Level
+from tierfs.flush.uploading import Uploader
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.slab import SlotKind, SlotState
 from tierfs.objects.memory import MemoryObjects
@@ -323,7 +323,7 @@ def test_what_was_closed_after_a_conflict_in_its_directory_is_held_back(make_hos
 def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(host, monkeypatch):
     writer = Writer(host.store, "d/b", level=Level.OBJECT)
     writer.write(content(MIB))
-    monkeypatch.setattr(Flusher, "_next", lambda _: None)
+    monkeypatch.setattr(Uploader, "next", lambda _: None)
     save(host.store, "d/a", content(MIB))
     host.store.ack_timeout_s = 0.2
     with pytest.raises(TimeoutError):
@@ -337,7 +337,7 @@ def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(
 def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_host, monkeypatch):
     here, there = make_host("here", nvme=0), make_host("there")
     data = content(3 * MIB)
-    monkeypatch.setattr(Flusher, "_next", lambda _: None)
+    monkeypatch.setattr(Uploader, "next", lambda _: None)
     save(here.store, "d/a", data)
     copy(here.store, "d/a", "b")
     save_at(there.store, "d/a", b"theirs", Level.OBJECT)

@@ -10,12 +10,11 @@ import logging
 
 import numpy as np
 
-from tierfs import digest
-from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.flush.caller import Caller
 from tierfs.flush.counters import Counters
-from tierfs.format.envelope import Envelope
+from tierfs.flush.localchunk import check_block, envelope_of
 from tierfs.format.ranges import BlockTargets
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
@@ -33,17 +32,13 @@ class ChunkReader:
         nvme: The nvme tier.
         flusher: How to reach the flusher, which is told of damaged copies in the nvme tier.
         counters: Where bytes read and copies put aside are counted.
-        kind: The store's digests.
     """
 
-    def __init__(
-        self, ram: RamTier, nvme: NvmeReader, flusher: Caller, counters: Counters, *, kind: DigestKind
-    ) -> None:
+    def __init__(self, ram: RamTier, nvme: NvmeReader, flusher: Caller, counters: Counters) -> None:
         self._ram = ram
         self._nvme = nvme
         self._flusher = flusher
         self._counters = counters
-        self._kind = kind
 
     def __repr__(self) -> str:
         return f"ChunkReader({self._ram!r}, {self._nvme!r})"
@@ -72,7 +67,7 @@ class ChunkReader:
                 except (CorruptionError, FormatError) as error:
                     # The first time it may have been reused while it was read.
                     if last:
-                        self._quarantine(tier, name, error)
+                        self._quarantine(tier, name, raw_length, error)
         return None
 
     def holds(self, name: bytes, tier: str) -> bool:
@@ -88,14 +83,14 @@ class ChunkReader:
         meta = slot.segment.meta(slot)
         if not slot.segment.is_still(slot):
             return self._read_ram(name, raw_length, start, out)
-        envelope = self._envelope(name, raw_length, meta, "ram")
+        envelope = envelope_of(name, raw_length, meta, "ram")
         targets = BlockTargets(raw_length, start, out)
         source = np.frombuffer(slot.segment.view(slot), dtype=np.uint8)
         for index in targets.blocks:
             block = targets.view(index)
             # Through the mapping: at the speed of a copy, where the system call takes twice as long.
             np.copyto(np.frombuffer(block, dtype=np.uint8), source[index * BLOCK_BYTES :][: len(block)])
-            self._check(envelope, index, block, "ram")
+            check_block(envelope, index, block, "ram")
         targets.finish()
         slot.segment.touch(slot)
         return True
@@ -108,29 +103,15 @@ class ChunkReader:
         meta = self._nvme.read(name, first, buffer)
         if meta is None:
             return False
-        envelope = self._envelope(name, raw_length, meta, "nvme")
+        envelope = envelope_of(name, raw_length, meta, "nvme")
         for index in targets.blocks:
             begin = index * BLOCK_BYTES - first
-            self._check(envelope, index, buffer[begin : begin + BLOCK_BYTES], "nvme")
+            check_block(envelope, index, buffer[begin : begin + BLOCK_BYTES], "nvme")
         if not whole:
             out[:] = buffer[start - first : start - first + len(out)]
         return True
 
-    def _envelope(self, name: bytes, raw_length: int, meta: bytes, tier: str) -> Envelope:
-        where = f"chunk {name.hex()} in the {tier} tier"
-        header = len(meta)
-        envelope = Envelope.decode(meta, where, stored_length=header + raw_length)
-        if name[0] == self._kind and envelope.digest != name[1:]:
-            raise CorruptionError(f"{where} is another chunk", tier=tier)
-        return envelope
-
-    def _check(self, envelope: Envelope, index: int, block: memoryview, tier: str) -> None:
-        if digest.hash_bytes(self._kind, block) != envelope.blocks[index].digest:
-            raise CorruptionError(
-                f"chunk {envelope.digest.hex()} in the {tier} tier: block {index} is damaged", tier=tier
-            )
-
-    def _quarantine(self, tier: str, name: bytes, error: Exception) -> None:
+    def _quarantine(self, tier: str, name: bytes, raw_length: int, error: Exception) -> None:
         self._counters[f"{tier}_quarantined"] += 1
         _logger.error("a damaged copy is not used any more, the next tier is asked: %s", error)
         if tier == "ram":
@@ -138,4 +119,4 @@ class ChunkReader:
             if slot is not None:
                 slot.segment.hide(slot)
         elif self._flusher.is_running():
-            self._flusher.request("quarantine", {"name": name.hex()})
+            self._flusher.request("quarantine", {"name": name.hex(), "length": raw_length})

@@ -104,7 +104,7 @@ class FlushEngine:
             return not path or entry.path == path or entry.path.startswith(below)
 
         level = Level.parse(arguments["level"])
-        self._flusher.check_lost(str(path or ""))
+        self._flusher.finder.check_lost(str(path or ""))
         self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set)
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
@@ -118,10 +118,10 @@ class FlushEngine:
         return Answer(fds=copies_of(found[:DESCRIPTORS_MAX]))
 
     def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        return {"bytes": self._flusher.keep(self._slots(arguments))}
+        return {"bytes": self._flusher.settler.keep(self._slots(arguments))}
 
     def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.spill(str(arguments["holder"]), self._slots(arguments))
+        self._flusher.settler.spill(str(arguments["holder"]), self._slots(arguments), arguments["timeout_s"])
 
     def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> None:
         if self._flusher.nvme is not None:
@@ -133,8 +133,7 @@ class FlushEngine:
         return {"bytes": self._flusher.nvme.evict(wanted) if self._flusher.nvme is not None else 0}
 
     def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> None:
-        if self._flusher.nvme is not None:
-            self._flusher.nvme.quarantine(bytes.fromhex(arguments["name"]))
+        self._flusher.settler.look_after(bytes.fromhex(arguments["name"]), int(arguments["length"]))
 
     def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"discarded": self._flusher.discard(str(arguments["path"]))}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ class Entry:
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
         settled: Whether it has left the slab for the nvme tier, or does not need to.
         uploaded: Whether every row is there.
+        published: Whether its record stands, and only the local tiers are still to be told.
         busy: Whether a thread is at work on it.
         conflict: Whether somebody else changed its path, so that it is kept and never published.
         error: What went wrong last.
@@ -46,6 +48,7 @@ class Entry:
     rows: list[Row | None] = field(default_factory=list)
     settled: bool = False
     uploaded: bool = False
+    published: bool = False
     busy: bool = False
     conflict: bool = False
     error: TierfsError | None = None
@@ -73,14 +76,16 @@ class Entries:
 
     def __init__(self) -> None:
         self._by_write_id: dict[bytes, Entry] = {}
+        self._sorted: list[Entry] = []
         self._order = ClosingOrder()
+        self._standing: set[str] = set()  # paths of those that are published: one draft for each
         self._needs: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        return len(self._by_write_id)
+        return len(self._sorted)
 
     def __iter__(self) -> Iterator[Entry]:
-        return iter(sorted(self._by_write_id.values(), key=lambda entry: entry.turn))
+        return iter(self._sorted)
 
     def __contains__(self, write_id: bytes) -> bool:
         return write_id in self._by_write_id
@@ -92,13 +97,31 @@ class Entries:
     def add(self, entry: Entry) -> None:
         """Note a draft."""
         self._by_write_id[entry.draft.write_id] = entry
+        bisect.insort(self._sorted, entry, key=_turn)
         self._order.add(entry.path, entry.turn)
         self._needs.update(entry.draft.names)
 
-    def remove(self, entry: Entry) -> None:
-        """Note that a draft is published, or given up."""
-        del self._by_write_id[entry.draft.write_id]
+    def pass_on(self, entry: Entry) -> None:
+        """Note that a draft's record stands: it is others' turn, but for those that change the same path."""
+        entry.published = True
         self._order.remove(entry.path, entry.turn)
+        self._standing.add(entry.path)
+
+    def take_back(self, entry: Entry) -> None:
+        """The draft is to be published again, after all."""
+        entry.published = False
+        self._order.add(entry.path, entry.turn)
+        self._standing.remove(entry.path)
+
+    def remove(self, entry: Entry) -> None:
+        """Note that a draft is done with, or given up."""
+        if entry.published:
+            self._standing.remove(entry.path)
+        else:
+            self._order.remove(entry.path, entry.turn)
+        del self._by_write_id[entry.draft.write_id]
+        at = bisect.bisect_left(self._sorted, entry.turn, key=_turn)
+        del self._sorted[self._sorted.index(entry, at)]
         self._needs.subtract(entry.draft.names)
         for name in entry.draft.names:
             if not self._needs[name]:
@@ -110,7 +133,9 @@ class Entries:
 
     def is_first(self, entry: Entry) -> bool:
         """Whether no draft has to be published before this one."""
-        return entry.draft.after not in self._by_write_id and self._order.first(entry.path) == entry.turn
+        if entry.draft.after in self._by_write_id or entry.path in self._standing:
+            return False
+        return self._order.first(entry.path) == entry.turn
 
     def dependents(self, entry: Entry) -> list[Entry]:
         """Drafts that are only to be published if this one is: those chained on it, and those chained on these."""
@@ -127,9 +152,15 @@ class Entries:
         for other in self:
             if other.turn >= entry.turn:
                 break
+            if other.published:
+                continue
             if not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after:
                 yield other
 
     def blocker(self, entry: Entry) -> Entry | None:
         """A draft in conflict that this one waits for, if any."""
         return next((other for other in self.before(entry) if other.conflict), None)
+
+
+def _turn(entry: Entry) -> Turn:
+    return entry.turn

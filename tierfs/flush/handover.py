@@ -46,13 +46,13 @@ class Handover:
         """Ask the flusher for something that may concern slabs of this process. Raises as `Caller.request` does."""
         copies = copies_of(self._nameless())
         try:
-            rest = list(copies)
-            while len(rest) > DESCRIPTORS_MAX:
-                self._flusher.request("draft", {}, fds=rest[:DESCRIPTORS_MAX])
-                rest = rest[DESCRIPTORS_MAX:]
-            return self._flusher.request(do, arguments, fds=rest, timeout_s=timeout_s)
+            # Ahead of it, so that a request that takes long keeps no memory that was given back meanwhile.
+            for at in range(0, len(copies), DESCRIPTORS_MAX):
+                given = copies[at : at + DESCRIPTORS_MAX]
+                self._flusher.request("draft", {}, fds=given, timeout_s=timeout_s)
         finally:
             close_all(copies)
+        return self._flusher.request(do, arguments, timeout_s=timeout_s)
 
     def look_around(self) -> None:
         """Have the flusher hand over the segments of others that this process does not have yet, where there are any.

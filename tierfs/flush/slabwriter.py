@@ -75,7 +75,8 @@ class SlabWriter:
         self._boot = boot_id()
         self._housekeeping = Housekeeping(ram, ended)
         self._lock = threading.Lock()
-        self._starting = threading.Thread()  # has a flusher started
+        self._is_news = False
+        self._is_telling = False
         renew_in_children(self)
 
     def __repr__(self) -> str:
@@ -125,7 +126,8 @@ class SlabWriter:
         self._fault("before spill")
         for at in range(0, len(slots), NAMES_MAX):
             references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            self._handover.ask("spill", {"holder": holder, "slots": references})
+            arguments = {"holder": holder, "slots": references, "timeout_s": self._capacity_timeout_s}
+            self._handover.ask("spill", arguments)
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:
@@ -162,16 +164,29 @@ class SlabWriter:
         What is sealed is safe by itself, so a flusher that cannot be reached is no error, but logged and counted.
 
         Args:
-            wait: Whether to wait until it is there, where it has to be started.
+            wait: Whether to wait until it knows. Where slabs have no file they are safe from this process's end only once
+                the flusher has them: then that is waited for in any case.
         """
-        # Slabs without a file are safe from this process's end only once the flusher has them.
-        if not wait and not self._handover.is_needed() and not self._flusher.is_running():
-            with self._lock:
-                # One that is starting up looks at everything that is sealed by then.
-                if not self._starting.is_alive():
-                    self._starting = threading.Thread(target=self.announce, name="tierfs-announce", daemon=True)
-                    self._starting.start()
+        if wait or self._handover.is_needed():
+            self._tell()
             return
+        with self._lock:
+            self._is_news = True
+            if self._is_telling:
+                return
+            self._is_telling = True
+        threading.Thread(target=self._tell_news, name="tierfs-announce", daemon=True).start()
+
+    def _tell_news(self) -> None:
+        while True:
+            with self._lock:
+                if not self._is_news or self._ended.is_set():
+                    self._is_telling = False
+                    return
+                self._is_news = False
+            self._tell()
+
+    def _tell(self) -> None:
         self._fault("before announce")
         try:
             self._handover.ask("draft", {}, timeout_s=ANNOUNCE_S)
@@ -191,3 +206,4 @@ class SlabWriter:
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
+        self._is_telling = False

@@ -85,7 +85,7 @@ class Tiers:
         self._ended = threading.Event()
         stored_level = Level.LOCAL if gives_local else Level.STAGED
         self.drafts = PendingDrafts(ram, nvme, flusher, handover, counters, stored_level=stored_level)
-        self.reader = ChunkReader(ram, nvme, flusher, counters, kind=kind)
+        self.reader = ChunkReader(ram, nvme, flusher, counters)
         self.writer = SlabWriter(
             ram,
             flusher,

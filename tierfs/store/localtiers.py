@@ -19,7 +19,7 @@ from typing import Any
 from tierfs import __version__
 from tierfs.clock import Clock, SystemClock
 from tierfs.digest import DigestKind
-from tierfs.errors import TierfsError
+from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.building import TRANSIT_BYTES, build_engine
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.launch import LOG_NAME, Launched, spawn
@@ -134,6 +134,7 @@ class Launcher:
         self._lock = threading.Lock()
         self.thread: threading.Thread | None = None
         self._service: Service | None = None
+        self._is_stopped = False
 
     def __repr__(self) -> str:
         return f"Launcher({self._target.url!r}, fallbacks={self.fallbacks})"
@@ -178,12 +179,15 @@ class Launcher:
         service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
         thread = threading.Thread(target=_serve, args=(service,), name="tierfs-flusher", daemon=True)
         with self._lock:
+            if self._is_stopped:
+                raise StoreError(f"{self._target.url} was closed: nothing is flushed for it any more")
             thread.start()
             self._service, self.thread = service, thread
 
     def stop(self) -> None:
-        """End the flusher if it is a thread of this process, after the steps that are under way."""
+        """End the flusher if it is a thread of this process, after the steps that are under way; start none from now on."""
         with self._lock:
+            self._is_stopped = True
             service, thread = self._service, self.thread
         if service is not None and thread is not None:
             service.stop()

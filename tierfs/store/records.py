@@ -90,12 +90,18 @@ def observe_to_replace(store: Store, path: str) -> Observed:
 
     A damaged record is then no error but a warning: its file is lost already, and replacing it is what heals the path.
     """
+    return _observe_draft(store, path) or _observe_published(store, path)
+
+
+def _observe_published(store: Store, path: str) -> Observed:
+    """What the object tier has, to be replaced."""
+    key = keys.record_key(path)
     try:
-        return observe(store, path)
+        return _observe(store, path, key)
     except CorruptionError as error:
-        info = store.objects.head(keys.record_key(path))
+        info = store.objects.head(key)
         _logger.warning("a damaged record is being replaced: %s", error)
-        return Observed(path, info.key, None, info.version)
+        return Observed(path, key, None, info.version)
 
 
 def observe_to_stage(store: Store, path: str) -> Observed:
@@ -108,11 +114,9 @@ def observe_to_stage(store: Store, path: str) -> Observed:
     if draft is not None:
         return draft
     try:
-        return (
-            observe_to_replace(store, path)
-            if store.tiers is None
-            else ask_briefly(store, lambda: observe_to_replace(store, path))
-        )
+        if store.tiers is None:
+            return _observe_published(store, path)
+        return ask_briefly(store, lambda: _observe_published(store, path))
     except StoreError as error:
         if not error.transient or store.tiers is None:
             raise

@@ -54,7 +54,7 @@ def seal(
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
-    """Tell the flusher of a sealed change, and wait until it has reached ``level``, by default the store's.
+    """Tell the flusher of a sealed change, or wait until it has reached ``level``, by default the store's.
 
     Raises:
         ConflictError: Somebody else changed the path since; theirs stands.
@@ -63,8 +63,10 @@ def follow(store: Store, record: Record, path: str, level: Level | None = None) 
     """
     assert store.tiers is not None
     wanted = store.ack if level is None else level
-    store.tiers.writer.announce(wait=wanted > Level.STAGED)
-    store.tiers.wait(path, wanted, store.ack_timeout_s, write_id=record.write_id)
+    if wanted > Level.STAGED:
+        store.tiers.wait(path, wanted, store.ack_timeout_s, write_id=record.write_id)
+    else:
+        store.tiers.writer.announce(wait=False)
 
 
 def replace(

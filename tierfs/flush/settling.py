@@ -1,0 +1,312 @@
+"""From memory to the nvme tier: steps 1 and 2 of `tierfs.flush.flusher`, and what else is copied there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
+from tierfs.flush.draft import Draft
+from tierfs.flush.entries import Entry
+from tierfs.flush.localchunk import check_block, envelope_of
+from tierfs.flush.state import RETRY_S_MIN, FlushState
+from tierfs.format.manifest import Manifest, Row
+from tierfs.local.nvme import ChunksGoneError, NvmeTier
+from tierfs.local.slab import Slot, SlotState
+
+__all__ = ["Settler"]
+
+# At once to the arena: measured, one writer leaves a fifth of what the disk takes, three leave nothing.
+WRITES_MAX = 3
+# What goes together in one commit, which costs as much for one small file as for all of them.
+BATCH_DRAFTS_MAX = 100
+BATCH_BYTES_MAX = 64 << 20
+FULL_ATTEMPTS_MAX = 40
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Settler:
+    """Brings drafts to the nvme tier, in closing order.
+
+    Args:
+        state: What the flusher's parts share.
+        put: Puts a slot's chunk into the object tier.
+    """
+
+    def __init__(self, state: FlushState, put: Callable[[Slot], None]) -> None:
+        self._state = state
+        self._put = put
+        self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
+
+    def stop(self) -> None:
+        """End after what is under way."""
+        self._writes.shutdown()
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def settle_all(self) -> None:
+        """Settle what has to be, until something keeps those behind it waiting."""
+        state = self._state
+        with state.changed:
+            waiting = self.waiting()
+            state.settling_since = state.clock.monotonic() if waiting else None
+        while waiting and not state.stopping:
+            batch = self.batch(waiting)
+            if not batch or not self.settle(batch):
+                break
+            waiting = waiting[len(batch) :]
+        with state.changed:
+            state.settling_since = None
+            state.changed.notify_all()
+
+    def waiting(self) -> list[Entry]:
+        """The drafts to be settled, in closing order. The lock is held."""
+        return [entry for entry in self._state.entries if not entry.settled and not entry.conflict]
+
+    def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """How many of them go together: one at least, unless the first has to wait for its next attempt."""
+        batch: list[Entry] = []
+        left, now = BATCH_BYTES_MAX, self._state.clock.monotonic()
+        for entry in waiting[:BATCH_DRAFTS_MAX]:
+            left -= entry.draft.length
+            if now < entry.retry_at or (batch and left < 0):
+                break
+            batch.append(entry)
+        return batch
+
+    def settle(self, batch: Sequence[Entry]) -> bool:
+        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well."""
+        nvme = self._state.nvme
+        if nvme is None:
+            self._pass_by(batch)
+            return True
+        if any(map(self._passes_by, batch)):
+            if len(batch) > 1:
+                return self._settle_each(batch)
+            if self._is_too_large(batch[0]):
+                self._state.counters["nvme_passed_by"] += 1
+                _logger.warning(
+                    "%s is too large for the nvme tier and goes to the object tier from memory", batch[0].path
+                )
+            self._pass_by(batch)
+            return True
+        try:
+            self._store(nvme, batch)
+        except TierfsError as error:
+            if len(batch) > 1:
+                return self._settle_each(batch)  # shows which of them it is
+            return self._give_up(batch[0], error)
+        return True
+
+    def _settle_each(self, batch: Sequence[Entry]) -> bool:
+        return all(self.settle([entry]) for entry in batch)
+
+    def _pass_by(self, batch: Sequence[Entry], error: TierfsError | None = None) -> None:
+        """Leave drafts where they are, to go to the object tier from there."""
+        with self._state.changed:
+            for entry in batch:
+                entry.clear()
+                entry.error, entry.settled = error, True
+            self._state.changed.notify_all()
+
+    def _give_up(self, entry: Entry, error: TierfsError) -> bool:
+        """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
+        state = self._state
+        if not isinstance(error, CapacityError):
+            _logger.warning("the nvme tier failed, so %s goes to the object tier from memory: %s", entry.path, error)
+            state.counters["nvme_failures"] += 1
+            self._pass_by([entry], error)
+            return True
+        if entry.failures < FULL_ATTEMPTS_MAX and self._may_get_room():
+            # Full of what is dirty: room comes as that reaches the object tier, which the other threads go on with.
+            state.counters["nvme_full_waits"] += 1
+            state.fail(entry, error, wait_s=RETRY_S_MIN)
+            return False
+        _logger.warning(
+            "the nvme tier is full for good, so %s goes to the object tier from memory: %s", entry.path, error
+        )
+        state.counters["nvme_passed_by"] += 1
+        self._pass_by([entry])
+        return True
+
+    def _may_get_room(self) -> bool:
+        """Whether something in the nvme tier can still leave it, so that it is worth waiting for."""
+        entries = self._state.entries
+        with self._state.changed:
+            inside = [other for other in entries if other.number is not None and not other.conflict]
+            return any(entries.blocker(other) is None for other in inside)
+
+    def _is_too_large(self, entry: Entry) -> bool:
+        return entry.draft.length > self._state.nvme_bytes // 2
+
+    def _passes_by(self, entry: Entry) -> bool:
+        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
+
+        Or because one does that has to be published before: if the host crashed, this one would be there without it.
+        """
+        if self._is_too_large(entry):
+            return True
+        entries = self._state.entries
+        with self._state.changed:
+            return any(one.settled and one.slot is not None and not one.conflict for one in entries.before(entry))
+
+    def _store(self, nvme: NvmeTier, batch: Sequence[Entry]) -> None:
+        state = self._state
+        drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
+        for last in (False, False, True):
+            absent = [name for entry in batch for name in self._copy_chunks(nvme, entry.draft) if not nvme.has(name)]
+            state.fault("before settle.commit")
+            try:
+                numbers = nvme.commit(drafts=drafts, elsewhere=absent)
+            except ChunksGoneError:
+                # Evicted since, to make room for others: it was not needed by any draft yet.
+                if last:
+                    raise
+            else:
+                break
+        state.fault("after settle.commit")
+        slots = [entry.slot for entry in batch]
+        with state.changed:
+            for entry, number in zip(batch, numbers, strict=True):
+                entry.number, entry.level, entry.settled = number, state.local_level, True
+                entry.slot = None
+                entry.clear()
+            state.changed.notify_all()
+        for entry, slot in zip(batch, slots, strict=True):
+            assert slot is not None
+            state.release(entry.draft, slot)
+            state.drop_holds(entry.draft)
+
+    def _copy_chunks(self, nvme: NvmeTier, draft: Draft) -> list[bytes]:
+        """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
+        others: list[bytes] = []
+        tasks: list[Future[None]] = []
+        rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
+        for name, reference, row in zip(draft.names, draft.slots, rows, strict=True):
+            chunk = None if reference is None else self._state.chunk(reference)
+            if chunk is None and not nvme.has(name):
+                chunk = self._state.ram.find(name)
+            if chunk is not None:
+                tasks.append(self._writes.submit(self._copy, nvme, chunk))
+            elif row.stored_length or self._is_published(row):
+                others.append(name)
+            elif not nvme.has(name):
+                raise CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
+        _raise_first(tasks)
+        return others
+
+    def _is_published(self, row: Row) -> bool:
+        """Whether the object tier has a chunk that this draft took over from another one, published meanwhile."""
+        try:
+            self._state.connected().find_chunk(row)
+        except CorruptionError:
+            return False
+        return True
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
+        """Write one slot's chunk to the arena; it is not durable before the next commit."""
+        segment = chunk.segment
+        meta, view = segment.meta(chunk), segment.view(chunk)
+        nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
+
+    def keep(self, slots: Iterable[Slot]) -> int:
+        """Copy clean chunks from slabs to the nvme tier, for reading. Returns the bytes that it holds now."""
+        nvme = self._state.nvme
+        if nvme is None:
+            return 0
+        kept = 0
+        for slot in slots:
+            if not nvme.has(slot.name):
+                self._copy(nvme, slot, keep=False)
+            kept += slot.length
+        nvme.commit()
+        return kept
+
+    def spill(self, holder: str, slots: Sequence[Slot], timeout_s: float | None) -> None:
+        """Take chunks of a file that is still being written out of its slab, because the file is larger than the ram tier.
+
+        Where the nvme tier is off or full they go to the object tier, where the record that will name them makes sure of
+        them again. Where that does not take them either, its writer waits.
+
+        Raises:
+            CapacityError: No tier took them in time.
+            TierfsError: They cannot be stored.
+        """
+        state = self._state
+        ends = None if timeout_s is None else state.clock.monotonic() + timeout_s
+        while True:
+            try:
+                self._spill(holder, slots)
+                break
+            except StoreError as error:
+                if not error.transient or state.stopping:
+                    raise
+                if ends is not None and state.clock.monotonic() >= ends:
+                    raise CapacityError(
+                        f"a file that is larger than the ram tier could not be taken out of it within {timeout_s} s: {error}: "
+                        "raise ram= or nvme=, or wait longer"
+                    ) from error
+            state.counters["spill_waits"] += 1
+            state.clock.sleep(RETRY_S_MIN)
+        for slot in slots:
+            slot.segment.mark(slot, SlotState.CLEAN)
+        state.counters["spilled_bytes"] += sum(slot.length for slot in slots)
+
+    def _spill(self, holder: str, slots: Sequence[Slot]) -> None:
+        nvme = self._state.nvme
+        if nvme is not None:
+            try:
+                _raise_first([self._writes.submit(self._copy, nvme, slot) for slot in slots])
+                nvme.commit(holds={holder: [slot.name for slot in slots]})
+                self._state.holders.add(holder)
+                return
+            except CapacityError as full:
+                self._state.counters["nvme_passed_by"] += 1
+                _logger.info("what a writer has no room for goes to the object tier: %s", full)
+        for slot in slots:
+            self._put(slot)
+
+    def look_after(self, name: bytes, raw_length: int) -> bool:
+        """See whether the nvme tier's copy of a chunk is damaged, as a reader says; then it is not served any more.
+
+        Where the ram tier has a sound one, that is written anew.
+
+        Returns:
+            Whether it was damaged.
+        """
+        nvme = self._state.nvme
+        meta = None if nvme is None else nvme.meta(name)
+        if nvme is None or meta is None or _is_sound(nvme, name, raw_length, meta):
+            return False
+        _logger.error("a chunk in the nvme tier is damaged and is not used any more: %s", name.hex())
+        nvme.quarantine(name)
+        slot = self._state.ram.find(name)
+        if slot is not None:
+            self._copy(nvme, slot, keep=False)
+            nvme.commit()
+            self._state.counters["nvme_repaired"] += 1
+        return True
+
+
+def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool:
+    """Whether a chunk's bytes have the digests that its meta says; true if it is not there any more."""
+    raw = memoryview(bytearray(raw_length))
+    if not nvme.read_into(name, 0, raw):
+        return True
+    try:
+        envelope = envelope_of(name, raw_length, meta, "nvme")
+        for index in range(len(envelope.blocks)):
+            check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
+    except (CorruptionError, FormatError):
+        return False
+    return True
+
+
+def _raise_first(tasks: Sequence[Future[None]]) -> None:
+    """Wait for all, then raise what went wrong with one."""
+    for error in [error for task in tasks if (error := task.exception()) is not None]:
+        raise error

@@ -1,0 +1,140 @@
+"""What the parts of a flusher share: the tiers, the drafts on their way, one lock, and what went wrong.
+
+The lock is never held while bytes move. Whoever changes a draft's entry holds it, and tells the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+from tierfs.clock import Clock
+from tierfs.errors import StoreError, TierfsError
+from tierfs.flush.draft import Draft, SlotRef
+from tierfs.flush.entries import Entries, Entry
+from tierfs.flush.levels import Level
+from tierfs.flush.publisher import Publisher
+from tierfs.local.nvme import NvmeTier
+from tierfs.local.ram import RamTier
+from tierfs.local.slab import Slot, SlotState
+
+__all__ = ["FlushState"]
+
+RETRY_S_MIN = 0.25
+RETRY_S_MAX = 30.0
+_logger = logging.getLogger("tierfs.flush")
+
+
+class FlushState:
+    """See `tierfs.flush.flusher.Flusher` for the arguments.
+
+    Attributes:
+        changed: Held for each use of what follows; told of every change.
+        entries: The drafts on their way.
+        publisher: The way to the object tier, once there is one.
+        stopping: Whether the flusher is about to end.
+        nudged: Whether there may be something new in a slab, or room for what had to wait.
+        settling_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
+        holders: Files that are being written and have chunks in the nvme tier already.
+        counters: What happened, by name.
+        local_level: What a draft in the nvme tier has reached.
+        nvme_bytes: What the nvme tier may hold; 0 where there is none.
+        fault: Called before and after each ordered step.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: NvmeTier | None,
+        *,
+        clock: Clock,
+        random: Callable[[], float],
+        fault: Callable[[str], None],
+    ) -> None:
+        self.ram = ram
+        self.nvme = nvme
+        self.clock = clock
+        self.fault = fault
+        self._random = random
+        self.changed = threading.Condition()
+        self.entries = Entries()
+        self.publisher: Publisher | None = None
+        self.stopping = False
+        self.nudged = True
+        self.settling_since: float | None = None
+        self.holders: set[str] = set()
+        self.counters: Counter[str] = Counter()
+        usage = nvme.usage() if nvme is not None else None
+        self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
+        self.nvme_bytes = usage.budget_bytes if usage is not None else 0
+
+    def connected(self) -> Publisher:
+        """The way to the object tier.
+
+        Raises:
+            StoreError: There is none yet.
+        """
+        publisher = self.publisher
+        if publisher is None:
+            raise StoreError("the flusher has no way to the object tier yet", transient=True)
+        return publisher
+
+    def fail(self, entry: Entry, error: TierfsError, wait_s: float | None = None) -> None:
+        """Note that an attempt failed, and when the next one is due; by default later each time, and said."""
+        if wait_s is None:
+            wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2**entry.failures) * (0.5 + self._random() / 2)
+            self.counters["failures"] += 1
+            _logger.warning("%s: attempt %d failed, next in %.1f s: %s", entry.path, entry.failures + 1, wait_s, error)
+        with self.changed:
+            entry.fail(error, self.clock.monotonic() + wait_s)
+
+    # -- slabs ---------------------------------------------------------------------------------------------------------
+
+    def chunk(self, reference: SlotRef) -> Slot | None:
+        """The slot that a draft refers to, unless it has got another life."""
+        segment = self.ram.segment(reference.segment)
+        slot = None if segment is None else segment.slot(reference.index)
+        return slot if slot is not None and slot.serial == reference.serial else None
+
+    def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
+        """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.
+
+        Nobody else has a chunk of one that is discarded: if a copy of the file is pending, its slot stays dirty.
+        """
+        self.fault("before release.chunks")
+        for name, reference in zip(draft.names, draft.slots, strict=True):
+            chunk = None if reference is None else self.chunk(reference)
+            if chunk is not None and not (discarded and self._is_lent(draft, name, reference)):
+                chunk.segment.mark(chunk, SlotState.CLEAN)
+        self.fault("before release.draft")
+        slot.segment.mark(slot, SlotState.CLEAN)
+        self.fault("after release.draft")
+
+    def _is_lent(self, draft: Draft, name: bytes, reference: SlotRef | None) -> bool:
+        """Whether another draft in a slab relies on this one's slot: a copy of a file that was not published yet."""
+        with self.changed:
+            return any(
+                name == other and theirs in {None, reference}
+                for entry in self.entries
+                if entry.draft is not draft and entry.slot is not None
+                for other, theirs in zip(entry.draft.names, entry.draft.slots, strict=True)
+            )
+
+    # -- what went ahead of a draft ------------------------------------------------------------------------------------
+
+    def drop_holds(self, draft: Draft) -> None:
+        """What went ahead of a draft is held for it no longer: it is in the nvme tier itself, or not pending any more."""
+        ours = [holder for holder in self.holders if holder.endswith(f":{draft.write_id.hex()}")]
+        if ours and self.nvme is not None:
+            self.nvme.drop_hold(*ours)
+            self.holders.difference_update(ours)
+
+
+def read_slot(slot: Slot, raw: memoryview) -> bool:
+    """Copy a chunk out of its slot; False if it is not there any more."""
+    if slot.length != len(raw):
+        return False
+    slot.segment.read(slot, 0, raw)
+    return slot.segment.is_still(slot)

@@ -1,0 +1,279 @@
+"""To the object tier: steps 3 to 5 of `tierfs.flush.flusher`."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
+from tierfs.flush.draft import SlotRef, local_name
+from tierfs.flush.entries import Entry
+from tierfs.flush.levels import Level
+from tierfs.flush.publisher import Publisher
+from tierfs.flush.state import FlushState, read_slot
+from tierfs.format.manifest import Manifest, Row
+from tierfs.local.slab import Slot, SlotState
+
+__all__ = ["UPLOADS_MAX", "Uploader"]
+
+UPLOADS_MAX = 4
+DRAFTS_AT_ONCE_MAX = 4
+# How long drafts on their way to the nvme tier keep others from being uploaded: somebody may be waiting for that, and it
+# is over soon, where this takes as long as it takes.
+SETTLING_FIRST_S = 10.0
+PACE_S = 1.0
+RATE_S = 10  # what "now" means for the rate of uploads
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Uploader:
+    """Uploads chunks of several drafts at once, and publishes their records in closing order.
+
+    A draft whose record stands makes way for the next at once, unless that one changes the same path. Its row in
+    ``nvme.db`` goes a little later, together with those of the drafts that were published meanwhile: until then a
+    flusher that has to begin anew knows its record by the write id.
+
+    Args:
+        state: What the flusher's parts share.
+        uploads: See `tierfs.flush.flusher.Flusher`; so is ``bandwidth``.
+        bandwidth: See there.
+    """
+
+    def __init__(self, state: FlushState, *, uploads: int, bandwidth: int) -> None:
+        self._state = state
+        self._bandwidth = bandwidth
+        self._paced_until = 0.0
+        self._chunks = ThreadPoolExecutor(uploads, thread_name_prefix="tierfs-upload")
+        self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
+        self._published: list[Entry] = []  # whose rows are still there
+        self._buffers: list[bytearray] = []
+        self._uploaded: Counter[int] = Counter()  # bytes, by the second in which they arrived, of the last RATE_S
+
+    def stop(self) -> None:
+        """End after what is under way."""
+        self._drafts.shutdown()
+        self._chunks.shutdown()
+        self._releases.shutdown()
+
+    def begin(self, entry: Entry) -> None:
+        """Have a thread take a draft one step further. The lock is held, and the entry marked busy."""
+        self._drafts.submit(self.advance, entry)
+
+    def next(self) -> Entry | None:
+        """A draft that something can be done for now. The lock is held."""
+        state = self._state
+        if state.publisher is None:
+            return None
+        now = state.clock.monotonic()
+        if state.settling_since is not None and now - state.settling_since < SETTLING_FIRST_S:
+            return None
+        busy = 0
+        for entry in state.entries:
+            busy += entry.busy
+            if busy >= DRAFTS_AT_ONCE_MAX:
+                return None
+            if entry.busy or entry.conflict or entry.published or not entry.settled or now < entry.retry_at:
+                continue
+            if not entry.uploaded or state.entries.is_first(entry):
+                return entry
+        return None
+
+    def advance(self, entry: Entry) -> None:
+        """Put what is missing of a draft into the object tier, and publish it if it is its turn."""
+        state = self._state
+        try:
+            publisher = state.connected()
+            if not entry.uploaded:
+                self._upload(publisher, entry)
+            with state.changed:
+                turn = state.entries.is_first(entry)
+            if turn:
+                self._publish(publisher, entry)
+        except ConflictError as error:
+            self._keep(entry, error)
+        except TierfsError as error:
+            state.fail(entry, error)
+        except Exception as error:  # the thread must go on with the other drafts
+            _logger.exception("%s cannot be flushed", entry.path)
+            state.fail(entry, StoreError(f"{entry.path}: {error!r}", path=entry.path))
+        with state.changed:
+            entry.busy = False
+            state.changed.notify_all()
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _upload(self, publisher: Publisher, entry: Entry) -> None:
+        record = entry.draft.record
+        rows = record.rows if isinstance(record, Manifest) else ()
+        entry.rows = entry.rows or [None] * len(rows)
+        missing = [index for index, row in enumerate(entry.rows) if row is None]
+        tasks = [self._chunks.submit(self._upload_chunk, publisher, entry, rows[index], index) for index in missing]
+        errors = [error for error in (task.exception() for task in tasks) if error is not None]
+        if errors:
+            raise errors[0]
+        with self._state.changed:
+            entry.uploaded = True
+            entry.clear()
+
+    def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int) -> None:
+        state = self._state
+        if state.stopping:
+            raise StoreError("the flusher is ending", transient=True)
+        if row.stored_length:
+            entry.rows[index] = row
+            return
+        assert isinstance(entry.draft.record, Manifest)
+        name = local_name(entry.draft.record.digest_kind, row.name.digest)
+        reference = entry.draft.slots[index]
+        buffer = self._take_buffer()
+        try:
+            raw = memoryview(buffer)[: row.raw_length]
+            for read in self._sources(entry, name, reference):
+                if not read(raw):
+                    continue
+                self._pace(row.raw_length)
+                state.fault("before upload.chunk")
+                stored = publisher.put_chunk(raw)
+                state.fault("after upload.chunk")
+                if stored.name.digest == row.name.digest:
+                    entry.rows[index] = stored
+                    self._count(row.raw_length)
+                    return
+                state.counters["bad_local_copies"] += 1
+                _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
+        finally:
+            self._give_buffer(buffer)
+        try:
+            entry.rows[index] = publisher.find_chunk(row)
+        except CorruptionError as error:
+            raise CorruptionError(
+                f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
+                path=entry.path,
+            ) from error
+
+    def _sources(self, entry: Entry, name: bytes, reference: SlotRef | None) -> Iterable[Callable[[memoryview], bool]]:
+        """Where a chunk may be read from, the nearest first. What is read is checked by whoever stores it."""
+        state = self._state
+        chunk = None if entry.slot is None or reference is None else state.chunk(reference)
+        if chunk is not None:
+            yield lambda raw: read_slot(chunk, raw)
+        found = state.ram.find(name)
+        if found is not None:
+            yield lambda raw: read_slot(found, raw)
+        nvme = state.nvme
+        if nvme is not None:
+            yield lambda raw: nvme.read_into(name, 0, raw)
+
+    def put(self, chunk: Slot) -> None:
+        """Put a slot's chunk into the object tier, ahead of any record that names it."""
+        publisher = self._state.connected()
+        buffer = self._take_buffer()
+        try:
+            raw = memoryview(buffer)[: chunk.length]
+            chunk.segment.read(chunk, 0, raw)
+            self._pace(chunk.length)
+            publisher.put_chunk(raw)
+            self._count(chunk.length)
+        finally:
+            self._give_buffer(buffer)
+
+    def rate(self) -> float:
+        """Bytes of chunks per second that went to the object tier lately. The lock is held."""
+        now = int(self._state.clock.monotonic())
+        return sum(self._uploaded[second] for second in range(now - RATE_S, now)) / RATE_S
+
+    def _count(self, count: int) -> None:
+        now = int(self._state.clock.monotonic())
+        with self._state.changed:
+            self._state.counters["uploaded_bytes"] += count
+            self._uploaded[now] += count
+            for second in [second for second in self._uploaded if second < now - RATE_S]:
+                del self._uploaded[second]
+
+    def _pace(self, count: int) -> None:
+        """Wait until so many bytes more may be sent."""
+        if not self._bandwidth:
+            return
+        state = self._state
+        with state.changed:
+            start = max(state.clock.monotonic(), self._paced_until)
+            self._paced_until = start + count / self._bandwidth
+        while not state.stopping and (left := start - state.clock.monotonic()) > 0:
+            state.clock.sleep(min(left, PACE_S))
+
+    def _take_buffer(self) -> bytearray:
+        with self._state.changed:
+            return self._buffers.pop() if self._buffers else bytearray(CHUNK_BYTES)
+
+    def _give_buffer(self, buffer: bytearray) -> None:
+        with self._state.changed:
+            self._buffers.append(buffer)
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _publish(self, publisher: Publisher, entry: Entry) -> None:
+        state = self._state
+        state.fault("before publish.record")
+        publisher.publish(entry.draft, [row for row in entry.rows if row is not None])
+        state.fault("after publish.record")
+        with state.changed:
+            state.entries.pass_on(entry)
+            self._published.append(entry)
+        self._releases.submit(self._release)
+
+    def _release(self) -> None:
+        """Give up what the local tiers hold for drafts whose records stand."""
+        state = self._state
+        with state.changed:
+            done, self._published = self._published, []
+        if not done:
+            return  # with those before
+        try:
+            state.fault("before finish.release")
+            if state.nvme is not None:
+                state.nvme.publish(*[entry.number for entry in done if entry.number is not None])
+            for entry in done:
+                if entry.slot is not None:
+                    state.drop_holds(entry.draft)
+                    state.release(entry.draft, entry.slot)
+            state.fault("after finish.release")
+        except Exception as error:  # they are published again, which finds their records there, and released then
+            if not isinstance(error, TierfsError):
+                _logger.exception("what was published cannot be released")
+            for entry in done:
+                state.fail(entry, error if isinstance(error, TierfsError) else StoreError(repr(error), path=entry.path))
+            with state.changed:
+                for entry in done:
+                    state.entries.take_back(entry)
+            return
+        with state.changed:
+            for entry in done:
+                state.entries.remove(entry)
+                entry.level = Level.OBJECT
+                state.counters["published_files"] += 1
+                state.counters["published_bytes"] += entry.draft.length
+            state.nudged = True
+            state.changed.notify_all()
+        for entry in done:
+            _logger.info("published %s", entry.path, extra={"path": entry.path, "bytes": entry.draft.length})
+
+    def _keep(self, entry: Entry, error: ConflictError) -> None:
+        """Somebody else changed the path: theirs stands. This one, and what was built on it, is kept until a person decides."""
+        state = self._state
+        _logger.error("%s is kept as a conflict: %s", entry.path, error)
+        with state.changed:
+            kept = [entry, *state.entries.dependents(entry)]
+        for each in kept:
+            if each.number is not None:
+                assert state.nvme is not None
+                state.nvme.set_state(each.number, "conflict", str(error))
+            elif each.slot is not None:
+                each.slot.segment.mark(each.slot, SlotState.CONFLICT)
+            with state.changed:
+                each.fail(error, float("inf"))
+                state.counters["conflicts"] += 1
+                state.changed.notify_all()
