@@ -1,0 +1,50 @@
+"""Hosts with local tiers."""
+
+import os
+
+import pytest
+from tiered import MIB, Gate, Host
+
+from tierfs.digest import DigestKind
+from tierfs.objects.memory import MemoryObjects
+from tierfs.store.create import create_store
+
+
+@pytest.fixture
+def root():
+    return f"/tiered-{os.urandom(8).hex()}"
+
+
+@pytest.fixture
+def objects(root):
+    return MemoryObjects(root)
+
+
+@pytest.fixture
+def descriptor(objects):
+    return create_store(objects, "memory://store", digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))[0]
+
+
+@pytest.fixture
+def make_host(tmp_path, root, descriptor):
+    hosts = []
+
+    def make(name="here", **options):
+        host = Host(tmp_path, Gate(root), descriptor, name, **options)
+        hosts.append(host)
+        return host
+
+    yield make
+    for host in hosts:
+        host.objects.down = False
+        host.close()
+
+
+@pytest.fixture
+def host(make_host):
+    return make_host()
+
+
+@pytest.fixture(params=["both", "ram", "nvme"])
+def any_host(make_host, request):
+    return make_host(ram=0 if request.param == "nvme" else 128 * MIB, nvme=0 if request.param == "ram" else 128 * MIB)

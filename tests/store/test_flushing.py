@@ -1,0 +1,376 @@
+"""What the flusher does with what is pending: in which order, how much at once, and when something keeps it from it."""
+
+import dataclasses
+import threading
+import time
+from collections import Counter
+
+import pytest
+from tiered import BIG, MIB, Host, content, save_at
+
+from tierfs import digest
+from tierfs.digest import DigestKind
+from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError
+from tierfs.flush.draft import local_name
+from tierfs.flush.levels import Level
+from tierfs.flush.settling import Settler
+from tierfs.flush.uploading import Uploader
+from tierfs.local.nvme import NvmeTier
+from tierfs.local.nvmestate import NvmeState
+from tierfs.store import (
+    Writer,
+    copy,
+    delete,
+    discard_conflict,
+    evict,
+    find,
+    load,
+    rename,
+    save,
+    stat,
+    status,
+    verify,
+    wait,
+)
+from tierfs.testing import Fault, FaultyObjects, PlannedFault
+
+
+def test_many_versions_of_one_file_end_with_the_last(any_host):
+    for number in range(12):
+        save(any_host.store, "a", str(number).encode() * 70_000)
+    assert load(any_host.store, "a") == b"11" * 70_000
+    wait(any_host.store, "", Level.OBJECT, 30)
+    assert load(any_host.plain(), "a") == b"11" * 70_000
+
+
+def test_writes_go_on_while_the_object_tier_is_down(host):
+    with host.held():
+        save(host.store, "a", content(MIB))
+        save_at(host.store, "b", content(MIB), Level.LOCAL)
+    assert host.store.tiers.counters["blind_writes"] == 2
+    wait(host.store, "", Level.OBJECT, 60)
+    assert {entry.path for entry in find(host.plain(), "")} == {"a", "b"}
+
+
+def test_a_late_flush_never_replaces_what_another_host_wrote(make_host):
+    here, there = make_host("here"), make_host("there")
+    with here.held():
+        save(here.store, "a", b"late")
+        save_at(there.store, "a", b"theirs", Level.OBJECT)
+    with pytest.raises(ConflictError, match="somebody else"):
+        wait(here.store, "a", Level.OBJECT, 30)
+    assert load(here.plain(), "a") == b"theirs"
+    assert load(here.store, "a") == b"theirs"
+    assert [item["path"] for item in status(here.store)["conflicts"]] == ["a"]
+    assert discard_conflict(here.store, "a") == 1
+    wait(here.store, "a", Level.OBJECT, 30)
+    assert status(here.store)["conflicts"] == []
+
+
+def test_what_was_closed_after_a_conflict_in_its_directory_is_held_back(make_host):
+    here, there = make_host("here"), make_host("there")
+    with here.held():
+        save(here.store, "run/shard", b"late")
+        save(here.store, "run/metadata", b"names the shard")
+        save(here.store, "latest", b"names the run")
+        save(here.store, "beside/it", b"is free")
+        save_at(there.store, "run/shard", b"theirs", Level.OBJECT)
+    wait(here.store, "beside/it", Level.OBJECT, 30)
+    for path in ("run/metadata", "latest"):
+        with pytest.raises(ConflictError, match=r"run/shard"):
+            wait(here.store, path, Level.OBJECT, 30)
+        with pytest.raises(NotFoundError):
+            stat(here.plain(), path)
+    discard_conflict(here.store, "run/shard")
+    wait(here.store, "", Level.OBJECT, 30)
+    assert load(here.plain(), "latest") == b"names the run"
+
+
+def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(host, monkeypatch):
+    writer = Writer(host.store, "d/b", level=Level.OBJECT)
+    writer.write(content(MIB))
+    monkeypatch.setattr(Uploader, "next", lambda _: None)
+    save(host.store, "d/a", content(MIB))
+    host.store.ack_timeout_s = 0.2
+    with pytest.raises(TimeoutError):
+        writer.commit()
+    assert find(host.plain(), "") == []
+    monkeypatch.undo()
+    wait(host.store, "", Level.OBJECT, 20)
+    assert [entry.path for entry in find(host.plain(), "d")] == ["d/a", "d/b"]
+
+
+def test_chunks_of_a_discarded_conflict_stay_for_its_copy_and_no_longer(make_host, monkeypatch):
+    here, there = make_host("here", nvme=0), make_host("there")
+    data = content(3 * MIB)
+    monkeypatch.setattr(Uploader, "next", lambda _: None)
+    save(here.store, "d/a", data)
+    copy(here.store, "d/a", "b")
+    save_at(there.store, "d/a", b"theirs", Level.OBJECT)
+    monkeypatch.undo()
+    with pytest.raises(ConflictError):
+        wait(here.store, "d/a", Level.OBJECT, 20)
+    discard_conflict(here.store, "d/a")
+    wait(here.store, "", Level.OBJECT, 20)
+    assert load(here.plain(), "b") == data
+    assert status(here.store)["tiers"]["ram"]["dirty_bytes"] == 0
+
+
+def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
+    host = make_host(ram=64 * MIB, nvme=512 * MIB)
+    data = content(160 * MIB)
+    save(host.store, "a", data)
+    assert host.store.tiers.counters["spilled_bytes"]
+    assert load(host.store, "a") == data
+    wait(host.store, "a", Level.OBJECT, 60)
+    assert load(host.plain(), "a") == data
+    assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
+
+
+def test_the_flusher_keeps_to_its_bandwidth(make_host):
+    host = make_host()
+    host.close()
+    host.settings = dataclasses.replace(host.settings, bandwidth=50 * MIB)
+    host.open()
+    begin = time.monotonic()
+    save(host.store, "a", content(BIG))
+    wait(host.store, "a", Level.LOCAL, 20)
+    wait(host.store, "a", Level.OBJECT, 20)
+    assert time.monotonic() - begin > 32 / 50  # the first chunk goes at once
+    assert load(host.plain(), "a") == load(host.store, "a")
+
+
+def test_a_full_ram_tier_makes_writers_wait_and_then_says_what_to_do(make_host):
+    host = make_host(ram=64 * MIB, nvme=0)
+    host.tiers.writer._capacity_timeout_s = 0.5
+    with host.held():
+        save(host.store, "a", content(BIG))
+        with pytest.raises((CapacityError, StoreError)):
+            save(host.store, "b", content(BIG))
+    wait(host.store, "", Level.OBJECT, 60)
+    save(host.store, "b", content(BIG))
+
+
+def test_a_lost_answer_to_a_publish_is_settled_by_the_write_id(tmp_path, descriptor, objects):
+    faulty = FaultyObjects(objects, [PlannedFault(Fault.LOST_RESPONSE, "put", key_part="tree/")])
+    host = Host(tmp_path, faulty, descriptor)
+    try:
+        save_at(host.store, "a", b"x" * 100_000, Level.OBJECT)
+        assert load(host.plain(), "a") == b"x" * 100_000
+        assert not host.tiers.drafts.conflicts()
+    finally:
+        host.close()
+
+
+def test_nothing_is_left_dirty_and_nothing_damaged_once_all_is_published(host):
+    for number in range(6):
+        save(host.store, f"run/{number}", content(5 * MIB))
+    rename(host.store, "run/0", "run/zero")
+    delete(host.store, "run/1")
+    wait(host.store, "", Level.OBJECT, 30)
+    report = status(host.store)
+    assert report["queue_files"] == 0
+    assert report["tiers"]["ram"]["dirty_bytes"] == report["tiers"]["nvme"]["dirty_bytes"] == 0
+    assert not verify(host.plain()).damage
+
+
+def test_a_reopened_host_goes_on_with_what_is_pending(host):
+    data = content(5 * MIB)
+    with host.held():
+        save_at(host.store, "a", data, Level.LOCAL)
+        host.close()
+        host.open()
+        assert host.tiers.drafts.pending("a").level is Level.LOCAL
+    wait(host.store, "a", Level.OBJECT, 30)
+    assert load(host.plain(), "a") == data
+
+
+class Commits:
+    """Counts commits of the index by what they were for."""
+
+    def __init__(self, monkeypatch):
+        self.counts = Counter()
+        changing = NvmeState.changing
+
+        def counted(state, step):
+            self.counts[step] += 1
+            return changing(state, step)
+
+        monkeypatch.setattr(NvmeState, "changing", counted)
+
+
+def test_files_that_follow_each_other_share_commits(host, monkeypatch):
+    save(host.store, "first", b"has the flusher started")
+    wait(host.store, "first", Level.OBJECT, 20)
+    commits = Commits(monkeypatch)
+    with monkeypatch.context() as held, host.held():
+        held.setattr(Settler, "waiting", lambda _: [])
+        for number in range(50):
+            save(host.store, f"run/{number}", content(1000))
+        held.undo()
+        wait(host.store, "run", Level.LOCAL, 20)
+    assert commits.counts["index.commit"] == 1
+    wait(host.store, "run", Level.OBJECT, 60)
+    assert commits.counts["index.release"] < 50
+    assert all(len(load(host.plain(), f"run/{number}")) == 1000 for number in range(50))
+    assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
+
+
+def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monkeypatch):
+    save(host.store, "first", b"has the flusher started")
+    wait(host.store, "first", Level.OBJECT, 20)
+    write = NvmeTier.write
+    bad = []
+
+    def refuse(tier, name, *args, **kwargs):
+        if name in bad:
+            raise StoreError("the disk says no", tier="nvme")
+        write(tier, name, *args, **kwargs)
+
+    monkeypatch.setattr(NvmeTier, "write", refuse)
+    with monkeypatch.context() as held, host.held():
+        held.setattr(Settler, "waiting", lambda _: [])
+        save(host.store, "run/a", content(MIB))
+        save(host.store, "run/b", content(MIB))
+        save(host.store, "other/c", content(MIB))
+        bad.extend(host.tiers.drafts.pending("run/a").draft.names)
+        held.undo()
+        wait(host.store, "other/c", Level.LOCAL, 20)
+        # What has to be published after a file that is in memory alone stays there as well.
+        assert host.tiers.drafts.level("run/a") is host.tiers.drafts.level("run/b") is Level.STAGED
+    wait(host.store, "", Level.OBJECT, 60)
+    assert status(host.store)["counters"]["flusher_nvme_failures"] == 1
+    assert {len(load(host.plain(), path)) for path in ("run/a", "run/b", "other/c")} == {MIB}
+
+
+def test_a_published_file_makes_way_for_the_next_before_its_row_is_gone(host, monkeypatch):
+    save(host.store, "first", b"has the flusher started")
+    wait(host.store, "first", Level.OBJECT, 20)
+    go = threading.Event()
+    publish = NvmeTier.publish
+
+    def slow(tier, *seqs):
+        assert go.wait(20)
+        publish(tier, *seqs)
+
+    monkeypatch.setattr(NvmeTier, "publish", slow)
+    try:
+        for number in range(3):
+            save(host.store, f"run/{number}", content(MIB))
+        save(host.store, "run/0", b"again")
+        until = time.monotonic() + 20
+        while not {"run/0", "run/1", "run/2"} <= {entry.path for entry in find(host.plain(), "run")}:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        # Of the same path the next one waits, or a flusher that begins anew would take the first for somebody else's.
+        assert len(load(host.plain(), "run/0")) == MIB
+        with pytest.raises(TimeoutError):
+            wait(host.store, "run/1", Level.OBJECT, 0.2)
+    finally:
+        go.set()
+    wait(host.store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "run/0") == b"again"
+
+
+def test_what_could_not_be_released_is_published_again_and_released(host, monkeypatch):
+    publish, failed = NvmeTier.publish, []
+
+    def fail_once(tier, *seqs):
+        if not failed:
+            failed.append(seqs)
+            raise StoreError("the disk says no", tier="nvme", transient=True)
+        publish(tier, *seqs)
+
+    monkeypatch.setattr(NvmeTier, "publish", fail_once)
+    for number in range(5):
+        save(host.store, f"run/{number}", content(MIB))
+    wait(host.store, "", Level.OBJECT, 30)
+    assert failed
+    assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
+    assert not host.tiers.drafts.conflicts()
+    assert len(find(host.plain(), "run")) == 5
+
+
+def test_local_is_reached_behind_a_conflict(make_host):
+    here, there = make_host("here"), make_host("there")
+    with here.held():
+        save(here.store, "run/a", b"late")
+        save_at(there.store, "run/a", b"theirs", Level.OBJECT)
+    with pytest.raises(ConflictError):
+        wait(here.store, "run/a", Level.OBJECT, 20)
+    save(here.store, "run/b", content(MIB))
+    wait(here.store, "run/b", Level.LOCAL, 20)
+    with pytest.raises(ConflictError, match="run/a"):
+        wait(here.store, "run/b", Level.OBJECT, 20)
+
+
+def test_a_file_larger_than_ram_goes_on_to_the_object_tier_where_the_nvme_tier_is_full(make_host):
+    host = make_host(ram=64 * MIB, nvme=64 * MIB)
+    data = content(200 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 60)
+    assert load(host.plain(), "a") == data
+    report = status(host.store)
+    assert report["counters"]["flusher_nvme_passed_by"]
+    assert report["tiers"]["nvme"]["dirty_bytes"] == 0
+
+
+def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host):
+    host = make_host(ram=64 * MIB, nvme=64 * MIB)
+    data = content(200 * MIB)
+    host.objects.down = True
+    timer = threading.Timer(2, setattr, [host.objects, "down", False])
+    timer.start()
+    try:
+        save(host.store, "a", data)
+    finally:
+        timer.join()
+    assert status(host.store)["counters"]["flusher_spill_waits"]
+    wait(host.store, "a", Level.OBJECT, 60)
+    assert load(host.plain(), "a") == data
+
+
+def test_a_file_larger_than_all_local_tiers_is_given_up_after_the_users_time(make_host):
+    host = make_host(ram=64 * MIB, nvme=64 * MIB)
+    host.tiers.writer._capacity_timeout_s = 1
+    with host.held(), pytest.raises(CapacityError, match=r"raise ram= or nvme="):
+        save(host.store, "a", content(200 * MIB))
+    assert find(host.store, "") == []
+    save(host.store, "b", content(BIG))
+    wait(host.store, "", Level.OBJECT, 60)
+    assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
+
+
+def test_a_sound_copy_is_not_put_aside_on_a_readers_word(host):
+    data = content(16 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 20)
+    (name,) = names_of(host, data)
+    evict(host.store, "a", "ram")
+    host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
+    assert host.tiers.nvme.find(name) is not None
+    assert load(host.store, "a") == data
+    assert host.tiers.counters["nvme_read_bytes"] == len(data)
+
+
+def test_a_damaged_copy_is_written_anew_from_memory(host):
+    data = content(16 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 20)
+    (name,) = names_of(host, data)
+    arena = host.settings.directory / "stores" / host.descriptor.uuid / "nvme.arena"
+    with open(arena, "r+b") as file:
+        at = file.read().find(data[5 * MIB : 5 * MIB + 64])
+        assert at > 0
+        file.seek(at)
+        file.write(b"damage")
+    host.tiers.flusher.request("quarantine", {"name": name.hex(), "length": len(data)})
+    evict(host.store, "a", "ram")
+    assert load(host.store, "a") == data
+    assert host.tiers.counters["nvme_read_bytes"] == len(data)
+    assert status(host.store)["counters"]["flusher_nvme_repaired"] == 1
+
+
+def names_of(host, data):
+    blocks = [digest.hash_bytes(DigestKind.XXH3_128, data[at : at + MIB]) for at in range(0, len(data), MIB)]
+    return [local_name(DigestKind.XXH3_128, digest.combine(DigestKind.XXH3_128, len(data), blocks))]
