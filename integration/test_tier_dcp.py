@@ -172,7 +172,6 @@ def test_ranks_killed_right_after_the_save_leave_it_loadable_here_at_once_and_in
     in_s3(job, s3, [1])
 
 
-@pytest.mark.xfail(reason="whether a path that is not pending exists has to be asked of the object tier", run=False)
 def test_a_checkpoint_saved_while_s3_is_away_is_whole_on_this_host_and_gets_there(job, s3, proxy):
     import threading
 

@@ -102,17 +102,21 @@ class Looking(PathSpace):
         if not topdown:
             yield path, dirs, files
 
+    async def _exists(self, path: str, **kwargs: Any) -> bool:
+        return await run_in_thread(self._kind_of, path) is not None
+
     async def _isfile(self, path: str) -> bool:
-        try:
-            return bool((await self._info(path))["type"] == "file")
-        except NotFoundError:
-            return False
+        return await run_in_thread(self._kind_of, path) == "file"
 
     async def _isdir(self, path: str) -> bool:
+        return await run_in_thread(self._kind_of, path) == "directory"
+
+    def _kind_of(self, path: str) -> str | None:
         try:
-            return bool((await self._info(path))["type"] == "directory")
+            store, relative = self._locate(path)
         except NotFoundError:
-            return False
+            return None
+        return verbs.kind_of(store, relative)
 
     async def _du(self, path: str, total: bool = True, maxdepth: int | None = None, **kwargs: Any) -> Any:
         found = await self._find(path, maxdepth=maxdepth, detail=True, **kwargs)

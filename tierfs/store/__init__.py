@@ -3,6 +3,7 @@
 from tierfs.store.copy import copy, rename, transfer
 from tierfs.store.delete import delete
 from tierfs.store.directory import make_directory, remove_directory
+from tierfs.store.kind import kind_of
 from tierfs.store.listing import Entry, find, list_directory, stat
 from tierfs.store.load import Reader, load, open_entry
 from tierfs.store.open import init, open_store
@@ -33,6 +34,7 @@ __all__ = [
     "evict",
     "find",
     "init",
+    "kind_of",
     "level_of",
     "list_directory",
     "load",

@@ -123,12 +123,17 @@ def observe_to_stage(store: Store, path: str) -> Observed:
         store.tiers.counters.fall_back(
             "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
         )
-        key = keys.record_key(path)
-        seen = store.records.get(key)
-        if seen is None and store.host_records is not None:
-            kept = store.host_records.newest(key)
-            seen = None if kept is None else (kept[0], _decode(store, kept[1], path, key))
-        return Observed(path, key, None, None) if seen is None else Observed(path, key, seen[1], seen[0])
+        return last_seen(store, path)
+
+
+def last_seen(store: Store, path: str) -> Observed:
+    """What this process, or else this host, last saw of a path in the object tier. Asks nobody."""
+    key = keys.record_key(path)
+    seen = store.records.get(key)
+    if seen is None and store.host_records is not None:
+        kept = store.host_records.newest(key)
+        seen = None if kept is None else (kept[0], _decode(store, kept[1], path, key))
+    return Observed(path, key, None, None) if seen is None else Observed(path, key, seen[1], seen[0])
 
 
 def observe_marker(store: Store, path: str) -> Observed:

@@ -1,0 +1,60 @@
+"""What kind of thing is at a path, also while the object tier is away and saves go on without it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tierfs.errors import NotFoundError, StoreError
+from tierfs.flush.levels import Level
+from tierfs.format.manifest import Manifest
+from tierfs.store.away import ask_briefly
+from tierfs.store.listing import stat
+from tierfs.store.records import last_seen
+from tierfs.store.store import Store
+
+__all__ = ["Kind", "kind_of"]
+
+Kind = Literal["file", "directory"]
+
+
+def kind_of(store: Store, path: str) -> Kind | None:
+    """What is at ``path``; ``None`` for nothing.
+
+    Who saves below `Level.OBJECT` asks this before and after each save, and is not kept from it by an object tier that is
+    away: then what is pending here counts, and else what this host last saw, which is logged and counted. A change that
+    it did not see is found out when the save is to be published, and the save kept as a conflict.
+
+    Raises:
+        InvalidInputError: The path is no good.
+        CorruptionError, FormatError: Its record is damaged, or of another version.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    if store.tiers is None or store.ack is Level.OBJECT:
+        return _look(store, path)
+    try:
+        return _pending_kind(store, path) or ask_briefly(store, lambda: _look(store, path))
+    except StoreError as error:
+        if not error.transient:
+            raise
+        store.tiers.counters.fall_back(
+            "blind_looks", "the object tier cannot be asked what is there, what this host saw last counts: %s", error
+        )
+        is_gone = store.tiers.drafts.pending(path) is not None
+        return None if is_gone or last_seen(store, path).manifest is None else "file"
+
+
+def _look(store: Store, path: str) -> Kind | None:
+    try:
+        return "directory" if stat(store, path).is_directory else "file"
+    except NotFoundError:
+        return None
+
+
+def _pending_kind(store: Store, path: str) -> Kind | None:
+    """The same as far as what is pending here tells."""
+    assert store.tiers is not None
+    pending = store.tiers.drafts.pending_below(path)
+    live = [name for name, found in pending.items() if isinstance(found.draft.record, Manifest)]
+    if path in live:
+        return "file"
+    return "directory" if live else None
