@@ -36,7 +36,7 @@ class Trainer:
     """A process that does what it is told; see `tier_trainer`."""
 
     def __init__(self, url, options, *steps, shm=None, prefix=(), environment=None):
-        self.environment = {**os.environ, "PYTHONPATH": str(HERE)}
+        self.environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
         for name in ("TIERFS_RAM", "TIERFS_NVME"):
             self.environment.pop(name, None)
         self.environment |= environment or {}
@@ -174,17 +174,38 @@ def remote(proxy, s3, state):
 
 
 @contextlib.contextmanager
-def mounted(directory, size, *, more=""):
-    """A small filesystem of its own, for root alone."""
+def mounted(directory, size, *, kind="tmpfs"):
+    """A small filesystem of its own, for root alone: in memory, or ext4 in a file."""
     directory.mkdir(exist_ok=True)
-    argv = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700{more}", "tmpfs", str(directory)]
-    done = subprocess.run(argv, check=False, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small filesystem here: {done.stderr.strip()}")
+    image = directory.with_name(f"{directory.name}.img")
+    what = ["-t", "tmpfs", "-o", f"size={size}", "tmpfs"]
+    if kind == "ext4":
+        what = ["-t", "ext4", "-o", "loop", str(image)]
+        run("truncate", "-s", size, str(image))
+        run("mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", str(image))
+    run("mount", *what, str(directory))
     try:
+        directory.chmod(0o700)
         yield directory
     finally:
         subprocess.run(["umount", "-l", str(directory)], check=True)
+        image.unlink(missing_ok=True)
+
+
+def run(*argv):
+    """Do a step of the mounting, which not everybody may, nor can everywhere."""
+    try:
+        subprocess.run(argv, check=True, capture_output=True, text=True)
+    except FileNotFoundError as error:
+        pytest.skip(f"cannot mount a small filesystem here: {error}")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"cannot mount a small filesystem here: {error.stderr.strip()}")
+
+
+@pytest.fixture(params=["ext4", "tmpfs"])
+def disk(request):
+    """What mounts a small disk to fill: where no loop devices can be made, the one in memory has to do."""
+    return functools.partial(mounted, kind=request.param)
 
 
 def fill(directory, leave=0):
@@ -233,44 +254,110 @@ def test_where_shared_memory_is_full_a_trainer_that_dies_right_after_its_first_s
 # -- the disk is full --------------------------------------------------------------------------------------------------
 
 
-def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_there(remote, tmp_path):
-    with mounted(tmp_path / "state", "48m"):
+def counters_of(ended):
+    return ended["status"]["status"]["counters"]
+
+
+def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_there(remote, tmp_path, disk):
+    with disk(tmp_path / "state", "48m"):
         remote.options |= {"nvme": "1GiB"}
         ended = train(remote.url, remote.options, f"save:f:1:{8 * MIB}", "wait::object:60", "status")
-        print(ended.said, ended.log)
         ended.sound()
+        assert counters_of(ended)["flusher_nvme_unavailable"] == 1
+        (log,) = (tmp_path / "state").glob("stores/*/flusher.log")
+        assert log.read_text().count("there is no nvme tier") == 1
         remote.assert_holds(f=1)
 
 
-@pytest.mark.xfail(
-    reason="what is saved then is still staged after 30 s; by hand it gets there at once, the cause is not found",
-    run=False,
-)
-def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_memory(remote, tmp_path):
-    with mounted(tmp_path / "state", "80m") as state:
+def test_where_the_index_finds_no_room_the_data_goes_to_the_object_tier_from_memory(remote, tmp_path, disk):
+    """Nor does the log: what is to be said waits for room, and who says it goes on."""
+    with disk(tmp_path / "state", "96m") as state:
         remote.options |= {"nvme": "64MiB"}
         before = [f"save:f:1:{8 * MIB}", "wait:f:object:60"]
-        after = [f"save:g:2:{8 * MIB}", f"save:h:3:{4 * MIB}", "wait:g:object:30", "wait:h:object:5", "status"]
+        # So many that the index has to grow, whatever room it has left.
+        names = [f"g{number}" for number in range(40)]
+        after = [*(f"save:{name}:2:{MIB}" for name in names), "wait::object:30", "status"]
         full = functools.partial(fill, state)
         ended = train_in_two(tmp_path, remote.url, remote.options, before, full, after)
-        print(ended.said, ended.log)
         ended.sound()
-        assert ended["status"]["status"]["counters"].get("flusher_nvme_failures")
-        remote.assert_holds(f=1, g=2, h=3)
+        counters = counters_of(ended)
+        assert counters.get("flusher_nvme_passed_by", 0) + counters.get("flusher_nvme_failures", 0), counters
+        remote.assert_holds(f=1, **dict.fromkeys(names, 2))
 
 
-@pytest.mark.xfail(reason="a flusher that finds no room even for its log ends without a word", run=False)
-def test_a_state_directory_without_any_room_is_an_error_where_tiers_were_asked_for(remote, tmp_path):
-    with mounted(tmp_path / "state", "256k") as state:
+# Not enough for the index; for that, but not for its journal; for both, but for nothing in them.
+@pytest.mark.parametrize("left", [0, 44 << 10, 48 << 10, 64 << 10])
+def test_where_there_is_room_for_the_arena_alone_the_data_goes_to_the_object_tier_from_memory(
+    remote, tmp_path, disk, left
+):
+    with disk(tmp_path / "state", "96m") as state:
+        remote.options |= {"nvme": "0"}
+        train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+        fill(state, leave=(64 << 20) + left)
+        remote.options |= {"nvme": "64MiB"}
+        # The second flusher finds what the first one could not finish.
+        for name, number in (("f", 2), ("g", 3)):
+            stop_flushers(tmp_path)
+            ended = train(remote.url, remote.options, f"save:{name}:{number}:{8 * MIB}", "wait::object:60", "status")
+            counters = counters_of(ended.sound())
+            assert counters.get("flusher_nvme_unavailable") or counters.get("flusher_nvme_passed_by"), counters
+        remote.assert_holds(before=1, f=2, g=3)
+
+
+def test_a_flusher_that_begins_on_a_full_disk_brings_there_what_is_pending(remote, tmp_path, disk):
+    with disk(tmp_path / "state", "96m") as state:
+        remote.options |= {"nvme": "64MiB"}
+        train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+        remote.proxy.set("no-puts")
+        train(remote.url, remote.options, f"save:f:2:{8 * MIB}", "hard-exit").sound()
+        stop_flushers(tmp_path)
         fill(state)
+        remote.proxy.set("pass")
+        train(remote.url, remote.options, f"save:g:3:{8 * MIB}", "wait::object:60", "read:f:2").sound()
+        remote.assert_holds(before=1, f=2, g=3)
+
+
+def test_a_flusher_that_has_no_room_to_make_the_index_anew_is_an_error_that_says_so(remote, state, tmp_path):
+    # A disk that keeps what is on it: nobody is told that a file is safe in memory.
+    with mounted(state, "96m", kind="ext4"):
+        remote.options |= {"nvme": "64MiB"}
+        train(remote.url, remote.options, f"save:before:1:{MIB}", "wait::object:60").sound()
+        remote.proxy.set("no-puts")
+        train(remote.url, remote.options, f"save:f:2:{8 * MIB}:local", "hard-exit").sound()
+        stop_flushers(tmp_path)
+        for slab in shared_memory(state).glob("*.slab"):
+            slab.unlink()
+        arena_of(remote, state).with_name("nvme.db").unlink()
+        fill(state)
+        remote.proxy.set("pass")
+        ended = train(remote.url, remote.options, "wait:f:object:20", "hard-exit")
+        # The flusher's own words, if there was room for them.
+        assert "free some" in ended["wait:f"]["message"], ended
+        (state / "filler").unlink()
+        train(remote.url, remote.options, "wait::object:60", "read:f:2").sound()
+        remote.assert_holds(before=1, f=2)
+
+
+@pytest.mark.parametrize("room", [0, 16 << 10, 32 << 10])
+def test_a_state_directory_without_any_room_is_an_error_that_says_so_or_does_for_the_ram_tier(
+    remote, tmp_path, disk, room
+):
+    with disk(tmp_path / "state", "256k") as state:
+        fill(state, leave=room)
         ended = train(remote.url, remote.options, f"save:f:1:{8 * MIB}", "wait::object:20", "status")
-        print(ended.said, ended.log)
-        first = ended["save:f"]
-        if "error" in first:
-            assert "No space" in first["message"] or "room" in first["message"], first
+        if "error" in ended["save:f"]:
+            assert ended["save:f"]["error"] == "CapacityError", ended
+            assert str(state) in ended["save:f"]["message"]
+            assert "free some room" in ended["save:f"]["message"]
+            # Where nobody asked for tiers, there are none.
+            environment = {"TIERFS_STATE_DIR": str(state)}
+            options = {"s3": remote.options["s3"]}
+            ended = train(remote.url, options, f"save:f:1:{8 * MIB}", "ack:f", environment=environment).sound()
+            assert ended["ack:f"]["ack"] == "object"
+            assert ended.log.count("is used without local tiers") == 1
         else:
-            ended.sound()
-            remote.assert_holds(f=1)
+            assert counters_of(ended.sound())["flusher_nvme_unavailable"] == 1
+        remote.assert_holds(f=1)
 
 
 # -- the object tier fails ---------------------------------------------------------------------------------------------

@@ -587,3 +587,21 @@ def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, c
     (line,) = capsys.readouterr().err.splitlines()
     assert r'message="it = \"broken\"\nreally"' in line
     assert 'path="a b" count=3 exception="Traceback' in line
+
+
+def test_a_disk_without_room_for_the_log_does_not_end_the_work_that_is_told_of(monkeypatch, tmp_path):
+    import logging
+
+    from tierfs.cli._log import logging_to_stderr
+
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        with logging_to_stderr():
+            logging.getLogger("tierfs.flush").warning("the nvme tier is full")
+        os.dup2(os.open(tmp_path / "log", os.O_CREAT | os.O_WRONLY), full.fileno())
+        with logging_to_stderr():
+            logging.getLogger("tierfs.flush").warning("there is room again")
+        monkeypatch.undo()
+    first, second = (tmp_path / "log").read_text().splitlines()
+    assert "the nvme tier is full" in first
+    assert "there is room again" in second

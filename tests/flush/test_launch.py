@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import pytest
 from fake_flusher import until
@@ -68,6 +69,14 @@ def test_the_last_words_are_those_of_this_process(tmp_path):
     quiet = spawn(shell("exit 1"), tmp_path / "log")
     ended(quiet)
     assert not quiet.last_words()
+
+
+def test_the_last_words_on_a_full_disk_say_that_there_was_no_room_for_more(tmp_path, monkeypatch):
+    (tmp_path / "log").write_text("one\n")
+    monkeypatch.setattr(os, "fstatvfs", lambda _: types.SimpleNamespace(f_bavail=0))
+    first, second = tail(tmp_path / "log").splitlines()
+    assert first == "one"
+    assert "no room is left" in second
 
 
 def test_the_end_of_a_log_that_is_not_there_is_empty(tmp_path):

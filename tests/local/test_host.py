@@ -1,6 +1,7 @@
 """A host is a state directory; a process of it is alive for as long as it runs, and not a moment longer."""
 
 import contextlib
+import errno
 import gc
 import os
 import re
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.host import ExclusiveLock, Host, make_private, state_directory
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -451,6 +452,15 @@ def test_a_directory_of_somebody_else_is_refused(directory, shm):
 def test_a_file_in_its_place_is_refused(directory, shm):
     directory.write_text("")
     with pytest.raises(StoreError, match="cannot be made: File exists"):
+        Host(directory, shm)
+
+
+def test_a_disk_without_room_for_it_is_an_error_that_says_what_to_do(directory, shm, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CapacityError, match=rf"{directory} cannot be made: No space.*: free some room"):
         Host(directory, shm)
 
 

@@ -8,10 +8,11 @@ import sqlite3
 import pytest
 from nvme_tools import BUDGET, content_of, draft, drop_index, meta_of, name_of, open_tier, paths, read, save, write
 
-from tierfs.errors import FormatError
+from tierfs.errors import CapacityError, FormatError
 from tierfs.local.arena import Arena
 from tierfs.local.extentpage import GRANULE, ExtentKind, ExtentPage
-from tierfs.local.nvme import NvmeReader
+from tierfs.local.index import Index
+from tierfs.local.nvme import NvmeReader, is_needed
 
 
 @pytest.fixture
@@ -371,3 +372,34 @@ def test_a_failure_of_the_index_is_survived_by_the_running_tier(directory, monke
     tier = open_tier(directory)
     assert paths(tier) == ["b", "c"], "a published draft came back"
     tier.close()
+
+
+def test_an_arena_whose_index_finds_no_room_is_not_left_alone(directory, monkeypatch):
+    def refuse(*_, **__):
+        raise CapacityError("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(Index, "create", refuse)
+        with pytest.raises(CapacityError):
+            open_tier(directory)
+    assert not os.path.exists(directory / "nvme.arena")
+    assert not is_needed(directory)
+    open_tier(directory).close()
+    assert not is_needed(directory)
+
+
+def test_a_tier_is_needed_where_it_has_a_draft_or_a_hold_or_cannot_say(directory):
+    tier = open_tier(directory)
+    write(tier, 1, keep=False)
+    tier.commit()
+    assert not is_needed(directory)
+    seq = save(tier, "a", 2)
+    assert is_needed(directory)
+    tier.publish(seq)
+    assert not is_needed(directory)
+    tier.commit(holds={"somebody": write(tier, 3)})
+    assert is_needed(directory)
+    tier.drop_hold("somebody")
+    tier.close()
+    drop_index(directory)
+    assert is_needed(directory)

@@ -61,12 +61,15 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
-        if "tqdm" in sys.modules:
-            from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
+        # A disk without room for the log must not end the work that is told of. A buffered stderr keeps some of what it
+        # could not write, and adds it once there is room.
+        with contextlib.suppress(OSError):
+            if "tqdm" in sys.modules:
+                from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
 
-            tqdm.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr, flush=True)
+                tqdm.write(line, file=sys.stderr)
+            else:
+                print(line, file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

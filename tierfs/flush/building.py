@@ -17,7 +17,7 @@ from tierfs.flush.engine import FlushEngine
 from tierfs.flush.flusher import Flusher
 from tierfs.flush.publisher import Publisher
 from tierfs.local.host import Host
-from tierfs.local.nvme import NvmeTier
+from tierfs.local.nvme import NvmeTier, is_needed
 from tierfs.local.ram import RamTier
 from tierfs.local.stored import ARENA_FILE
 
@@ -71,6 +71,8 @@ def build_engine(
         nvme = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
         ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
         flusher = Flusher(ram, nvme, clock=clock, random=random.random, bandwidth=budgets.bandwidth, faults=faults)
+        if nvme is None and budgets.nvme_bytes:
+            flusher.note("nvme_unavailable")
         if publisher is not None:
             flusher.connect(publisher)
         return flusher
@@ -83,17 +85,16 @@ def _nvme_tier(
 ) -> NvmeTier | None:
     """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet."""
     arena = directory / ARENA_FILE
-    if not arena.exists():
-        try:
-            return NvmeTier(directory, budget_bytes=budget_bytes, clock=clock, faults=faults) if budget_bytes else None
-        except (CapacityError, StoreError) as error:
-            # There is nothing in it yet, so nothing is lost by doing without.
-            _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
-            return None
-    if budget_bytes:
-        return NvmeTier(directory, budget_bytes=budget_bytes, clock=clock, faults=faults)
-    left = NvmeTier(directory, budget_bytes=arena.stat().st_size, clock=clock, faults=faults)
-    if left.drafts():
-        return left
-    left.close()
+    if not budget_bytes and not arena.exists():
+        return None
+    try:
+        tier = NvmeTier(directory, budget_bytes=budget_bytes or arena.stat().st_size, clock=clock, faults=faults)
+    except (CapacityError, StoreError) as error:
+        if is_needed(directory):
+            raise
+        _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
+        return None
+    if budget_bytes or tier.drafts():
+        return tier
+    tier.close()
     return None

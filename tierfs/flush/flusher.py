@@ -90,7 +90,9 @@ class Flusher:
         """Take up what the tiers hold, and begin."""
         self.finder.resume()
         for target in (self._settle, self._upload):
-            thread = threading.Thread(target=self._guard, args=(target,), name=f"tierfs{target.__name__}", daemon=True)
+            thread = threading.Thread(
+                target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
+            )
             self._threads.append(thread)
             thread.start()
 
@@ -129,41 +131,47 @@ class Flusher:
             self._state.nudged = True
             self._state.changed.notify_all()
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def note(self, what: str) -> None:
+        """Count something that was done in a lesser way than it is meant to be."""
+        self._state.counters[what] += 1
+
+    def _keep_on(self, step: Callable[[], None]) -> None:
+        """Do one step after the other."""
+        while not self._state.stopping:
+            self._try(step)
+
+    def _try(self, step: Callable[[], None]) -> None:
         state = self._state
         try:
-            work()
-        except BaseException:
-            _logger.exception("the flusher cannot go on: what is pending stays where it is")
+            step()
+        except Exception:  # whatever it is, the thread must go on: nobody else flushes
+            self.note("unforeseen_errors")
             with state.changed:
-                state.stopping = True
-                state.changed.notify_all()
-            raise
+                state.settling_since = None
+                state.changed.wait(SWEEP_S)
+            _logger.exception("the flusher met an error that it does not know, and goes on")
 
     def _settle(self) -> None:
         state = self._state
-        while True:
-            with state.changed:
-                if not state.nudged and not state.stopping:
-                    state.changed.wait(SWEEP_S)
-                state.nudged = False
-            if state.stopping:
-                return
+        with state.changed:
+            if not state.nudged and not state.stopping:
+                state.changed.wait(SWEEP_S)
+            state.nudged = False
+        if not state.stopping:
             self.finder.discover()
             self.finder.sweep()
             self.settler.settle_all()
 
     def _upload(self) -> None:
         state = self._state
-        while True:
-            with state.changed:
-                entry = None
-                while not state.stopping and (entry := self.uploader.next()) is None:
-                    state.changed.wait(SWEEP_S)
-                if state.stopping or entry is None:
-                    return
-                entry.busy = True
-            self.uploader.begin(entry)
+        with state.changed:
+            entry = None
+            while not state.stopping and (entry := self.uploader.next()) is None:
+                state.changed.wait(SWEEP_S)
+            if entry is None or state.stopping:
+                return
+            entry.busy = True
+        self.uploader.begin(entry)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -115,11 +115,13 @@ def _open_log(log: Path) -> int:
 
 
 def tail(log: Path, start: int = 0) -> str:
-    """The last lines of ``log`` that lie after byte ``start``; "" where there are none."""
+    """The last lines of ``log`` that lie after byte ``start``; "" where there are none, though room for them."""
     try:
         with open(log, "rb") as file:
             file.seek(max(start, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            text = file.read(_TAIL_BYTES).decode(errors="replace")
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+            if not os.fstatvfs(file.fileno()).f_bavail:
+                lines.append("(no room is left on the disk of this log for what else there was to say: free some)")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-_TAIL_LINES:])
+    return "\n".join(lines)

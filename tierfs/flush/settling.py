@@ -94,10 +94,10 @@ class Settler:
             return True
         try:
             self._store(nvme, batch)
-        except TierfsError as error:
+        except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
                 return self._settle_each(batch)  # shows which of them it is
-            return self._give_up(batch[0], error)
+            return self._give_up(batch[0], self._state.known(error, batch[0].path))
         return True
 
     def _settle_each(self, batch: Sequence[Entry]) -> bool:

@@ -90,6 +90,14 @@ class FlushState:
         with self.changed:
             entry.fail(error, self.clock.monotonic() + wait_s)
 
+    def known(self, error: Exception, path: str) -> TierfsError:
+        """An error as one of ours; one that nobody foresaw is logged, and counts as a failure of the store."""
+        if isinstance(error, TierfsError):
+            return error
+        self.counters["unforeseen_errors"] += 1
+        _logger.error("%s cannot be flushed", path, exc_info=error)
+        return StoreError(f"{path}: {error!r}", path=path)
+
     # -- slabs ---------------------------------------------------------------------------------------------------------
 
     def chunk(self, reference: SlotRef) -> Slot | None:

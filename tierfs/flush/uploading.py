@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.flush.entries import Entry
 from tierfs.flush.levels import Level
@@ -95,11 +95,8 @@ class Uploader:
                 self._publish(publisher, entry)
         except ConflictError as error:
             self._keep(entry, error)
-        except TierfsError as error:
-            state.fail(entry, error)
-        except Exception as error:  # the thread must go on with the other drafts
-            _logger.exception("%s cannot be flushed", entry.path)
-            state.fail(entry, StoreError(f"{entry.path}: {error!r}", path=entry.path))
+        except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
+            state.fail(entry, state.known(error, entry.path))
         with state.changed:
             entry.busy = False
             state.changed.notify_all()
@@ -241,11 +238,9 @@ class Uploader:
                     state.drop_holds(entry.draft)
                     state.release(entry.draft, entry.slot)
             state.fault("after finish.release")
-        except Exception as error:  # they are published again, which finds their records there, and released then
-            if not isinstance(error, TierfsError):
-                _logger.exception("what was published cannot be released")
+        except Exception as error:  # noqa: BLE001 - published again, which finds the records there, and released then
             for entry in done:
-                state.fail(entry, error if isinstance(error, TierfsError) else StoreError(repr(error), path=entry.path))
+                state.fail(entry, state.known(error, entry.path))
             with state.changed:
                 for entry in done:
                     state.entries.take_back(entry)

@@ -8,6 +8,7 @@ a forked child shares; so a child closes its parent's at once, and is somebody e
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -21,7 +22,7 @@ from pathlib import Path
 
 import xxhash
 
-from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.filesystems import filesystem_of, is_network
 
 __all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "make_private", "state_directory"]
@@ -52,6 +53,7 @@ def make_private(directory: Path, *, follow_links: bool = True) -> None:
 
     Raises:
         ReadOnlyError: It belongs to somebody else, or is open to others, or may not be made.
+        CapacityError: There is no room for it.
         StoreError: It cannot be made for another reason.
     """
     try:
@@ -60,7 +62,10 @@ def make_private(directory: Path, *, follow_links: bool = True) -> None:
     except PermissionError as error:
         raise ReadOnlyError(f"{directory} cannot be made: {error.strerror}", path=str(directory)) from error
     except OSError as error:
-        raise StoreError(f"{directory} cannot be made: {error.strerror}", path=str(directory)) from error
+        problem = f"{directory} cannot be made: {error.strerror}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise CapacityError(f"{problem}: free some room and try again", path=str(directory)) from error
+        raise StoreError(problem, path=str(directory)) from error
     if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
         raise ReadOnlyError(
             f"{directory} must belong to you and be closed to others: chmod 700 {directory}", path=str(directory)
@@ -161,7 +166,7 @@ class Host:
     Raises:
         ReadOnlyError: The directory belongs to somebody else, or is open to others.
         InvalidInputError: It lies on a network filesystem.
-        StoreError: It cannot be made.
+        CapacityError, StoreError: It cannot be made.
     """
 
     def __init__(self, directory: Path, shm: Path | None = None, *, mountinfo: str | None = None) -> None:

@@ -11,23 +11,37 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tierfs.clock import Clock
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.local.arena import no_faults
 from tierfs.local.extentpage import GRANULE, NAME_BYTES_MAX, ExtentKind, ExtentPage
 from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.host import make_private
-from tierfs.local.index import INSERT_RELEASE
+from tierfs.local.index import INSERT_RELEASE, IndexReader
 from tierfs.local.ledger import Written
 from tierfs.local.nvmecommit import Draft, commit, unref
 from tierfs.local.nvmereader import FoundChunk, NvmeReader
 from tierfs.local.nvmestate import NvmeState
-from tierfs.local.stored import DRAFT_COLUMNS, ChunksGoneError, NvmeUsage, StoredDraft
+from tierfs.local.stored import ARENA_FILE, DRAFT_COLUMNS, INDEX_FILE, ChunksGoneError, NvmeUsage, StoredDraft
 
-__all__ = ["ChunksGoneError", "Draft", "FoundChunk", "NvmeReader", "NvmeTier", "NvmeUsage", "StoredDraft"]
+__all__ = ["ChunksGoneError", "Draft", "FoundChunk", "NvmeReader", "NvmeTier", "NvmeUsage", "StoredDraft", "is_needed"]
 
 STATES = ("pending", "conflict", "damaged")
 CHUNK_META_BYTES_MAX = 900
 BUDGET_BYTES_MIN = 4 * GRANULE
+
+
+def is_needed(directory: Path) -> bool:
+    """Whether somebody may need what lies in a tier that cannot be opened. If not, nothing is lost by doing without."""
+    if not (directory / ARENA_FILE).exists():
+        return False
+    index = IndexReader(directory / INDEX_FILE, busy_s=0)
+    try:
+        found = index.select("SELECT 1 FROM drafts UNION SELECT 1 FROM refs")
+    except TierfsError:
+        return True
+    finally:
+        index.close()
+    return found is None or bool(found[1])
 
 
 class NvmeTier:

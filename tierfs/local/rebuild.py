@@ -71,8 +71,15 @@ def open_tier(
     try:
         fresh = not path.exists()
         if fresh:
+            if index is None and not counts:
+                # What may be left is the journal of a database that is gone. The index is first, so that an arena without
+                # one has lost it.
+                _move_aside(directory / INDEX_FILE, faults)
+                Index.create(directory / INDEX_FILE, epoch=secrets.token_bytes(16))
+                index = Index(directory / INDEX_FILE)
             lost = _salvage(index)
-            arena = Arena.create(path, size, epoch=secrets.token_bytes(16), faults=faults)
+            epoch = index.epoch if index is not None and _is_empty(index) else secrets.token_bytes(16)
+            arena = Arena.create(path, size, epoch=epoch, faults=faults)
         else:
             arena = Arena.open(path, faults=faults)
             if not arena.epoch:
@@ -82,16 +89,10 @@ def open_tier(
             other = [] if fresh else _salvage(index)
             if index is not None:
                 index.close()
-            if fresh and index is None and not counts:
-                # What may be left is the journal of a database that is gone.
-                _move_aside(directory / INDEX_FILE, faults)
-                Index.create(directory / INDEX_FILE, epoch=arena.epoch)
-                index = Index(directory / INDEX_FILE)
-            else:
-                counts["rebuilt"] += 1
-                _logger.error("%s: no index that belongs to the arena: making it anew from the arena", directory)
-                index = _rebuild(directory / INDEX_FILE, arena, pages, lost, faults=faults, clock=clock, counts=counts)
-                _report_unknown(index, other)
+            counts["rebuilt"] += 1
+            _logger.error("%s: no index that belongs to the arena: making it anew from the arena", directory)
+            index = _rebuild(directory / INDEX_FILE, arena, pages, lost, faults=faults, clock=clock, counts=counts)
+            _report_unknown(index, other)
         else:
             _release_unacknowledged(arena, index)
     except BaseException:
@@ -115,6 +116,14 @@ def _open_index(path: Path, counts: Counter[str]) -> Index | None:
         _logger.error("the index of the nvme tier is damaged: %s", error)  # noqa: TRY400 - the traceback says nothing more
         return None
     return index
+
+
+def _is_empty(index: Index) -> bool:
+    """Whether an index names nothing: its arena was not made yet."""
+    try:
+        return not index.select("SELECT 1 FROM chunks UNION ALL SELECT 1 FROM drafts LIMIT 1")
+    except (CorruptionError, StoreError):
+        return False
 
 
 def _restore_epoch(arena: Arena, index: Index | None, pages: list[ExtentPage], counts: Counter[str]) -> None:
