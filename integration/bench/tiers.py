@@ -35,6 +35,7 @@ from tierfs.clock import SystemClock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.local.host import Host
 from tierfs.local.nvme import NvmeTier
+from tierfs.store.transfers import transfers
 
 PIECE = 16 << 20
 SEED = 1
@@ -110,15 +111,24 @@ class AnonWatch:
                 self.peak = max(self.peak, peak_mib(self.pid).get("RssAnon", 0.0))
 
 
-def copy_into_slab(tiers: Any, source: np.ndarray) -> None:
+def copy_into_slab(tiers: Any, source: np.ndarray, share_out: Callable[..., None]) -> None:
     """Take room for the bytes in slabs, copy them there, and give the room back."""
     view, slots = memoryview(source), []
-    for at in range(0, len(view), CHUNK_BYTES):
+
+    def copy(at: int) -> None:
         chunk = tiers.writer.begin_chunk()
         chunk.append(view[at : at + CHUNK_BYTES])
         slots.append(chunk.slot)
+
+    share_out(copy, range(0, len(view), CHUNK_BYTES))
     for slot in slots:
         tiers.writer.drop(slot)
+
+
+def one_by_one(task: Callable[[int], None], arguments: range) -> None:
+    """On this thread alone."""
+    for argument in arguments:
+        task(argument)
 
 
 def large_index(root: Path, chunks: int, rounds: int) -> dict[str, float]:
@@ -188,7 +198,8 @@ def main() -> None:
         for number in range(options.rounds + 1):
             fresh(source, generator)
             note("memcpy", timed(partial(np.copyto, target, source)))
-            note("copy into warm slab", timed(partial(copy_into_slab, tiers, source)))
+            note("copy into warm slab", timed(partial(copy_into_slab, tiers, source, transfers().share_out)))
+            note("copy into warm slab, one thread", timed(partial(copy_into_slab, tiers, source, one_by_one)))
             handle = fs.open(parts[0], "wb")
             note("write()", timed(partial(handle.write, source)))
             begin = time.perf_counter()
@@ -197,9 +208,12 @@ def main() -> None:
                 *rows.get("staged", []),
                 rows["write()"][-1] + time.perf_counter() - begin,
             ]
+            note("read from ram while the flusher works", timed(lambda: fs.open(parts[0]).readinto(target)))
+            assert np.array_equal(source, target)
+            fs.wait(path, "object")
+            note("memcpy", timed(partial(np.copyto, target, source)))
             note("read from ram", timed(lambda: fs.open(parts[0]).readinto(target)))
             assert np.array_equal(source, target)
-            fs.wait(path, "local")
             fresh(source, generator)
             with fs.open(parts[1], "wb") as other:
                 other.write(source)
@@ -239,10 +253,13 @@ def main() -> None:
     medians = {name: statistics.median(values) for name, values in rows.items()}
     result = {
         "copy into warm slab / memcpy": medians["memcpy"] / medians["copy into warm slab"],
+        "the same on one thread / memcpy": medians["memcpy"] / medians["copy into warm slab, one thread"],
         "write() / memcpy": medians["memcpy"] / medians["write()"],
         "staged / memcpy": medians["memcpy"] / medians["staged"],
         "from staged to local / direct write": medians["direct write"] / medians["from staged to local"],
         "read from ram / memcpy": medians["memcpy"] / medians["read from ram"],
+        "the same while the flusher works / memcpy": medians["memcpy"]
+        / medians["read from ram while the flusher works"],
         "read from nvme / direct read": medians["direct read"] / medians["read from nvme"],
         "writer's cpu share": medians["writer's cpu share while the flusher works"],
         "writer's own memory MiB": own_anon,

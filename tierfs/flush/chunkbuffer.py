@@ -34,6 +34,7 @@ class ChunkBuffer:
         self._target = np.frombuffer(view, dtype=np.uint8)
         self._view = view
         self._kind = kind
+        self._digests: list[bytes] = []
 
     def __repr__(self) -> str:
         return f"ChunkBuffer({self.filled}/{len(self._view)} bytes)"
@@ -53,9 +54,20 @@ class ChunkBuffer:
         self.filled += count
         return count
 
+    def fill(self, data: memoryview) -> None:
+        """Copy all that the chunk will hold, and hash each block while it is in the processor's cache: once for memory."""
+        source = np.frombuffer(data, dtype=np.uint8)
+        self._fault("before chunk.copy")
+        for at in range(0, len(data), BLOCK_BYTES):
+            block = source[at : at + BLOCK_BYTES]
+            np.copyto(self._target[at : at + len(block)], block)
+            self._digests.append(digest.hash_bytes(self._kind, self._view[at : at + len(block)]))
+        self._fault("after chunk.copy")
+        self.filled = len(data)
+
     def envelope(self) -> Envelope:
         """The chunk's digests, once it holds all it will."""
         pieces = [self._view[at : min(at + BLOCK_BYTES, self.filled)] for at in range(0, self.filled, BLOCK_BYTES)]
-        digests = [digest.hash_bytes(self._kind, piece) for piece in pieces]
+        digests = self._digests or [digest.hash_bytes(self._kind, piece) for piece in pieces]
         blocks = tuple(Block(block, STORE, len(piece)) for block, piece in zip(digests, pieces, strict=True))
         return Envelope(self._kind, digest.combine(self._kind, self.filled, digests), self.filled, blocks)

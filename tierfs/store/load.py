@@ -8,7 +8,7 @@ from typing import Protocol
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError
-from tierfs.flush.draft import foreign_name
+from tierfs.flush.draft import foreign_name, local_name
 from tierfs.format.header import Cursor
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.objects.protocol import ObjectInfo
@@ -179,4 +179,12 @@ class _ChunkReader:
         def fill(piece: tuple[Row, int, memoryview]) -> None:
             fetch(self._store, *piece, self._where)
 
-        transfers().map(fill, pieces)
+        near: list[tuple[Row, int, memoryview]] = []
+        far: list[tuple[Row, int, memoryview]] = []
+        for piece in pieces:
+            name = local_name(self._store.descriptor.digest_kind, piece[0].name.digest)
+            is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
+            (near if is_near else far).append(piece)
+        # What takes waiting goes on many threads, what takes copying on as many as there are processors.
+        transfers().map(fill, far)
+        transfers().share_out(fill, near)

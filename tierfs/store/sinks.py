@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +18,6 @@ from tierfs.store.transfers import transfers
 
 if TYPE_CHECKING:
     from tierfs.flush.chunkbuffer import ChunkBuffer
-    from tierfs.flush.slabwriter import SlabWriter
     from tierfs.flush.tiers import Tiers
     from tierfs.local.slab import Slot
 
@@ -112,7 +112,7 @@ class ObjectSink:
 
 
 class SlabSink:
-    """Puts chunks into slabs. While one is being copied, the last is hashed and sealed, and room taken for the next.
+    """Puts chunks into slabs. Of what is large, several at once; what comes in small pieces is hashed while more comes.
 
     Where the ram tier has no room for the whole file, it goes through it in waves.
 
@@ -124,11 +124,10 @@ class SlabSink:
     def __init__(self, tiers: Tiers, write_id: bytes) -> None:
         self._writer = tiers.writer
         self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
-        self._rows: list[Row] = []
-        self._slots: list[Slot | None] = []
-        self._sealing: deque[tuple[ChunkBuffer, Future[Slot]]] = deque()
+        self._rows: list[Row | None] = []  # None for a chunk that is not sealed yet
+        self._slots: list[Slot | None] = []  # None for one that is not, or was taken down already
+        self._sealing: deque[tuple[int, ChunkBuffer, Future[Slot]]] = deque()
         self._chunk: ChunkBuffer | None = None
-        self._ahead: Future[ChunkBuffer | None] | None = None
         self._spilled = False
 
     @property
@@ -138,30 +137,26 @@ class SlabSink:
 
     def write(self, view: memoryview) -> None:
         """See `Sink.write`."""
-        at = 0
-        while at < len(view):
-            if self._chunk is None:
-                self._chunk = self._begin()
-            if self._ahead is None and len(view) - at > self._chunk.room:
-                self._ahead = transfers().submit(_try_begin, self._writer)
-            at += self._chunk.append(view[at:])
-            if not self._chunk.room:
-                self._seal()
+        at = 0 if self._chunk is None else self._append(view)
+        whole = (len(view) - at) // CHUNK_BYTES * CHUNK_BYTES
+        if whole:
+            self._write_chunks([view[begin : begin + CHUNK_BYTES] for begin in range(at, at + whole, CHUNK_BYTES)])
+        if at + whole < len(view):
+            self._chunk = self._begin()
+            self._append(view[at + whole :])
 
     def finish(self) -> list[Row]:
         """See `Sink.finish`."""
         if self._chunk is not None:
             self._seal()
-        self._drop_ahead()
         self._collect()
-        return self._rows
+        return [row for row in self._rows if row is not None]
 
     def abort(self) -> None:
         """See `Sink.abort`."""
-        self._drop_ahead()
         unsealed = [] if self._chunk is None else [self._chunk.slot]
         self._chunk = None
-        for chunk, future in self._sealing:
+        for _, chunk, future in self._sealing:
             error = future.exception()
             unsealed.append(chunk.slot if error is not None else future.result())
         self._sealing.clear()
@@ -173,45 +168,68 @@ class SlabSink:
             self._spilled = False
             self._writer.unhold(self._holder)
 
+    def _append(self, view: memoryview) -> int:
+        assert self._chunk is not None
+        count = self._chunk.append(view)
+        if not self._chunk.room:
+            self._seal()
+        return count
+
+    def _write_chunks(self, pieces: list[memoryview]) -> None:
+        """Copy, hash and seal whole chunks: as many as there is room for at once, then one by one as room comes."""
+        first = self._extend(len(pieces))
+
+        def write_one(number: int) -> None:
+            with contextlib.suppress(CapacityError):
+                self._fill(first + number, self._writer.begin_chunk(wait=False), pieces[number])
+
+        transfers().share_out(write_one, range(len(pieces)))
+        for number, piece in enumerate(pieces):
+            if self._rows[first + number] is None:
+                self._fill(first + number, self._begin(), piece)
+
+    def _fill(self, index: int, chunk: ChunkBuffer, piece: memoryview) -> None:
+        try:
+            chunk.fill(piece)
+            self._note(index, self._writer.seal_chunk(chunk))
+        except BaseException:
+            if self._slots[index] is None:
+                self._writer.drop(chunk.slot)
+            raise
+
     def _begin(self) -> ChunkBuffer:
-        ahead, self._ahead = self._ahead, None
-        taken = ahead.result() if ahead is not None else None
-        if taken is not None:
-            return taken
+        """Room for a chunk. What this file holds itself would never be freed by waiting for it, so it is taken down."""
         if not self._sealing and not any(self._slots):
             return self._writer.begin_chunk()
         try:
             return self._writer.begin_chunk(wait=False)
         except CapacityError:
-            # What this file holds itself is never freed by waiting for it.
             self._collect()
             self._spilled = True
             self._writer.spill(self._holder, [slot for slot in self._slots if slot is not None])
             self._slots = [None] * len(self._slots)
             return self._writer.begin_chunk()
 
-    def _drop_ahead(self) -> None:
-        ahead, self._ahead = self._ahead, None
-        taken = ahead.result() if ahead is not None else None
-        if taken is not None:
-            self._writer.drop(taken.slot)
-
     def _seal(self) -> None:
         assert self._chunk is not None
         chunk, self._chunk = self._chunk, None
-        self._sealing.append((chunk, transfers().submit(self._writer.seal_chunk, chunk)))
+        self._sealing.append((self._extend(1), chunk, transfers().submit(self._writer.seal_chunk, chunk)))
 
     def _collect(self) -> None:
         """Wait for the chunks that are being sealed."""
         while self._sealing:
-            slot = self._sealing[0][1].result()
+            index, _, future = self._sealing[0]
+            slot = future.result()
             self._sealing.popleft()
-            self._slots.append(slot)
-            self._rows.append(Row(ChunkName(slot.name[1:]), slot.length, 0))
+            self._note(index, slot)
 
+    def _extend(self, count: int) -> int:
+        """Make room for so many chunks in the tables. Returns the number of the first."""
+        first = len(self._rows)
+        self._rows += [None] * count
+        self._slots += [None] * count
+        return first
 
-def _try_begin(writer: SlabWriter) -> ChunkBuffer | None:
-    try:
-        return writer.begin_chunk(wait=False)
-    except CapacityError:
-        return None  # whoever needs it frees some, or waits
+    def _note(self, index: int, slot: Slot) -> None:
+        self._slots[index] = slot
+        self._rows[index] = Row(ChunkName(slot.name[1:]), slot.length, 0)

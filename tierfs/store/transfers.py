@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
@@ -79,6 +80,38 @@ class Transfers:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
+
+    def share_out(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:
+        """Run ``task``, which is bound by the processor, on every argument: here, and on a thread for each other processor.
+
+        Threads that are busy with something else are not waited for. More of them than processors would only get in each
+        other's way: measured on two, sixteen copy and hash a tenth slower than two.
+
+        Raises:
+            BaseException: The first error of a task, after every task has ended. Some were not begun then.
+        """
+        waiting = deque(arguments)
+
+        def work(_: None = None) -> None:
+            while True:
+                try:
+                    item = waiting.popleft()
+                except IndexError:
+                    return
+                task(item)
+
+        others = min(len(os.sched_getaffinity(0)), self.workers, len(waiting)) - 1
+        futures = [self.submit(work, None) for _ in range(others)]
+        try:
+            work()
+        except BaseException:
+            waiting.clear()
+            raise
+        finally:
+            errors = [future.exception() for future in futures if not future.cancel()]
+        for error in errors:
+            if error is not None:
+                raise error
 
     def take_buffer(self) -> bytearray:
         """A buffer of one chunk's size. Its content is undefined; give it back with `give_buffer`."""
