@@ -170,6 +170,21 @@ def test_without_a_free_slot_nothing_is_taken(folder):
     assert segment.take(SlotKind.CHUNK, 1) is not None
 
 
+def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
+    lengths = [4 * PAGE, 2 * PAGE + 1, 10]
+    run = segment.take_run(SlotKind.CHUNK, lengths)
+    assert [slot.length for slot in run] == lengths
+    assert [slot.offset - run[0].offset for slot in run] == [0, 4 * PAGE, 7 * PAGE]
+    assert len({slot.serial for slot in run}) == len({slot.index for slot in run}) == 3
+    assert [segment.slot(slot.index) for slot in run] == run
+    too_much = [PAGE, segment.data_bytes - 8 * PAGE]
+    assert segment.take_run(SlotKind.CHUNK, too_much) is None
+    assert segment.take_run(SlotKind.CHUNK, too_much[1:]) is not None
+    # Each is given back by itself, and what it leaves is room for another.
+    assert segment.give(run[1])
+    assert segment.take_run(SlotKind.CHUNK, [PAGE, PAGE, PAGE])[0].offset == run[1].offset
+
+
 def test_what_is_too_long_is_refused_and_the_slot_stays(segment):
     slot = segment.take(SlotKind.CHUNK, 10)
     for options in ({"name": b"n" * 34}, {"meta": b"m" * 901}, {"length": 11}):

@@ -65,6 +65,12 @@ class ChunkBuffer:
         self._fault("after chunk.copy")
         self.filled = len(data)
 
+    def accept(self) -> None:
+        """Take what somebody else wrote into the slot's memory for the whole chunk, and hash it."""
+        self.filled = len(self._view)
+        pieces = [self._view[at : at + BLOCK_BYTES] for at in range(0, self.filled, BLOCK_BYTES)]
+        self._digests = [digest.hash_bytes(self._kind, piece) for piece in pieces]
+
     def envelope(self) -> Envelope:
         """The chunk's digests, once it holds all it will."""
         pieces = [self._view[at : min(at + BLOCK_BYTES, self.filled)] for at in range(0, self.filled, BLOCK_BYTES)]

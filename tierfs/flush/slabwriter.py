@@ -93,12 +93,22 @@ class SlabWriter:
         Raises:
             CapacityError: There is none, and none came in time.
         """
+        (chunk,) = self.begin_run([CHUNK_BYTES], wait=wait)
+        return chunk
+
+    def begin_run(self, lengths: Sequence[int], *, wait: bool = True) -> list[ChunkBuffer]:
+        """The same for chunks that lie side by side in memory; all but the last are of whole pages, so there are no gaps.
+
+        Args:
+            lengths: Of the chunks, in bytes, each at most a chunk's.
+            wait: Whether to wait for room.
+        """
         self._housekeeping.begin()
         timeout_s = self._capacity_timeout_s if wait else 0
         self._fault("before chunk.take")
-        slot = self._ram.take(SlotKind.CHUNK, CHUNK_BYTES, timeout_s=timeout_s, on_wait=self._nudge if wait else None)
+        slots = self._ram.take_run(SlotKind.CHUNK, lengths, timeout_s=timeout_s, on_wait=self._nudge if wait else None)
         self._fault("after chunk.take")
-        return ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault)
+        return [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots]
 
     def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
         """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -50,15 +51,24 @@ class Places:
         places._serial = int(table.serial.max())
         return places
 
-    def take(self, length: int) -> tuple[int, int, int] | None:
-        """Take room for so many bytes: the slot's index, a new serial, the offset in the segment. None if there is none."""
-        at = self._extents.take(max(length, 1)) if self._free else None
+    def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
+        """Take slots of so many bytes that lie side by side, each from a whole page on.
+
+        Returns:
+            For each the slot's index, a new serial and the offset in the segment; None if there is no room.
+        """
+        sizes = [padded(max(length, 1)) for length in lengths]
+        at = self._extents.take(sum(sizes)) if len(self._free) >= len(sizes) else None
         if at is None:
             return None
-        index = heapq.heappop(self._free)
-        self._capacity[index] = padded(max(length, 1))
-        self._serial += 1
-        return index, self._serial, self._data_at + at
+        places = []
+        for size in sizes:
+            index = heapq.heappop(self._free)
+            self._capacity[index] = size
+            self._serial += 1
+            places.append((index, self._serial, self._data_at + at))
+            at += size
+        return places
 
     def shrink(self, index: int, offset: int, length: int) -> None:
         """Free what a slot does not need any more."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tierfs.clock import Clock
@@ -19,6 +19,7 @@ from tierfs.local.host import Host
 from tierfs.local.neighbours import Neighbours
 from tierfs.local.shares import LOCK, Shares
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
+from tierfs.local.slots import padded
 from tierfs.local.supply import Supply
 from tierfs.units import format_bytes
 
@@ -118,6 +119,19 @@ class RamTier:
             CapacityError: There was no room in that time; or there never will be, which is said at once.
             InvalidInputError: The tier was closed.
         """
+        (slot,) = self.take_run(kind, [length], timeout_s=timeout_s, on_wait=on_wait)
+        return slot
+
+    def take_run(
+        self,
+        kind: SlotKind,
+        lengths: Sequence[int],
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[Slot]:
+        """Take slots that lie side by side in one segment, each from a whole page on. See `take`."""
+        length = sum(map(padded, lengths))
         if length > self._length_max:
             raise CapacityError(
                 f"{format_bytes(length)} are more than the ram tier can hold in one piece "
@@ -125,10 +139,10 @@ class RamTier:
                 tier="ram",
             )
         wanted = self._neighbours.is_wanted()
-        slot = self._supply.take(kind, length, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted)
-        if slot is None:
+        slots = self._supply.take(kind, lengths, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted)
+        if slots is None:
             raise self._full(length, timeout_s or 0)
-        return slot
+        return slots
 
     def grow_ahead(self) -> None:
         """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -181,17 +181,28 @@ class Segment:
         Raises:
             ReadOnlyError: We are not the owner.
         """
-        with self._lock.held():
-            place = self._own().take(length)
-            if place is None:
-                return None
-            index, serial, offset = place
-            with changing(self._table):
-                self._table.begin(index, kind=kind, serial=serial, offset=offset, length=length)
-        return self._slot(index, self._table.row(index))
+        slots = self.take_run(kind, [length])
+        return None if slots is None else slots[0]
 
-    def view(self, slot: Slot) -> memoryview:
-        """The bytes of a slot, as plain memory that needs no copy.
+    def take_run(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
+        """The same for slots that lie side by side in the memory, each from a whole page on.
+
+        In everything else they are slots of their own.
+        """
+        with self._lock.held():
+            places = self._own().take(lengths)
+            if places is None:
+                return None
+            with changing(self._table):
+                for (index, serial, offset), length in zip(places, lengths, strict=True):
+                    self._table.begin(index, kind=kind, serial=serial, offset=offset, length=length)
+        return [
+            Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, 0, hidden=False)
+            for (index, serial, offset), length in zip(places, lengths, strict=True)
+        ]
+
+    def view(self, slot: Slot, last: Slot | None = None) -> memoryview:
+        """The bytes of a slot, or from there to the end of the last one of a run, as plain memory that needs no copy.
 
         For the owner of a slot that is being filled, writable. For everybody else to be read, and as with `read` it may
         change meanwhile. Keeps the memory for as long as it is referred to.
@@ -199,11 +210,12 @@ class Segment:
         Raises:
             NotFoundError: The segment was closed.
         """
+        end = slot if last is None else last
         with self._look_lock:
             fd = self._open()
             if not self._mapped_whole:
                 self._map, self._mapped_whole = map_shared(fd.number, self.size), True
-            bytes_ = memoryview(self._map)[slot.offset : slot.offset + slot.length]
+            bytes_ = memoryview(self._map)[slot.offset : end.offset + end.length]
         return bytes_ if self.owned and slot.state is SlotState.FILLING else bytes_.toreadonly()
 
     def seal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES
@@ -75,13 +75,19 @@ class Supply:
         return f"Supply({len(self.own)} segments, waits={self.waits}, evicted={format_bytes(self.evicted_bytes)})"
 
     def take(
-        self, kind: SlotKind, length: int, *, timeout_s: float | None, on_wait: Callable[[], None] | None, wanted: bool
-    ) -> Slot | None:
-        """Take a slot; see `RamTier.take`.
+        self,
+        kind: SlotKind,
+        lengths: Sequence[int],
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None,
+        wanted: bool,
+    ) -> list[Slot] | None:
+        """Take slots side by side; see `RamTier.take_run`.
 
         Args:
-            kind: What it will hold.
-            length: Of that, in bytes.
+            kind: What they will hold.
+            lengths: Of that, in bytes.
             timeout_s: How long to wait for room; None for as long as it takes.
             on_wait: Called once when it comes to that.
             wanted: Whether other processes wait for room.
@@ -89,11 +95,11 @@ class Supply:
         Returns:
             None if there was no room in that time.
         """
-        slot = self._fit(kind, length) if not wanted else None
-        slot = slot or self._make_room(kind, length)
-        if slot is None and (timeout_s is None or timeout_s > 0):
-            slot = self._wait(kind, length, timeout_s, on_wait)
-        return slot
+        slots = self._fit(kind, lengths) if not wanted else None
+        slots = slots or self._make_room(kind, lengths)
+        if slots is None and (timeout_s is None or timeout_s > 0):
+            slots = self._wait(kind, lengths, timeout_s, on_wait)
+        return slots
 
     def grow_ahead(self) -> None:
         """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
@@ -182,33 +188,33 @@ class Supply:
         self._ahead = None
         return parents
 
-    def _fit(self, kind: SlotKind, length: int) -> Slot | None:
+    def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
         for segment in self.own:
             if segment not in self._draining:
                 try:
-                    slot = segment.take(kind, length)
+                    slots = segment.take_run(kind, lengths)
                 except ReadOnlyError:  # dropped meanwhile
                     continue
-                if slot is not None:
-                    return slot
+                if slots is not None:
+                    return slots
         return None
 
-    def _make_room(self, kind: SlotKind, length: int) -> Slot | None:
-        """Take a slot where it takes some effort, but no waiting."""
+    def _make_room(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
+        """Take slots where it takes some effort, but no waiting."""
         self.make_room_for_others()
         self._evict_to_watermark()
-        slot = self._fit(kind, length)
-        if slot is not None:
-            return slot
+        slots = self._fit(kind, lengths)
+        if slots is not None:
+            return slots
         with self._growing:
-            slot = self._fit(kind, length)  # another thread was first
-            if slot is None and self._grow(length):
-                slot = self._fit(kind, length)
-        return slot or self._evict_until(kind, length)
+            slots = self._fit(kind, lengths)  # another thread was first
+            if slots is None and self._grow(sum(map(padded, lengths))):
+                slots = self._fit(kind, lengths)
+        return slots or self._evict_until(kind, lengths)
 
     def _wait(
-        self, kind: SlotKind, length: int, timeout_s: float | None, on_wait: Callable[[], None] | None
-    ) -> Slot | None:
+        self, kind: SlotKind, lengths: Sequence[int], timeout_s: float | None, on_wait: Callable[[], None] | None
+    ) -> list[Slot] | None:
         started, delay_s = self._clock.monotonic(), POLL_S_MIN
         with self._lock:
             self.waits += 1
@@ -220,10 +226,10 @@ class Supply:
                 while timeout_s is None or waited_s < timeout_s:
                     self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                     delay_s = min(2 * delay_s, POLL_S_MAX)
-                    slot = self._make_room(kind, length)
+                    slots = self._make_room(kind, lengths)
                     waited_s = self._clock.monotonic() - started
-                    if slot is not None:
-                        return slot
+                    if slots is not None:
+                        return slots
         finally:
             with self._lock:
                 self.waited_s += waited_s
@@ -240,13 +246,13 @@ class Supply:
                         break
                     used -= self._evict(slot)
 
-    def _evict_until(self, kind: SlotKind, length: int) -> Slot | None:
+    def _evict_until(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
         with self._evicting:
             for clean in _evictable(self.own):
                 if self._evict(clean):
-                    slot = self._fit(kind, length)
-                    if slot is not None:
-                        return slot
+                    slots = self._fit(kind, lengths)
+                    if slots is not None:
+                        return slots
         return None
 
     def _evict(self, slot: Slot) -> int:

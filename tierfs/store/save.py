@@ -73,6 +73,7 @@ class Writer:
         metadata: JSON values to keep with the file.
         level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
             to the flusher.
+        staged: Leave it to the flusher at any level.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -89,11 +90,12 @@ class Writer:
         mode: WriteMode = WriteMode.OVERWRITE,
         metadata: Mapping[str, object] | None = None,
         level: Level | None = None,
+        staged: bool = False,
     ) -> None:
         self._store = store
         self._mode = mode
         self._level = store.ack if level is None else level
-        self._staged = is_staged(store, path, self._level)
+        self._staged = staged or is_staged(store, path, self._level)
         if mode is WriteMode.OVERWRITE:
             self._observed = observe_to_stage(store, path) if self._staged else observe_to_replace(store, path)
         else:
@@ -134,6 +136,17 @@ class Writer:
     def path(self) -> str:
         """The path being written, relative to the store."""
         return self._observed.path
+
+    def adopt(self, rows: Sequence[Row], slots: Sequence[SlotRef | None]) -> None:
+        """Have chunks that are in place already for the file's content. Nothing may be written before or after.
+
+        Args:
+            rows: In order.
+            slots: Of each, which slot holds it for this file; ``None`` for one that is in the object tier. If there is any,
+                the writer has to be ``staged``.
+        """
+        self._kept, self._kept_slots = list(rows), list(slots)
+        self.length = sum(row.raw_length for row in rows)
 
     def write(self, data: Buffer) -> int:
         """Add bytes at the end. They are copied, so ``data`` may change afterwards.
@@ -177,7 +190,8 @@ class Writer:
             # Asked again: something may have been closed in this directory since, and has to be published before.
             self._staged = self._staged or is_staged(self._store, self.path, self._level)
             if self._staged:
-                slots = [*self._kept_slots, *self._sink.slots] if isinstance(self._sink, SlabSink) else ()
+                slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
+                slots += [None] * (len(rows) - len(slots))
                 seal(self._store, self._observed, manifest, slots=slots)
         except BaseException:
             self.abort()
