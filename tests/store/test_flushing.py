@@ -33,6 +33,7 @@ from tierfs.store import (
     verify,
     wait,
 )
+from tierfs.store.publishing import StorePublisher
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 
@@ -391,3 +392,91 @@ def test_a_damaged_copy_is_written_anew_from_memory(host):
 def names_of(host, data):
     blocks = [digest.hash_bytes(DigestKind.XXH3_128, data[at : at + MIB]) for at in range(0, len(data), MIB)]
     return [local_name(DigestKind.XXH3_128, digest.combine(DigestKind.XXH3_128, len(data), blocks))]
+
+
+def flusher_of(host):
+    return host.tiers.flusher._launcher._service._engine._flusher
+
+
+def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
+    host = make_host(ram=200 * MIB, nvme=128 * MIB)
+    writer = Writer(host.store, "big", level=Level.STAGED)
+    for _ in range(20):
+        writer.write(content(16 * MIB))
+    writer.commit()
+    wait(host.store, "", Level.OBJECT, 60)
+    assert flusher_of(host).nvme.usage().dirty_bytes == 0
+    with host.held():
+        save(host.store, "small", content(20 * MIB))
+        wait(host.store, "small", Level.LOCAL, 20)
+
+
+def test_what_went_ahead_of_a_draft_stays_when_its_writer_dies_right_after_closing_it(make_host, monkeypatch):
+    host = make_host(ram=70 * MIB, nvme=1000 * MIB)
+    data = content(120 * MIB)
+    with host.held():
+        writer = Writer(host.store, "big", level=Level.STAGED)
+        writer.write(data)
+        flusher = flusher_of(host)
+        assert flusher._state.holders
+        with monkeypatch.context() as dying:
+            dying.setattr(Settler, "waiting", lambda _: [])
+            is_alive, committed = flusher.ram.host.is_alive, []
+
+            def ends_now(owner):
+                if owner == host.tiers.ram.host.owner() and not committed:
+                    committed.append(writer.commit())
+                return False if owner == host.tiers.ram.host.owner() else is_alive(owner)
+
+            dying.setattr(flusher.ram.host, "is_alive", ends_now)
+            flusher.finder.sweep()
+        assert committed
+        flusher.nvme.evict()
+    wait(host.store, "big", Level.OBJECT, 60)
+    assert load(host.plain(), "big") == data
+
+
+def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host, monkeypatch):
+    host = make_host(ram=40 * MIB, nvme=0)
+    data = content(120 * MIB)
+    put, flipped = StorePublisher.put_chunk, []
+
+    def flip_once(publisher, raw):
+        if not flipped:
+            flipped.append(1)
+            raw[5] ^= 1
+        return put(publisher, raw)
+
+    monkeypatch.setattr(StorePublisher, "put_chunk", flip_once)
+    save(host.store, "big", data)
+    assert flipped
+    wait(host.store, "big", Level.OBJECT, 60)
+    assert load(host.plain(), "big") == data
+
+
+def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host):
+    here, there = make_host("here"), make_host("there")
+    uploading, go = threading.Event(), threading.Event()
+
+    def hold(point):
+        if point == "after upload.chunk":
+            uploading.set()
+            go.wait(20)
+        if point == "before publish.record":
+            uploading.wait(20)
+
+    with here.held():
+        save(here.store, "a", b"late")
+        save(here.store, "a", content(20 * MIB))
+        save_at(there.store, "a", b"theirs", Level.OBJECT)
+        wait(here.store, "a", Level.LOCAL, 20)
+        flusher_of(here)._state.fault = hold
+    until = time.monotonic() + 20
+    while len(status(here.store)["conflicts"]) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    go.set()
+    with pytest.raises(ConflictError):
+        wait(here.store, "a", Level.OBJECT, 20)
+    time.sleep(0.2)
+    assert all("theirs stands" in conflict["message"] for conflict in status(here.store)["conflicts"])

@@ -11,7 +11,7 @@ import logging
 import numpy as np
 
 from tierfs.digest import BLOCK_BYTES
-from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.flush.caller import Caller
 from tierfs.flush.counters import Counters
 from tierfs.flush.localchunk import check_block, envelope_of
@@ -21,6 +21,7 @@ from tierfs.local.ram import RamTier
 
 __all__ = ["ChunkReader"]
 
+QUARANTINE_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -119,4 +120,7 @@ class ChunkReader:
             if slot is not None:
                 slot.segment.hide(slot)
         elif self._flusher.is_running():
-            self._flusher.request("quarantine", {"name": name.hex(), "length": raw_length})
+            try:
+                self._flusher.request("quarantine", {"name": name.hex(), "length": raw_length}, timeout_s=QUARANTINE_S)
+            except (TierfsError, TimeoutError) as failure:
+                self._counters.fall_back("kept_damage", "the flusher was not told of a damaged copy: %s", failure)

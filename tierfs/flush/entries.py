@@ -67,8 +67,9 @@ class Entry:
         self.conflict = self.conflict or isinstance(error, ConflictError)
 
     def clear(self) -> None:
-        """Note that the last attempt went well."""
-        self.error, self.failures, self.retry_at = None, 0, 0.0
+        """Note that the last attempt went well; a conflict that it was drawn into meanwhile stays."""
+        if not self.conflict:
+            self.error, self.failures, self.retry_at = None, 0, 0.0
 
 
 class Entries:

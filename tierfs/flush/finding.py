@@ -129,13 +129,14 @@ class Finder:
         if freed:
             state.counters["reclaimed_bytes"] += freed
             _logger.info("freed %d bytes of slabs whose processes are gone", freed)
-        for holder in list(state.holders):
-            _, owner, write_id = holder.split(":")
+        gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
+        if gone and state.nvme is not None:
+            # Their owners are dead by now, and may have sealed what they wrote right before.
+            self.discover()
             with state.changed:
-                pending = bytes.fromhex(write_id) in state.entries
-            if state.nvme is not None and not pending and not state.ram.host.is_alive(owner):
-                state.nvme.drop_hold(holder)
-                state.holders.discard(holder)
+                useless = [one for one in gone if bytes.fromhex(one.split(":")[2]) not in state.entries]
+            state.nvme.drop_hold(*useless)
+            state.holders.difference_update(useless)
 
     def _needed_slots(self, segment: Segment) -> set[int]:
         """The chunk slots of a segment that drafts still need."""

@@ -200,8 +200,9 @@ class Flusher:
             state.changed.notify_all()
             while True:
                 waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
+                kept = [entry for entry in state.entries if entry.conflict]
                 for entry in waiting:
-                    self._raise_hopeless(entry, level)
+                    self._raise_hopeless(entry, level, kept)
                 if not waiting or is_gone():
                     return
                 left = None if deadline is None else deadline - state.clock.monotonic()
@@ -211,12 +212,12 @@ class Flusher:
                     raise StoreError("the flusher is ending", transient=True)
                 state.changed.wait(SWEEP_S if left is None else min(left, SWEEP_S))
 
-    def _raise_hopeless(self, entry: Entry, level: Level) -> None:
+    def _raise_hopeless(self, entry: Entry, level: Level, kept: list[Entry]) -> None:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
         # What it still has to do to get there is to be published, and not only to be taken to the nvme tier.
-        is_blocked = entry.settled or level > state.local_level
+        is_blocked = bool(kept) and (entry.settled or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
             raise ConflictError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -97,6 +98,8 @@ class Settler:
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
                 return self._settle_each(batch)  # shows which of them it is
+            with contextlib.suppress(TierfsError):
+                nvme.commit()  # what was written of it counts as clean from then on, and may go when it was not used for long
             return self._give_up(batch[0], self._state.known(error, batch[0].path))
         return True
 
@@ -258,16 +261,19 @@ class Settler:
 
     def _spill(self, holder: str, slots: Sequence[Slot]) -> None:
         nvme = self._state.nvme
+        rest = list(slots)
         if nvme is not None:
             try:
                 _raise_first([self._writes.submit(self._copy, nvme, slot) for slot in slots])
-                nvme.commit(holds={holder: [slot.name for slot in slots]})
-                self._state.holders.add(holder)
-                return
             except CapacityError as full:
                 self._state.counters["nvme_passed_by"] += 1
                 _logger.info("what a writer has no room for goes to the object tier: %s", full)
-        for slot in slots:
+            # Also what found room before there was none left: else nobody would ever give that up.
+            held = [slot for slot in slots if nvme.has(slot.name)]
+            self._state.holders.add(holder)
+            nvme.commit(holds={holder: [slot.name for slot in held]})
+            rest = [slot for slot in slots if slot not in held]
+        for slot in rest:
             self._put(slot)
 
     def look_after(self, name: bytes, raw_length: int) -> bool:

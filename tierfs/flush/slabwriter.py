@@ -185,7 +185,10 @@ class SlabWriter:
             if self._is_telling:
                 return
             self._is_telling = True
-        threading.Thread(target=self._tell_news, name="tierfs-announce", daemon=True).start()
+        try:
+            threading.Thread(target=self._tell_news, name="tierfs-announce", daemon=True).start()
+        except RuntimeError:  # no more threads
+            self._tell_news()
 
     def _tell_news(self) -> None:
         while True:

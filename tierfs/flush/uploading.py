@@ -173,7 +173,9 @@ class Uploader:
             raw = memoryview(buffer)[: chunk.length]
             chunk.segment.read(chunk, 0, raw)
             self._pace(chunk.length)
-            publisher.put_chunk(raw)
+            stored = publisher.put_chunk(raw)
+            if stored.name.digest != chunk.name[1:]:
+                raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
             self._count(chunk.length)
         finally:
             self._give_buffer(buffer)

@@ -109,7 +109,7 @@ class Writer:
         self._kept: list[Row] = []
         self._kept_slots: list[SlotRef | None] = []
         self._done = False
-        self._is_done = False
+        self._is_done = self._is_sealing = False
         self.length = 0
         old = self._observed.manifest
         if old is not None and mode is WriteMode.CREATE:
@@ -192,6 +192,7 @@ class Writer:
             if self._staged:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
+                self._is_sealing = True
                 seal(self._store, self._observed, manifest, slots=slots)
         except BaseException:
             self.abort()
@@ -217,6 +218,10 @@ class Writer:
 
         What `commit` made pending or published stays: the slots are that file's by then.
         """
+        if not self._is_done and self._is_sealing:
+            # An interrupt may have come right after the draft was sealed.
+            found = self._store.tiers.drafts.pending(self.path) if self._store.tiers is not None else None
+            self._is_done = found is not None and found.draft.write_id == self._write_id
         if self._is_done:
             return
         self._done = True

@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tierfs.digest import CHUNK_BYTES
 
@@ -101,17 +101,17 @@ class Transfers:
                 task(item)
 
         others = min(len(os.sched_getaffinity(0)), self.workers, len(waiting)) - 1
-        futures = [self.submit(work, None) for _ in range(others)]
+        futures: list[Future[None]] = []
         try:
+            futures += [self.submit(work, None) for _ in range(others)]
             work()
         except BaseException:
             waiting.clear()
             raise
         finally:
-            errors = [future.exception() for future in futures if not future.cancel()]
+            errors = _outcomes(futures, waiting)
         for error in errors:
-            if error is not None:
-                raise error
+            raise error
 
     def take_buffer(self) -> bytearray:
         """A buffer of one chunk's size. Its content is undefined; give it back with `give_buffer`."""
@@ -123,6 +123,26 @@ class Transfers:
         with self._lock:
             if len(self._free) < self._buffers_max:
                 self._free.append(buffer)
+
+
+def _outcomes(futures: Iterable[Future[None]], waiting: deque[Any]) -> list[BaseException]:
+    """Wait for tasks to end, those that were not begun excepted, and return their errors.
+
+    An interrupt is raised only after that: what they work on must not be taken from under them.
+    """
+    errors: list[BaseException] = []
+    for future in futures:
+        while True:
+            try:
+                error = None if future.cancel() else future.exception()
+            except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised by the caller, when all have ended
+                waiting.clear()
+                errors.insert(0, interrupt)
+            else:
+                break
+        if error is not None:
+            errors.append(error)
+    return errors
 
 
 _shared = Transfers()
