@@ -188,6 +188,7 @@ class Trainer:
         self.tiers.cache._keeper = self
         announce = self.tiers.writer.announce
         self.tiers.writer.announce = lambda **_: announce()  # not on a thread
+        self.tiers.writer.expect = lambda: None
         self.queue = []
         self._seal = self.tiers.writer.seal_draft
         self.tiers.writer.seal_draft = self.seal_draft

@@ -77,6 +77,7 @@ class SlabWriter:
         self._lock = threading.Lock()
         self._is_news = False
         self._is_telling = False
+        self._has_told = False
         renew_in_children(self)
 
     def __repr__(self) -> str:
@@ -168,18 +169,27 @@ class SlabWriter:
         slot.segment.seal(slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns)
         self._fault("after draft.seal")
 
+    def expect(self) -> None:
+        """Say that something is going to be sealed: a flusher is started meanwhile, where none runs."""
+        if not self._flusher.is_running():
+            self._tell_soon()
+
     def announce(self, *, wait: bool = True) -> None:
         """Tell the flusher that something was sealed; one is started where none runs.
 
         What is sealed is safe by itself, so a flusher that cannot be reached is no error, but logged and counted.
 
         Args:
-            wait: Whether to wait until it knows. Where slabs have no file they are safe from this process's end only once
-                the flusher has them: then that is waited for in any case.
+            wait: Whether to wait until it knows. That is waited for in any case if there is no flusher that knows the object
+                tier from us, so that one goes on whatever becomes of this process then; and where slabs have no file, which
+                are safe from this process's end only once the flusher has them.
         """
-        if wait or self._handover.is_needed():
+        if wait or not self._has_told or self._handover.is_needed() or not self._flusher.is_running():
             self._tell()
-            return
+        else:
+            self._tell_soon()
+
+    def _tell_soon(self) -> None:
         with self._lock:
             self._is_news = True
             if self._is_telling:
@@ -203,6 +213,7 @@ class SlabWriter:
         self._fault("before announce")
         try:
             self._handover.ask("draft", {}, timeout_s=ANNOUNCE_S)
+            self._has_told = True
         except (StoreError, TimeoutError) as error:
             if not self._ended.is_set():
                 self._counters.fall_back(
@@ -219,4 +230,4 @@ class SlabWriter:
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
-        self._is_telling = False
+        self._is_telling = self._has_told = False

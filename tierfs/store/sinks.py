@@ -123,6 +123,7 @@ class SlabSink:
 
     def __init__(self, tiers: Tiers, write_id: bytes) -> None:
         self._writer = tiers.writer
+        self._writer.expect()
         self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
         self._rows: list[Row | None] = []  # None for a chunk that is not sealed yet
         self._slots: list[Slot | None] = []  # None for one that is not, or was taken down already

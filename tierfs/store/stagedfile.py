@@ -65,6 +65,8 @@ class StagedFile:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._writer = store.tiers.writer if store.tiers is not None else None
+        if self._writer is not None:
+            self._writer.expect()
         self._taken: list[Slot] = []
         self._finalizer = weakref.finalize(self, _give_back, self._taken)
         self._finalizer.atexit = False
