@@ -269,7 +269,7 @@ class Supply:
         with self._growing:
             try:
                 self._grow(min(CHUNK_BYTES, self._data_bytes_max), ahead=True)
-            except TierfsError as error:
+            except (TierfsError, OSError) as error:
                 # Whoever needs the room tries again, and hears of it.
                 _logger.debug("no segment was made ahead: %s", error)
 

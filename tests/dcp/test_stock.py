@@ -1,0 +1,388 @@
+"""Checkpoints that torch's own writers made, read by `TierReader`: their tensors come back, their pickles run nothing."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import sys
+import types
+import uuid
+
+import fsspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp
+from handmade import BoxPlanner
+from torch.distributed.checkpoint._extension import StreamTransformExtension
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import tierfs
+from tierfs.dcp import TierLoadPlanner, TierReader, stockdata
+from tierfs.dcp.metadatafile import Place
+from tierfs.dcp.stock import StockPlace, decode_pickle
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
+from tierfs.errors import CorruptionError, InvalidInputError
+from tierfs.store import load, open_store, parse_url, save
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint:UserWarning"),
+]
+
+
+@pytest.fixture
+def url(monkeypatch):
+    monkeypatch.setattr(os, "sync", lambda: None)
+    url = f"memory://stock-{uuid.uuid4().hex}"
+    tierfs.init(url)
+    yield f"tierfs::{url}"
+    fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+@pytest.fixture
+def store(url):
+    return open_store(parse_url(url))[0]
+
+
+def state():
+    generator = torch.manual_seed(3)
+    return {
+        "model": {
+            "w": torch.randn(40, 30, generator=generator),
+            "half": torch.randn(9, generator=generator).bfloat16(),
+            "layers": [torch.arange(5), torch.tensor(2.5)],
+        },
+        "step": 12,
+        "names": ["a", "b"],
+    }
+
+
+def cleared(value):
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {key: cleared(item) for key, item in value.items()}
+    return [cleared(item) for item in value] if isinstance(value, list) else type(value)()
+
+
+def flat(value):
+    return dcp._nested_dict.flatten_state_dict(value)[0]
+
+
+def assert_loads(url, saved):
+    loaded = cleared(saved)
+    dcp.load(loaded, storage_reader=TierReader(url), planner=TierLoadPlanner())
+    for name, value in flat(saved).items():
+        found = flat(loaded)[name]
+        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+
+
+def test_what_dcp_saved_through_the_url_is_read(url):
+    dcp.save(state(), checkpoint_id=f"{url}/run")
+    assert_loads(f"{url}/run", state())
+
+
+def test_what_was_saved_in_many_files_is_read(url):
+    dcp.save(state(), storage_writer=FsspecWriter(f"{url}/run", single_file_per_rank=False))
+    assert_loads(f"{url}/run", state())
+
+
+def test_what_torch_wrote_into_a_directory_before_it_was_a_store_is_read(tmp_path):
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "store" / "run"))
+    tierfs.init(f"file://{tmp_path}/store")
+    assert_loads(tmp_path / "store" / "run", state())
+    assert_loads(f"tierfs::file://{tmp_path}/store/run", state())
+
+
+def test_what_ranks_saved_without_collectives_is_read(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    directory = tmp_path / "store" / "run"
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(directory))
+    (directory / ".metadata").rename(directory / "__0.metadata")
+    assert_loads(directory, state())
+
+
+@pytest.mark.parametrize("streamed", [False, True], ids=["whole", "streamed"])
+def test_part_of_a_tensor_is_read_into_any_destination(url, monkeypatch, streamed):
+    if streamed:
+        monkeypatch.setattr(stockdata, "STREAMED_BYTES_MIN", 1)
+    tensor = state()["model"]["w"]
+    dcp.save({"w": tensor}, checkpoint_id=f"{url}/run")
+    wanted = {
+        ("w", (10, 5)): torch.zeros(7, 20, dtype=torch.float64),
+        ("w", (0, 0)): torch.zeros(30, 40).t(),
+        ("w", (39, 29)): torch.zeros(1, 1),
+    }
+    reader, planner = TierReader(f"{url}/run"), BoxPlanner(wanted)
+    metadata = reader.read_metadata()
+    reader.set_up_storage_reader(metadata, True)
+    reader.read_data(planner.plan(metadata), planner)
+    for (_, (top, left)), part in wanted.items():
+        expected = tensor[top : top + part.shape[0], left : left + part.shape[1]]
+        assert torch.equal(part, expected.to(part.dtype))
+    assert planner.committed == ["w"] * 3
+
+
+def test_a_large_checkpoint_is_read_in_batches(url, monkeypatch):
+    monkeypatch.setattr(stockdata, "BATCH_BYTES_MAX", 3000)
+    saved = {f"t{number}": torch.randn(number) for number in range(1, 30)}
+    dcp.save(saved, checkpoint_id=f"{url}/run")
+    assert_loads(f"{url}/run", saved)
+
+
+def write_safetensors(tensors, metadata=None):
+    """What ``safetensors.torch.save`` gives; the package need not be there."""
+    table, content = {"__metadata__": metadata or {}}, b""
+    for name, tensor in tensors.items():
+        raw = bytes(bytes_of(tensor))
+        place = [len(content), len(content) + len(raw)]
+        table[name] = {"dtype": SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+        content += raw
+    text = json.dumps(table).encode()
+    return len(text).to_bytes(8, "little") + text + content
+
+
+@pytest.fixture
+def safetensors(monkeypatch):
+    module = types.ModuleType("safetensors.torch")
+    module.save = write_safetensors
+    monkeypatch.setitem(sys.modules, "safetensors", types.ModuleType("safetensors"))
+    monkeypatch.setitem(sys.modules, "safetensors.torch", module)
+
+
+def test_what_was_saved_as_safetensors_is_read(url, safetensors):
+    writer = FsspecWriter(f"{url}/run", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save(state(), storage_writer=writer)
+    assert_loads(f"{url}/run", state())
+
+
+def test_a_table_of_tensors_that_does_not_fit_is_damage(url, safetensors, store):
+    writer = FsspecWriter(f"{url}/run", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": torch.arange(6.0)}, storage_writer=writer)
+    content = load(store, "run/__0_0.distcp")
+    for old, new in [
+        (b'"F32"', b'"I32"'),
+        (b'"shape": [6]', b'"shape": [5]'),
+        (b'"w"', b'"v"'),
+        (b"{", b"?"),
+        (b"24]", b"20]"),
+    ]:
+        assert old in content
+        save(store, "run/__0_0.distcp", content.replace(old, new))
+        with pytest.raises(CheckpointException, match=r"__0_0\.distcp"):
+            dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
+
+
+def test_damage_in_an_archive_names_tensor_and_file(url, store):
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=f"{url}/run")
+    content = bytearray(load(store, "run/__0_0.distcp"))
+    content[len(content) // 4 :] = bytes(len(content) - len(content) // 4)
+    save(store, "run/__0_0.distcp", content)
+    with pytest.raises(CheckpointException, match=r"'w' in shard file .*__0_0\.distcp: is no tensor"):
+        dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
+
+
+# -- the pickle ------------------------------------------------------------------------------------------------------
+
+
+def stock_metadata(url, store):
+    dcp.save(state(), checkpoint_id=f"{url}/run")
+    return load(store, "run/.metadata")
+
+
+def test_the_pickle_gives_what_torch_makes_of_it(url, store):
+    data = stock_metadata(url, store)
+    found, expected = decode_pickle(data, "x"), pickle.loads(data)
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.planner_data == expected.planner_data
+    assert found.version == expected.version
+    assert found.storage_meta == expected.storage_meta
+    assert {index: (place.file, place.at, place.length) for index, place in found.storage_data.items()} == {
+        index: (info.relative_path, info.offset, info.length) for index, info in expected.storage_data.items()
+    }
+    assert {type(place) for place in found.storage_data.values()} == {Place, StockPlace}
+
+
+class _Runs:
+    def __init__(self, function, *arguments):
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_a_hostile_pickle_runs_nothing(url, store, tmp_path, protocol):
+    touched = tmp_path / "touched"
+    data = pickle.dumps(_Runs(os.system, f"touch {touched}"), protocol)
+    pickle.loads(data)
+    assert touched.exists(), "the test would show nothing"
+    touched.unlink()
+    save(store, "run/.metadata", data)
+    with pytest.raises(InvalidInputError, match=r"run/\.metadata.*(posix|os)\.system"):
+        TierReader(f"{url}/run").read_metadata()
+    with pytest.raises(CheckpointException):  # an older torch does not pass on why
+        dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
+    assert not touched.exists()
+
+
+@pytest.mark.parametrize(
+    "function", [eval, getattr, setattr, open, __import__, pickle.loads, torch.load, torch.hub.load]
+)
+def test_no_function_is_called_whatever_its_name(function):
+    with pytest.raises(InvalidInputError, match=function.__name__):
+        decode_pickle(pickle.dumps(_Runs(function, "x", "y")), "x")
+
+
+def test_names_inside_of_allowed_modules_are_refused_too():
+    for module, name in [
+        ("torch.distributed.checkpoint.metadata", "os.system"),
+        ("torch.distributed.checkpoint.metadata", "torch"),
+        ("torch", "load"),
+        ("torch.serialization", "load"),
+        ("pathlib", "os.system"),
+    ]:
+        data = (
+            b"\x80\x04" + b"".join(b"\x8c" + bytes([len(text)]) + text.encode() for text in (module, name)) + b"\x93)R."
+        )
+        with pytest.raises(InvalidInputError, match=name):
+            decode_pickle(data, "x")
+
+
+def test_a_pickle_cannot_change_the_classes_it_names():
+    """The opcode BUILD on a class sets attributes of it: here ``__hash__`` of a class of torch's."""
+    names = (b"torch.distributed.checkpoint.metadata", b"MetadataIndex")
+    push = b"".join(b"\x8c" + bytes([len(text)]) + text for text in names) + b"\x93"
+    data = b"\x80\x04" + push + b"N}\x8c\x08__hash__K\x01s\x86b."
+    before = MetadataIndex.__hash__
+    with pytest.raises(CorruptionError):
+        decode_pickle(data, "x")
+    assert MetadataIndex.__hash__ is before
+    names = (b"torch", b"Size")
+    push = b"".join(b"\x8c" + bytes([len(text)]) + text for text in names) + b"\x93"
+    with pytest.raises(CorruptionError):
+        decode_pickle(b"\x80\x04" + push + b"N}\x8c\x08__hash__K\x01s\x86b.", "x")
+
+
+def test_a_pickle_takes_no_memory_on_its_word():
+    for data in (
+        b"\x80\x04Nr\xff\xff\xff\x7f.",  # kept under the number 2^31 - 1
+        b"\x80\x05\x96" + b"\xff" * 5 + b"\0\0\0.",  # a bytearray of a terabyte
+        b"\x80\x04\x8d" + b"\xff" * 5 + b"\0\0\0.",  # a text of a terabyte
+    ):
+        with pytest.raises(CorruptionError):
+            decode_pickle(data, "x")
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_a_damaged_pickle_gives_damage_or_metadata(data):
+    stream = io.BytesIO()
+    places = {
+        MetadataIndex("a", (0,)): _StorageInfo("__0_0.distcp", 0, 10),
+        MetadataIndex("b"): _StorageInfo("x", 0, 9),
+    }
+    chunk = ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))
+    items = {"a": TensorStorageMetadata(TensorProperties(), torch.Size((3,)), [chunk]), "b": BytesStorageMetadata()}
+    pickle.dump(Metadata(items, {"a": ("a", 0)}, places), stream)
+    damaged = bytearray(stream.getvalue())
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    with contextlib.suppress(CorruptionError, InvalidInputError):
+        decode_pickle(bytes(damaged), "WHERE")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: setattr(found, "state_dict_metadata", None),
+        lambda found: setattr(found, "storage_data", {1: 2}),
+        lambda found: found.storage_data.update({MetadataIndex("step"): _StorageInfo("../../etc/passwd", 0, 10)}),
+        lambda found: found.storage_data.update({MetadataIndex("step"): _StorageInfo("x", -1, 10)}),
+        lambda found: found.storage_data.update({MetadataIndex("step"): _StorageInfo("x", 0, "10")}),
+        lambda found: found.state_dict_metadata.update({"step": 5}),
+        lambda found: found.state_dict_metadata.update({5: found.state_dict_metadata["step"]}),
+        lambda found: found.state_dict_metadata.update(
+            {
+                "w": TensorStorageMetadata(
+                    TensorProperties(), torch.Size((1,)), found.state_dict_metadata["model.w"].chunks
+                )
+            }
+        ),
+        lambda found: setattr(found.state_dict_metadata["model.w"].properties, "dtype", 7),
+        lambda found: setattr(found.state_dict_metadata["model.w"], "size", [40, 30]),
+    ],
+)
+def test_metadata_that_cannot_be_is_damage(url, store, change):
+    found = pickle.loads(stock_metadata(url, store))
+    change(found)
+    with pytest.raises(CorruptionError, match="WHERE"):
+        decode_pickle(pickle.dumps(found), "WHERE")
+
+
+def test_a_pickle_of_something_else_is_damage():
+    for value in (5, [], {}, torch.Size((1,)), MetadataIndex("a")):
+        with pytest.raises(CorruptionError, match="WHERE"):
+            decode_pickle(pickle.dumps(value), "WHERE")
+
+
+def test_a_planners_own_data_is_passed_over(url, store):
+    found = pickle.loads(stock_metadata(url, store))
+    for data in (["own"], {"step": 5}, {"step": ("a", 1.5)}):
+        found.planner_data = data
+        assert decode_pickle(pickle.dumps(found), "x").planner_data is None
+
+
+class _Reversed(StreamTransformExtension):
+    @staticmethod
+    def registry_name():
+        return "stream.reversed"
+
+    @staticmethod
+    def from_descriptor(version):
+        return _Reversed()
+
+    def get_descriptor(self):
+        return "stream.reversed/1"
+
+    def transform_to(self, output):
+        class Stream(io.RawIOBase):
+            def write(self, data):
+                return output.write(bytes(data)[::-1])
+
+        return Stream()
+
+    def transform_from(self, input):
+        raise NotImplementedError
+
+
+def test_transformed_tensors_are_refused_by_name(url):
+    dcp.save({"w": torch.zeros(3)}, storage_writer=FsspecWriter(f"{url}/run", _extensions=[_Reversed()]))
+    with pytest.raises(InvalidInputError, match=r"w was stored through .*stream\.reversed/1"):
+        TierReader(f"{url}/run").read_metadata()
+
+
+def test_metadata_without_the_newer_members_is_read():
+    places = {MetadataIndex("a", (0,)): _StorageInfo("__0_0.distcp", 0, 10)}
+    found = Metadata({}, None, places)
+    for name in ("storage_meta", "version"):
+        del found.__dict__[name]
+    assert decode_pickle(pickle.dumps(found), "x").storage_data == {
+        MetadataIndex("a", (0,)): StockPlace("__0_0.distcp", 0, 10)
+    }

@@ -1,0 +1,73 @@
+"""A load planner that runs nothing which a checkpoint brings along.
+
+torch's own unpickles the values that are no tensors with ``weights_only=False``, so whoever can write a checkpoint can run
+code wherever it is loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from tierfs.errors import InvalidInputError
+
+__all__ = ["TierLoadPlanner"]
+
+_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+
+
+class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's classes are untyped here
+    """torch's `DefaultLoadPlanner`, loading values that are no tensors with ``weights_only=True``.
+
+    Args:
+        flatten_state_dict: As for `DefaultLoadPlanner`.
+        flatten_sharded_tensors: As for `DefaultLoadPlanner`.
+        allow_partial_load: As for `DefaultLoadPlanner`.
+        allow: Classes and functions that a value may be made with, beside those that torch allows.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        allow: Sequence[type | Callable[..., object]] = (),
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        # An empty `bytes` is pickled as a call of its class.
+        self._allow = [bytes, *allow]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put one value into the state.
+
+        Raises:
+            InvalidInputError: It is made with something that is not allowed, which was not run.
+        """
+        fqn = read_item.dest_index.fqn
+        loaded = self._load(fqn, value)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[fqn], loaded)
+        else:
+            self.state_dict[fqn] = loaded
+
+    def _load(self, fqn: str, value: io.BytesIO) -> Any:
+        try:
+            with torch.serialization.safe_globals(self._allow):
+                return torch.load(value, weights_only=True)
+        except Exception as error:  # what a pickle that somebody else made may raise has no end
+            refused = _GLOBAL.search(str(error))
+            if refused is None:
+                raise InvalidInputError(f"{fqn!r} cannot be loaded with weights_only=True: {error}") from error
+            name = refused[1]
+            raise InvalidInputError(
+                f"{fqn!r} is made with {name}, which a checkpoint may not bring in by itself, so it was not run: if you trust "
+                f"what wrote this checkpoint, import it and load with planner=TierLoadPlanner(allow=[{name}])"
+            ) from error

@@ -1,0 +1,137 @@
+"""Which bytes of a saved chunk a box of it lies in, and which of them are read together. Pure: no torch, no I/O.
+
+A chunk is a row-major array. The store verifies blocks of 1 MiB, so a gap of at most `GAP_BYTES_MAX` between two runs lies
+in blocks that one or the other needs anyway: to read across it asks no block of the store that was not asked for before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tierfs.digest import CHUNK_BYTES
+
+__all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "Extent", "extents_of", "grouped"]
+
+GAP_BYTES_MAX = 64 << 10
+READ_BYTES_MAX = CHUNK_BYTES
+_Wanted = TypeVar("_Wanted")
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A part of a box, and the bytes of the chunk from its first element to its last.
+
+    Attributes:
+        at: Bytes from the chunk's start to the part's first element.
+        length: Bytes from there to the end of its last element.
+        offsets: Where the part begins in the box, in elements.
+        lengths: How many elements of each dimension it has.
+        strides: Bytes from an element to the next one of each dimension.
+        is_dense: Whether there is nothing else between its elements.
+    """
+
+    at: int
+    length: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_dense: bool
+
+
+def extents_of(
+    shape: Sequence[int],
+    itemsize: int,
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    dense_bytes_max: int = READ_BYTES_MAX,
+) -> Iterator[Extent]:
+    """Cut a box of a chunk into parts, in the order of their bytes, each to be read in one go.
+
+    Gaps between the elements of one part are at most `GAP_BYTES_MAX`, and it is at most `READ_BYTES_MAX` long.
+
+    Args:
+        shape: Of the chunk, in elements.
+        itemsize: Bytes of an element.
+        offsets: Where the box begins in the chunk.
+        lengths: Its shape; the box lies in the chunk.
+        dense_bytes_max: How long a part without gaps may be.
+    """
+    strides = [itemsize] * len(shape)
+    for dimension in range(len(shape) - 2, -1, -1):
+        strides[dimension] = strides[dimension + 1] * shape[dimension + 1]
+    if 0 in lengths:
+        return
+    at = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    box = Extent(at, 0, (0,) * len(shape), tuple(lengths), tuple(strides), is_dense=False)
+    yield from _cut(box, itemsize, dense_bytes_max, first=0)
+
+
+def _cut(box: Extent, itemsize: int, dense_bytes_max: int, first: int) -> Iterator[Extent]:
+    """Cut a box of which the dimensions before ``first`` have one element; its length is not looked at."""
+    while first < len(box.lengths) and box.lengths[first] == 1:
+        first += 1
+    # Bytes from the first to the last element of what lies below each dimension, innermost last.
+    inner, gap = itemsize, 0
+    below = inner
+    for dimension in range(len(box.lengths) - 1, first - 1, -1):
+        if box.lengths[dimension] > 1:
+            gap = max(gap, box.strides[dimension] - inner)
+            below = inner
+            inner += (box.lengths[dimension] - 1) * box.strides[dimension]
+    is_dense = inner == math.prod(box.lengths) * itemsize
+    limit = dense_bytes_max if is_dense else READ_BYTES_MAX
+    if first == len(box.lengths) or (inner <= limit and gap <= GAP_BYTES_MAX):
+        yield Extent(box.at, inner, box.offsets, box.lengths, box.strides, is_dense)
+        return
+    stride = box.strides[first]
+    count = 1 if gap > GAP_BYTES_MAX else max(1, (limit - below) // stride + 1)
+    for start in range(0, box.lengths[first], count):
+        part = Extent(
+            box.at + start * stride,
+            0,
+            (*box.offsets[:first], box.offsets[first] + start, *box.offsets[first + 1 :]),
+            (*box.lengths[:first], min(count, box.lengths[first] - start), *box.lengths[first + 1 :]),
+            box.strides,
+            is_dense=False,
+        )
+        # Parts of several rows are within the limits, but for the last ones' sake each is measured again.
+        yield from _cut(part, itemsize, dense_bytes_max, first)
+
+
+def grouped(
+    wanted: Iterable[_Wanted], range_of: Callable[[_Wanted], tuple[str, int, int]], *, alone_from: int = READ_BYTES_MAX
+) -> Iterator[list[_Wanted]]:
+    """Group what is wanted of files into what is read together: sorted, at most so far apart, at most so much.
+
+    Args:
+        wanted: In any order; ranges may overlap.
+        range_of: File, offset and length of each.
+        alone_from: What is this long is read by itself.
+
+    Yields:
+        Groups sorted by file and offset. From the first byte to the last one a group is at most `READ_BYTES_MAX` long,
+        or is one range.
+    """
+    group: list[_Wanted] = []
+    file, start, end = "", 0, 0
+    for item in sorted(wanted, key=range_of):
+        name, at, length = range_of(item)
+        joins = (
+            group
+            and name == file
+            and at - end <= GAP_BYTES_MAX
+            and max(end, at + length) - start <= READ_BYTES_MAX
+            and max(length, end - start if len(group) == 1 else 0) < alone_from
+        )
+        if not joins:
+            if group:
+                yield group
+            group, file, start, end = [], name, at, at
+        group.append(item)
+        end = max(end, at + length)
+    if group:
+        yield group

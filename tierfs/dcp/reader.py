@@ -1,0 +1,176 @@
+"""`TierReader`: loads what `TierWriter` or torch's own writers saved to a store, for torch's distributed checkpoint."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from tierfs.dcp.address import Address
+from tierfs.dcp.items import ItemReader, Saved
+from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
+from tierfs.dcp.shards import ShardFiles
+from tierfs.dcp.stock import StockPlace, decode_pickle
+from tierfs.dcp.stockdata import locate, read_archives
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
+from tierfs.store import open_entry, parse_url, stat
+
+__all__ = ["METADATA_BYTES_MAX", "METADATA_FILE", "TierReader", "metadata_file"]
+
+METADATA_FILE = ".metadata"
+METADATA_BYTES_MAX = 1 << 30
+_PICKLE = b"\x80"
+
+
+def metadata_file(rank: int | None = None) -> str:
+    """Name of the file that says what is in a checkpoint; of one rank's alone where no collectives were used."""
+    return METADATA_FILE if rank is None else f"__{rank}{METADATA_FILE}"
+
+
+class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are untyped here
+    """Reads checkpoints from a store: only the rows that are wanted, straight into their tensors where that can be.
+
+    Nothing is opened before `read_metadata`. Every byte is verified. An error names tensor, shard file and tier.
+
+    Args:
+        path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object
+            tier's own URL, or a local path.
+        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth`` as for the filesystem, and options
+            for the object tier's filesystem by its protocol, ``s3={...}``.
+
+    Raises:
+        InvalidInputError: The URL or an option is no good.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        super().__init__()
+        self._address = Address.of(path, options)
+        self._metadata: Any = None
+        self._note: CheckpointNote | None = None
+
+    def __repr__(self) -> str:
+        return f"TierReader({self._address.url!r})"
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Which checkpoint is read."""
+        return self._address.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this names a place where a store may be. Nothing is looked up."""
+        try:
+            parse_url(os.fspath(checkpoint_id))
+        except InvalidInputError:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin to read anew, from another checkpoint if one is given. The options stay.
+
+        Raises:
+            InvalidInputError: The URL is no good.
+        """
+        if checkpoint_id:
+            parse_url(os.fspath(checkpoint_id))
+            self._address = self._address.at(checkpoint_id)
+        self._metadata = self._note = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """What is in the checkpoint: torch's `Metadata`.
+
+        Args:
+            *args: Not used.
+            **kwargs: ``rank``, for what one rank saved without collectives.
+
+        Raises:
+            NotFoundError: No checkpoint is there.
+            CorruptionError, FormatError: Its metadata is damaged, or of another version.
+            InvalidInputError: Its metadata is a pickle with more in it than torch's.
+            TierfsError: It failed.
+        """
+        store, directory = self._address.open()
+        name = metadata_file(kwargs.get("rank"))
+        path = f"{directory}/{name}" if directory else name
+        where = store.where(path)
+        try:
+            reader = open_entry(store, stat(store, path))
+        except NotFoundError as error:
+            raise NotFoundError(
+                f"no checkpoint is at {self.checkpoint_id}: {where} is not there; a save that has not come to its end has "
+                "none, and `tierfs ls` shows what is there",
+                path=path,
+            ) from error
+        if reader.length > METADATA_BYTES_MAX:
+            raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
+        data = bytearray(reader.length)
+        reader.read_into(0, memoryview(data))
+        note = None
+        if data.startswith(_PICKLE):
+            metadata = decode_pickle(bytes(data), where)
+        else:
+            metadata, note = decode(bytes(data), where)
+        self._note = note
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take note of what `read_metadata` gave."""
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing is to be prepared."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing is to be prepared."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all that the plan wants, and hand it to the planner, on this thread.
+
+        Raises:
+            CorruptionError: Stored bytes are wrong or missing; what was loaded so far is in place.
+            TierfsError: It failed.
+        """
+        store, directory = self._address.open()
+        lengths = {} if self._note is None else self._note.files
+        files = ShardFiles(store, directory, lengths)
+        wanted = self._wanted(plan)
+        files.open(saved.place.file for _, saved in wanted)
+        bare = [pair for pair in wanted if not isinstance(pair[1].place, StockPlace)]
+        if len(bare) < len(wanted):
+            located, archived = locate(files, [pair for pair in wanted if isinstance(pair[1].place, StockPlace)])
+            bare += located
+            read_archives(files, archived, planner)
+        bare.sort(key=lambda pair: (pair[1].place.file, pair[1].place.at))
+        ItemReader(files, planner).read(bare)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _wanted(self, plan: LoadPlan) -> list[tuple[Any, Saved]]:
+        """Every item of a plan with what was saved of it."""
+        if self._metadata is None:
+            raise InvalidInputError("set_up_storage_reader has to be called before read_data")
+        shapes: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+        found = []
+        for item in plan.items:
+            fqn = item.storage_index.fqn
+            place = self._metadata.storage_data.get(item.storage_index)
+            described = self._metadata.state_dict_metadata.get(fqn)
+            if isinstance(place, Place) and item.type == LoadItemType.BYTE_IO:
+                found.append((item, Saved(place)))
+                continue
+            if fqn not in shapes and isinstance(described, TensorStorageMetadata):
+                shapes[fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in described.chunks}
+            shape = shapes.get(fqn, {}).get(tuple(item.storage_index.offset or ()))
+            if not isinstance(place, Place) or shape is None:
+                raise CorruptionError(
+                    f"{self.checkpoint_id}: the metadata does not say where {fqn!r} at {item.storage_index.offset} is"
+                )
+            found.append((item, Saved(place, described.properties.dtype, shape)))
+        return found

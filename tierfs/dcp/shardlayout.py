@@ -1,0 +1,120 @@
+"""How the tensors of one rank lie in its shard file: a safetensors file, cut into chunks so that the next step lines up.
+
+A large tensor begins a chunk of its own and lies in chunks of 16 MiB, so that one that did not change is not stored again,
+whatever happened to those before it. Small ones of one dtype are packed, those of one role (the last part of their names) side by
+side. In memory a pack or a large tensor is one *run*: side by side, aligned for its dtype. In the file the runs follow
+each other without gaps, behind the header that the format has at its front.
+
+Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tierfs.digest import CHUNK_BYTES
+
+__all__ = ["LARGE_BYTES", "Entry", "Piece", "RunPlan", "header", "plan_runs"]
+
+LARGE_BYTES = 1 << 20
+HEADER_ALIGN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that are to lie in the file without a gap: a tensor, a part of one, or an object.
+
+    Attributes:
+        name: Of the tensor it belongs to.
+        kind: What it is packed with: the name of its dtype.
+        length: In bytes; not 0.
+    """
+
+    name: str
+    kind: str
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlan:
+    """One run.
+
+    Attributes:
+        pieces: Which ones are in it, by their numbers, in order.
+        lengths: Of its chunks, in bytes.
+    """
+
+    pieces: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in the header.
+
+    Attributes:
+        name: Unique in the file.
+        dtype: The format's name for it.
+        shape: Rows first.
+        at: Offset behind the header, in bytes.
+        length: In bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    length: int
+
+
+def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
+    """Cut pieces into runs: packs of small ones first, then each large one, both in the order of names."""
+    packs: dict[str, list[int]] = {}
+    large: list[int] = []
+    for number in sorted(range(len(pieces)), key=lambda number: (pieces[number].name, number)):
+        piece = pieces[number]
+        if piece.length >= LARGE_BYTES:
+            large.append(number)
+        else:
+            packs.setdefault(piece.kind, []).append(number)
+    runs = []
+    for kind in sorted(packs):
+        numbers = sorted(packs[kind], key=lambda number: pieces[number].name.rpartition(".")[2])
+        runs += _pack(pieces, numbers)
+    return [*runs, *(RunPlan((number,), _cut(pieces[number].length)) for number in large)]
+
+
+def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
+    runs: list[RunPlan] = []
+    pack: list[int] = []
+    length = 0
+    for number in numbers:
+        if length + pieces[number].length > CHUNK_BYTES:
+            runs.append(RunPlan(tuple(pack), (length,)))
+            pack, length = [], 0
+        pack.append(number)
+        length += pieces[number].length
+    return [*runs, RunPlan(tuple(pack), (length,))]
+
+
+def _cut(length: int) -> tuple[int, ...]:
+    whole, rest = divmod(length, CHUNK_BYTES)
+    return (CHUNK_BYTES,) * whole + ((rest,) if rest else ())
+
+
+def header(entries: Iterable[Entry], note: Mapping[str, str]) -> bytes:
+    """The beginning of the file: the header's length (u64, little-endian), then the header, padded with spaces.
+
+    Args:
+        entries: In any order; together they cover everything behind the header, without a gap.
+        note: Strings kept beside them.
+    """
+    table: dict[str, object] = {"__metadata__": dict(note)} if note else {}
+    for entry in sorted(entries, key=lambda entry: (entry.at, entry.length)):
+        offsets = [entry.at, entry.at + entry.length]
+        table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_ALIGN)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,196 @@
+"""Tensors that torch's own writers stored, with either serialization.
+
+A tensor is what ``torch.save`` wrote, at some offset of a file, or lies in a safetensors file that begins at that offset.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from tierfs.dcp.items import Saved, put_in
+from tierfs.dcp.metadatafile import Place
+from tierfs.dcp.shards import FileRange, ShardFiles, raise_named
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
+from tierfs.store import Reader
+
+__all__ = ["locate", "read_archives"]
+
+BATCH_BYTES_MAX = 256 << 20
+STREAMED_BYTES_MIN = 64 << 20
+"""An archive of this length is not held in memory beside the tensor that comes out of it."""
+STREAM_BUFFER_BYTES = 1 << 20
+HEADER_BYTES_MAX = 100_000_000
+_ZIP = b"PK\x03\x04"
+
+
+def locate(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]]) -> tuple[list[tuple[Any, Saved]], list[Any]]:
+    """Tell what lies in safetensors files from what ``torch.save`` wrote.
+
+    Args:
+        files: The checkpoint's.
+        wanted: torch's `ReadItem`, and what was saved of it, with a `StockPlace`.
+
+    Returns:
+        What lies in safetensors files, with the places of its bare bytes; and the rest, as it came.
+
+    Raises:
+        CorruptionError: Something is not where the metadata says.
+    """
+    places = sorted({(saved.place.file, saved.place.at) for _, saved in wanted})
+    heads = [bytearray(8) for _ in places]
+    files.read(FileRange(*place, memoryview(head), "a tensor") for place, head in zip(places, heads, strict=True))
+    begins = {place: head for place, head in zip(places, heads, strict=True) if not head.startswith(_ZIP)}
+    headers = {place: _header(files, *place, int.from_bytes(head, "little")) for place, head in begins.items()}
+    bare: list[tuple[Any, Saved]] = []
+    archived = []
+    for item, saved in wanted:
+        found = headers.get((saved.place.file, saved.place.at))
+        if found is None:
+            archived.append((item, saved))
+        else:
+            bare.append((item, _in_safetensors(files, item.storage_index, saved, *found)))
+    return bare, archived
+
+
+def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planner: Any) -> None:
+    """Load tensors that ``torch.save`` wrote, with ``weights_only=True``, and copy what is wanted of each.
+
+    Raises:
+        CorruptionError: Stored bytes are wrong, missing, or no tensor.
+        TierfsError: It failed.
+    """
+    by_place = sorted(wanted, key=lambda pair: (pair[1].place.file, pair[1].place.at))
+    batch: list[tuple[Place, list[Any], bytearray]] = []
+    batch_bytes = 0
+    for place, pairs in groupby(by_place, key=lambda pair: pair[1].place):
+        items = [item for item, _ in pairs]
+        if place.length >= STREAMED_BYTES_MIN:
+            stream = io.BufferedReader(_Slice(files.reader(place.file), place), STREAM_BUFFER_BYTES)
+            _load(files, place, items, stream, planner)
+            continue
+        batch.append((place, items, bytearray(place.length)))
+        batch_bytes += place.length
+        if batch_bytes >= BATCH_BYTES_MAX:
+            _load_batch(files, batch, planner)
+            batch, batch_bytes = [], 0
+    _load_batch(files, batch, planner)
+
+
+def _load_batch(files: ShardFiles, batch: list[tuple[Place, list[Any], bytearray]], planner: Any) -> None:
+    files.read(
+        FileRange(place.file, place.at, memoryview(content), repr(items[0].storage_index.fqn))
+        for place, items, content in batch
+    )
+    for place, items, content in batch:
+        _load(files, place, items, io.BytesIO(content), planner)
+
+
+def _load(files: ShardFiles, place: Place, items: list[Any], stream: Any, planner: Any) -> None:
+    fqn = items[0].storage_index.fqn
+    where = f"{fqn!r} in shard file {files.where(place.file)}"
+    try:
+        tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    except TierfsError as error:
+        raise_named(error, where)
+    except Exception as error:  # a damaged archive may raise nearly anything
+        raise CorruptionError(f"{where}: is no tensor that torch.save wrote: {error}", path=place.file) from error
+    if not isinstance(tensor, torch.Tensor):
+        raise CorruptionError(f"{where}: is no tensor, but a {type(tensor).__name__}", path=place.file)
+    for item in items:
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        if len(offsets) != tensor.dim() or any(
+            offset + length > whole for offset, length, whole in zip(offsets, lengths, tensor.shape, strict=True)
+        ):
+            raise CorruptionError(f"{where}: is {list(tensor.shape)}, and was to hold more", path=place.file)
+        part = tensor
+        for dimension, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
+            part = part.narrow(dimension, offset, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != part.shape:
+            raise InvalidInputError(
+                f"{fqn}: the destination is {list(target.shape)}, and what goes there {list(lengths)}"
+            )
+        put_in(target, part)
+        planner.commit_tensor(item, target)
+
+
+class _Slice(io.RawIOBase):
+    """A range of a file as a file of its own."""
+
+    def __init__(self, reader: Reader, place: Place) -> None:
+        super().__init__()
+        self._reader = reader
+        self._place = place
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        out = memoryview(buffer).cast("B")
+        count = max(0, min(len(out), self._place.length - self._at))
+        self._reader.read_into(self._place.at + self._at, out[:count])
+        self._at += count
+        return count
+
+
+def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping[str, Any], int]:
+    """The table of a safetensors file that begins at an offset, and the offset of its data."""
+    if not 0 < length <= min(HEADER_BYTES_MAX, files.reader(file).length - at - 8):
+        raise CorruptionError(
+            f"shard file {files.where(file)}: neither torch.save nor safetensors wrote what lies at {at}", path=file
+        )
+    text = bytearray(length)
+    files.read([FileRange(file, at + 8, memoryview(text), "a table of tensors")])
+    try:
+        table = json.loads(text)
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise CorruptionError(f"shard file {files.where(file)}: its table of tensors is damaged", path=file)
+    return table, at + 8 + length
+
+
+def _in_safetensors(files: ShardFiles, index: Any, saved: Saved, table: Mapping[str, Any], data_at: int) -> Saved:
+    """The same with the place of the tensor's bare bytes."""
+    where = f"{index.fqn!r} in shard file {files.where(saved.place.file)}"
+    assert saved.dtype is not None
+    length = math.prod(saved.shape) * saved.dtype.itemsize
+    try:
+        entry = table[index.fqn]
+        described = (entry["dtype"], entry["shape"])
+        begin, end = entry["data_offsets"]
+        sharding = json.loads(table.get("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        offsets = sharding.get(index.fqn, {}).get("saved_offsets", list(index.offset))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CorruptionError(
+            f"{where}: the file's table of tensors is damaged: {error!r}", path=saved.place.file
+        ) from error
+    if offsets != list(index.offset):
+        raise CorruptionError(
+            f"{where}: the chunk at {offsets} replaced the one at {list(index.offset)} when it was saved: torch keeps one "
+            "chunk of a tensor in a safetensors file",
+            path=saved.place.file,
+        )
+    expected = (SAFETENSORS_NAMES.get(saved.dtype), list(saved.shape))
+    if described != expected or type(begin) is not int or begin < 0 or end != begin + length:
+        raise CorruptionError(
+            f"{where}: the file's table has {entry!r} for it, the metadata {expected}", path=saved.place.file
+        )
+    return Saved(Place(saved.place.file, data_at + begin, length), saved.dtype, saved.shape)

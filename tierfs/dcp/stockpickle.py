@@ -1,0 +1,129 @@
+"""The pickle that torch's own writers put into ``.metadata``, read without running anything that it names.
+
+Every global of the pickle is answered with a stand-in made for this one reading, which only keeps what it is given: no
+class or function of torch's is called, or could be changed, by what a pickle holds. The stand-ins are turned into torch's
+objects afterwards, and checked like any other input.
+
+Python's unpickler that is written in C takes as much memory as a number in the pickle says. So the one written in Python
+is used, with the opcodes alone that torch's metadata needs: several times slower, bounded by the length of the pickle.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from tierfs.dcp.torchnames import DTYPES, LAYOUTS
+from tierfs.errors import CorruptionError, InvalidInputError
+
+__all__ = ["Record", "unpickle"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_METADATA, "Metadata"),
+    (_METADATA, "MetadataIndex"),
+    (_METADATA, "StorageMeta"),
+    (_METADATA, "TensorStorageMetadata"),
+    (_METADATA, "BytesStorageMetadata"),
+    (_METADATA, "ChunkStorageMetadata"),
+    (_METADATA, "TensorProperties"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+_OPCODES = (
+    pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE
+    + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT
+    + pickle.BINUNICODE + pickle.SHORT_BINUNICODE + pickle.BINUNICODE8
+    + pickle.EMPTY_DICT + pickle.EMPTY_LIST + pickle.EMPTY_TUPLE + pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2
+    + pickle.TUPLE3 + pickle.APPEND + pickle.APPENDS + pickle.SETITEM + pickle.SETITEMS
+    + pickle.BINGET + pickle.LONG_BINGET + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE
+    + pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.NEWOBJ + pickle.BUILD
+)  # fmt: skip
+_PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+
+
+class Record:
+    """What stands for an instance of one of torch's classes.
+
+    Attributes:
+        kind: The class's name.
+        state: What it was to be restored from. What its class was called with is kept by nobody.
+    """
+
+    __slots__ = ("state",)
+    kind = ""
+
+    def __new__(cls, *_arguments: Any) -> Record:
+        """Make one with no state yet."""
+        made = object.__new__(cls)
+        made.state = {}
+        return made
+
+    def __init__(self, *_arguments: Any) -> None:
+        self.state: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A member, where the state is a mapping of them."""
+        return self.state.get(name, default) if isinstance(self.state, Mapping) else default
+
+
+class _Unpickler(pickle._Unpickler):
+    dispatch = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}  # noqa: RUF012 - as the base class has it
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+        self._known: dict[tuple[str, str], Any] = {
+            (module, name): type(name, (Record,), {"__slots__": (), "kind": name}) for module, name in _RECORDS
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        """A stand-in for a global that torch's metadata is made of."""
+        known = self._known.get((module, name)) or _stand_in(module, name)
+        if known is None:
+            raise InvalidInputError(
+                f"{self._where}: this checkpoint's metadata is a pickle that wants {module}.{name}, which torch's own "
+                "checkpoints do not need: nothing was run; load it where you trust who wrote it, with torch's reader",
+                path=self._where,
+            )
+        self._known[module, name] = known
+        return known
+
+
+def unpickle(data: bytes, where: str) -> Any:
+    """What the pickle holds, with `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
+
+    Args:
+        data: The pickle.
+        where: How to name it in errors.
+
+    Raises:
+        InvalidInputError: It names a global that has no place in it. Nothing was called.
+        CorruptionError: It is damaged.
+    """
+    try:
+        return _Unpickler(data, where).load()
+    except InvalidInputError:
+        raise
+    except Exception as error:  # a damaged pickle may raise nearly anything
+        raise CorruptionError(f"{where}: the pickle in it cannot be read: {error!r}", path=where) from error
+
+
+def _stand_in(module: str, name: str) -> Callable[..., Any] | Any | None:
+    """Made anew each time, so that a pickle which changes one changes nothing else."""
+    if module == "torch" and name in DTYPES:
+        return DTYPES[name]
+    if (module, name) == ("torch", "Size"):
+        return tuple
+    if (module, name) == ("torch.serialization", "_get_layout"):
+        return lambda text: text if text in {f"torch.{known}" for known in LAYOUTS} else None
+    if (module, name) == (_METADATA, "_MEM_FORMAT_ENCODING"):
+        return lambda number: number
+    if module in ("pathlib", "pathlib._local") and name in _PATHS:
+        return lambda *parts: str(PurePosixPath(*(part for part in parts if isinstance(part, str))))
+    return None

@@ -1,0 +1,112 @@
+"""A tensor as the bytes that are stored of it, and back, without a copy wherever memory allows it.
+
+The bytes are those of the elements in row-major order, in the order of this machine, which is little-endian everywhere
+torch runs checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tierfs.digest import Buffer
+from tierfs.errors import InvalidInputError
+
+__all__ = ["SAFETENSORS_NAMES", "bytes_of", "tensor_in", "writable_bytes"]
+
+SAFETENSORS_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+"""What the safetensors format calls a dtype. A tensor of any other is stored as ``U8``."""
+
+
+def bytes_of(tensor: Any) -> memoryview:
+    """The bytes of a tensor's elements: its own memory where it is contiguous on the CPU, else the smallest copy.
+
+    Args:
+        tensor: Any dense tensor: any dtype but a quantized one, any device but ``meta``, any strides.
+
+    Returns:
+        A flat view of bytes that keeps the memory alive. It changes with the tensor unless it had to be copied.
+
+    Raises:
+        InvalidInputError: The tensor has no elements in memory of its own, or they are not all there is to it.
+    """
+    _refuse_unusual(tensor)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.dtype.itemsize == 1:
+        # torch does not know how to copy some of the small ones; their bytes it does.
+        plain = plain.view(torch.uint8)
+    return _flat(plain.cpu().contiguous())
+
+
+def writable_bytes(tensor: Any) -> memoryview | None:
+    """A tensor's own memory, to be filled with the bytes of its elements; ``None`` if they do not lie there in order.
+
+    Args:
+        tensor: Where to write. Who writes behind torch's back tells autograd by `torch.autograd.graph.increment_version`.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return None
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return None
+    return _flat(tensor.detach()) if tensor.is_contiguous() else None
+
+
+def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
+    """A tensor that lies in ``buffer``, which it keeps alive. Its address is the buffer's, aligned or not.
+
+    Args:
+        buffer: Writable, exactly as long as the tensor's bytes.
+        dtype: Of the elements.
+        shape: Of the tensor.
+
+    Raises:
+        InvalidInputError: The buffer is read-only, or of another length.
+    """
+    view = memoryview(buffer)
+    wanted = math.prod(shape) * dtype.itemsize
+    if view.nbytes != wanted:
+        raise InvalidInputError(f"a tensor of {dtype} and shape {list(shape)} takes {wanted} bytes, not {view.nbytes}")
+    if view.readonly:
+        raise InvalidInputError("a tensor's memory has to be writable: give a bytearray, not bytes")
+    if not wanted:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
+def _flat(tensor: Any) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def _refuse_unusual(tensor: Any) -> None:
+    problem = ""
+    if hasattr(tensor, "__tensor_flatten__"):
+        problem = f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example"
+    elif tensor.layout != torch.strided:
+        problem = f"its layout is {tensor.layout}: make it dense with to_dense()"
+    elif tensor.is_quantized:
+        problem = f"{tensor.dtype} has more to it than its elements: store int_repr(), scale and zero point"
+    elif tensor.is_meta:
+        problem = "it is on the meta device, where tensors have no content"
+    if problem:
+        raise InvalidInputError(f"a tensor of shape {list(tensor.shape)} cannot be stored as bytes: {problem}")

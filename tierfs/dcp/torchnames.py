@@ -1,0 +1,35 @@
+"""Names, in documents, of what torch has as objects: dtypes, layouts, memory formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tierfs.errors import InvalidInputError
+
+__all__ = ["DTYPES", "LAYOUTS", "MEMORY_FORMATS", "name_of"]
+
+
+def _all_of(kind: type) -> dict[str, Any]:
+    # Aliases (torch.half) are the same object, whose own name (torch.float16) is what counts.
+    found = [value for value in vars(torch).values() if isinstance(value, kind)]
+    return {str(value).removeprefix("torch."): value for value in found}
+
+
+DTYPES: Mapping[str, torch.dtype] = _all_of(torch.dtype)
+LAYOUTS: Mapping[str, torch.layout] = _all_of(torch.layout)
+MEMORY_FORMATS: Mapping[str, torch.memory_format] = _all_of(torch.memory_format)
+
+
+def name_of(names: Mapping[str, Any], value: Any, fqn: str) -> str:
+    """What ``value`` is called in documents.
+
+    Raises:
+        InvalidInputError: It has no name there.
+    """
+    name = str(value).removeprefix("torch.")
+    if names.get(name) is not value:
+        raise InvalidInputError(f"{fqn}: {value!r} has no name that could be stored")
+    return name
