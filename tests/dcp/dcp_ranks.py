@@ -115,6 +115,9 @@ class Trainer:
     def load(self, url: str) -> None:
         state = self.state()
         dcp.load(state, checkpoint_id=url)
+        self.take(state)
+
+    def take(self, state: dict[str, Any]) -> None:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def fingerprint(self) -> dict[str, str]:
