@@ -77,6 +77,7 @@ def test_a_store_on_s3_saves_lists_verifies_and_says_that_it_is_single_writer(op
     assert fs.cat_file(f"{bucket}/run/step/data.bin", 16_000_000, 17_000_000) == content[16_000_000:17_000_000]
     fs.mv(f"{bucket}/run/step/data.bin", f"{bucket}/run/step/moved.bin")
     assert fs.ls(f"{bucket}/run/step", detail=False) == [f"{bucket}/run/step/.metadata", f"{bucket}/run/step/moved.bin"]
+    fs.wait(f"{bucket}/run", "object", 60)
     from tierfs.store import verify
 
     assert verify(store).damage == []

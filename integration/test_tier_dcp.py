@@ -12,8 +12,8 @@ import faultproxy
 import fsspec
 import pytest
 import s3server
+from leftovers import flushers
 from test_tier_faults import IMPATIENT
-from test_tier_load import flushers
 
 # ruff: noqa: E402 - nothing of torch can be imported before it is known to be there
 torch = pytest.importorskip("torch", reason="torch is not installed")

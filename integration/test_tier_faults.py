@@ -17,7 +17,7 @@ import faultproxy
 import fsspec
 import pytest
 import s3server
-from test_tier_load import flushers
+from leftovers import flushers
 
 import tierfs
 from tierfs.store import verify

@@ -4,6 +4,7 @@ After each the next flusher takes up what is there, and what a process was told 
 ``tests/flush/killing.py`` says how; the steps are those that a run without a kill passes.
 """
 
+import itertools
 import os
 import queue
 import random
@@ -19,11 +20,29 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "flush"))
-from killing import MIB, Case, Mode, dry_run, kill_both, kill_flusher, kill_trainer, write, zygotes
+from killing import (
+    DAMAGES,
+    MIB,
+    Case,
+    Life,
+    Mode,
+    dry_run,
+    filling_points,
+    kill_both,
+    kill_flusher,
+    kill_trainer,
+    kill_trainer_sometime,
+    kill_while_making,
+    kill_while_opening,
+    opening_points,
+    write,
+    zygotes,
+)
 
 SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 PARALLEL = 2
 PATIENCE_S = 60
+LARGEST = 256 * MIB
 
 
 def checkpoints(*levels):
@@ -41,6 +60,10 @@ def checkpoints(*levels):
     ]
 
 
+def all_at(level, operations):
+    return [[*one[:-1], level] for one in operations]
+
+
 LARGE = [
     write("run/1/a", MIB, "staged"),
     write("run/1/large", 40 * MIB, "staged"),
@@ -53,6 +76,14 @@ PASSING = [
     ["rename", "run/1/large", "run/1/moved", "staged"],
     write("latest", 101, "staged"),
 ]
+LARGER = [write("run/1/a", MIB, "staged"), write("run/1/large", 90 * MIB, "staged"), write("latest", 101, "staged")]
+# So much that the second segment finds no room for its file.
+MANY = [
+    write("run/1/a", 30 * MIB, "local"),
+    write("run/2/a", 30 * MIB, "local"),
+    write("run/2/b", MIB, "staged"),
+    write("latest", 101, "local"),
+]
 
 # How the tiers are set up; how many visits of each step the flusher is killed at, and the trainer with a flusher at work,
 # and with one that does nothing yet.
@@ -64,10 +95,17 @@ MODES = {
     "ram tier, object on top": (Mode(checkpoints("staged", "object", "staged"), ram=128 * MIB, nvme=0), 1, 1, 0),
     "nvme tier, local": (Mode(checkpoints("local"), ram=0), 1, 1, 0),
     "a file larger than the ram tier": (Mode(LARGE, ram=40 * MIB, nvme=120 * MIB), 1, 1, 0),
-    "a file larger than the ram tier, no nvme tier": (Mode([[*one[:-1], "staged"] for one in LARGE], ram=40 * MIB, nvme=0), 1, 1, 0),
+    "a file larger than the ram tier, no nvme tier": (Mode(all_at("staged", LARGE), ram=40 * MIB, nvme=0), 1, 1, 0),
     "a file too large for the nvme tier": (Mode(PASSING, ram=160 * MIB, nvme=40 * MIB), 1, 1, 0),
+    "a large write at once": (Mode(LARGER, ram=160 * MIB, nvme=240 * MIB, piece=LARGEST), 0, 2, 0),
+    "a large write at once, larger than both tiers": (Mode(LARGER, ram=40 * MIB, nvme=40 * MIB, piece=LARGEST), 1, 1, 0),
+    "a file larger than both tiers, local": (Mode(all_at("local", LARGER), ram=40 * MIB, nvme=40 * MIB), 1, 1, 0),
+    "segments without a file, mixed levels": (Mode(checkpoints("local", "object", "staged"), shm_room=0), 1, 1, 0),
+    "segments without a file, staged": (Mode(checkpoints("staged"), ram=128 * MIB, shm_room=0), 1, 1, 1),
+    "segments without a file, ram tier": (Mode(checkpoints("staged"), ram=128 * MIB, nvme=0, shm_room=0), 1, 1, 0),
+    "some segments without a file": (Mode(MANY, ram=70 * MIB, shm_room=40 * MIB), 1, 1, 0),
 }  # fmt: skip
-KILLS_MIN = 200
+KILLS_MIN = 500
 
 
 @pytest.fixture(scope="module")
@@ -79,47 +117,74 @@ def kills():
 @pytest.mark.parametrize("name", MODES)
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_step_loses_nothing_that_was_acknowledged(name, kills):
-    print(f"seed {SEED}")
-    noise = random.Random(f"{SEED} {name}")
+    noise = seeded(name)
     mode, of_flusher, of_trainer, of_trainer_held = MODES[name]
-    shared = os.environ["TIERFS_SHM_DIR"]
-    jobs, failures = queue.Queue(), []
     with zygotes(PARALLEL) as found:
-        with Case(found[0], mode, shared, shared) as case:
-            trainer, flusher = dry_run(case)
-        for point in chosen(flusher, of_flusher, noise):
-            jobs.put((kill_flusher, point))
-        for point in chosen(trainer, of_trainer, noise):
-            jobs.put((kill_trainer, point))
-        for point in chosen(trainer, of_trainer_held, noise):
-            jobs.put((kill_trainer_alone, point))
-        for point in noise.sample(flusher, 4):
-            jobs.put((kill_both, point))
-        count = jobs.qsize()
-        threads = [threading.Thread(target=work, args=(one, mode, shared, jobs, failures)) for one in found]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    kills[name] = count
-    assert not failures, f"{len(failures)} of {count} failed\n" + "\n".join(failures[:3])
+        trainer, flusher = with_case(found[0], mode, dry_run)
+        jobs = [(kill_flusher, point) for point in chosen(flusher, of_flusher, noise)]
+        jobs += [(kill_trainer, point) for point in chosen(trainer, of_trainer, noise)]
+        jobs += [(kill_trainer_alone, point) for point in chosen(trainer, of_trainer_held, noise)]
+        if not mode.shm_room:
+            jobs += [(kill_both, point) for point in noise.sample(flusher, 4)]
+        if mode.shm_room == 0:
+            jobs += [(kill_both_the_trainer_first, point) for point in noise.sample(trainer, 8)]
+        kills[name] = do_all(found, mode, jobs)
 
 
-def work(zygote, mode, shared, jobs, failures):
+@pytest.mark.timeout(600)
+def test_a_trainer_that_dies_at_any_moment_of_a_large_write_leaves_nothing_of_it(kills):
+    noise = seeded("sometime")
+    mode = MODES["a large write at once"][0]
+    with zygotes(PARALLEL) as found:
+        jobs = [(kill_trainer_sometime, noise.uniform(0.02, 0.3)) for _ in range(20)]
+        kills["sometime"] = do_all(found, mode, jobs)
+
+
+def seeded(name):
+    print(f"seed {SEED}")
+    return random.Random(f"{SEED} {name}")
+
+
+def with_case(zygote, mode, what, *arguments, **options):
+    shared = os.environ["TIERFS_SHM_DIR"]
+    with Case(zygote, mode, shared, shared) as case:
+        return what(case, *arguments, **options)
+
+
+def do_all(zygotes, mode, jobs):
+    """Do these, several at once. Returns how many there were."""
+    print(f"{len(jobs)} kills")
+    waiting, failures = queue.Queue(), []
+    for job in jobs:
+        waiting.put(job)
+    threads = [threading.Thread(target=work, args=(zygote, mode, waiting, failures)) for zygote in zygotes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, f"{len(failures)} of {len(jobs)} failed\n" + "\n".join(failures[:3])
+    return len(jobs)
+
+
+def work(zygote, mode, waiting, failures):
     while True:
         try:
-            kill, point = jobs.get_nowait()
+            kill, *arguments = waiting.get_nowait()
         except queue.Empty:
             return
+        options = arguments.pop() if isinstance(arguments[-1], dict) else {}
         try:
-            with Case(zygote, mode, shared, shared) as case:
-                kill(case, point)
+            with_case(zygote, mode, kill, *arguments, **options)
         except BaseException:
-            failures.append(f"{kill.__name__} {point}\n{traceback.format_exc()}")
+            failures.append(f"{kill.__name__} {arguments} {options}\n{traceback.format_exc()}")
 
 
 def kill_trainer_alone(case, point):
     return kill_trainer(case, point, held=True)
+
+
+def kill_both_the_trainer_first(case, point):
+    return kill_both(case, point, first="trainer")
 
 
 def chosen(points, visits, noise):
@@ -134,8 +199,91 @@ def chosen(points, visits, noise):
     ]
 
 
-def test_there_were_enough_kills(kills):
-    if len(kills) < len(MODES):
+# -- flushers that die while they begin -------------------------------------------------------------------------------
+
+FILLING = [
+    write("run/1/a", 17 * MIB + 5, "local"),
+    write("latest", 101, "object"),
+    ["await", "go"],
+    write("run/junk", MIB, "staged"),
+    write("run/2/a", 18 * MIB, "staged"),
+    ["delete", "run/junk", "staged"],
+    write("run/tmp", 1000, "staged"),
+    ["rename", "run/tmp", "run/2/b", "staged"],
+    write("latest", 102, "local"),
+]
+FILLED = Mode(FILLING, ram=128 * MIB)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.timeout(600)
+def test_flushers_that_die_while_they_make_the_index_anew_lose_nothing_that_was_local(damage, kills):
+    """Once, and twice in a row: the second finds what the first one left, or the index damaged once more."""
+    noise = seeded(damage)
+    with zygotes(PARALLEL) as found:
+        points = with_case(found[0], FILLED, opening_points, Life(damage))
+        assert {step for step, _ in points} >= {"after index.rebuild", "before index.create", "after index.aside"}
+        jobs = [(kill_while_opening, [Life(damage, kill=point)]) for point in points]
+        for point, again in itertools.product(points, ("", damage)):
+            lives = [Life(damage, kill=point), Life(again, kill=noise.choice(points))]
+            jobs.append((kill_while_opening, lives, {"forget": noise.random() < 0.5}))
+        kills[f"index, {damage}"] = do_all(found, FILLED, jobs)
+
+
+@pytest.mark.timeout(600)
+def test_a_flusher_that_dies_in_a_commit_and_the_next_while_it_takes_that_back_lose_nothing_that_was_local(kills):
+    """And the third one, which has to make the index anew."""
+    noise = seeded("commits")
+    steps = {
+        "after arena.intents",
+        "after arena.write",
+        "after arena.sync",
+        "before index.commit",
+        "before arena.release",
+    }
+    jobs = []
+    with zygotes(PARALLEL) as found:
+        filling = [point for point in with_case(found[0], FILLED, filling_points) if point[0] in steps]
+        for point in chosen(filling, 4, noise):
+            release = (noise.choice(["before arena.release", "after arena.release"]), noise.choice([1, 1, 2]))
+            rebuild = (noise.choice(["before index.rebuild", "after index.aside", "after index.create"]), 1)
+            lives = [Life(kill=release), Life("lose", kill=rebuild)]
+            jobs.append((kill_while_opening, lives, {"filling": point, "forget": noise.random() < 0.6}))
+        kills["commits"] = do_all(found, FILLED, jobs)
+
+
+@pytest.mark.timeout(600)
+def test_flushers_that_die_while_they_grow_or_shrink_the_arena_lose_nothing_that_was_local(kills):
+    """The budget is another one each time; the smallest is less than what is in the arena."""
+    noise = seeded("sizes")
+    budgets = [128 * MIB, 48 * MIB, 24 * MIB]
+    jobs = []
+    with zygotes(PARALLEL) as found:
+        for budget in budgets:
+            points = with_case(found[0], FILLED, opening_points, Life(nvme=budget))
+            step = "grow" if budget > FILLED.nvme else "shrink"
+            assert {(f"before arena.{step}", 1), (f"after arena.{step}", 1)} <= set(points)
+            for point in points:
+                first = Life(nvme=budget, kill=point)
+                jobs.append((kill_while_opening, [first], {"forget": noise.random() < 0.5}))
+                for other in budgets:
+                    then = f"{noise.choice(['before', 'after'])} arena.{'shrink' if other < budget else 'grow'}"
+                    second = Life(noise.choice(["", "", "lose"]), other, (then, 1))
+                    jobs.append((kill_while_opening, [first, second], {"forget": noise.random() < 0.5}))
+        kills["sizes"] = do_all(found, FILLED, jobs)
+
+
+@pytest.mark.timeout(600)
+def test_flushers_that_die_while_they_make_the_nvme_tier_leave_none_that_seems_to_have_lost_its_index(kills):
+    steps = [f"{when} {step}" for step in ("index.create", "arena.create") for when in ("before", "after")]
+    mode = Mode(checkpoints("local"))
+    with zygotes(PARALLEL) as found:
+        jobs = [(kill_while_making, [(step, 1) for step in some]) for some in itertools.product(steps, steps)]
+        kills["making"] = do_all(found, mode, jobs)
+
+
+def test_there_were_enough_kills(kills, request):
+    if request.config.option.keyword or any("::" in name for name in request.config.args):
         pytest.skip("not all were asked for")
     print(kills)
     assert sum(kills.values()) >= KILLS_MIN

@@ -18,6 +18,7 @@ import fsspec
 import pytest
 import s3server
 import tier_load_worker
+from leftovers import end_flushers, flushers
 from tier_load_worker import NAMES, RACES
 
 import tierfs
@@ -26,8 +27,8 @@ from tierfs.store import Store, verify
 
 HERE = Path(__file__).parent
 SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
-# TIERFS_TEST_LOAD_S=15 for a look, 60 for a minute's, 3600 for a night.
-SECONDS = float(os.environ.get("TIERFS_TEST_LOAD_S", "30"))
+# TIERFS_TEST_LOAD_S=15 for a look, 3600 for a night.
+SECONDS = float(os.environ.get("TIERFS_TEST_LOAD_S", "60"))
 S3_SHARE = 0.4
 PATIENCE_S = 150
 WRITERS, READERS = 8, 4
@@ -113,18 +114,6 @@ def dump_flushers(directory):
             time.sleep(1)
     logs = [path.read_text()[-8000:] for path in directory.glob("state/stores/*/flusher.log")]
     return "\n".join(dumps + logs)
-
-
-def flushers(directory):
-    """Process ids of those that serve a state directory below this one."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                argv = (entry / "cmdline").read_bytes().split(b"\0")
-                if b"flusher" in argv and any(os.fsencode(directory) in word for word in argv):
-                    found.append(int(entry.name))
-    return found
 
 
 def _end(process):
@@ -221,7 +210,9 @@ def judge_leftovers(load, state, uuid):
 
 @pytest.fixture
 def state(tmp_path):
-    return tmp_path / "state"
+    """A state directory whose flushers are ended with the test, however that ends."""
+    yield tmp_path / "state"
+    end_flushers(tmp_path)
 
 
 def tier_options(state, **more):

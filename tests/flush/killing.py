@@ -26,6 +26,8 @@ MIB = 1 << 20
 PATIENCE_S = 60
 UNREACHED_S = 3
 WORDS = 64
+# The step that a flusher passes when it has opened the nvme tier.
+OPENED = "opened"
 
 
 def content(number, size):
@@ -79,6 +81,15 @@ def use_boot(boot):
     import tierfs.local.segmentfile
 
     tierfs.local.newslab.boot_id = tierfs.local.segmentfile.boot_id = lambda: boot
+
+
+def use_small_shared_memory(room):
+    """See to it that segments with a file take no more room than this, whatever there is."""
+    from tierfs.local.shares import Shares
+
+    Shares.free_bytes = lambda self, files: (
+        room - sum(file.size for file in self.files() if file.name.suffix != "memfd")
+    )
 
 
 def open_with_tiers(spec, ack="staged"):
@@ -167,7 +178,7 @@ def through_fsspec(spec, hook):
 
 def flusher(spec):
     from tierfs import __version__
-    from tierfs.flush.building import build_engine
+    from tierfs.flush import building
     from tierfs.flush.service import Service
     from tierfs.local.host import Host
     from tierfs.store.publishing import StorePublisher
@@ -179,7 +190,15 @@ def flusher(spec):
     publisher = StorePublisher(lambda: open_bare(spec))
     options = TierOptions(ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"])
     budgets = resolve(options, spec["uuid"], host_local=True, process_local=False)
-    engine = build_engine(host, spec["uuid"], budgets, lambda _: publisher, publisher=publisher, faults=Hook(spec))
+    hook, open_nvme = Hook(spec), building._nvme_tier
+
+    def open_and_say(*arguments):
+        tier = open_nvme(*arguments)
+        hook(OPENED)
+        return tier
+
+    building._nvme_tier = open_and_say
+    engine = building.build_engine(host, spec["uuid"], budgets, lambda _: publisher, publisher=publisher, faults=hook)
     service = Service(engine, host.store_directory(spec["uuid"]), version=__version__, linger_s=PATIENCE_S)
     signal.signal(signal.SIGTERM, lambda *_: service.stop())
     assert service.run()
@@ -317,6 +336,8 @@ def become(spec):
     if spec.get("group"):
         os.setpgid(0, 0 if spec["group"] is True else spec["group"])
     os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"] = spec["state"], spec["shm"]
+    if spec.get("shm_room") is not None:
+        use_small_shared_memory(spec["shm_room"])
     # Processes die here, and the kernel does not: so what is in memory is as durable as a disk, and much faster.
     import tierfs.local.nvme
     import tierfs.store.localtiers
@@ -395,6 +416,7 @@ class Mode:
     nvme: int = 96 * MIB
     piece: int = MIB
     door: bool = False
+    shm_room: int | None = None
     states: list = field(init=False)
 
     def __post_init__(self):
@@ -419,6 +441,12 @@ class Mode:
                 source = self.operations[done][1]
                 allowed.append({**self.states[done + 1], source: self.states[done][source]})
         return allowed
+
+    def after_a_loss(self, done):
+        """The same, when what was not in the nvme tier went, too: up to what was `local`, nothing is missing before it."""
+        local = [number for number, one in enumerate(self.operations[:done]) if one[-1] in {"local", "object"}]
+        first = local[-1] + 1 if local else 0
+        return [state for number in range(first, done + 1) for state in self.after_a_crash(number)]
 
     def is_at_least(self, path, value, number):
         """Whether a path that holds ``value`` holds what it did after operation ``number``, or later."""
@@ -464,6 +492,7 @@ class Case:
             "nvme": mode.nvme,
             "piece": mode.piece,
             "door": mode.door,
+            "shm_room": mode.shm_room,
             "operations": mode.operations,
         }
         self.children = []
@@ -615,17 +644,169 @@ def kill_trainer(case, point, *, held=False):
     return status != 0
 
 
-def kill_both(case, point):
-    """The flusher dies at this step, and the trainer right then, whatever it does. Returns whether it got there."""
-    flusher = case.start("flusher", kill=point)
-    trainer = case.start("trainer")
+def kill_both(case, point, *, first="flusher"):
+    """One of them dies at this step, and the other right then, whatever it does. Returns whether the first got there."""
+    flusher = case.start("flusher", kill=point if first == "flusher" else ())
+    trainer = case.start("trainer", kill=point if first == "trainer" else ())
     while not flusher.has_ended(0.002) and not trainer.has_ended():
         pass
+    reached = (flusher if first == "flusher" else trainer).has_ended()
     trainer.kill()
-    reached = flusher.has_ended()
     flusher.kill()
     case.check_right_now(trainer)
-    case.check_all_went_down(case.mode.after_a_crash(case.done(trainer)), case.start("flusher"))
+    mode = case.mode
+    after = mode.after_a_crash if mode.shm_room is None else mode.after_a_loss
+    case.check_all_went_down(after(case.done(trainer)), case.start("flusher"))
+    return reached
+
+
+def kill_trainer_sometime(case, after_s):
+    """The trainer dies so long after it has begun, wherever it is by then. Returns whether it was not done."""
+    flusher = case.start("flusher")
+    trainer = case.start("trainer")
+    while not case.lines(trainer):
+        assert not trainer.has_ended(0.002), case.logs()
+    trainer.has_ended(after_s)
+    status = trainer.kill()
+    case.check_right_now(trainer)
+    case.check_all_went_down(case.mode.after_a_crash(case.done(trainer)), flusher)
+    return status != 0
+
+
+# -- flushers that die while they open the nvme tier -------------------------------------------------------------------
+
+
+def lose(path):
+    path.unlink()
+
+
+def cut(path):
+    os.truncate(path, os.path.getsize(path) // 2)
+
+
+def overwrite(path):
+    path.write_bytes(b"garbage" * (os.path.getsize(path) // 7))
+
+
+DAMAGES = {damage.__name__: damage for damage in (lose, cut, overwrite)}
+UPLOADS = ("before upload.chunk", "before publish.record")
+
+
+@dataclass
+class Life:
+    """What a flusher finds when it begins, other than the one before it, and where it dies."""
+
+    damage: str = ""
+    nvme: int = 0
+    kill: tuple = ()
+
+
+def fill_nvme(case, *, kill=(), forget=True):
+    """Have a trainer do its work, and what comes after its ``await`` no further than to the nvme tier; end the flusher.
+
+    Args:
+        case: The case.
+        kill: Where the flusher dies; else it does when the trainer has done everything.
+        forget: Whether the trainer ends as well, and shared memory is lost, so that the nvme tier is all there is.
+
+    Returns:
+        Flusher and trainer.
+    """
+    number = [one[0] for one in case.mode.operations].index("await")
+    flusher = case.start("flusher", kill=kill, hold=UPLOADS, held_while=str(case.file("held")))
+    operations = [["await", str(case.file("go"))] if one[0] == "await" else one for one in case.mode.operations]
+    trainer = case.start("trainer", operations=operations, leave=str(case.file("leave")))
+    await_done_or_end(case, trainer, number, flusher)
+    case.file("held").touch()
+    case.file("go").touch()
+    await_done_or_end(case, trainer, len(operations), flusher)
+    flusher.kill()
+    case.file("held").unlink()
+    if forget:
+        trainer.kill()
+        for path in case.shm.iterdir():
+            shutil.rmtree(path)
+    return flusher, trainer
+
+
+def await_done_or_end(case, trainer, count, flusher):
+    ends = time.monotonic() + PATIENCE_S
+    while case.done(trainer) < count and not flusher.has_ended():
+        assert not trainer.has_ended(0.002), case.logs()
+        assert time.monotonic() < ends, case.logs()
+
+
+def open_and_die(case, life):
+    """Start a flusher that dies while it opens the nvme tier. Returns it, and whether it got there."""
+    if life.nvme:
+        case.common["nvme"] = life.nvme
+    for path in case.directory.glob("state/stores/*/nvme.db") if life.damage else ():
+        DAMAGES[life.damage](path)
+    flusher = case.start("flusher", kill=life.kill)
+    while not flusher.has_ended(0.002) and (OPENED, 1) not in points_of(flusher):
+        pass
+    reached = flusher.has_ended()
+    if life.kill:
+        assert flusher.kill() == -signal.SIGKILL, case.logs()
+    return flusher, reached
+
+
+def filling_points(case):
+    """The steps of a flusher that only fills the nvme tier. Nothing is killed then."""
+    flusher, _ = fill_nvme(case)
+    case.check_all_went_down([case.mode.states[-1]], case.start("flusher"))
+    return points_of(flusher)
+
+
+def opening_points(case, *lives, filling=()):
+    """The steps that the last of these flushers passes until it has opened the nvme tier."""
+    _, trainer = fill_nvme(case, kill=filling)
+    for life in lives:
+        flusher, _ = open_and_die(case, life)
+    case.check_all_went_down(case.mode.after_a_loss(case.done(trainer)), flusher)
+    points = points_of(flusher)
+    return points[: points.index((OPENED, 1))]
+
+
+def kill_while_opening(case, lives, *, filling=(), forget=True):
+    """One flusher after the other dies while it opens the nvme tier; what was `local` goes down.
+
+    Args:
+        case: The case.
+        lives: Of the flushers.
+        filling: Where the one before them dies.
+        forget: See `fill_nvme`.
+
+    Returns:
+        How many got to where they were to die.
+    """
+    _, trainer = fill_nvme(case, kill=filling, forget=forget)
+    reached = 0
+    for life in lives:
+        reached += open_and_die(case, life)[1]
+        case.check_right_now(trainer)
+    flusher = case.start("flusher")
+    if forget:
+        case.check_all_went_down(case.mode.after_a_loss(case.done(trainer)), flusher)
+        return reached
+    case.await_done(trainer)
+    case.file("leave").touch()
+    assert trainer.wait() == 0, case.logs()
+    case.check_all_went_down([case.mode.states[-1]], flusher)
+    return reached
+
+
+def kill_while_making(case, points):
+    """One flusher after the other dies while it makes the nvme tier, and a trainer waits for it."""
+    trainer = case.start("trainer", leave=str(case.file("leave")))
+    reached = sum(open_and_die(case, Life(kill=point))[1] for point in points)
+    case.check_right_now(trainer)
+    flusher = case.start("flusher")
+    case.await_done(trainer)
+    case.file("leave").touch()
+    assert trainer.wait() == 0, case.logs()
+    case.check_all_went_down([case.mode.states[-1]], flusher)
+    assert "no index that belongs to the arena" not in case.logs()
     return reached
 
 

@@ -99,7 +99,7 @@ class InlineTransfers(Transfers):
 class NoFlusher:
     """For who only looks."""
 
-    def request(self, do, arguments, *, fds=(), timeout_s=None):
+    def request(self, do, arguments, *, fds=(), timeout_s=None, again=None):
         raise AssertionError(f"looking needs no flusher: {do} {arguments}")
 
     def is_running(self):
@@ -446,7 +446,7 @@ class SteppedHost:
     def is_running(self):
         return self.engine is not None
 
-    def request(self, do, arguments, *, fds=(), timeout_s=None):
+    def request(self, do, arguments, *, fds=(), timeout_s=None, again=None):
         assert not fds
         arguments = json.loads(json.dumps(arguments))
         if do != "wait":

@@ -9,12 +9,15 @@ from killing import (
     HOLD,
     MIB,
     Case,
+    Life,
     Mode,
     Zygote,
     dry_run,
     kill_both,
     kill_flusher,
     kill_trainer,
+    kill_while_making,
+    kill_while_opening,
     points_of,
     write,
 )
@@ -32,6 +35,28 @@ SMALL = [
 WITH_NVME = Mode(SMALL, ram=40 * MIB, nvme=8 * MIB)
 # Without an nvme tier the writer itself publishes what is to be safer than `staged`.
 WITHOUT = Mode([[*one[:-1], "staged"] for one in SMALL], ram=40 * MIB, nvme=0)
+# The first is in the object tier by the time of the rest, which gets to the nvme tier.
+FILLED = Mode(
+    [
+        write("run/1/a", 70_000, "object"),
+        ["await", "go"],
+        write("run/2/a", MIB + 1, "staged"),
+        write("latest", 10, "local"),
+    ],
+    ram=40 * MIB,
+    nvme=8 * MIB,
+)
+# What the second file needs does not fit into the segment that the flusher has of the first.
+NO_FILES = Mode(
+    [write("run/a", MIB, "local"), write("run/b", 40 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
+)
+SOME_FILES = Mode(
+    [write("run/a", 30 * MIB, "local"), write("run/b", 30 * MIB, "local"), write("latest", 10, "local")],
+    ram=70 * MIB,
+    nvme=96 * MIB,
+    shm_room=40 * MIB,
+)
+SPILLED = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=20 * MIB, piece=70 * MIB)
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +115,59 @@ def test_what_a_killed_trainer_had_closed_goes_down_and_the_rest_is_not_there(ca
 
 def test_both_killed_at_once_lose_nothing_that_was_acknowledged(case):
     kill_both(case(WITH_NVME), ("after index.commit", 2))
+
+
+@pytest.mark.parametrize("forget", [True, False], ids=["shared memory lost", "shared memory there"])
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [Life("overwrite", kill=("after index.aside", 1)), Life(kill=("after index.create", 1))],
+        [Life(nvme=16 * MIB, kill=("before arena.grow", 1)), Life("lose", 4 * MIB, ("after arena.shrink", 1))],
+    ],
+    ids=["making the index anew", "growing and shrinking the arena"],
+)
+def test_two_flushers_that_die_while_they_open_the_nvme_tier_lose_nothing_that_was_local(case, lives, forget):
+    assert kill_while_opening(case(FILLED), lives, forget=forget) == 2
+
+
+def test_a_flusher_that_dies_between_index_and_arena_is_replaced_by_one_that_finds_nothing_lost(case):
+    assert kill_while_making(case(WITH_NVME), [("after index.create", 1), ("before arena.create", 1)]) == 2
+
+
+@pytest.mark.parametrize("step", ["before draft.seal", "before wait"])
+def test_a_trainer_without_files_for_its_segments_never_leaves_a_draft_whose_chunks_nobody_has(case, step):
+    assert kill_trainer(case(NO_FILES), (step, 2))
+
+
+@pytest.mark.parametrize("mode", [NO_FILES, SOME_FILES], ids=["no files", "some files"])
+def test_a_flusher_that_has_segments_without_a_file_is_replaced_and_gets_them_again(case, mode):
+    assert kill_flusher(case(mode), ("before settle.commit", 2))
+
+
+def test_a_flusher_that_dies_while_it_takes_down_what_has_no_file_is_replaced_and_gets_it_again(case):
+    mode = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=70 * MIB, shm_room=0)
+    assert kill_flusher(case(mode), ("before index.commit", 1))
+
+
+def test_what_is_local_survives_both_where_segments_have_no_file(case):
+    assert kill_both(case(NO_FILES), ("before wait", 2), first="trainer")
+
+
+@pytest.mark.parametrize("step", ["after chunk.copy", "before chunk.seal"])
+def test_a_trainer_that_dies_while_several_threads_copy_one_write_leaves_nothing_of_it(case, step):
+    assert kill_trainer(
+        case(Mode([write("run/a", 70 * MIB, "staged")], ram=120 * MIB, nvme=96 * MIB, piece=70 * MIB)), (step, 3)
+    )
+
+
+def test_a_trainer_that_dies_after_its_chunks_went_to_the_object_tier_leaves_no_file_there(case):
+    case = case(SPILLED)
+    assert kill_trainer(case, ("after spill", 2))
+    assert len(list((case.directory / "store/.tierfs/chunks").rglob("*.*"))) >= 2
+
+
+def test_a_flusher_that_dies_while_chunks_of_an_open_file_go_to_the_object_tier_is_replaced(case):
+    assert kill_flusher(case(SPILLED), ("after upload.chunk", 2))
 
 
 @pytest.mark.parametrize("lost", ["the flusher", "shared memory"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 __all__ = ["Caller"]
@@ -12,9 +12,17 @@ class Caller(Protocol):
     """How the flusher is reached; `FlusherClient` is one."""
 
     def request(
-        self, do: str, arguments: dict[str, Any], *, fds: Sequence[int] = (), timeout_s: float | None = None
+        self,
+        do: str,
+        arguments: dict[str, Any],
+        *,
+        fds: Sequence[int] = (),
+        timeout_s: float | None = None,
+        again: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Send a message and return the answer; starts a flusher where none runs.
+
+        Where that ended meanwhile, ``again`` is called before the next one is asked.
 
         Raises:
             TimeoutError: No answer in time.

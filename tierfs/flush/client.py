@@ -107,6 +107,7 @@ class FlusherClient:
         *,
         fds: Sequence[int] = (),
         timeout_s: float | None = None,
+        again: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Ask the flusher, and wait for its answer.
 
@@ -115,6 +116,7 @@ class FlusherClient:
             arguments: What JSON holds, within a message.
             fds: Descriptors to be sent along; borrowed.
             timeout_s: For all of it. When it is over the flusher sees this client hang up.
+            again: Called before the next flusher is asked because one ended: what it needs to know first.
 
         Raises:
             TierfsError: As the flusher raised it.
@@ -123,7 +125,7 @@ class FlusherClient:
             InvalidInputError: The request is too large.
             ReadOnlyError: Somebody else's process listens where the flusher should.
         """
-        outcome, unexpected = self._request(do, arguments, fds, timeout_s)
+        outcome, unexpected = self._request(do, arguments, fds, timeout_s, again)
         wire.close_all(unexpected)
         return outcome
 
@@ -134,7 +136,12 @@ class FlusherClient:
         return self._request(do, arguments, (), timeout_s)[1]
 
     def _request(
-        self, do: str, arguments: Mapping[str, Any] | None, fds: Sequence[int], timeout_s: float | None
+        self,
+        do: str,
+        arguments: Mapping[str, Any] | None,
+        fds: Sequence[int],
+        timeout_s: float | None,
+        again: Callable[[], None] | None = None,
     ) -> tuple[dict[str, Any], list[int]]:
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         request = {"do": do, "arguments": dict(arguments or {})}
@@ -155,6 +162,8 @@ class FlusherClient:
                 if crashes > REPEATS_MAX or attempts >= ATTEMPTS_MAX:
                     problem = f"the flusher ended {attempts} times while it was asked to {do}"
                     raise self._failed(problem, transient=True) from error
+                if again is not None:
+                    again()
             except TimeoutError as error:
                 self._discard(connection)
                 raise TimeoutError(f"the flusher did not finish {do} within {timeout_s} s") from error

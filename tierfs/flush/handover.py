@@ -44,15 +44,18 @@ class Handover:
 
     def ask(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Ask the flusher for something that may concern slabs of this process. Raises as `Caller.request` does."""
-        copies = copies_of(self._nameless())
-        try:
+
+        def give() -> None:
             # Ahead of it, so that a request that takes long keeps no memory that was given back meanwhile.
-            for at in range(0, len(copies), DESCRIPTORS_MAX):
-                given = copies[at : at + DESCRIPTORS_MAX]
-                self._flusher.request("draft", {}, fds=given, timeout_s=timeout_s)
-        finally:
-            close_all(copies)
-        return self._flusher.request(do, arguments, timeout_s=timeout_s)
+            copies = copies_of(self._nameless())
+            try:
+                for at in range(0, len(copies), DESCRIPTORS_MAX):
+                    self._flusher.request("draft", {}, fds=copies[at : at + DESCRIPTORS_MAX], timeout_s=timeout_s)
+            finally:
+                close_all(copies)
+
+        give()
+        return self._flusher.request(do, arguments, timeout_s=timeout_s, again=give)
 
     def look_around(self) -> None:
         """Have the flusher hand over the segments of others that this process does not have yet, where there are any.

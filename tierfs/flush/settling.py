@@ -9,7 +9,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
-from tierfs.flush.draft import Draft
 from tierfs.flush.entries import Entry
 from tierfs.flush.localchunk import check_block, envelope_of
 from tierfs.flush.state import RETRY_S_MIN, FlushState
@@ -159,7 +158,7 @@ class Settler:
         state = self._state
         drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
         for last in (False, False, True):
-            absent = [name for entry in batch for name in self._copy_chunks(nvme, entry.draft) if not nvme.has(name)]
+            absent = [name for entry in batch for name in self._copy_chunks(nvme, entry) if not nvme.has(name)]
             state.fault("before settle.commit")
             try:
                 numbers = nvme.commit(drafts=drafts, elsewhere=absent)
@@ -182,8 +181,9 @@ class Settler:
             state.release(entry.draft, slot)
             state.drop_holds(entry.draft)
 
-    def _copy_chunks(self, nvme: NvmeTier, draft: Draft) -> list[bytes]:
+    def _copy_chunks(self, nvme: NvmeTier, entry: Entry) -> list[bytes]:
         """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
+        draft = entry.draft
         others: list[bytes] = []
         tasks: list[Future[None]] = []
         rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
@@ -196,7 +196,8 @@ class Settler:
             elif row.stored_length or self._is_published(row):
                 others.append(name)
             elif not nvme.has(name):
-                raise CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
+                lost = CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
+                raise self._state.missing(entry, reference, lost)
         _raise_first(tasks)
         return others
 

@@ -165,6 +165,9 @@ class SlabWriter:
         stamp_ns = self._stamp()
         data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
         slot.segment.view(slot)[: len(data)] = data
+        if self._handover.is_needed():
+            # Before others can find the draft: if this process ended then, nobody would have its chunks.
+            self._tell()
         self._fault("before draft.seal")
         slot.segment.seal(slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns)
         self._fault("after draft.seal")

@@ -106,6 +106,18 @@ class FlushState:
         slot = None if segment is None else segment.slot(reference.index)
         return slot if slot is not None and slot.serial == reference.serial else None
 
+    def missing(self, entry: Entry, reference: SlotRef | None, error: TierfsError) -> TierfsError:
+        """What it means that no tier has a chunk: ``error``, unless its process lives and has not handed its memory over yet.
+
+        That does so with its next message; until then the draft keeps its place before those that were closed later.
+        """
+        if reference is None or entry.slot is None or self.ram.segment(reference.segment) is not None:
+            return error
+        if not self.ram.host.is_alive(entry.slot.segment.owner):
+            return error
+        text = f"{entry.path}: a chunk of it lies in memory without a file, which its process has not handed over yet"
+        return StoreError(text, transient=True, path=entry.path, tier="ram")
+
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
         """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.
 

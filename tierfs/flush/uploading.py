@@ -147,10 +147,11 @@ class Uploader:
         try:
             entry.rows[index] = publisher.find_chunk(row)
         except CorruptionError as error:
-            raise CorruptionError(
+            lost = CorruptionError(
                 f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
                 path=entry.path,
-            ) from error
+            )
+            raise state.missing(entry, reference, lost) from error
 
     def _sources(self, entry: Entry, name: bytes, reference: SlotRef | None) -> Iterable[Callable[[memoryview], bool]]:
         """Where a chunk may be read from, the nearest first. What is read is checked by whoever stores it."""
@@ -173,7 +174,9 @@ class Uploader:
             raw = memoryview(buffer)[: chunk.length]
             chunk.segment.read(chunk, 0, raw)
             self._pace(chunk.length)
+            self._state.fault("before upload.chunk")
             stored = publisher.put_chunk(raw)
+            self._state.fault("after upload.chunk")
             if stored.name.digest != chunk.name[1:]:
                 raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
             self._count(chunk.length)

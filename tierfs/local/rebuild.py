@@ -75,7 +75,9 @@ def open_tier(
                 # What may be left is the journal of a database that is gone. The index is first, so that an arena without
                 # one has lost it.
                 _move_aside(directory / INDEX_FILE, faults)
+                faults("before index.create")
                 Index.create(directory / INDEX_FILE, epoch=secrets.token_bytes(16))
+                faults("after index.create")
                 index = Index(directory / INDEX_FILE)
             lost = _salvage(index)
             epoch = index.epoch if index is not None and _is_empty(index) else secrets.token_bytes(16)
