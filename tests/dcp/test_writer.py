@@ -287,3 +287,22 @@ def test_objects_of_any_kind_come_back(url):
     dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
     assert found["text"] == saved["text"]
     assert found["set"] == {1, 2}
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path, how, caplog):
+    options = {"ram": "64MiB", "nvme": "256MiB", "state_dir": str(tmp_path / "small")}
+    writer = TierWriter(url, ack="local", **options)
+    saved = {f"layer{number}": noise(5 << 20, seed=number) for number in range(5)} | {"step": 7, "t": noise(30, 20).t()}
+    live = copy.deepcopy(saved)
+    if how == "save":
+        dcp.save(live, storage_writer=writer)
+    else:
+        future = dcp.async_save(live, storage_writer=writer)
+        live["layer3"].zero_()
+        future.result()
+    assert "goes through it in waves" in caplog.text
+    found = empty_like(saved)
+    dcp.load(found, storage_reader=TierReader(url, **options))
+    assert same(found, saved)
+    writer.wait("object", timeout=60)

@@ -7,6 +7,7 @@ they lie, adds what was not staged, and gives the file its name. So nothing of a
 from __future__ import annotations
 
 import bisect
+import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import torch
 
 from tierfs.dcp.shardlayout import Entry, Piece, header, plan_runs
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.errors import CapacityError
 from tierfs.flush.levels import Level
 from tierfs.store import Store
 from tierfs.store.stagedfile import Run, StagedFile
+from tierfs.units import format_bytes
 
 __all__ = ["Placed", "ShardFile", "find_staged"]
 
@@ -65,13 +68,17 @@ class ShardFile:
 
     Args:
         store: Where it is to be saved.
+        private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._file = StagedFile(store)
+    def __init__(self, store: Store, *, private: bool = False) -> None:
+        self._file = None if private else StagedFile(store)
+        self._room = None if private or store.tiers is None else store.tiers.ram.budget_bytes // _ranks_here()
+        self._used = 0
         self._runs: list[_Run] = []
         self._names: set[str] = set()
-        _live.add(self)
+        if not private:
+            _live.add(self)
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Placed, torch.Tensor]]:
         """Copy tensors into the file.
@@ -95,6 +102,7 @@ class ShardFile:
             if not tensor.numel():
                 placed = self._place(name, tensor.dtype, tuple(tensor.shape), None, 0, 0)
                 found[number] = placed, torch.empty_like(tensor, device="cpu")
+        self._reserve(sum(piece.length for piece in pieces))
         with torch.no_grad():
             targets: list[torch.Tensor] = []
             sources: list[torch.Tensor] = []
@@ -120,6 +128,7 @@ class ShardFile:
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Placed]:
         """Copy the bytes of serialised objects into the file. Raises as `add_tensors` does."""
         pieces = [Piece(name, "bytes", len(data)) for name, data in objects]
+        self._reserve(sum(piece.length for piece in pieces))
         found: dict[int, Placed] = {}
         for plan in plan_runs(pieces):
             (run, _), at = self._begin(plan.lengths), 0
@@ -149,6 +158,7 @@ class ShardFile:
 
     def seal(self) -> None:
         """Hash what is in it: `Level.STAGED` but for the name."""
+        assert self._file is not None
         self._file.seal([run.memory for run in self._runs])
 
     def commit(
@@ -168,6 +178,7 @@ class ShardFile:
         Raises:
             TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
         """
+        assert self._file is not None
         needed = {id(placed.run) for placed in wanted if placed.run is not None}
         runs = [run for run in self._runs if id(run) in needed]
         begins: dict[int, int] = {}
@@ -198,10 +209,28 @@ class ShardFile:
 
     def abort(self) -> None:
         """Give everything back. Tensors that are views of it hold anything from then on."""
-        self._file.abort()
+        if self._file is not None:
+            self._file.abort()
+
+    def _reserve(self, length: int) -> None:
+        """See that so many bytes more can be there at all: what this file holds is not freed by waiting.
+
+        Raises:
+            CapacityError: They cannot.
+        """
+        self._used += length
+        if self._room is not None and self._used > self._room:
+            raise CapacityError(
+                f"{format_bytes(self._used)} are more than this rank's share of the ram tier, {format_bytes(self._room)}: "
+                "raise ram= (TIERFS_RAM)",
+                tier="ram",
+            )
 
     def _begin(self, lengths: Sequence[int]) -> tuple[_Run, torch.Tensor]:
         """A run, and its memory as a tensor of bytes. Only what is handed out refers to that: it refers to us."""
+        if self._file is None:
+            private = torch.empty(sum(lengths), dtype=torch.uint8)
+            return _Run(Run(memoryview(b""), sum(lengths), []), private.data_ptr(), []), private
         memory = self._file.add_run(lengths)
         array = np.frombuffer(memory.view, np.uint8).view(_Memory)
         array.file = self
@@ -230,6 +259,12 @@ def find_staged(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
         if placed is not None:
             return file, placed
     return None
+
+
+def _ranks_here() -> int:
+    """How many processes share the ram tier, as torchrun says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(said), 1) if said.isdigit() else 1
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -24,7 +24,8 @@ from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.reader import metadata_file
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged
 from tierfs.dcp.staging import stage
-from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
+from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
 from tierfs.flush.levels import Level
 from tierfs.store import Store, Writer, kind_of, level_of, status, wait
 
@@ -116,7 +117,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
         """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`."""
         store, _ = self._here.open(write=True)
-        return stage(state_dict, ShardFile(store))
+        try:
+            return stage(state_dict, ShardFile(store))
+        except CapacityError as error:
+            _say_waves(store, error)
+            return stage(state_dict, ShardFile(store, private=True))
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""
@@ -171,14 +176,23 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not plan.items:
             future.set_result([])
             return future
-        file, placed = self._place(store, plan.items, planner)
         name = f"rank-{self._rank_here():05d}-{secrets.token_hex(4)}.safetensors"
-        note = {"format": "pt", "tierfs": "1"}
-        length, offsets = file.commit(_join(path, name), placed, level=self._level(store), note=note)
+        target, level, note = _join(path, name), self._level(store), {"format": "pt", "tierfs": "1"}
+        items = [(item, planner.resolve_data(item)) for item in plan.items]
+        try:
+            file, placed = self._place(store, items)
+        except CapacityError as error:
+            _say_waves(store, error)
+            length, begins = stream(store, target, [_part(*item) for item in items], level=level, note=note)
+            sizes = [_length(data) for _, data in items]
+        else:
+            length, offsets = file.commit(target, placed, level=level, note=note)
+            begins = [offsets[id(where)] for where in placed]
+            sizes = [where.length for where in placed]
         future.set_result(
             [
-                WriteResult(item.index, where.length, (Place(name, offsets[id(where)], where.length), length))
-                for item, where in zip(plan.items, placed, strict=True)
+                WriteResult(item.index, size, (Place(name, begin, size), length))
+                for (item, _), begin, size in zip(items, begins, sizes, strict=True)
             ]
         )
         return future
@@ -224,29 +238,26 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _place(self, store: Store, items: Sequence[WriteItem], planner: SavePlanner) -> tuple[ShardFile, list[Placed]]:
+    def _place(self, store: Store, items: Sequence[tuple[WriteItem, Any]]) -> tuple[ShardFile, list[Placed]]:
         """Find each item where it was staged, and copy what was not."""
         placed: list[Placed | None] = [None] * len(items)
         tensors: list[tuple[int, torch.Tensor]] = []
         objects: list[tuple[int, memoryview]] = []
         file: ShardFile | None = None
-        for number, item in enumerate(items):
-            data = planner.resolve_data(item)
+        for number, (item, data) in enumerate(items):
             if item.type is WriteItemType.BYTE_IO:
-                assert isinstance(data, io.BytesIO)
                 objects.append((number, data.getbuffer()))
                 continue
-            assert isinstance(data, torch.Tensor)
             found = find_staged(data)
             if found is not None and file in {None, found[0]}:
                 file, placed[number] = found
             else:
                 tensors.append((number, data))
         file = file or ShardFile(store)
-        named = [(items[number].index.fqn, tensor) for number, tensor in tensors]
+        named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
         for (number, _), (where, _) in zip(tensors, file.add_tensors(named), strict=True):
             placed[number] = where
-        blobs = file.add_objects([(items[number].index.fqn, data) for number, data in objects])
+        blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
         for (number, _), where in zip(objects, blobs, strict=True):
             placed[number] = where
         return file, [where for where in placed if where is not None]
@@ -268,6 +279,23 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def _metadata_name(self) -> str:
         return metadata_file(None if self._save.use_collectives else self._rank_here())
+
+
+def _part(item: WriteItem, data: Any) -> Part:
+    if item.type is WriteItemType.BYTE_IO:
+        return object_part(item.index.fqn, data.getbuffer())
+    return tensor_part(item.index.fqn, data)
+
+
+def _length(data: Any) -> int:
+    return len(data.getbuffer()) if isinstance(data, io.BytesIO) else int(data.numel() * data.element_size())
+
+
+def _say_waves(store: Store, error: CapacityError) -> None:
+    assert store.tiers is not None
+    store.tiers.counters.fall_back(
+        "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", error
+    )
 
 
 class _Save(threading.local):

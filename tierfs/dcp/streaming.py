@@ -1,0 +1,84 @@
+"""A shard file that does not fit into the ram tier as a whole: written from front to back, so that it goes through in waves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierfs.dcp.shardlayout import Entry, header
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
+from tierfs.flush.levels import Level
+from tierfs.store import Store, Writer
+
+__all__ = ["Part", "object_part", "stream", "tensor_part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor or object to be written.
+
+    Attributes:
+        name: Of it; made unique in the file.
+        dtype: The format's name for it.
+        shape: Rows first.
+        length: In bytes.
+        read: Gives the bytes, when their turn has come: what has to be copied for it is one tensor at a time.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    length: int
+    read: Callable[[], memoryview]
+
+
+def tensor_part(name: str, tensor: torch.Tensor) -> Part:
+    """A dense tensor, on any device."""
+    length = tensor.numel() * tensor.element_size()
+    known = SAFETENSORS_NAMES.get(tensor.dtype)
+    return Part(name, known or "U8", tuple(tensor.shape) if known else (length,), length, lambda: bytes_of(tensor))
+
+
+def object_part(name: str, data: memoryview) -> Part:
+    """A serialised object."""
+    return Part(name, "U8", (len(data),), len(data), lambda: data)
+
+
+def stream(
+    store: Store, path: str, parts: Sequence[Part], *, level: Level | None, note: Mapping[str, str]
+) -> tuple[int, list[int]]:
+    """Write a shard file.
+
+    Args:
+        store: Where to.
+        path: Relative to it.
+        parts: In the order of the file.
+        level: What is waited for.
+        note: Strings for the header.
+
+    Returns:
+        The file's length, and the offset of each part, both in bytes.
+
+    Raises:
+        StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
+    """
+    entries, names, at = [], set(), 0
+    for number, part in enumerate(parts):
+        name = part.name if part.name not in names else f"{part.name}#{number}"
+        names.add(name)
+        entries.append(Entry(name, part.dtype, part.shape, at, part.length))
+        at += part.length
+    head = header(entries, note)
+    writer = Writer(store, path, level=level)
+    try:
+        writer.write(head)
+        for part in parts:
+            if part.length:
+                writer.write(part.read())
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    return len(head) + at, [len(head) + entry.at for entry in entries]
