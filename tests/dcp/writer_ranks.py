@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from dcp_ranks import Trainer
+from dcp_ranks import Trainer, stop_checkpoint_process
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -102,6 +103,23 @@ def training_goes_on(url: str, mesh: DeviceMesh) -> None:
         assert other.fingerprint() == expected, step
 
 
+def in_a_process(url: str, mesh: DeviceMesh) -> None:
+    writer = TierWriter(url, **OPTIONS)
+    for seed in (1, 2):
+        live = sharded(mesh, seed, [Shard(0)])
+        future = dcp.async_save(
+            live,
+            storage_writer=writer,
+            checkpoint_id=f"{url}/{seed}",
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        live["rows"].to_local().zero_()
+        future.result()
+    for seed in (1, 2):
+        check(f"{url}/{seed}", mesh, seed, [Shard(1)])
+    stop_checkpoint_process()
+
+
 def failure(url: str, mesh: DeviceMesh) -> None:
     dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=TierWriter(url, **OPTIONS))
     try:
@@ -130,7 +148,10 @@ def on_their_own(url: str, mesh: DeviceMesh) -> None:
     assert torch.equal(found["mine"], torch.full((3,), float(rank)))
 
 
-SCENARIOS = {scenario.__name__: scenario for scenario in (resharding, staged, training_goes_on, failure, on_their_own)}
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (resharding, staged, training_goes_on, in_a_process, failure, on_their_own)
+}
 
 
 def main(rank: int, directory: Path, url: str) -> None:

@@ -112,11 +112,14 @@ class ShardFile:
                 for piece in plan.pieces:
                     name, tensor = tensors[full[piece]]
                     length = pieces[piece].length
-                    view = memory[at : at + length].view(tensor.dtype).view(tensor.shape)
+                    # A storage of its own: what is pickled of a tensor is its storage, and a DTensor over a part of one
+                    # cannot be at all (torch 2.13 reads from address 0).
+                    own = self._tensor(memory[at : at + length])
+                    view = own.view(tensor.dtype).view(tensor.shape)
                     placed = self._place(name, tensor.dtype, tuple(tensor.shape), run, at, length)
                     found[full[piece]] = placed, view
                     if _is_plain(tensor):
-                        targets.append(memory[at : at + length])
+                        targets.append(own)
                         sources.append(tensor.detach().reshape(-1).view(torch.uint8))
                     else:
                         view.copy_(tensor.detach())
@@ -226,17 +229,22 @@ class ShardFile:
                 tier="ram",
             )
 
-    def _begin(self, lengths: Sequence[int]) -> tuple[_Run, torch.Tensor]:
-        """A run, and its memory as a tensor of bytes. Only what is handed out refers to that: it refers to us."""
+    def _begin(self, lengths: Sequence[int]) -> tuple[_Run, np.ndarray[Any, Any]]:
+        """A run, and its memory. Only what is handed out refers to that: it refers to us."""
         if self._file is None:
-            private = torch.empty(sum(lengths), dtype=torch.uint8)
-            return _Run(Run(memoryview(b""), sum(lengths), []), private.data_ptr(), []), private
+            private = np.empty(sum(lengths), np.uint8)
+            return _Run(Run(memoryview(b""), sum(lengths), []), private.ctypes.data, []), private
         memory = self._file.add_run(lengths)
-        array = np.frombuffer(memory.view, np.uint8).view(_Memory)
-        array.file = self
+        array = np.frombuffer(memory.view, np.uint8)
         run = _Run(memory, array.ctypes.data, [])
         self._runs.append(run)
-        return run, torch.from_numpy(array)
+        return run, array
+
+    def _tensor(self, memory: np.ndarray[Any, Any]) -> torch.Tensor:
+        """Memory of a run as a tensor of bytes that keeps us alive."""
+        held = memory.view(_Memory)
+        held.file = self
+        return torch.from_numpy(held)
 
     def _place(
         self, name: str, dtype: torch.dtype, shape: tuple[int, ...], run: _Run | None, at: int, length: int
