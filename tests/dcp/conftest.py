@@ -1,0 +1,16 @@
+"""No store is left open: what it goes on with in the background would be counted as what another test left behind."""
+
+import importlib
+
+import pytest
+
+opened = importlib.import_module("tierfs.store.open")
+
+
+@pytest.fixture(autouse=True)
+def stores_are_closed():
+    yield
+    while opened._stores:
+        _, store = opened._stores.popitem()
+        if store.tiers is not None:
+            store.tiers.close()
