@@ -306,3 +306,13 @@ def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path
     dcp.load(found, storage_reader=TierReader(url, **options))
     assert same(found, saved)
     writer.wait("object", timeout=60)
+
+
+def test_a_job_that_spans_hosts_saves_to_the_object_tier_at_once(url, monkeypatch, caplog):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    writer = TierWriter(url, ack="staged", **OPTIONS)
+    for number in range(2):
+        dcp.save(state(number), storage_writer=writer)
+        assert writer.ack() == "object"
+    assert caplog.text.count("the job spans hosts") == 1

@@ -12,7 +12,7 @@ from tierfs.flush.levels import Level
 from tierfs.store import Store, TierOptions, open_store, parse_url
 from tierfs.store.url import asks_to_create
 
-__all__ = ["Address"]
+__all__ = ["Address", "inside"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +72,8 @@ class Address:
         location = replace(location, options={**location.options, **self.options}, tiers=self.tiers)
         create = write and (asks_to_create(location) if self.create is None else self.create)
         return open_store(location, write=write, create=create)
+
+
+def inside(directory: str, name: str) -> str:
+    """The path of a file in a directory of a store, which may be its root."""
+    return f"{directory}/{name}" if directory else name

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfs.dcp.address import Address
+from tierfs.dcp.address import Address, inside
 from tierfs.dcp.items import ItemReader, Saved
 from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
 from tierfs.dcp.shards import ShardFiles
@@ -95,7 +95,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         """
         store, directory = self._address.open()
         name = metadata_file(kwargs.get("rank"))
-        path = f"{directory}/{name}" if directory else name
+        path = inside(directory, name)
         where = store.where(path)
         try:
             reader = open_entry(store, stat(store, path))

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from tierfs.dcp.address import Address
+from tierfs.dcp.address import Address, inside
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.reader import metadata_file
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged
@@ -159,7 +159,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             AlreadyExistsError: There is a checkpoint, and it may not be replaced.
         """
         store, path = self._here.open(write=True)
-        if not self._overwrite and kind_of(store, _join(path, self._metadata_name())) is not None:
+        if not self._overwrite and kind_of(store, inside(path, self._metadata_name())) is not None:
             raise AlreadyExistsError(
                 f"{self._here.url} holds a checkpoint: save to another directory, or give overwrite=True", path=path
             )
@@ -177,7 +177,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             future.set_result([])
             return future
         name = f"rank-{self._rank_here():05d}-{secrets.token_hex(4)}.safetensors"
-        target, level, note = _join(path, name), self._level(store), {"format": "pt", "tierfs": "1"}
+        target, level, note = inside(path, name), self._level(store), {"format": "pt", "tierfs": "1"}
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         try:
             file, placed = self._place(store, items)
@@ -211,7 +211,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         complete = replace(metadata, storage_data=places, storage_meta=meta)
         now_ns = store.clock.now_ns()
         note = CheckpointNote(meta.save_id, now_ns, now_ns, files=files)
-        writer = Writer(store, _join(path, self._metadata_name()), level=self._level(store))
+        writer = Writer(store, inside(path, self._metadata_name()), level=self._level(store))
         writer.write(encode(complete, note))
         writer.commit()
 
@@ -230,7 +230,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def ack(self) -> str:
         """The level that the checkpoint has reached, as seen from this host."""
         store, path = self._here.open()
-        return level_of(store, _join(path, self._metadata_name())).label
+        return level_of(store, inside(path, self._metadata_name())).label
 
     def status(self) -> dict[str, Any]:
         """The store's, as ``tierfs status --json`` shows it."""
@@ -304,10 +304,6 @@ class _Save(threading.local):
     address: Address | None = None
     rank: int | None = None
     use_collectives: bool = True
-
-
-def _join(directory: str, name: str) -> str:
-    return f"{directory}/{name}" if directory else name
 
 
 def _spans_hosts() -> bool:
