@@ -11,8 +11,8 @@ import os
 import re
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +20,12 @@ import xxhash
 import zstandard
 
 MAGIC, BLOCK, CHUNK, MANIFEST, TEXT = b"\x89TIERFS\n", 1 << 20, 16 << 20, 16 << 20, 1 << 16
+STORED, TABLE, BASES = CHUNK + TEXT, 1 << 30, 64
 KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE = KINDS = (1, 2, 3, 4, 6, 7)
 INLINE, INDIRECT = 1, 2
+STORE, ZSTD, CONST, PLANE, DPLANE, SPARSE, DERIVE = range(7)
+REFERENCES = {DPLANE: 1, SPARSE: 1, DERIVE: 2}  # codec: how many bytes of reference it needs for one of its block
+ELEMENTS = {1: "B", 2: "H", 4: "I", 8: "Q"}  # width: how struct names it
 DIGESTS = {"xxh3-128": (1, 16), "blake3": (2, 32)}  # name: number, size
 COMPONENT = re.compile(r"(?:[A-Za-z0-9_.=+,@-]|![0-9a-f]{2})+")
 RANGES = {"format": (1, 1), "created_ns": (-(1 << 63), (1 << 63) - 1), "block_bytes": (BLOCK, BLOCK),
@@ -59,6 +63,36 @@ class Row(NamedTuple):
     raw_length: int
     stored_length: int
     bases: tuple[ChunkName, ...]
+
+
+class Base(NamedTuple):
+    """What the reference of a chunk takes from another one."""
+
+    name: ChunkName
+    raw_length: int
+    stored_length: int
+    offset: int
+    length: int
+
+
+class Block(NamedTuple):
+    """One block of a chunk, and where in the object it lies."""
+
+    digest: bytes
+    codec: int
+    length: int
+    at: int
+    encoded: int
+
+
+class Chunk(NamedTuple):
+    """A chunk object whose envelope is checked; ``scale`` is the length of its reference in its raw lengths."""
+
+    key: str
+    data: bytes
+    blocks: tuple[Block, ...]
+    bases: tuple[Base, ...]
+    scale: int
 
 
 class Tombstone(NamedTuple):
@@ -154,11 +188,13 @@ def _json(data: bytes, kind: str, what: str) -> dict[str, Any]:
 class _Fields:
     """The fields of an object, in order. Those that go beyond its end are an error."""
 
+    check = staticmethod(_known)
+
     def __init__(self, data: bytes, what: str, at: int = 0) -> None:
         self.data, self.what, self.at = data, what, at
 
     def take(self, size: int) -> bytes:
-        _known(size <= len(self.data) - self.at, f"{self.what}: fields beyond the end")
+        self.check(size <= len(self.data) - self.at, f"{self.what}: fields beyond the end")
         self.at += size
         return self.data[self.at - size : self.at]
 
@@ -167,14 +203,125 @@ class _Fields:
 
     def number(self, form: str, low: int, high: int, name: str) -> int:
         value: int = self.unpack(form)[0]
-        _known(low <= value <= high, f"{self.what}: {name} is {value}")
+        self.check(low <= value <= high, f"{self.what}: {name} is {value}")
         return value
 
     def reserved(self, size: int) -> None:
-        _known(not any(self.take(size)), f"{self.what}: reserved bytes that are not zero")
+        self.check(not any(self.take(size)), f"{self.what}: reserved bytes that are not zero")
 
     def end(self) -> None:
-        _known(self.at == len(self.data), f"{self.what}: bytes after the last field")
+        self.check(self.at == len(self.data), f"{self.what}: bytes after the last field")
+
+
+class _Encoded(_Fields):
+    """The encoded bytes of a block: whatever is wrong in them is damage."""
+
+    check = staticmethod(_sound)
+
+    def width(self) -> int:
+        width = self.unpack("B")[0]
+        self.check(width in ELEMENTS, f"{self.what}: elements of {width} bytes")
+        return int(width)
+
+    def head(self, size: int) -> tuple[int, int, int]:
+        """Size, mode and length of the data of a plane."""
+        mode, length = self.unpack("BI")
+        fits = {0: length == size, 1: length == 1 and size > 0, 2: 1 <= length < size}
+        self.check(fits.get(mode, False), f"{self.what}: mode {mode} and {length} bytes for a plane of {size}")
+        return size, mode, length
+
+    def all_fit(self, heads: list[tuple[int, int, int]], tail: int) -> None:
+        left = len(self.data) - self.at
+        self.check(sum(head[2] for head in heads) + tail == left, f"{self.what}: lengths that do not add up")
+
+    def plane(self, size: int, mode: int, length: int) -> bytes:
+        data = self.take(length)
+        if mode == 0:
+            return data
+        return data * size if mode == 1 else _frame(data, size, self.what)
+
+    def elements(self, width: int, heads: list[tuple[int, int, int]]) -> tuple[int, ...]:
+        data = bytearray(heads[0][0] * width)
+        for index, head in enumerate(heads):
+            data[width - 1 - index :: width] = self.plane(*head)
+        return _elements(data, width)
+
+
+def _elements(data: bytes | bytearray, width: int) -> tuple[int, ...]:
+    return struct.unpack_from(f"<{len(data) // width}{ELEMENTS[width]}", data)
+
+
+def _frame(data: bytes, size: int, what: str) -> bytes:
+    try:
+        parameters = zstandard.get_frame_parameters(data)
+        _sound(parameters.content_size == size, f"{what}: a frame of {parameters.content_size} bytes, not {size}")
+        _sound(parameters.dict_id == 0, f"{what}: a frame with a dictionary")
+        return zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ReaderError("corruption", f"{what}: {error}") from error
+
+
+def _planes(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
+    width = fields.width()
+    rotation = fields.number("B", 0, 7 if codec == PLANE else 0, "the rotation")
+    heads = [fields.head(size // width) for _ in range(width)]
+    fields.all_fit(heads, size % width)
+    found, bits = fields.elements(width, heads), 8 * width
+    mask = (1 << bits) - 1
+    if codec == DPLANE:
+        pairs = zip(found, _elements(base, width), strict=True)
+        found = tuple((old + ((zigzag >> 1) ^ -(zigzag & 1))) & mask for zigzag, old in pairs)
+    elif rotation:
+        found = tuple((value >> rotation | value << (bits - rotation)) & mask for value in found)
+    return struct.pack(f"<{len(found)}{ELEMENTS[width]}", *found) + fields.take(size % width)
+
+
+def _sparse(fields: _Encoded, size: int, base: bytes) -> bytes:
+    width = fields.width()
+    fields.reserved(1)
+    count = size // width
+    changed = fields.number("I", 0, count, "how many elements differ")
+    gap_bytes = fields.number("I", 0, changed + (count - changed) // 255, "the number of gap bytes")
+    heads = [fields.head(gap_bytes), *(fields.head(changed) for _ in range(width))]
+    fields.all_fit(heads, size % width)
+    gaps = fields.plane(*heads[0])
+    ends = len(gaps) - gaps.count(255)
+    _sound(ends == changed and gaps[-1:] != b"\xff", f"{fields.what}: {ends} gaps for {changed} elements")
+    _sound(sum(gaps) + changed <= count, f"{fields.what}: gaps beyond the last element")
+    found, mask, at = list(_elements(base, width)), (1 << 8 * width) - 1, 0
+    differences = iter(fields.elements(width, heads[1:]))
+    for gap in gaps:
+        at += gap
+        if gap < 255:
+            zigzag = next(differences)
+            found[at] = (found[at] + ((zigzag >> 1) ^ -(zigzag & 1))) & mask
+            at += 1
+    return struct.pack(f"<{count}{ELEMENTS[width]}", *found) + fields.take(size % width)
+
+
+def _derive(fields: _Encoded, size: int, base: bytes) -> bytes:
+    fields.number("B", 1, 1, "the function")
+    found = [
+        0x7FFF if x & 0x7FFFFFFF > 0x7F800000 else (x + 0x7FFF + (x >> 16 & 1)) >> 16
+        for x in _elements(base[: size // 2 * 4], 4)
+    ]
+    return struct.pack(f"<{size // 2}H", *found) + fields.take(size % 2)
+
+
+def _decode(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
+    """The ``size`` raw bytes of a block."""
+    data = fields.data
+    if codec in (STORE, ZSTD):
+        return data if codec == STORE else _frame(data, size, fields.what)
+    if codec == CONST:
+        _sound(len(data) in ELEMENTS, f"{fields.what}: an element of {len(data)} bytes")
+        return (data * (size // len(data) + 1))[:size]
+    if codec in (PLANE, DPLANE):
+        block = _planes(codec, fields, size, base)
+    else:
+        block = (_sparse if codec == SPARSE else _derive)(fields, size, base)
+    fields.end()
+    return block
 
 
 class StoreReader:
@@ -188,6 +335,7 @@ class StoreReader:
 
     Attributes:
         descriptor: The store's descriptor, checked.
+        codecs: How many blocks of each codec were decoded.
 
     Raises:
         FileNotFoundError: There is no store.
@@ -195,6 +343,7 @@ class StoreReader:
 
     def __init__(self, root: str | os.PathLike[str], blake3: Callable[[bytes], bytes] | None = None) -> None:
         self._root = Path(root)
+        self.codecs: Counter[int] = Counter()
         self.descriptor = self._read_descriptor()
         functions = {"xxh3-128": _checksum, "blake3": blake3}
         digest = functions.get(self.descriptor["digest"])
@@ -263,7 +412,7 @@ class StoreReader:
         total = len(manifest.inline) + sum(row.raw_length for row in rows)
         _known(total == manifest.length, f"{total} bytes of content for a length of {manifest.length}")
         digest = self._digest(struct.pack("<Q", manifest.length) + b"".join(digests))
-        _sound(digest == manifest.content_digest, "the content digest does not follow from the content")
+        _known(digest == manifest.content_digest, "the content digest does not follow from the content")
         return rows
 
     def read(self, path: str) -> bytes:
@@ -283,7 +432,7 @@ class StoreReader:
 
     def _get(self, key: str, limit: int) -> bytes:
         with open(self._root / key, "rb") as file:
-            _known(os.fstat(file.fileno()).st_size <= limit, f"{key}: over {limit} bytes")
+            _sound(os.fstat(file.fileno()).st_size <= limit, f"{key}: over {limit} bytes")
             return file.read()
 
     def _read_descriptor(self) -> dict[str, Any]:
@@ -324,10 +473,10 @@ class StoreReader:
     def _row(self, fields: _Fields) -> Row:
         digest = fields.take(self._size)
         raw_length = fields.number("I", 1, CHUNK, "the raw length of a row")
-        stored_length, generation, recipe = fields.unpack("II8s")
-        bases = fields.number("H", 0, 8, "the number of bases of a row")
+        stored_length = fields.number("I", 0, STORED, "the stored length of a row")
+        generation, recipe = fields.unpack("I8s")
+        bases = fields.number("H", 0, BASES, "the number of bases of a row")
         fields.reserved(2)
-        _known(any(recipe) == (bases > 0), f"{fields.what}: a row with {bases} bases and the recipe {recipe.hex()}")
         name = ChunkName(digest, generation, recipe)
         return Row(name, raw_length, stored_length, tuple(self._name(fields) for _ in range(bases)))
 
@@ -347,6 +496,9 @@ class StoreReader:
         fields.end()
         _known(len(inline) == (length if flags & INLINE else 0), f"{fields.what}: {len(inline)} bytes inline")
         _known(not (flags & INLINE and rows), f"{fields.what}: rows beside inline content")
+        _known(bool(rows) or not flags & INDIRECT, f"{fields.what}: a table without chunks")
+        table = sum(row.raw_length for row in rows) if flags & INDIRECT else 0
+        _known(table <= TABLE, f"{fields.what}: a row table of {table} bytes")
         _known(kind == KIND_FILE or (flags, length) == (INLINE, 0), f"{fields.what}: a directory with content")
         values = _json(metadata, "format", f"{fields.what}: metadata") if metadata else {}
         return Manifest(
@@ -354,54 +506,93 @@ class StoreReader:
         )
 
     def _chunk(self, row: Row) -> bytes:
+        return self._content(Base(*row[:3], 0, row.raw_length), row, self.descriptor["chain_max"] + 1)
+
+    def _content(self, wanted: Base, row: Row, steps_left: int) -> bytes:
+        """A range of the raw bytes of a chunk of a file, or of a base of it, which its row has to name, too."""
+        _known(wanted.name in (row.name, *row.bases), f"{wanted.name.key}: a base that is not in the row")
+        chunk = self._envelope(wanted)
+        first, last = wanted.offset // BLOCK, (wanted.offset + wanted.length - 1) // BLOCK
+        blocks = []
+        for index in range(first, last + 1):
+            block, what = chunk.blocks[index], f"{chunk.key}: block {index}"
+            _known(block.codec <= DERIVE, f"{what}: unknown codec {block.codec}")
+            base = b""
+            if block.codec in REFERENCES:
+                _known(REFERENCES[block.codec] == chunk.scale, f"{what}: a codec without its reference")
+                _known(steps_left > 0, f"{what}: too many chunks, one encoded against the other")
+                base = self._reference(chunk, index, row, steps_left - 1)
+            encoded = _Encoded(chunk.data[block.at : block.at + block.encoded], what)
+            raw = _decode(block.codec, encoded, block.length, base)
+            _sound(len(raw) == block.length and self._digest(raw) == block.digest, f"{what}: wrong bytes")
+            self.codecs[block.codec] += 1
+            blocks.append(raw)
+        offset = wanted.offset - first * BLOCK
+        return b"".join(blocks)[offset : offset + wanted.length]
+
+    def _reference(self, chunk: Chunk, index: int, row: Row, steps_left: int) -> bytes:
+        """What the bases of a chunk give to one of its blocks."""
+        start, found, at = chunk.scale * index * BLOCK, [], 0
+        stop = start + chunk.scale * chunk.blocks[index].length
+        for base in chunk.bases:
+            low, high = max(start, at), min(stop, at + base.length)
+            if low < high:
+                part = base._replace(offset=base.offset + low - at, length=high - low)
+                found.append(self._content(part, row, steps_left))
+            at += base.length
+        return b"".join(found)
+
+    def _envelope(self, wanted: Base) -> Chunk:
+        """The chunk object that a row or a base table names; what is encoded in it is not looked at."""
         try:
-            _, envelope, fields = self._open(row.name.key, (KIND_CHUNK,), 2 * CHUNK)
+            _, envelope, fields = self._open(wanted.name.key, (KIND_CHUNK,), STORED)
         except FileNotFoundError as error:
-            raise ReaderError("corruption", f"{row.name.key}: missing") from error
+            raise ReaderError("corruption", f"{wanted.name.key}: missing") from error
         size, what = self._size, fields.what
         fields.number("B", self._number, self._number, "the kind of digests")
         fields.reserved(1)
-        blocks = fields.number("H", 1, 16, "the number of blocks")
-        bases = fields.number("H", 0, 8, "the number of bases")
+        block_count = fields.number("H", 1, 16, "the number of blocks")
+        base_count = fields.number("H", 0, BASES, "the number of bases")
         fields.reserved(2)
         raw_length = fields.number("I", 1, CHUNK, "the raw length")
         fields.number("I", BLOCK, BLOCK, "the block size")
         recipe, digest = fields.take(8), fields.take(size)
-        _known(any(recipe) == (bases > 0), f"{what}: {bases} bases and the recipe {recipe.hex()}")
         lengths = [min(BLOCK, raw_length - at) for at in range(0, raw_length, BLOCK)]
-        _known(blocks == len(lengths), f"{what}: {blocks} blocks of {raw_length} bytes")
-        _known(envelope == 56 + size + blocks * (size + 8) + bases * (size + 28), f"{what}: length of the envelope")
-        table = []
+        _known(block_count == len(lengths), f"{what}: {block_count} blocks of {raw_length} bytes")
+        tables = block_count * (size + 8) + base_count * (size + 28)
+        _known(envelope == 56 + size + tables, f"{what}: length of the envelope")
+        blocks, at = [], envelope
         for length in lengths:
-            block_digest, codec = fields.take(size), fields.number("B", 0, 1, "a codec")
-            fields.reserved(3)
-            encoded = fields.number("I", 1 if codec else length, length - 1 if codec else length, "an encoded length")
-            table.append((block_digest, codec, length, encoded))
-        names = []
-        for _ in range(bases):
-            names.append(self._name(fields))
-            fields.unpack("Q")
-            fields.number("Q", 0, CHUNK, "the length needed of a base")
-        fields.take(16)
-        stored = envelope + sum(encoded for *_, encoded in table)
-        _sound(len(fields.data) == stored, f"{what}: {len(fields.data)} bytes instead of {stored}")
-        follows = self._digest(struct.pack("<Q", raw_length) + b"".join(entry[0] for entry in table))
+            block_digest, codec = fields.take(size), fields.unpack("BB")[0]
+            fields.reserved(2)
+            low, high = (length, length) if codec == STORE else (1, length - 1)
+            encoded = fields.number("I", low, high, "an encoded length")
+            blocks.append(Block(block_digest, codec, length, at, encoded))
+            at += encoded
+        table = fields.data[fields.at : envelope - 16]
+        bases = tuple(self._base(fields) for _ in range(base_count))
+        scale = self._scale(bases, raw_length, what)
+        follows = _checksum(table)[:8] if bases else bytes(8)
+        follows = bytes(7) + b"\1" if bases and not any(follows) else follows
+        _known(recipe == follows, f"{what}: the recipe does not follow from the bases")
+        _sound(len(fields.data) == at, f"{what}: {len(fields.data)} bytes instead of {at}")
+        follows = self._digest(struct.pack("<Q", raw_length) + b"".join(block.digest for block in blocks))
         _sound(follows == digest, f"{what}: the chunk digest does not follow from the blocks")
-        _sound((digest, recipe) == (row.name.digest, row.name.recipe), f"{what}: another chunk")
-        _sound((raw_length, stored, tuple(names)) == row[1:], f"{what}: not as its row says")
-        return b"".join(self._block(fields, *entry) for entry in table)
+        _sound((digest, recipe) == (wanted.name.digest, wanted.name.recipe), f"{what}: another chunk")
+        _sound((raw_length, at) == (wanted.raw_length, wanted.stored_length), f"{what}: not as its row says")
+        return Chunk(what, fields.data, tuple(blocks), bases, scale)
 
-    def _block(self, fields: _Fields, digest: bytes, codec: int, length: int, encoded: int) -> bytes:
-        block = fields.take(encoded)
-        if codec == 1:
-            try:
-                stated = zstandard.frame_content_size(block)
-                _sound(stated == length, f"{fields.what}: a frame of {stated} bytes for a block of {length}")
-                block = zstandard.ZstdDecompressor().decompress(block, allow_extra_data=False)
-            except zstandard.ZstdError as error:
-                raise ReaderError("corruption", f"{fields.what}: {error}") from error
-        _sound(len(block) == length and self._digest(block) == digest, f"{fields.what}: wrong bytes in a block")
-        return block
+    def _base(self, fields: _Fields) -> Base:
+        name, raw_length = self._name(fields), fields.number("I", 1, CHUNK, "the raw length of a base")
+        stored_length, offset = fields.number("I", 0, STORED, "the stored length of a base"), fields.unpack("I")[0]
+        length = fields.number("I", 1, CHUNK, "the length needed of a base")
+        _known(offset + length <= raw_length, f"{fields.what}: a range beyond the end of its base")
+        return Base(name, raw_length, stored_length, offset, length)
+
+    def _scale(self, bases: tuple[Base, ...], raw_length: int, what: str) -> int:
+        reference = sum(base.length for base in bases)
+        _known(not bases or reference in (raw_length, 2 * raw_length), f"{what}: a reference of {reference} bytes")
+        return reference // raw_length
 
     def _lease(self, key: str) -> Lease:
         _, word, fields = self._open(key, (KIND_LEASE,), TEXT)
@@ -412,7 +603,7 @@ class StoreReader:
         fields.reserved(2)
         host = fields.take(host_length)
         fields.end()
-        _sound(key == f".tierfs/leases/{holder.hex()}", f"{key}: the lease of another holder")
+        _known(key == f".tierfs/leases/{holder.hex()}", f"{key}: the lease of another holder")
         try:
             return Lease(holder, sequence, renewed, duration, host.decode())
         except UnicodeDecodeError as error:
@@ -426,8 +617,7 @@ class StoreReader:
         fields.reserved(3)
         names = tuple(self._name(fields) for _ in range(fields.number("I", 0, 1_000_000, "the number of names")))
         fields.end()
-        _sound(key == f".tierfs/gc/{epoch:016x}", f"{key}: the list of another epoch")
-        _known(all(a.digest <= b.digest for a, b in pairwise(names)), f"{key}: names that are not sorted")
+        _known(key == f".tierfs/gc/{epoch:016x}", f"{key}: the list of another epoch")
         return Condemned(epoch, published, names)
 
 

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import random
 import shutil
 import struct
 import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from independent_reader import INDIRECT, INLINE, Manifest, ReaderError, StoreReader, decode_key, encode_path, main
 
 import tierfs
+from tierfs.errors import TierfsError
+from tierfs.flush.stopping import stop_flusher
+from tierfs.objects import LocalObjects
+from tierfs.store import Store, load
+from tierfs.store import open as opening
+from tierfs.store.create import read_descriptor
 
 KIB, MIB = 1 << 10, 1 << 20
 SMALL = (0, 1, 17, 64 * KIB, 64 * KIB + 1)
@@ -204,6 +217,182 @@ def test_keys_name_one_path_each(path: str) -> None:
 )  # fmt: skip
 def test_keys_that_are_no_path_are_no_record(key: str) -> None:
     assert decode_key(key) is None
+
+
+# -- the golden files --------------------------------------------------------------------------------------------------
+
+GOLDEN = Path(__file__).parent / "golden" / "v1"
+CASES = json.loads((GOLDEN / "damaged" / "cases.json").read_text())
+
+
+def test_reader_reads_the_golden_files() -> None:
+    reader, expected = StoreReader(GOLDEN / "store"), json.loads((GOLDEN / "expected.json").read_text())
+    assert {path: hashlib.sha256(reader.read(path)).hexdigest() for path in reader.files()} == expected["files"]
+    assert (reader.directories(), reader.tombstones()) == (expected["directories"], expected["tombstones"])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
+def test_reader_refuses_the_damaged_golden_files_as_the_package_does(case: dict[str, Any], tmp_path: Path) -> None:
+    root = Path(shutil.copytree(GOLDEN / "store", tmp_path / "store"))
+    for key, file in {**case.get("others", {}), case["key"]: case["file"]}.items():
+        (root / key).parent.mkdir(exist_ok=True)
+        shutil.copy(GOLDEN / "damaged" / file, root / key)
+    with pytest.raises(ReaderError) as caught:
+        StoreReader(root).read(case["path"])
+    assert caught.value.kind == case["error"]
+
+
+# -- chunks that are encoded, also against others ----------------------------------------------------------------------
+
+WIDTHS = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "F8_E4M3": 1, "I16": 2, "I32": 4, "I64": 8, "U8": 1}
+tensors = st.tuples(
+    st.sampled_from(sorted(WIDTHS)),
+    st.sampled_from([1, 999, 70_001, 70_001, MIB + 8, MIB + 8, 2 * MIB + 4, 2 * MIB + 4]),
+    st.sampled_from(["noise", "constant", "alike", "text"]),
+    st.sampled_from(["same", "near", "few", "all"]),
+    st.booleans(),
+)
+EVERYTHING = [
+    ("F32", 2 * MIB + 4, "alike", "near", True),
+    ("F16", MIB + 8, "alike", "few", False),
+    ("I64", MIB + 8, "constant", "same", False),
+    ("U8", MIB + 7, "noise", "all", False),
+    ("U8", MIB + 13, "text", "few", False),
+]
+
+
+def elements(count: int, width: int, kind: str, draw: np.random.Generator) -> np.ndarray:
+    """Elements as unsigned integers."""
+    if kind == "noise":
+        return np.frombuffer(draw.bytes(width * count), f"<u{width}")
+    if kind == "text":
+        return np.frombuffer(PATTERN[: width * count], f"<u{width}")
+    # Numbers near one another: their upper bytes are the same.
+    spread = 1 << max(3, 4 * width) if kind == "alike" else 1
+    start = int(draw.integers(0, 1 << 8 * width - 2))
+    return draw.integers(start, start + spread, count).astype(f"<u{width}")
+
+
+def changed(before: np.ndarray, change: str, draw: np.random.Generator) -> np.ndarray:
+    """Elements a step later."""
+    after = before.copy()
+    if change == "near":
+        after += draw.integers(0, 7, after.size).astype(after.dtype)
+        after -= after.dtype.type(3)
+    elif change == "few":
+        after[draw.random(after.size) < 0.004] ^= after.dtype.type(5)
+    elif change == "all":
+        after = np.frombuffer(draw.bytes(after.nbytes), after.dtype)
+    return after
+
+
+def bfloat16(numbers: np.ndarray) -> np.ndarray:
+    """float32, as unsigned integers, in less precision."""
+    rounded = (numbers.astype("<u8") + 0x7FFF + (numbers >> 16 & 1)) >> 16
+    return np.where(numbers & 0x7FFFFFFF > 0x7F800000, 0x7FFF, rounded).astype("<u2")
+
+
+def safetensors(named: dict[str, tuple[str, np.ndarray]]) -> bytes:
+    """A file of tensors, one behind the other."""
+    head, at = {}, 0
+    for name, (dtype, values) in named.items():
+        head[name] = {"dtype": dtype, "shape": [values.size], "data_offsets": [at, at + values.nbytes]}
+        at += values.nbytes
+    text = json.dumps(head).encode()
+    return struct.pack("<Q", len(text)) + text + b"".join(values.tobytes() for _, values in named.values())
+
+
+def steps_of(shapes: list[tuple[str, int, str, str, bool]], seed: int) -> list[bytes]:
+    """The files of two steps; some float32 tensors have a copy as bfloat16."""
+    draw = np.random.default_rng(seed)
+    files: list[dict[str, tuple[str, np.ndarray]]] = [{}, {}]
+    for number, (dtype, size, kind, change, has_copy) in enumerate(shapes):
+        values = elements(max(1, size // WIDTHS[dtype]), WIDTHS[dtype], kind, draw)
+        for file in files:
+            file[f"{number}.wide"] = dtype, values
+            if dtype == "F32" and has_copy:
+                file[f"{number}.copy"] = "BF16", bfloat16(values)
+            values = changed(values, change, draw)
+    return [safetensors(file) for file in files]
+
+
+@pytest.fixture
+def staged(tmp_path: Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """A store on a host of its own, whose flusher encodes wherever it saves bytes, and the store's directory."""
+    (tmp_path / "shm").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+        patch.setenv("TIERFS_SHM_DIR", str(tmp_path / "shm"))
+        patch.setattr(opening, "_stores", {})
+        patch.setattr(opening, "_tiers", {})
+        root = f"{tmp_path}/store"
+        tierfs.init(root)
+        options = {"ack": "staged", "ram": "64MiB", "nvme": "0", "codecs": "all"}
+        yield fsspec.url_to_fs(f"tierfs::file://{root}", **options, skip_instance_cache=True)[0], root
+        for tiers in opening._tiers.values():
+            tiers.close()
+        for directory in (tmp_path / "state").glob("stores/*"):
+            stop_flusher(directory, tierfs.__version__, timeout_s=30)
+
+
+def load_bare(root: Path | str, path: str) -> bytes:
+    """The content of a file as the package reads it from the object tier."""
+    tier = LocalObjects(Path(root))
+    return bytes(load(Store(tier, read_descriptor(tier, "bare"), url="bare"), path))
+
+
+def test_reader_agrees_with_the_package_on_every_codec(staged: tuple[fsspec.AbstractFileSystem, str]) -> None:
+    fs, root = staged
+    runs = map("".join, itertools.product("abcdefghij", repeat=4))
+    codecs: Counter[int] = Counter()
+
+    @settings(max_examples=30, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(tensors, min_size=1, max_size=4), st.integers(0, 1 << 32))
+    @example(EVERYTHING, 0)
+    def compare(shapes: list[tuple[str, int, str, str, bool]], seed: int) -> None:
+        run = next(runs)
+        for step, data in enumerate(steps_of(shapes, seed)):
+            path = f"{run}/step-{step}/model.safetensors"
+            fs.pipe_file(f"{root}/{path}", data)
+            fs.wait(f"{root}/{path}", "object")
+            reader = StoreReader(root)
+            assert reader.read(path) == data
+            assert load_bare(root, path) == data
+            assert all(Path(root, name.key).is_file() for name in reader.chunk_names(path))
+            codecs.update(reader.codecs)
+
+    compare()
+    assert set(codecs) == {0, 1, 2, 3, 4, 5, 6}
+
+
+def test_flipped_bits_in_encoded_chunks_are_refused_by_both_readers(tmp_path: Path) -> None:
+    root = Path(shutil.copytree(GOLDEN / "store", tmp_path / "store"))
+    sound, draw, outcomes = StoreReader(root), random.Random(21), Counter[str]()
+    contents = {path: sound.read(path) for path in sound.files() if path.startswith("codecs/")}
+    needed = {path: {name.key for name in sound.chunk_names(path)} for path in contents}
+    for key in sorted(set.union(*needed.values())):
+        data = (root / key).read_bytes()
+        (envelope,) = struct.unpack_from("<I", data, 12)
+        heads, last = range(envelope, min(envelope + 60, len(data))), range(len(data) - 1, len(data))
+        for where in (range(12, envelope), range(len(data)), heads, heads, heads, heads, last):
+            place, bit = draw.choice(where), 1 << draw.randrange(8)
+            (root / key).write_bytes(data[:place] + bytes([data[place] ^ bit]) + data[place + 1 :])
+            for path in (path for path in contents if key in needed[path]):
+                found = [
+                    outcome(read, path, contents[path]) for read in (StoreReader(root).read, partial(load_bare, root))
+                ]
+                assert found[0] == found[1] != "wrong", f"{path}: bit {bit} of byte {place} of {key}: {found}"
+                assert found[0] != "format" or place < 12, f"{path}: bit {bit} of byte {place} of {key}: {found}"
+                outcomes[found[0]] += 1
+        (root / key).write_bytes(data)
+    assert outcomes["corruption"] > 50 * max(1, outcomes["sound"])
+
+
+def outcome(read: Callable[[str], bytes], path: str, content: bytes) -> str:
+    try:
+        return "sound" if read(path) == content else "wrong"
+    except (ReaderError, TierfsError) as error:
+        return error.kind
 
 
 # -- a store with every kind of object ---------------------------------------------------------------------------------

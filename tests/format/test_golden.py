@@ -3,15 +3,19 @@
 import hashlib
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tierfs.codec import Codec
 from tierfs.errors import TierfsError
-from tierfs.format.keys import parse_record_key
+from tierfs.format.keys import chunk_key, parse_record_key
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
 from tierfs.store.create import read_descriptor
+from tierfs.store.fetching import read_envelope
+from tierfs.store.records import observe
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -48,7 +52,9 @@ def test_the_golden_store_verifies(tmp_path):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["file"])
 def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, tmp_path):
     store = copy_golden(tmp_path / "store")
-    shutil.copy(GOLDEN / "damaged" / case["file"], tmp_path / "store" / case["key"])
+    for key, file in {**case.get("others", {}), case["key"]: case["file"]}.items():
+        (tmp_path / "store" / key).parent.mkdir(exist_ok=True)
+        shutil.copy(GOLDEN / "damaged" / file, tmp_path / "store" / key)
     with pytest.raises(TierfsError) as raised:
         load(store, case["path"])
     assert raised.value.kind == case["error"]
@@ -56,6 +62,19 @@ def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, tmp_path):
     others = set(EXPECTED["files"]) - {case["path"], "copy-of-numbers.bin"}
     for path in others:
         assert hashlib.sha256(load(store, path)).hexdigest() == EXPECTED["files"][path]
+
+
+def test_the_golden_files_have_every_codec_at_every_width_and_a_chain_of_two_steps():
+    store = open_at(GOLDEN / "store")
+    codecs = Counter()
+    for path in EXPECTED["files"]:
+        for row in observe(store, path).manifest.rows:
+            codecs.update(Codec(block.codec).name for block in read_envelope(store, row, path).blocks)
+    assert set(codecs) == set(Codec.__members__)
+    assert min(codecs[name] for name in ("CONST", "PLANE", "DPLANE", "SPARSE")) >= len((1, 2, 4, 8))
+    (working,) = observe(store, "step-2/working.bin").manifest.rows
+    assert [len(base.name.recipe.strip(b"\0")) > 0 for base in read_envelope(store, working, "").bases] == [True, False]
+    assert len(working.bases) == 4
 
 
 def dump(data: bytes) -> str:
@@ -72,9 +91,6 @@ def test_the_worked_example_in_the_specification_is_the_golden_file():
     tree = GOLDEN / "store" / ".tierfs" / "tree"
     record = (tree / "a" / "hello.txt!").read_bytes()
     store = open_at(GOLDEN / "store")
-    from tierfs.format.keys import chunk_key
-    from tierfs.store.records import observe
-
     manifest = observe(store, "numbers.bin").manifest
     chunk = (GOLDEN / "store" / chunk_key(manifest.rows[0].name)).read_bytes()
     envelope = chunk[: int.from_bytes(chunk[12:16], "little")]

@@ -1,26 +1,26 @@
-"""Encode and decode one block: stored as it is, or as one zstd frame where that pays.
+"""Encode and decode one block, each codec by its own module.
 
-FORMAT.md, "Codecs". Pure functions; every size is bounded before anything is allocated.
+FORMAT.md, "Codecs". Pure functions over buffers, which may be of any length and alignment; every size is bounded
+before anything is allocated. The modules with numbers are imported when they are needed: they bring numpy, and
+importing the package must not.
 """
 
 from __future__ import annotations
 
 import enum
-import threading
+from typing import NamedTuple
 
-import zstandard
+from tierfs.codec import frames
+from tierfs.codec.damage import DamageError
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-from tierfs.digest import Buffer
-from tierfs.errors import CorruptionError, FormatError
-
-__all__ = ["Codec", "decode_block", "encode_block"]
+__all__ = ["Codec", "Coding", "decode_block", "encode_block"]
 
 PROBE_BYTES = 16 * 1024
-# A block must shrink to this share, or the time it takes is not worth it. Measured on training states: plain
-# zstd wins 8 % on dense floats, at a tenth of the speed of a disk, and far more on text, indices and zeros.
+# What zstd is to shrink must come down to this share, or the time it takes is not worth it: plain zstd wins 8 % on
+# dense floats, at a tenth of the speed of a disk, and far more on text, indices and zeros.
 WORTH = 0.75
-_LEVEL = 1
-_local = threading.local()
 
 
 class Codec(enum.IntEnum):
@@ -28,67 +28,153 @@ class Codec(enum.IntEnum):
 
     STORE = 0
     ZSTD = 1
+    CONST = 2
+    PLANE = 3
+    DPLANE = 4
+    SPARSE = 5
+    DERIVE = 6
+
+    @property
+    def base_factor(self) -> int:
+        """How many bytes of a base it needs for each byte of a block."""
+        return _BASE_FACTORS.get(self, 0)
 
 
-def encode_block(raw: memoryview) -> tuple[Codec, Buffer]:
+_BASE_FACTORS = {Codec.DPLANE: 1, Codec.SPARSE: 1, Codec.DERIVE: 2}
+_KNOWN = frozenset(Codec)
+
+
+class Coding(NamedTuple):
+    """How a block is to be encoded: a wish, which `encode_block` grants where it pays.
+
+    Attributes:
+        codec: CONST asks for nothing: it is found by itself.
+        width: Bytes of an element, 1, 2, 4 or 8, for PLANE, DPLANE and SPARSE.
+    """
+
+    codec: Codec
+    width: int = 1
+
+
+def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
     """Encode one block.
 
+    A block that is one element repeated becomes CONST, whatever was asked for. SPARSE becomes DPLANE where too many
+    elements differ, DERIVE becomes PLANE where the block does not follow from its base, and everything becomes STORE
+    where it does not pay.
+
     Args:
-        raw: The block, 1 byte to 1 MiB. Borrowed; the result may be ``raw`` itself.
+        raw: The block, 1 byte to 1 MiB. Borrowed, as are the others.
+        coding: What to try.
+        base: The block's reference: as long as ``raw`` for DPLANE and SPARSE, twice as long for DERIVE.
+        out: At least as long as ``raw``, and not overlapping it. Undefined behind the encoded bytes.
 
     Returns:
-        The codec, and the encoded bytes, never more than the raw ones.
+        The codec, and how many encoded bytes are in ``out``: fewer than ``raw`` has, or for STORE as many, and then
+        they are those of ``raw`` and ``out`` is undefined.
+
+    Raises:
+        InvalidInputError: The codec needs a base, and this is none.
     """
-    compressor = _compressor()
-    middle = max(0, (len(raw) - PROBE_BYTES) // 2)
-    probe = raw[middle : middle + PROBE_BYTES]
-    if len(compressor.compress(probe)) > len(probe) * WORTH:
-        return Codec.STORE, raw
-    encoded = compressor.compress(raw)
-    if len(encoded) > len(raw) * WORTH:
-        return Codec.STORE, raw
-    return Codec.ZSTD, encoded
+    from tierfs.codec import constant  # noqa: PLC0415 - see the module's description
+
+    if coding.width not in (1, 2, 4, 8):
+        raise InvalidInputError(f"elements of {coding.width} bytes")
+    if not 0 < len(raw) <= min(BLOCK_BYTES, len(out)):
+        raise InvalidInputError(f"a block of {len(raw)} bytes, to be encoded into {len(out)}")
+    element = constant.constant_element(raw)
+    if element is not None:
+        out[: len(element)] = element
+        return Codec.CONST, len(element)
+    codec, length = _encode(raw, coding, base, out)
+    return (codec, length) if length is not None else (Codec.STORE, len(raw))
 
 
-def decode_block(codec: int, encoded: memoryview, out: memoryview, where: str) -> None:
-    """Decode one block into ``out``, which has exactly the block's raw size. Does not verify its digest.
+def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryview | None, where: str) -> None:
+    """Decode one block. Does not verify its digest.
+
+    Args:
+        codec: As the block table says.
+        encoded: The encoded bytes. Borrowed, as are the others.
+        out: Exactly as long as the block's raw bytes. Every byte is written, or there is an error and it is undefined.
+        base: The block's reference, if its chunk has bases: as long as ``out`` for DPLANE and SPARSE, twice as long for
+            DERIVE. Others ignore it.
+        where: What messages say of the block's place.
 
     Raises:
         CorruptionError: The bytes do not decode to that size.
-        FormatError: The codec is unknown.
+        FormatError: The codec is unknown, or needs another base.
     """
+    try:
+        _decode(codec, encoded, out, base, where)
+    except DamageError as error:
+        raise CorruptionError(f"{where}: a block that does not decode: {error}", path=where) from None
+
+
+def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:
+    from tierfs.codec import derive, differences, planes, sparse  # noqa: PLC0415
+
+    codec, width = coding
+    reference = memoryview(b"") if base is None else base
+    if codec.base_factor and len(reference) != codec.base_factor * len(raw):
+        raise InvalidInputError(f"{codec.name} of {len(raw)} bytes with a base of {len(reference)}")
+    if codec is Codec.ZSTD:
+        return codec, _encode_zstd(raw, out)
+    if codec is Codec.DERIVE:
+        length = derive.encode_derived(raw, reference, out)
+        if length is not None:
+            return codec, length
+        codec, width = Codec.PLANE, 2
+    if codec is Codec.SPARSE:
+        length = sparse.encode_sparse(raw, width, reference, out)
+        if length is not None:
+            return codec, length
+        codec = Codec.DPLANE
+    if codec is Codec.DPLANE:
+        return codec, differences.encode_difference(raw, width, reference, out)
+    if codec is Codec.PLANE:
+        return codec, planes.encode_plane(raw, width, out)
+    return Codec.STORE, None
+
+
+def _encode_zstd(raw: memoryview, out: memoryview) -> int | None:
+    middle = max(0, (len(raw) - PROBE_BYTES) // 2)
+    probe = raw[middle : middle + PROBE_BYTES]
+    if len(frames.compress(probe)) > len(probe) * WORTH:
+        return None
+    frame = frames.compress(raw)
+    if len(frame) > len(raw) * WORTH:
+        return None
+    out[: len(frame)] = frame
+    return len(frame)
+
+
+def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview | None, where: str) -> None:
     if codec == Codec.STORE:
         if len(encoded) != len(out):
-            raise CorruptionError(f"{where}: {len(encoded)} bytes where {len(out)} belong", path=where)
+            raise DamageError(f"{len(encoded)} bytes where {len(out)} belong")
         out[:] = encoded
-    elif codec == Codec.ZSTD:
-        out[:] = _decompress(encoded, len(out), where)
-    else:
+        return
+    if codec not in _KNOWN:
         raise FormatError(f"{where}: unknown codec {codec}: use a newer tierfs", path=where)
+    if not 0 < len(encoded) < len(out):
+        raise DamageError(f"{len(encoded)} bytes for a block of {len(out)}")
+    if codec == Codec.ZSTD:
+        out[:] = frames.decompress(encoded, len(out))
+        return
+    from tierfs.codec import constant, derive, differences, planes, sparse  # noqa: PLC0415
 
-
-def _decompress(encoded: memoryview, size: int, where: str) -> bytes:
-    try:
-        # The frame's own claim is checked first: a bomb never gets memory on its header's word.
-        if zstandard.frame_content_size(encoded) != size:
-            raise CorruptionError(f"{where}: a block that does not decode to {size} bytes", path=where)
-        decoded: bytes = _decompressor().decompress(encoded, max_output_size=size, allow_extra_data=False)
-    except zstandard.ZstdError as error:
-        raise CorruptionError(f"{where}: a block that does not decode: {error}", path=where) from None
-    if len(decoded) != size:
-        raise CorruptionError(f"{where}: a block that does not decode to {size} bytes", path=where)
-    return decoded
-
-
-def _compressor() -> zstandard.ZstdCompressor:
-    compressor: zstandard.ZstdCompressor | None = getattr(_local, "compressor", None)
-    if compressor is None:
-        compressor = _local.compressor = zstandard.ZstdCompressor(level=_LEVEL, write_content_size=True)
-    return compressor
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    decompressor: zstandard.ZstdDecompressor | None = getattr(_local, "decompressor", None)
-    if decompressor is None:
-        decompressor = _local.decompressor = zstandard.ZstdDecompressor()
-    return decompressor
+    factor = Codec(codec).base_factor
+    reference = memoryview(b"") if base is None else base
+    if factor and len(reference) != factor * len(out):
+        raise FormatError(f"{where}: codec {codec} with {len(reference)} bytes of base for {len(out)}", path=where)
+    if codec == Codec.CONST:
+        constant.decode_constant(encoded, out)
+    elif codec == Codec.PLANE:
+        planes.decode_plane(encoded, out)
+    elif codec == Codec.DPLANE:
+        differences.decode_difference(encoded, out, reference)
+    elif codec == Codec.SPARSE:
+        sparse.decode_sparse(encoded, out, reference)
+    else:
+        derive.decode_derived(encoded, out, reference)

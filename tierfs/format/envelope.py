@@ -5,17 +5,30 @@ FORMAT.md, "Chunk envelope".
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tierfs import digest
 from tierfs.digest import BLOCK_BYTES, CHUNK_BLOCKS, CHUNK_BYTES, Buffer, DigestKind
 from tierfs.errors import CorruptionError
-from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES, Kind, header, open_sealed, peek_kind, seal
+from tierfs.format.header import CHECKSUM_BYTES, HEADER_BYTES, Cursor, Kind, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import NO_RECIPE, ChunkName
 
-__all__ = ["ENVELOPE_BYTES_MAX", "Base", "Block", "Envelope", "block_count", "envelope_bytes"]
+__all__ = [
+    "BASES_MAX",
+    "ENVELOPE_BYTES_MAX",
+    "STORED_BYTES_MAX",
+    "Base",
+    "Block",
+    "Envelope",
+    "block_count",
+    "envelope_bytes",
+    "recipe_of",
+]
 
-BASES_MAX = 8
+BASES_MAX = 64
+STORED_BYTES_MAX = CHUNK_BYTES + (1 << 16)
+"""Of a chunk object."""
 # The codec whose encoded bytes are the raw ones; no other may be as long as the raw bytes.
 STORE = 0
 _FIXED_BYTES = 40
@@ -31,15 +44,33 @@ class Block:
     digest: bytes
     codec: int
     encoded_length: int
+    reason: int = 0
+    """Why this codec, for a person; see `tierfs.codec.choice.Reason`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """Bytes of another chunk that this one is encoded against."""
+    """Bytes of another chunk that this one is encoded against.
+
+    Attributes:
+        name: Which chunk object.
+        raw_length: Its decoded bytes.
+        stored_length: Bytes of the object.
+        offset: Where in its decoded bytes those that are needed begin.
+        length: How many those are.
+    """
 
     name: ChunkName
+    raw_length: int
+    stored_length: int
     offset: int
     length: int
+
+    def encode(self) -> bytes:
+        """Its row of the base table."""
+        numbers = (self.raw_length, self.stored_length, self.offset, self.length)
+        head = self.name.digest + self.name.generation.to_bytes(4, "little") + self.name.recipe
+        return head + b"".join(number.to_bytes(4, "little") for number in numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +82,20 @@ class Envelope:
         digest: The chunk's digest, over its length and its blocks' digests.
         raw_length: Decoded bytes, 1 to 16 MiB.
         blocks: One row per MiB begun.
-        recipe: Hash of codec and bases; zero for a chunk that needs no other.
-        bases: What has to be fetched before this can be decoded.
+        bases: Laid end to end, the bytes that the blocks are encoded against: as many as the raw ones or, for a chunk that is
+            derived from elements twice as wide, twice as many.
     """
 
     digest_kind: DigestKind
     digest: bytes
     raw_length: int
     blocks: tuple[Block, ...]
-    recipe: bytes = NO_RECIPE
     bases: tuple[Base, ...] = ()
+
+    @property
+    def recipe(self) -> bytes:
+        """What tells apart chunk objects of one content: see `recipe_of`."""
+        return recipe_of(self.bases)
 
     @property
     def header_length(self) -> int:
@@ -84,10 +119,9 @@ class Envelope:
         out += self.recipe
         out += self.digest
         for block in self.blocks:
-            out += block.digest + bytes((block.codec, 0, 0, 0)) + block.encoded_length.to_bytes(4, "little")
+            out += block.digest + bytes((block.codec, block.reason, 0, 0)) + block.encoded_length.to_bytes(4, "little")
         for base in self.bases:
-            out += base.name.digest + base.name.generation.to_bytes(4, "little") + base.name.recipe
-            out += base.offset.to_bytes(8, "little") + base.length.to_bytes(8, "little")
+            out += base.encode()
         return seal(bytes(out))
 
     @classmethod
@@ -118,25 +152,24 @@ class Envelope:
         if cursor.unsigned(4) != BLOCK_BYTES or blocks != block_count(raw_length) or not blocks:
             raise cursor.malformed(f"{blocks} blocks do not make {raw_length} bytes")
         recipe = cursor.bytes(8)
-        if (recipe == NO_RECIPE) != (not bases):
-            raise cursor.malformed(f"{bases} bases with recipe {recipe.hex()}")
         name = cursor.bytes(digest_kind.size)
         table = []
         for index in range(blocks):
             block_digest = cursor.bytes(digest_kind.size)
-            codec = cursor.unsigned(1)
-            cursor.zeros(3)
+            codec, reason = cursor.unsigned(1), cursor.unsigned(1)
+            cursor.zeros(2)
             limit = min(BLOCK_BYTES, raw_length - index * BLOCK_BYTES)
             encoded_length = cursor.bounded(4, limit, "encoded length")
             if not encoded_length or (encoded_length == limit) != (codec == STORE):
                 raise cursor.malformed(f"codec {codec} with {encoded_length} bytes for {limit}")
-            table.append(Block(block_digest, codec, encoded_length))
-        needs = []
-        for _ in range(bases):
-            base = ChunkName(cursor.bytes(digest_kind.size), cursor.unsigned(4), cursor.bytes(8))
-            needs.append(Base(base, cursor.unsigned(8), cursor.bounded(8, CHUNK_BYTES, "base length")))
+            table.append(Block(block_digest, codec, encoded_length, reason))
+        needs = tuple(_decode_base(cursor, digest_kind) for _ in range(bases))
         cursor.finish()
-        envelope = cls(digest_kind, name, raw_length, tuple(table), recipe, tuple(needs))
+        if recipe != recipe_of(needs):
+            raise cursor.malformed(f"{bases} bases with recipe {recipe.hex()}")
+        if needs and sum(base.length for base in needs) not in (raw_length, 2 * raw_length):
+            raise cursor.malformed(f"bases of {[base.length for base in needs]} bytes for {raw_length}")
+        envelope = cls(digest_kind, name, raw_length, tuple(table), needs)
         if digest.combine(digest_kind, raw_length, (block.digest for block in table)) != name:
             raise CorruptionError(f"{where}: its blocks' digests do not make its digest", path=where)
         if envelope.stored_length != stored_length:
@@ -146,6 +179,24 @@ class Envelope:
                 path=where,
             )
         return envelope
+
+
+def recipe_of(bases: Sequence[Base]) -> bytes:
+    """What tells a chunk object with these bases from others of the same content; `NO_RECIPE` without bases."""
+    if not bases:
+        return NO_RECIPE
+    recipe = digest.checksum(*(base.encode() for base in bases))[: len(NO_RECIPE)]
+    return recipe if recipe != NO_RECIPE else (1).to_bytes(len(NO_RECIPE), "big")
+
+
+def _decode_base(cursor: Cursor, kind: DigestKind) -> Base:
+    name = ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8))
+    raw_length = cursor.bounded(4, CHUNK_BYTES, "raw length of a base")
+    stored_length = cursor.bounded(4, STORED_BYTES_MAX, "stored length of a base")
+    offset, length = cursor.unsigned(4), cursor.unsigned(4)
+    if not length or offset + length > raw_length:
+        raise cursor.malformed(f"{length} bytes from {offset} on of a base of {raw_length}")
+    return Base(name, raw_length, stored_length, offset, length)
 
 
 def block_count(raw_length: int) -> int:

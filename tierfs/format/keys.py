@@ -39,6 +39,7 @@ CHUNKS = f"{PRIVATE}/chunks/"
 TREE = f"{PRIVATE}/tree/"
 GC = f"{PRIVATE}/gc/"
 LEASES = f"{PRIVATE}/leases/"
+PROBE = f"{PRIVATE}/probe/"
 
 PATH_BYTES_MAX = 800
 COMPONENT_BYTES_MAX = 250

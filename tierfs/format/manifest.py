@@ -16,6 +16,7 @@ import xxhash
 from tierfs import digest
 from tierfs.digest import CHUNK_BYTES, Buffer, DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError
+from tierfs.format.envelope import BASES_MAX, STORED_BYTES_MAX
 from tierfs.format.header import Cursor, Kind, check_writable, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import NO_RECIPE, ChunkName
 
@@ -37,7 +38,6 @@ INLINE_BYTES_MAX = 64 * 1024
 METADATA_BYTES_MAX = 64 * 1024
 MANIFEST_BYTES_MAX = 16 << 20
 VERSION_BYTES_MAX = 256
-BASES_MAX = 8
 LENGTH_MAX = (1 << 63) - 1
 INDIRECT_TABLE_BYTES_MAX = 1 << 30
 TOMBSTONE_BYTES = 80
@@ -277,9 +277,14 @@ def _decode_metadata(cursor: Cursor, length: int) -> dict[str, object]:
 
 
 def encode_rows(rows: tuple[Row, ...]) -> bytes:
-    """The row table of a manifest, or what an indirect table's chunks hold."""
+    """The row table of a manifest, or what an indirect table's chunks hold.
+
+    Raises:
+        InvalidInputError: A chunk needs more others than a reader takes.
+    """
     out = bytearray()
     for row in rows:
+        check_writable(len(row.bases), BASES_MAX, "number of bases of a chunk")
         out += row.name.digest
         out += row.raw_length.to_bytes(4, "little") + row.stored_length.to_bytes(4, "little")
         out += row.name.generation.to_bytes(4, "little") + row.name.recipe
@@ -301,7 +306,7 @@ def decode_rows(cursor: Cursor, count: int | None, kind: DigestKind) -> tuple[Ro
     while len(rows) < count if count is not None else cursor.remaining:
         name_digest = cursor.bytes(kind.size)
         raw_length = cursor.bounded(4, CHUNK_BYTES, "raw length of a chunk")
-        stored_length = cursor.bounded(4, CHUNK_BYTES + (1 << 16), "stored length of a chunk")
+        stored_length = cursor.bounded(4, STORED_BYTES_MAX, "stored length of a chunk")
         if not raw_length:
             raise cursor.malformed("an empty chunk")
         generation, recipe = cursor.unsigned(4), cursor.bytes(8)

@@ -1,0 +1,154 @@
+"""The bytes of each codec are those of FORMAT.md, "Codecs": all of these were written by hand from its tables."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+from coded import decode, encode, head, run_frame
+
+from tierfs.codec import Codec, Coding
+from tierfs.errors import CorruptionError
+
+COUNTING = struct.pack("<16I", *range(16))
+# None of them is negative, so they are rotated left by three bits: three planes of zeros and one that is kept as it is.
+PLANE = b"\x04\x03" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(range(0, 128, 8))
+# Every other one is: by one bit, and of two bytes by two.
+SIGNED = struct.pack("<16I", *(index | (index % 2) << 31 for index in range(16)))
+SIGNED_PLANE = b"\x04\x01" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(2 * i + i % 2 for i in range(16))
+SHORTS = struct.pack("<40H", *(index | (index % 2) << 15 for index in range(40)))
+SHORTS_PLANE = b"\x02\x02" + head(1, 1) + head(0, 40) + b"\0" + bytes(4 * i + 2 * (i % 2) for i in range(40))
+
+# -10 to 9, added to a base of 1000, 1001 ...: zigzagged they are 19, 17 ... 1, 0, 2 ... 18.
+DIFFERENT = struct.pack("<20H", *(1000 + 2 * index - 10 for index in range(20))) + b"T"
+DIFFERENT_BASE = struct.pack("<20H", *(1000 + index for index in range(20))) + b"B"
+DPLANE = b"\x02\x00" + head(1, 1) + head(0, 20) + b"\0" + bytes([*range(19, 0, -2), *range(0, 20, 2)]) + b"T"
+
+SPARSE_BASE = bytes(1201)
+# Element 3 is one more, element 300 two less: gaps of 3 and of 296 = 255 + 41; zigzagged they are 2 and 3.
+FEW = bytes(6) + b"\x01\x00" + bytes(592) + b"\xfe\xff" + bytes(598) + b"T"
+SPARSE = (
+    b"\x02\x00" + struct.pack("<II", 2, 3) + head(0, 3) + head(1, 1) + head(0, 2) + b"\x03\xff\x29" + b"\0" + b"\2\3T"
+)
+
+# float32: a tie to even, down and up; just over a tie; the greatest, which becomes infinite; infinity; -0; two that are
+# denormal; two NaN.
+FLOATS = struct.pack(
+    "<11I", 0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0xFF800000, 0x80000000, 0x00000001, 0x80018000, 0x7F800001,
+    0xFFFFFFFF, 0x3F800000,
+)  # fmt: skip
+ROUNDED = struct.pack(
+    "<11H", 0x3F80, 0x3F82, 0x3F81, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x8002, 0x7FFF, 0x7FFF, 0x3F80
+)  # fmt: skip
+
+
+# A frame of 40 bytes that are kept as they are: longer than what is in it.
+STORED_FRAME = b"\x28\xb5\x2f\xfd\x20\x28" + (40 << 3 | 1).to_bytes(3, "little") + bytes(40)
+
+
+@pytest.mark.parametrize(
+    ("coding", "raw", "base", "codec", "encoded"),
+    [
+        (Coding(Codec.STORE), b"noise", None, 0, b"noise"),
+        (Coding(Codec.STORE), b"\x07" * 9, None, 2, b"\x07"),
+        (Coding(Codec.PLANE, 4), b"ab" * 4 + b"a", None, 2, b"ab"),
+        (Coding(Codec.ZSTD), b"abcd" * 3, None, 2, b"abcd"),
+        (Coding(Codec.CONST), b"12345678" * 9 + b"123", None, 2, b"12345678"),
+        (Coding(Codec.PLANE, 4), COUNTING, None, 3, PLANE),
+        (Coding(Codec.PLANE, 4), COUNTING + b"xyz", None, 3, PLANE + b"xyz"),
+        (Coding(Codec.PLANE, 4), SIGNED, None, 3, SIGNED_PLANE),
+        (Coding(Codec.PLANE, 2), SHORTS, None, 3, SHORTS_PLANE),
+        (Coding(Codec.DPLANE, 2), DIFFERENT, DIFFERENT_BASE, 4, DPLANE),
+        (Coding(Codec.SPARSE, 2), FEW, SPARSE_BASE, 5, SPARSE),
+        (Coding(Codec.DERIVE), ROUNDED, FLOATS, 6, b"\x01"),
+        (Coding(Codec.DERIVE), ROUNDED + b"T", FLOATS + b"??", 6, b"\x01T"),
+    ],
+)
+def test_a_block_is_written_and_read_byte_by_byte(
+    coding: Coding, raw: bytes, base: bytes | None, codec: int, encoded: bytes
+) -> None:
+    assert encode(raw, coding, base) == (codec, encoded)
+    assert decode(codec, encoded, len(raw), base) == raw
+
+
+@pytest.mark.parametrize(
+    ("codec", "raw", "base", "encoded"),
+    [
+        (1, b"\x07" * 40, None, run_frame(40, 7)),
+        (1, b"\x07" * 400, None, run_frame(400, 7)),
+        # Numbers of one byte, not rotated.
+        (3, b"\x07" * 40, None, b"\x01\x00" + head(2, 10) + run_frame(40, 7)),
+        # 0x8001 rotated is 0x0003, 0x0001 is 0x0002.
+        (3, b"\x01\x80" * 40, None, b"\x02\x01" + head(2, 10) + head(1, 1) + run_frame(40, 0) + b"\x03"),
+        (3, b"\x01\x80" * 40, None, b"\x02\x00" + head(2, 10) + head(1, 1) + run_frame(40, 0x80) + b"\x01"),
+        # Every element is 0x80..00 more than its base: the difference is as negative as can be.
+        (4, (bytes(7) + b"\x80") * 20, bytes(160), b"\x08\x00" + head(2, 10) + head(1, 1) * 7
+         + run_frame(20, 255) + b"\xff" * 7),
+        # Nothing differs, but the tail.
+        (5, b"base" * 10 + b"t", b"base" * 10 + b"b", b"\x02\x00" + bytes(8) + head(0, 0) * 3 + b"t"),
+        # Everything differs.
+        (5, b"\x05" * 60, b"\x04" * 60, b"\x01\x00" + struct.pack("<II", 60, 60) + head(2, 10) + head(1, 1)
+         + run_frame(60, 0) + b"\x02"),
+    ],
+)  # fmt: skip
+def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base: bytes | None, encoded: bytes) -> None:
+    assert decode(codec, encoded, len(raw), base) == raw
+
+
+@pytest.mark.parametrize(
+    ("codec", "size", "encoded"),
+    [
+        (0, 5, b"four"),
+        (1, 40, b""),
+        (1, 39, run_frame(40, 7)),
+        (1, 41, run_frame(40, 7)),
+        (1, 40, run_frame(40, 7) + b"\0"),
+        (1, 40, run_frame(40, 7)[:-1]),
+        (1, 40, run_frame(40, 7) * 2),
+        (1, 40, b"\x50\x2a\x4d\x18\0\0\0\0" + run_frame(40, 7)),
+        (1, 10, run_frame(10, 7)),
+        (2, 9, b"abc"),
+        (2, 9, b""),
+        (2, 8, b"12345678"),
+        (3, 64, b"\x04"),
+        (3, 64, PLANE[:20]),
+        (3, 64, PLANE[:-1]),
+        (3, 64, PLANE + b"\0"),
+        (3, 63, PLANE),
+        (3, 65, PLANE),
+        (3, 64, b"\x03" + PLANE[1:]),
+        (3, 64, b"\x00" + PLANE[1:]),
+        (3, 64, b"\x04\x08" + PLANE[2:]),
+        (3, 64, b"\x04\x03\x03" + PLANE[3:]),
+        (3, 64, b"\x04\x01" + head(1, 2) + PLANE[7:22] + b"\0" + PLANE[22:]),
+        (3, 64, b"\x04\x01" + head(1, 0) + PLANE[7:22] + PLANE[23:]),
+        (3, 64, b"\x04\x01" + head(1, 1) * 3 + head(0, 17) + bytes(20)),
+        (3, 64, b"\x04\x01" + head(1, 1) * 3 + head(0, 15) + bytes(18)),
+        (3, 80, b"\x02\x00" + head(1, 1) + head(2, 49) + b"\0" + STORED_FRAME),
+        (3, 40, b"\x01\x00" + head(2, 10) + run_frame(41, 7)),
+        (3, 40, b"\x01\x00" + head(2, 11) + run_frame(40, 7) + b"\0"),
+        (3, 40, b"\x01\x00" + head(2, 0)),
+        (3, 40, b"\x01\x00" + head(2, 0xFFFFFFFF)),
+        (4, 41, b"\x02\x01" + DPLANE[2:]),
+        (5, 1201, SPARSE[:9]),
+        (5, 1201, SPARSE[:1] + b"\x01" + SPARSE[2:]),
+        (5, 1201, b"\x03" + SPARSE[1:]),
+        # One difference more than there are gaps, one less, one gap that is not closed, one that ends behind the block.
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 3, 3) + head(0, 3) + head(1, 1) * 2 + b"\x03\xff\x29\0\0T"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 2, 3) + head(0, 3) + head(1, 1) * 2 + b"\x03\x29\xff\0\0T"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 1, 3) + head(0, 3) + head(1, 1) * 2 + b"\x03\xff\x29\0\0T"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 1, 4) + head(0, 4) + head(1, 1) * 2 + b"\xff\xff\xff\x00\0\0T"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 1, 3) + head(0, 3) + head(1, 1) * 2 + b"\xff\xff\x5a\0\0T"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 601, 601) + head(1, 1) * 3 + b"\0\0\0T"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 0, 1) + head(1, 1) + head(0, 0) * 2 + b"\xffT"),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 0, 0) + head(1, 1) + head(0, 0) * 2 + b"\xffT"),
+        (6, 22, b"\x00"),
+        (6, 22, b"\x02"),
+        (6, 22, b"\x01T"),
+        (6, 23, b"\x01"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused(codec: int, size: int, encoded: bytes) -> None:
+    base = bytes(size * Codec(codec).base_factor)
+    with pytest.raises(CorruptionError, match="here: "):
+        decode(codec, encoded, size, base)

@@ -1,0 +1,88 @@
+"""Which codec a tensor gets: tried on a sample of it, not guessed. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple
+
+import numpy as np
+
+from tierfs.codec.blocks import Codec, Coding, encode_block
+
+__all__ = ["DELTA_WORTH", "SAMPLE_BYTES", "Choice", "choose", "sample_of"]
+
+SAMPLE_BYTES = 128 << 10
+# A delta is read together with its base, so it has to be that much smaller than what needs none. docs/decisions/0019.
+DELTA_WORTH = 0.85
+# SPARSE is slow to make, and no smaller than DPLANE, where more elements differ.
+SPARSE_EQUAL = 0.6
+_STORE = Coding(Codec.STORE)
+
+
+class Choice(NamedTuple):
+    """What was found out about a tensor.
+
+    Attributes:
+        static: How to encode it by itself.
+        static_ratio: Encoded over raw bytes, that way.
+        delta: How to encode it against a base, if that is worth it.
+        delta_ratio: Encoded over raw bytes, that way; ``None`` if there was no base to try.
+    """
+
+    static: Coding
+    static_ratio: float
+    delta: Coding | None = None
+    delta_ratio: float | None = None
+
+
+def sample_of(length: int) -> tuple[int, int]:
+    """Where in a chunk of this length the sample lies: start and length, whole elements of any width."""
+    count = min(length, SAMPLE_BYTES)
+    return (length - count) // 2 // 8 * 8, count
+
+
+def choose(
+    sample: memoryview, *, kind: str, width: int, base: memoryview | None, allowed: Container[Codec], out: memoryview
+) -> Choice:
+    """Try what may pay.
+
+    Args:
+        sample: Some of the tensor's bytes, at most 1 MiB, from the beginning of an element on.
+        kind: Of its elements: ``"float"``, ``"integer"`` or ``"bytes"``.
+        width: Of an element, in bytes.
+        base: The same part of what it may be encoded against.
+        allowed: Codecs that may be chosen; STORE always may.
+        out: Scratch, at least as long as the sample.
+    """
+    planes, frame = Coding(Codec.PLANE, width), Coding(Codec.ZSTD)
+    candidates = {"float": [planes], "integer": [frame, planes]}.get(kind, [frame])
+    static, static_ratio = _STORE, 1.0
+    for coding in candidates:
+        if coding.codec in allowed:
+            ratio = _ratio(sample, coding, None, out)
+            if ratio < static_ratio:
+                static, static_ratio = coding, ratio
+    if base is None or (Codec.DPLANE not in allowed and Codec.SPARSE not in allowed):
+        return Choice(static, static_ratio)
+    delta, delta_ratio = _STORE, 1.0
+    for coding in (Coding(Codec.DPLANE, width), Coding(Codec.SPARSE, width)):
+        if coding.codec not in allowed or (coding.codec is Codec.SPARSE and _equal(sample, base, width) < SPARSE_EQUAL):
+            continue
+        ratio = _ratio(sample, coding, base, out)
+        if ratio < delta_ratio:
+            delta, delta_ratio = coding, ratio
+    return Choice(static, static_ratio, delta if delta_ratio <= DELTA_WORTH * static_ratio else None, delta_ratio)
+
+
+def _ratio(sample: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> float:
+    return encode_block(sample, coding, base, out)[1] / len(sample)
+
+
+def _equal(sample: memoryview, base: memoryview, width: int) -> float:
+    """The part of the elements that are the same."""
+    count = len(sample) // width
+    if not count:
+        return 0.0
+    dtype = f"u{width}"
+    pairs = (np.frombuffer(view[: count * width], dtype=dtype) for view in (sample, base))
+    return 1 - int(np.count_nonzero(np.not_equal(*pairs))) / count

@@ -1,0 +1,68 @@
+"""What whoever publishes a checkpoint has to know of its metadata: which save it is of, and which files it names.
+
+docs/reference/checkpoint-format.md, "Commit" and "The metadata document". The rest of the document is torch's business.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tierfs.errors import FormatError
+
+__all__ = ["SEQUENCE_MAX", "SaveMark", "named_files"]
+
+SEQUENCE_MAX = (1 << 63) - 1
+_KEY = "checkpoint"
+_SAVE_ID = re.compile(r"[0-9a-f]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SaveMark:
+    """Which save a file that holds a checkpoint's metadata is of. Of two, the greater one began later.
+
+    Attributes:
+        sequence: Grows with each save to the same place.
+        save_id: Drawn at random; hexadecimal digits.
+    """
+
+    sequence: int
+    save_id: str
+
+    def as_metadata(self) -> dict[str, object]:
+        """What the file's manifest says of it."""
+        return {_KEY: {"save_id": self.save_id, "sequence": self.sequence}}
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, object]) -> SaveMark | None:
+        """What a manifest says; ``None`` for a file that is no checkpoint's metadata, or says what no save says."""
+        said = metadata.get(_KEY)
+        if not isinstance(said, dict):
+            return None
+        sequence, save_id = said.get("sequence"), said.get("save_id")
+        if type(sequence) is not int or not 0 <= sequence <= SEQUENCE_MAX:
+            return None
+        if not isinstance(save_id, str) or not _SAVE_ID.fullmatch(save_id):
+            return None
+        return cls(sequence, save_id)
+
+
+def named_files(document: bytes, where: str) -> frozenset[str]:
+    """Names of the files that a metadata document says its checkpoint lies in.
+
+    Args:
+        document: Its bytes.
+        where: How to name it in errors.
+
+    Raises:
+        FormatError: It is no such document.
+    """
+    try:
+        files = json.loads(document)["files"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        files = None
+    if not isinstance(files, dict):
+        raise FormatError(f"{where}: it is no checkpoint's metadata", path=where)
+    return frozenset(files)
