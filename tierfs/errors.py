@@ -120,6 +120,8 @@ class StoreError(TierfsError, OSError):
     Args:
         message: What went wrong, where, and what to do next.
         transient: Whether the same request may succeed if it is sent again.
+        throttled: Whether the endpoint asks for fewer requests; it is transient then.
+        retry_after_s: How many seconds the endpoint asks to wait before it is sent again; ``None`` if it does not say.
         path: The key concerned.
         tier: The tier concerned.
     """
@@ -128,10 +130,19 @@ class StoreError(TierfsError, OSError):
     exit_code = 8
 
     def __init__(
-        self, message: str = "", *, transient: bool = False, path: str | None = None, tier: str | None = None
+        self,
+        message: str = "",
+        *,
+        transient: bool = False,
+        throttled: bool = False,
+        retry_after_s: float | None = None,
+        path: str | None = None,
+        tier: str | None = None,
     ) -> None:
         super().__init__(message, path=path, tier=tier)
-        self.transient = transient
+        self.transient = transient or throttled
+        self.throttled = throttled
+        self.retry_after_s = retry_after_s
 
 
 class CapacityError(TierfsError, OSError):

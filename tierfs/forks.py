@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import weakref
 from typing import Protocol
 
-__all__ = ["renew_in_children"]
+__all__ = ["leave_to_parent", "renew_in_children"]
 
 
 class Renewable(Protocol):
@@ -22,6 +23,14 @@ _owners: weakref.WeakSet[Renewable] = weakref.WeakSet()
 def renew_in_children(owner: Renewable) -> None:
     """Have ``owner`` make its locks anew in every process forked from here, for as long as it lives."""
     _owners.add(owner)
+
+
+def leave_to_parent(inherited: object) -> None:
+    """Keep from being collected what belongs to the parent of this process, also when the interpreter ends.
+
+    Its destructors would tell the kernel to forget the parent's connections: an epoll descriptor is shared with it.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 
 def _renew_all() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -182,6 +184,38 @@ def test_a_put_in_the_same_tick_gets_a_time_of_its_own(fs: PrivateMemory, monkey
     assert objects.read("a", 100) == (b"one", third)
 
 
+class FilesAndTags(PrivateMemory):
+    """Describes its files as a WebDAV server does."""
+
+    protocol = "webdav"
+
+
+def test_a_tag_that_is_time_and_size_gets_a_time_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    fs, clock = FilesAndTags(), CoarseClock()
+    written: dict[str, int] = {}
+    pipe = fs.pipe_file
+
+    def pipe_at(path: str, value: bytes) -> None:
+        pipe(path, value)
+        written[path] = clock.moment()
+
+    monkeypatch.setattr(fs, "pipe_file", pipe_at)
+    _describe_with(fs, monkeypatch, lambda path: {"etag": f"{written[path]}-3"} if path in written else {})
+    objects = FsspecObjects(fs, "/bucket/run", clock=clock)
+    first = objects.put("a", [b"one"])
+    second = objects.put("a", [b"two"])
+    assert first.version != second.version
+    with pytest.raises(ConflictError):
+        objects.put("a", [b"six"], mode=Update(first.version))
+
+
+def test_a_tag_that_is_a_hash_stays_where_the_same_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = FilesAndTags()
+    _describe_with(fs, monkeypatch, lambda path: {"etag": fs.cat_file(path).hex()} if path in fs.store else {})
+    objects = FsspecObjects(fs, "/bucket/run", clock=ManualClock())
+    assert objects.put("a", [b"one"]).version == objects.put("a", [b"one"]).version
+
+
 def test_a_filesystem_whose_time_stands_still_is_refused(fs: PrivateMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     _describe_with(fs, monkeypatch, lambda _: {"mtime": 1_700_000_000})
     objects = FsspecObjects(fs, "bucket/run", clock=ManualClock())
@@ -273,6 +307,89 @@ def test_a_directory_removed_by_others_is_made_again(tmp_path: Path) -> None:
         objects.put("run/a", [b"something"])
     objects.put("run/a", [b"something"])
     assert objects.head("run/a").size == 9
+
+
+# Threads
+
+
+class OneByOne(PrivateMemory):
+    """Its client mixes up the answers that several threads wait for."""
+
+    protocol = "sftp"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way = 0
+        self.mixed_up = False
+
+    def _alone(self, action: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        self.under_way += 1
+        self.mixed_up |= self.under_way > 1
+        time.sleep(0.001)
+        try:
+            return action(*arguments, **options)
+        finally:
+            self.under_way -= 1
+
+    def info(self, path: str, **options: Any) -> Any:
+        return self._alone(super().info, path, **options)
+
+    def pipe_file(self, path: str, value: bytes, **options: Any) -> Any:
+        return self._alone(super().pipe_file, path, value, **options)
+
+    def rm_file(self, path: str) -> Any:
+        return self._alone(super().rm_file, path)
+
+
+def test_a_client_that_is_not_for_threads_gets_one_request_at_a_time() -> None:
+    fs = OneByOne()
+    tiers = [FsspecObjects(fs, "/bucket/run"), FsspecObjects(fs, "/bucket/other")]
+
+    def work(number: int) -> None:
+        objects = tiers[number % 2]
+        objects.put(f"{number}", [b"something"])
+        assert objects.read(f"{number}", 100)[0] == b"something"
+        objects.delete([f"{number}"])
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(8)))
+    assert not fs.mixed_up
+
+
+class Connected(PrivateMemory):
+    """Connects when it is made, to files that outlive the connection."""
+
+    protocol = "sftp"
+    files: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, host: str) -> None:
+        super().__init__()
+        assert host == "here"
+        self.store = self.files
+        self.closed = False
+
+    def info(self, path: str, **options: Any) -> Any:
+        if self.closed:
+            raise OSError("Socket is closed")
+        return super().info(path, **options)
+
+    def rm_file(self, path: str) -> Any:
+        if self.closed:
+            raise OSError("Socket is closed")
+        return super().rm_file(path)
+
+
+@pytest.mark.parametrize("request_", ["head", "delete"])
+def test_a_connection_that_was_lost_is_made_anew(request_: str) -> None:
+    fs = Connected(host="here")
+    objects = FsspecObjects(fs, "/bucket/run")
+    objects.put("a", [b"something"])
+    fs.closed = True
+    ask = {"head": lambda: objects.head("a"), "delete": lambda: objects.delete(["a"])}[request_]
+    with pytest.raises(StoreError) as caught:
+        ask()
+    assert caught.value.transient
+    ask()
 
 
 # Reading

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,26 +26,37 @@ from tierfs.objects.clienterrors import translate_client_error, translated_clien
 class BotoError(Exception):
     """Shaped like botocore.exceptions.ClientError."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
-        self.response: dict[str, Any] = {"Error": {}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    def __init__(self, status: int, code: str = "", message: str = "", **headers: str) -> None:
+        super().__init__(f"An error occurred ({code or status}) when calling the PutObject operation: {message}")
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.response: dict[str, Any] = {
+            "Error": {"Code": code, "Message": message} if code else {},
+            "ResponseMetadata": {"HTTPStatusCode": status, "HTTPHeaders": named},
+        }
 
 
 class GcsError(Exception):
     """Shaped like gcsfs.retry.HttpError."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
+    def __init__(self, status: int, reason: str = "", message: str = "") -> None:
+        super().__init__(f"{message}, {status}")
         self.code = status
+        self._error_response = {"code": status, "message": message, "errors": [{"reason": reason}]}
 
 
 class AzureError(Exception):
-    """Shaped like azure.core.exceptions.HttpResponseError."""
+    """Shaped like azure.core.exceptions.HttpResponseError, whose text repeats the answer."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"status {status}")
+    def __init__(self, status: int, code: str | None = None, message: str = "", **headers: str) -> None:
+        self.message = f"{message}\nErrorCode:{code}"
+        super().__init__(f"{self.message}\nContent: <xml>")
         self.status_code = status
-        self.response = object()
+        self.error_code = code
+        self.response = SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+class ClientAuthenticationError(AzureError):
+    """Named like azure.core.exceptions.ClientAuthenticationError."""
 
 
 class AiohttpError(Exception):
@@ -58,8 +71,16 @@ class ClientConnectionError(Exception):
     """Named like aiohttp's base of every lost connection."""
 
 
+class SSLError(Exception):
+    """Named like urllib3's, for what came while an answer was read and was not what had been sent."""
+
+
 class ServerDisconnectedError(ClientConnectionError):
     """Derived from it."""
+
+
+class NoValidConnectionsError(OSError):
+    """Named like paramiko's, which has no number."""
 
 
 def _caused(error: Exception, cause: Exception) -> Exception:
@@ -72,7 +93,7 @@ def _caused(error: Exception, cause: Exception) -> Exception:
     ("status", "expected", "transient"),
     [
         (400, StoreError, False),
-        (401, ReadOnlyError, None),
+        (401, StoreError, False),
         (403, ReadOnlyError, None),
         (404, NotFoundError, None),
         (408, StoreError, True),
@@ -117,6 +138,10 @@ def test_a_precise_class_goes_before_the_status() -> None:
         ConnectionResetError("gone"),
         ServerDisconnectedError("gone"),
         _caused(OSError(errno.EIO, "failed"), ServerDisconnectedError("gone")),
+        NoValidConnectionsError(None, "unable to connect to port 22"),
+        OSError("Socket is closed"),
+        EOFError(),
+        SSLError("decryption failed or bad record mac"),
         OSError(errno.EBUSY, "slow down"),
     ],
     ids=repr,
@@ -154,3 +179,291 @@ def test_the_client_s_error_stays_the_cause() -> None:
     with pytest.raises(StoreError) as caught, translated_client("a"):
         raise theirs
     assert caught.value.__cause__ is theirs
+
+
+THROTTLED = [
+    BotoError(503, "SlowDown", "Please reduce your request rate."),
+    BotoError(503, "ServiceUnavailable"),
+    BotoError(400, "ThrottlingException"),
+    BotoError(400, "RequestLimitExceeded"),
+    BotoError(429, "TooManyRequests"),
+    BotoError(503, "503", "Slow Down"),  # of a HEAD
+    _caused(OSError(errno.EBUSY, "Please reduce your request rate."), BotoError(503, "SlowDown")),
+    AzureError(503, "ServerBusy"),
+    AzureError(500, "OperationTimedOut"),
+    GcsError(429, "rateLimitExceeded"),
+    GcsError(403, "userRateLimitExceeded"),
+    GcsError(503, "backendError"),
+    OSError("Forbidden: https://storage.googleapis.com/upload/storage/v1/b/bucket/o\nRate Limit Exceeded"),  # gcsfs
+    AiohttpError(429),
+]
+
+
+@pytest.mark.parametrize("error", THROTTLED, ids=repr)
+def test_the_endpoint_s_wish_for_fewer_requests_is_known(error: Exception) -> None:
+    translation = translate_client_error(error, "run/a")
+    assert isinstance(translation, StoreError)
+    assert translation.throttled
+    assert translation.transient
+    assert translation.retry_after_s is None
+    assert str(translation).startswith("run/a: the endpoint asks for fewer requests (")
+
+
+def test_the_code_goes_before_what_is_said() -> None:
+    error = _caused(OSError(errno.EBUSY, "Please reduce your request rate"), BotoError(400, "BadDigest"))
+    assert str(translate_client_error(error, "a")).endswith("(BadDigest)")
+
+
+@pytest.mark.parametrize("error", [BotoError(500, "InternalError"), GcsError(502), AzureError(500), TimeoutError()])
+def test_other_failures_of_the_endpoint_ask_for_nothing(error: Exception) -> None:
+    translation = translate_client_error(error, "a")
+    assert isinstance(translation, StoreError)
+    assert translation.transient
+    assert not translation.throttled
+
+
+@pytest.mark.parametrize(
+    ("error", "seconds"),
+    [
+        (_caused(OSError(errno.EBUSY, "slow down"), BotoError(503, "SlowDown", retry_after="7")), 7),
+        (AzureError(503, "ServerBusy", Retry_After="30"), 30),
+        (BotoError(500, "InternalError", retry_after="2"), 2),
+        (BotoError(503, "SlowDown", retry_after="Wed, 21 Oct 2026 07:28:00 GMT"), None),
+        (BotoError(503, "SlowDown", retry_after="-1"), None),
+        (BotoError(503, "SlowDown", retry_after="9" * 400), 3600),
+    ],
+    ids=repr,
+)
+def test_the_wait_that_the_endpoint_asks_for_is_kept(error: Exception, seconds: float | None) -> None:
+    translation = translate_client_error(error, "a")
+    assert isinstance(translation, StoreError)
+    assert translation.retry_after_s == seconds
+
+
+def _named(name: str, base: type[Exception] = Exception) -> Exception:
+    return type(name, (base,), {})("said")
+
+
+FINAL = [
+    (_caused(PermissionError("expired"), BotoError(400, "ExpiredToken")), StoreError, "have expired: renew them"),
+    (_caused(OSError(errno.EINVAL, "refresh"), BotoError(400, "TokenRefreshRequired")), StoreError, "renew them"),
+    (_named("UnauthorizedSSOTokenError"), StoreError, "renew them"),
+    (_named("RefreshError"), StoreError, "renew them"),
+    (
+        ClientAuthenticationError(
+            403,
+            "AuthenticationFailed",
+            "Server failed.\nauthenticationerrordetail:Signature not valid in the specified time frame",
+        ),
+        StoreError,
+        "renew them",
+    ),
+    (GcsError(401, "authError", "Invalid Credentials"), StoreError, "does not accept the credentials"),
+    (AzureError(401, "InvalidAuthenticationInfo"), StoreError, "does not accept the credentials"),
+    (
+        _caused(PermissionError("no"), BotoError(403, "InvalidAccessKeyId")),
+        StoreError,
+        "does not accept the credentials",
+    ),
+    (
+        _caused(PermissionError("no"), BotoError(403, "SignatureDoesNotMatch")),
+        StoreError,
+        "does not accept the credentials",
+    ),
+    (
+        ClientAuthenticationError(403, "AuthenticationFailed", "Server failed."),
+        StoreError,
+        "does not accept the credentials",
+    ),
+    (_named("NoCredentialsError"), StoreError, "no credentials could be had"),
+    (_named("PartialCredentialsError"), StoreError, "no credentials could be had"),
+    (
+        _named("MetadataError", type("CredentialRetrievalError", (Exception,), {})),
+        StoreError,
+        "no credentials could be had",
+    ),
+    (_named("DefaultCredentialsError"), StoreError, "no credentials could be had"),
+    (_caused(ValueError("unable"), _named("CredentialUnavailableError")), StoreError, "no credentials could be had"),
+    (_caused(PermissionError("skew"), BotoError(403, "RequestTimeTooSkewed")), StoreError, "clock"),
+    (AzureError(403, "AuthenticationFailed", "Request date header too old: 'Fri'"), StoreError, "clock"),
+    (_caused(PermissionError("Forbidden"), BotoError(403, "403")), ReadOnlyError, "and this machine's clock"),
+    (_caused(PermissionError("Access Denied"), BotoError(403, "AccessDenied")), ReadOnlyError, "ask for the right"),
+    (AzureError(403, "AuthorizationPermissionMismatch"), ReadOnlyError, "ask for the right"),
+    (GcsError(403, "insufficientPermissions"), ReadOnlyError, "ask for the right"),
+    (
+        OSError("Forbidden: b/b1/o/a\nme does not have storage.objects.create access"),
+        ReadOnlyError,
+        "storage.objects.create",
+    ),
+    (
+        _caused(OSError(errno.EINVAL, "Bad Request"), BotoError(400, "400", "Bad Request")),
+        StoreError,
+        "expired credentials, or",
+    ),
+    (FileExistsError("a"), AlreadyExistsError, "exists"),
+    (AzureError(409, "BlobAlreadyExists"), AlreadyExistsError, "something is there"),
+    (AzureError(404, x_ms_error_code="ContainerNotFound"), StoreError, "az storage container create"),
+    (AzureError(500, "FeatureNotSupported"), StoreError, "does not offer"),
+    (_caused(FileNotFoundError("a"), BotoError(404, "NoSuchKey")), NotFoundError, "is not there"),
+    (AzureError(404, "BlobNotFound"), NotFoundError, "is not there"),
+    (
+        FileNotFoundError("https://storage.googleapis.com/download/storage/v1/b/bkt/o/a?alt=media"),
+        NotFoundError,
+        "is not there",
+    ),
+    (FileNotFoundError("bkt/b/slow down/o"), NotFoundError, "is not there"),
+    (_caused(OSError(errno.EINVAL, "PreconditionFailed"), BotoError(412, "PreconditionFailed")), ConflictError, "412"),
+]
+
+
+@pytest.mark.parametrize(("error", "expected", "remedy"), FINAL, ids=lambda value: repr(value)[:60])
+def test_what_waiting_does_not_mend_has_a_message_that_names_the_fix(
+    error: Exception, expected: type[TierfsError], remedy: str
+) -> None:
+    translation = translate_client_error(error, "run/a")
+    assert type(translation) is expected
+    assert not getattr(translation, "transient", False)
+    assert "run/a" in str(translation)
+    assert remedy in str(translation)
+    assert translation.path == "run/a"
+
+
+@pytest.mark.parametrize(
+    ("error", "command"),
+    [
+        (_caused(FileNotFoundError("gone"), BotoError(404, "NoSuchBucket")), "aws s3 mb s3://bkt"),
+        (_caused(FileNotFoundError(errno.ENOENT, "gone"), AzureError(404, "ContainerNotFound")), "create --name bkt"),
+        (GcsError(404, "notFound", "The specified bucket does not exist."), "create gs://bkt"),
+        (FileNotFoundError("b/bkt/o"), "create gs://bkt"),  # gcsfs, of a listing
+        (FileNotFoundError("https://storage.googleapis.com/upload/storage/v1/b/bkt/o"), "create gs://bkt"),  # and a put
+    ],
+    ids=repr,
+)
+def test_an_absent_bucket_is_no_absent_key(error: Exception, command: str) -> None:
+    translation = translate_client_error(error, "run/a", bucket="bkt")
+    assert type(translation) is StoreError
+    assert not translation.transient
+    assert "is not there: correct the URL" in str(translation)
+    assert command in str(translation)
+
+
+def test_an_answer_that_names_the_bucket_is_believed() -> None:
+    error = BotoError(404, "NoSuchBucket")
+    error.response["Error"]["BucketName"] = "theirs"
+    assert "s3://theirs" in str(translate_client_error(error, "a"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BotoError(301, "PermanentRedirect", x_amz_bucket_region="eu-west-3"),
+        BotoError(301, "301", "Moved Permanently", x_amz_bucket_region="eu-west-3"),
+        BotoError(400, "AuthorizationHeaderMalformed", "the region 'us-east-1' is wrong; expecting 'eu-west-3'"),
+        BotoError(400, "IllegalLocationConstraintException", "The eu-west-3 location constraint is incompatible"),
+    ],
+    ids=repr,
+)
+def test_the_region_to_give_is_named(error: Exception) -> None:
+    translation = translate_client_error(_caused(OSError(errno.EINVAL, "said"), error), "a")
+    assert type(translation) is StoreError
+    assert not translation.transient
+    assert "the bucket is in eu-west-3: " in str(translation)
+
+
+def test_a_region_that_is_not_said_is_not_made_up() -> None:
+    error = BotoError(400, "IllegalLocationConstraintException", "The unspecified location constraint is incompatible")
+    assert "the bucket is in another region: " in str(translate_client_error(error, "a"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        _caused(OSError(errno.EINVAL, "The SHA256 you specified did not match"), BotoError(400, "BadDigest")),
+        BotoError(400, "XAmzContentSHA256Mismatch"),
+        AzureError(400, "Md5Mismatch"),
+        GcsError(400, "invalid", 'Provided CRC32C "AAAA" doesn\'t match calculated CRC32C "BBBB".'),
+    ],
+    ids=repr,
+)
+def test_bytes_that_changed_on_their_way_may_be_sent_again(error: Exception) -> None:
+    translation = translate_client_error(error, "a")
+    assert isinstance(translation, StoreError)
+    assert translation.transient
+    assert "the bytes that arrived do not have the checksum sent with them" in str(translation)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        BotoError(409, "ConditionalRequestConflict"),
+        BotoError(409, "OperationAborted"),
+        _caused(TimeoutError("Your socket"), BotoError(400, "RequestTimeout")),
+        BotoError(400, "IncompleteBody"),
+        AzureError(409, "LeaseAlreadyPresent"),
+    ],
+    ids=repr,
+)
+def test_what_met_another_write_or_broke_off_may_be_sent_again(error: Exception) -> None:
+    translation = translate_client_error(error, "a")
+    assert isinstance(translation, StoreError)
+    assert translation.transient
+    assert not translation.throttled
+
+
+def test_what_an_earlier_request_met_says_nothing_of_this_one() -> None:
+    try:
+        with translated_client("a"):
+            raise BotoError(503, "SlowDown")
+    except StoreError:
+        with pytest.raises(NotFoundError), translated_client("a"):
+            os.stat("/proc/no/such/file")
+        with pytest.raises(StoreError) as caught, translated_client("a"):
+            divmod(1, 0)
+    assert not caught.value.transient
+
+
+SECRETS = ["AKIAKEY", "s3cr3t", "t0ken"]
+LEAKS = [
+    "Cannot connect to https://AKIAKEY:s3cr3t@127.0.0.1:9000/bucket",
+    "403, message='Forbidden', url=URL('https://a.blob.core.windows.net/c/b?sv=2026&sig=s3cr3t&se=t0ken')",
+    "Max retries exceeded with url: /c/b?sv=2026&sig=s3cr3t (Caused by t0ken)",
+    "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=s3cr3t==;EndpointSuffix=t0ken",
+    "the header Authorization: Bearer t0ken is refused",
+    "https://bucket/a?X-Amz-Credential=AKIAKEY%2F2026&X-Amz-Signature=s3cr3t\nand more",
+]
+
+
+@pytest.mark.parametrize("text", LEAKS)
+@pytest.mark.parametrize(
+    "make",
+    [
+        ValueError,
+        OSError,
+        PermissionError,
+        NotImplementedError,
+        ClientConnectionError,
+        lambda text: OSError(errno.EBUSY, text),
+        lambda text: OSError(f"Forbidden: {text}"),
+        lambda text: _caused(PermissionError(text), BotoError(403, "403", text)),
+        *(lambda text, s=status: BotoError(s, "Unknown", text) for status in (400, 405, 409, 412, 416, 429, 500, 503, 507)),
+        *(lambda text, c=code: BotoError(403, c, text) for code in ("AccessDenied", "ExpiredToken", "SignatureDoesNotMatch")),
+        lambda text: GcsError(401, "authError", text),
+        lambda text: ClientAuthenticationError(403, "AuthenticationFailed", text),
+    ],
+)  # fmt: skip
+def test_no_message_holds_a_credential(make: Any, text: str) -> None:
+    message = str(translate_client_error(make(text), "run/a"))
+    assert message.startswith("run/a")
+    assert not [secret for secret in SECRETS if secret in message], message
+
+
+def test_a_message_stays_short_and_on_one_line() -> None:
+    message = str(translate_client_error(AzureError(400, "InvalidInput", "<xml>\n" * 1000), "a"))
+    assert len(message) < 500
+    assert "\n" not in message
+
+
+def test_an_answer_that_broke_off_within_its_head_is_sent_for_again():
+    error = translate_client_error(KeyError("ContentLength"), "a/b")
+    assert (type(error), error.transient) == (StoreError, True)
+    assert str(error) == "a/b: the answer is not whole: it has no 'ContentLength'"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import fsspec
@@ -13,17 +16,27 @@ import pytest
 from fsspec.asyn import AsyncFileSystem
 
 import tierfs.objects
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, NotFoundError, StoreError
+from tierfs.format.descriptor import Capabilities
 from tierfs.objects import (
     FsspecObjects,
     LimitedObjects,
     LocalObjects,
     MeasuredObjects,
     MemoryObjects,
+    ObjectInfo,
     ObjectTier,
     RetryingObjects,
     connect,
 )
+from tierfs.objects.cloud import CloudObjects
+from tierfs.objects.lanes import Lanes
+
+connecting = importlib.import_module("tierfs.objects.connect")  # the function has its name
+
+
+class AuthenticationException(Exception):
+    """Named like what paramiko raises before there is a filesystem."""
 
 
 class Cloud(AsyncFileSystem):  # type: ignore[misc]
@@ -34,6 +47,8 @@ class Cloud(AsyncFileSystem):  # type: ignore[misc]
 
     def __init__(self, token: str = "", **options: object) -> None:
         super().__init__(**options)
+        if token == "not accepted":
+            raise AuthenticationException("Authentication failed.")
         if token == "refused":
             raise ValueError("the token is no token")
         self.token = token
@@ -88,6 +103,12 @@ def test_options_that_the_filesystem_refuses_are_named() -> None:
         connect("testcloud", "bucket", {"asynchronous": True})
 
 
+def test_a_filesystem_that_connects_at_once_and_fails_raises_an_error_of_ours() -> None:
+    with pytest.raises(StoreError, match="testcloud://: the endpoint does not accept the credentials") as caught:
+        connect("testcloud", "bucket", {"token": "not accepted"})
+    assert not caught.value.transient
+
+
 @pytest.mark.parametrize(
     ("protocol", "extra"),
     [
@@ -103,10 +124,7 @@ def test_options_that_the_filesystem_refuses_are_named() -> None:
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     monkeypatch: pytest.MonkeyPatch, protocol: str, extra: str
 ) -> None:
-    def missing(_: str) -> type:
-        raise ImportError("Install the client to access it")
-
-    monkeypatch.setattr(fsspec, "get_filesystem_class", missing)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(InvalidInputError, match=rf"pip install 'tierfs\[{extra}\]'"):
         connect(protocol, "bucket", {})
 
@@ -140,8 +158,7 @@ def test_a_forked_child_is_not_held_up_by_its_parent_s_requests() -> None:
     limited = retrying.inner
     assert isinstance(limited, LimitedObjects)
     objects.put("a", [b"something"])
-    for _ in range(limited.concurrency):
-        limited._slots.acquire()
+    limited._in_flight = limited.concurrency
     for holder in (objects, retrying, limited):
         holder._lock.acquire()
     with warnings.catch_warnings():
@@ -153,3 +170,41 @@ def test_a_forked_child_is_not_held_up_by_its_parent_s_requests() -> None:
         finally:
             os._exit(99)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def test_a_cloud_is_connected_to_once_for_all_directories_that_are_looked_into(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    closed: list[str] = []
+
+    class Session:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def close(self) -> None:
+            closed.append(self.name)
+
+    async def connect_test(options: Mapping[str, object]) -> Session:
+        opened.append(str(options["name"]))
+        return Session(opened[-1])
+
+    class Client:
+        def __init__(self, _: Session) -> None:
+            pass
+
+        async def head(self, key: str) -> ObjectInfo:
+            raise FileNotFoundError(key)
+
+    def open_test(lanes: Lanes[Session], path: str) -> CloudObjects:
+        return CloudObjects(lanes, Client, Capabilities(False, False, False, False), name=path, bucket="bucket")  # type: ignore[arg-type]
+
+    cloud = connecting._Cloud("json", "test", Lanes, connect_test, open_test)
+    monkeypatch.setitem(connecting._CLOUDS, "testcloud", cloud)
+    for name in ("first", "second"):
+        for path in ("bucket/a/b/c", "bucket/a/b", "bucket/a", "bucket"):
+            with pytest.raises(NotFoundError):
+                connect("testcloud", path, {"name": name}).head("store.json")
+            gc.collect()
+        assert opened[-1] == name
+    assert opened == ["first", "second"]
+    assert closed == ["first"]
+    connecting._latest.clear()

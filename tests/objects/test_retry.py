@@ -9,7 +9,7 @@ import pytest
 
 from tierfs.clock import ManualClock
 from tierfs.errors import ConflictError, CorruptionError, InvalidInputError, ReadOnlyError, StoreError
-from tierfs.objects import CREATE, MemoryObjects, RetryingObjects, Update
+from tierfs.objects import CREATE, MemoryObjects, ObjectInfo, RetryingObjects, Update
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 SEED = 7
@@ -81,6 +81,27 @@ def test_waits_are_random_below_a_bound_that_doubles(faulty: FaultyObjects) -> N
         these = waits[attempt::6]
         assert all(0 <= wait_s <= bound_s for wait_s in these), f"seed {SEED}: {these}"
         assert max(these) - min(these) > 0.8 * bound_s, f"seed {SEED}: {these}"
+
+
+@pytest.mark.parametrize(("asked_s", "least_s"), [(None, 0.0), (3.0, 3.0), (500.0, 10.0)])
+def test_the_wait_that_the_endpoint_asks_for_goes_before_ours(asked_s: float | None, least_s: float) -> None:
+    clock = ManualClock()
+
+    class Asking(MemoryObjects):
+        asked = 0
+
+        def head(self, key: str) -> ObjectInfo:
+            self.asked += 1
+            if self.asked == 1:
+                raise StoreError("slow down", throttled=True, retry_after_s=asked_s)
+            return super().head(key)
+
+    memory = Asking("/test-retry-after")
+    memory.put("a", [b"content"])
+    started_s = clock.monotonic()
+    RetryingObjects(memory, delay_s=0.1, delay_s_max=10, clock=clock, random=Random(SEED)).head("a")
+    waited_s = clock.monotonic() - started_s
+    assert least_s < waited_s <= least_s + 0.1
 
 
 def test_each_retry_is_logged(faulty: FaultyObjects, caplog: pytest.LogCaptureFixture) -> None:

@@ -4,11 +4,15 @@ Cloud clients are imported when a store on one is opened, never before.
 """
 
 from tierfs.objects.anyfs import FsspecObjects
+from tierfs.objects.checksums import checksum_for, verify_checksum
+from tierfs.objects.cloud import CloudObjects
 from tierfs.objects.connect import connect
 from tierfs.objects.limit import LimitedObjects
 from tierfs.objects.local import LocalObjects
 from tierfs.objects.measure import MeasuredObjects
 from tierfs.objects.memory import MemoryObjects
+from tierfs.objects.probe import Finding, Findings, probe
+from tierfs.objects.promised import PromisedObjects, as_promised
 from tierfs.objects.protocol import (
     CREATE,
     OVERWRITE,
@@ -23,8 +27,6 @@ from tierfs.objects.protocol import (
     Range,
     Update,
     Version,
-    checksum_for,
-    verify_checksum,
 )
 from tierfs.objects.retry import RetryingObjects
 from tierfs.objects.wrapper import WrappedObjects
@@ -33,7 +35,10 @@ __all__ = [
     "CREATE",
     "OVERWRITE",
     "Checksum",
+    "CloudObjects",
     "Create",
+    "Finding",
+    "Findings",
     "FsspecObjects",
     "LimitedObjects",
     "Listed",
@@ -44,13 +49,16 @@ __all__ = [
     "ObjectTier",
     "Overwrite",
     "Prefix",
+    "PromisedObjects",
     "PutMode",
     "Range",
     "RetryingObjects",
     "Update",
     "Version",
     "WrappedObjects",
+    "as_promised",
     "checksum_for",
     "connect",
+    "probe",
     "verify_checksum",
 ]

@@ -8,6 +8,9 @@ from one version as far as one look before the read can tell.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,6 +31,7 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects._entries import Entry, is_directory
 from tierfs.objects._stripes import locked
+from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.clienterrors import translate_client_error, translated_client
 from tierfs.objects.protocol import (
     OVERWRITE,
@@ -40,7 +44,6 @@ from tierfs.objects.protocol import (
     Range,
     Update,
     Version,
-    verify_checksum,
 )
 
 __all__ = ["FsspecObjects"]
@@ -51,18 +54,25 @@ _FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "
 # Those whose `pipe_file(mode="create")` is known to reach the server as a condition.
 _EXCLUSIVE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
 _ON_THIS_HOST = frozenset({"file", "local", "memory"})
+# Those, besides the flat and the asynchronous ones, whose clients take requests of several threads at once. fsspec asks
+# for an instance per thread elsewhere: over SFTP, paramiko drops the answer that another thread waits for.
+_THREADED = frozenset({"dav", "file", "hdfs", "hf", "local", "webdav"})
 
 _DELETES_AT_ONCE = 32
 _DIRECTORIES_REMEMBERED = 4096
 _NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, those of FAT, count two seconds
+
+# By filesystem, since fsspec gives the same one to all that ask for it in one thread.
+_turns: weakref.WeakKeyDictionary[fsspec.AbstractFileSystem, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class FsspecObjects:
     """Objects as files of an fsspec filesystem. Single-writer.
 
     ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it; what the
-    filesystem remembers of its listings is dropped before each look. Where versions are made of time and size, a put
-    that would get the time of the object it replaces is written again until it has another one.
+    filesystem remembers of its listings is dropped before each look. Where versions are made of time and size, by us or,
+    as the ETags of many WebDAV servers, by others, a put that would get the version of the object it replaces is written
+    again until it has another one. Where the client is not known to be safe with threads, requests wait for each other, and a lost connection is made anew by the next.
 
     Args:
         fs: The filesystem, made without ``asynchronous=True``.
@@ -85,6 +95,11 @@ class FsspecObjects:
         self._exclusive = bool(protocols & _EXCLUSIVE)
         # Not of every asynchronous one: `DirFileSystem` is one around those that are not.
         self._concurrent = self._flat and fs.async_impl
+        self._threaded = self._flat or fs.async_impl or bool(protocols & _THREADED)
+        self._turn: contextlib.AbstractContextManager[object] = (
+            contextlib.nullcontext() if self._threaded else _turns.setdefault(fs, threading.RLock())
+        )
+        self._lost = False
         self._directories_made: set[str] = set()
         self._capabilities = Capabilities(
             conditional_create=False,
@@ -137,7 +152,7 @@ class FsspecObjects:
             return info
         starts = [offset for offset, _ in wanted]
         ends = [offset + len(out) for offset, out in wanted]
-        with translated_client(key):
+        with self._asking(key):
             pieces = self.fs.cat_ranges([self._path(key)] * len(wanted), starts, ends, on_error="return")
         for (_, out), piece in zip(wanted, pieces, strict=True):
             if isinstance(piece, BaseException):
@@ -154,7 +169,7 @@ class FsspecObjects:
         info = self.head(key)
         if info.size > limit:
             raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
-        with translated_client(key):
+        with self._asking(key):
             # Without a range: an object that has grown would pass for a whole one, and some clients verify only then.
             content = bytes(self.fs.cat_file(self._path(key)))
         if len(content) != info.size:
@@ -202,15 +217,29 @@ class FsspecObjects:
             if found is None:
                 raise NotFoundError(f"{key} is not there", path=key)
             self._expect(key, found, version)
-            with translated_client(key):
+            with self._asking(key):
                 self.fs.rm_file(path)
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
 
+    @contextlib.contextmanager
+    def _asking(self, key: str) -> Iterator[None]:
+        """A request, whose errors are ours; the one after a connection was lost makes another."""
+        with self._turn, translated_client(key):
+            if self._lost:
+                self.fs = type(self.fs)(*self.fs.storage_args, **self.fs.storage_options, skip_instance_cache=True)
+                self._lost = False
+            try:
+                with translated_client(key):
+                    yield
+            except StoreError as error:
+                self._lost = error.transient and not self._threaded
+                raise
+
     def _look(self, key: str) -> Entry | None:
         try:
-            with translated_client(key):
+            with self._asking(key):
                 self.fs.invalidate_cache()
                 fields = self.fs.info(self._path(key))
         except NotFoundError:
@@ -227,7 +256,7 @@ class FsspecObjects:
         if not self._flat:
             self._make_directory(path.rpartition("/")[0], key)
         try:
-            with translated_client(key):
+            with self._asking(key):
                 if exclusive:
                     self.fs.pipe_file(path, content, mode="create")
                 else:
@@ -241,7 +270,7 @@ class FsspecObjects:
     def _make_directory(self, directory: str, key: str) -> None:
         if directory in self._directories_made:
             return
-        with translated_client(key):
+        with self._asking(key):
             self.fs.makedirs(directory, exist_ok=True)
         if len(self._directories_made) >= _DIRECTORIES_REMEMBERED:
             self._directories_made.clear()
@@ -258,9 +287,11 @@ class FsspecObjects:
                 raise StoreError(
                     f"{key}: {len(content)} bytes were written, and {found} stored", transient=True, path=key
                 )
-            if before is None or after.stamp is None or after.stamp != before.stamp:
+            if before is None or after.info.version != before.info.version or (self._flat and after.stamp is None):
                 return after
             if self._clock.monotonic() >= deadline:
+                if after.stamp is None:
+                    return after  # a tag that time does not change is one of the content, which is the same
                 raise _indistinguishable(key)
             self._clock.sleep(pause_s)
             pause_s *= 2
@@ -269,7 +300,7 @@ class FsspecObjects:
     def _remove(self, paths: Sequence[str]) -> Sequence[BaseException | None]:
         """Remove files, at once where the filesystem can, and return the error of each."""
         if not self._concurrent:
-            return [_error_of(self.fs.rm_file, path) for path in paths]
+            return [_error_of(self._remove_one, path) for path in paths]
 
         async def remove() -> list[BaseException | None]:
             results = await asyncio.gather(*(self.fs._rm_file(path) for path in paths), return_exceptions=True)
@@ -277,6 +308,10 @@ class FsspecObjects:
 
         errors: list[BaseException | None] = fsspec.asyn.sync(self.fs.loop, remove)
         return errors
+
+    def _remove_one(self, path: str) -> None:
+        with self._asking(path[len(self.root) + 1 :]):
+            self.fs.rm_file(path)
 
     def _mismatch(self, info: ObjectInfo, what: str) -> TierfsError:
         """Why fewer or more bytes came than were asked for."""
@@ -288,7 +323,7 @@ class FsspecObjects:
         """Key and description of everything directly below ``prefix``, or of every file below it."""
         directory = self._path(prefix).rstrip("/") or "/"
         try:
-            with translated_client(prefix or self.root):
+            with self._asking(prefix or self.root):
                 self.fs.invalidate_cache()
                 if flat:
                     entries = list(self.fs.find(directory, detail=True).values())

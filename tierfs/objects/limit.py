@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
 from tierfs.objects.wrapper import Answer, Request, WrappedObjects
@@ -16,10 +19,18 @@ __all__ = ["LimitedObjects"]
 
 BURST_S = 1.0
 """An idle link saves up this many seconds of its rate."""
+ADAPT_S = 1.0
+"""The limit is halved or raised once in so many seconds: object stores take seconds to make room themselves."""
+
+_log = logging.getLogger("tierfs.objects")
 
 
 class LimitedObjects(WrappedObjects):
     """Lets a bounded number of requests through at a time, and a bounded number of bytes per second.
+
+    Where the endpoint asks for fewer requests, half as many are let through, and one more after each second in which
+    it answers (additive increase, multiplicative decrease). Only a request that was sent a second after the limit was
+    halved counts for either: what was in flight by then says nothing of the new limit, so a burst counts once.
 
     Bytes are those of objects, put, got or read; a read pays for its bytes when it knows how many there are. A listing
     counts as a request while it is fetching, not while its consumer works on what it gave.
@@ -29,6 +40,10 @@ class LimitedObjects(WrappedObjects):
         concurrency: Requests in flight at most.
         bytes_per_s: Rate, averaged over more than a second; ``None`` for no limit.
         clock: What waits.
+
+    Attributes:
+        limit: Requests in flight at most, for now: from 1 to ``concurrency``.
+        throttled: How often the endpoint asked for fewer requests.
     """
 
     def __init__(
@@ -44,18 +59,23 @@ class LimitedObjects(WrappedObjects):
         super().__init__(inner)
         self.concurrency = concurrency
         self.bytes_per_s = bytes_per_s
+        self.limit = concurrency
+        self.throttled = 0
         self._clock: Clock = clock or SystemClock()
         self._free_at_s = self._clock.monotonic() - BURST_S
+        self._halve_from_s = self._raise_from_s = -math.inf
         self._renew()
         renew_in_children(self)
 
     def __repr__(self) -> str:
         rate = "unlimited" if self.bytes_per_s is None else f"{format_bytes(int(self.bytes_per_s))}/s"
-        return f"LimitedObjects({self.inner!r}, concurrency={self.concurrency}, bandwidth={rate})"
+        now = f" ({self.limit} for now, throttled {self.throttled} times)" if self.throttled else ""
+        return f"LimitedObjects({self.inner!r}, concurrency={self.concurrency}{now}, bandwidth={rate})"
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(self.concurrency)
+        self._room = threading.Condition(self._lock)
+        self._in_flight = 0
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
@@ -65,18 +85,65 @@ class LimitedObjects(WrappedObjects):
 
     def _around(self, request: Request, send: Callable[[], Answer]) -> Answer:
         self._pass(request.size)
-        with self._slots:
+        with self._place():
             return send()
 
     def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
-        with self._slots:
+        with self._place():
             listing = send()
         while True:
-            with self._slots:
+            with self._place():
                 listed = next(listing, None)
             if listed is None:
                 return
             yield listed
+
+    @contextlib.contextmanager
+    def _place(self) -> Iterator[None]:
+        """Wait for a place, hold it, and learn from how the request went."""
+        with self._room:
+            self._room.wait_for(lambda: self._in_flight < self.limit)
+            self._in_flight += 1
+        sent_s = self._clock.monotonic()
+        answered = False
+        try:
+            yield
+            answered = True
+        except StoreError as error:
+            if error.throttled:
+                self._halve(sent_s)
+            raise
+        except TierfsError:  # that something is absent, for example
+            answered = True
+            raise
+        finally:
+            with self._room:
+                self._in_flight -= 1
+                if answered:
+                    self._add_one(sent_s)
+                self._room.notify()
+
+    def _halve(self, sent_s: float) -> None:
+        with self._lock:
+            self.throttled += 1
+            is_first = self.throttled == 1
+            if sent_s >= self._halve_from_s:
+                self.limit = max(1, self.limit // 2)
+                self._halve_from_s = self._clock.monotonic() + ADAPT_S
+        if is_first:
+            _log.warning(
+                "the object tier asks for fewer requests: %d at a time instead of %d, and more again as it answers",
+                self.limit,
+                self.concurrency,
+            )
+
+    def _add_one(self, sent_s: float) -> None:
+        """Let one more request through, if it is time; the lock is held."""
+        now_s = self._clock.monotonic()
+        if self.limit < self.concurrency and sent_s >= self._halve_from_s and now_s >= self._raise_from_s:
+            self.limit += 1
+            self._raise_from_s = now_s + ADAPT_S
+            self._room.notify()
 
     def _pass(self, size: int) -> None:
         """Wait until the link has carried what was to go before, and take it for ``size`` bytes."""

@@ -21,6 +21,7 @@ from pathlib import Path
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.oserrors import translated
 from tierfs.objects.protocol import (
     OVERWRITE,
@@ -33,7 +34,6 @@ from tierfs.objects.protocol import (
     Range,
     Update,
     Version,
-    verify_checksum,
 )
 
 __all__ = ["LocalObjects"]

@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError
 from tierfs.format.descriptor import Capabilities
+from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -27,7 +28,6 @@ from tierfs.objects.protocol import (
     Range,
     Update,
     Version,
-    verify_checksum,
 )
 
 __all__ = ["MemoryObjects"]

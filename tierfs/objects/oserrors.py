@@ -47,9 +47,15 @@ def translated(key: str) -> Iterator[None]:
         raise translate_os_error(error, key) from error
 
 
-def translate_os_error(error: OSError, key: str) -> TierfsError:
-    """Our error for one of the operating system's, or of a library that raises the same classes without a number."""
-    reason = error.strerror or str(error) or type(error).__name__
+def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsError:
+    """Our error for one of the operating system's, or of a library that raises the same classes without a number.
+
+    Args:
+        error: Theirs.
+        key: What was asked for.
+        reason: What to say of it, if not what it says itself.
+    """
+    reason = reason or error.strerror or str(error) or type(error).__name__
     match error.errno:
         case errno.ENOSPC | errno.EDQUOT:
             return CapacityError(f"{key}: {reason}: free some room and try again; nothing was changed", path=key)

@@ -8,12 +8,10 @@ wrapping: a wrapper takes an `ObjectTier` and is one.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NewType, Protocol, TypeAlias
 
-from tierfs import digest
 from tierfs.digest import Buffer
-from tierfs.errors import InvalidInputError, StoreError
 from tierfs.format.descriptor import Capabilities
 
 __all__ = [
@@ -30,8 +28,6 @@ __all__ = [
     "Range",
     "Update",
     "Version",
-    "checksum_for",
-    "verify_checksum",
 ]
 
 Version = NewType("Version", str)
@@ -84,13 +80,14 @@ class ObjectInfo:
         key: Its key.
         size: Bytes.
         version: Of its content.
-        modified_ns: When it was stored, by the tier's clock; 0 where unknown.
+        modified_ns: When it was stored, by the tier's clock, to the second; 0 where unknown. What a put answers may differ
+            from what is told later, so it does not count when two are compared.
     """
 
     key: str
     size: int
     version: Version
-    modified_ns: int = 0
+    modified_ns: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,28 +182,3 @@ class ObjectTier(Protocol):
             ConflictError: Another version is there.
             StoreError, ReadOnlyError: It failed; after a transient one the object may be gone.
         """
-
-
-def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum | None:
-    """The checksum to send with ``data``, by the algorithm the endpoint likes best; ``None`` where it verifies none."""
-    for algorithm in capabilities.checksums:
-        if algorithm == "xxh3-128":
-            return Checksum(algorithm, digest.checksum(*data))
-    return None
-
-
-def verify_checksum(checksum: Checksum | None, data: Sequence[Buffer], key: str) -> None:
-    """What a backend that verifies XXH3-128 itself does before it stores.
-
-    Raises:
-        InvalidInputError: Another algorithm.
-        StoreError: The bytes do not have the checksum: they changed on the way; transient, since the sender has them.
-    """
-    if checksum is None:
-        return
-    if checksum.algorithm != "xxh3-128":
-        raise InvalidInputError(f"this object tier verifies xxh3-128, not {checksum.algorithm}")
-    if digest.checksum(*data) != checksum.value:
-        raise StoreError(
-            f"{key}: the bytes that arrived do not have the checksum sent with them", transient=True, path=key
-        )

@@ -13,13 +13,17 @@ from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectTier
 from tierfs.objects.wrapper import Answer, Request, WrappedObjects
 
-__all__ = ["RetryingObjects"]
+__all__ = ["ATTEMPTS", "RetryingObjects"]
+
+ATTEMPTS = 5
 
 _log = logging.getLogger("tierfs.objects")
 
 
 class RetryingObjects(WrappedObjects):
     """Retries transient failures, each after a random wait up to a bound that doubles ("full jitter").
+
+    Where the endpoint asks for a wait (Retry-After), that one goes before the random one, up to ``delay_s_max``.
 
     It does not interpret outcomes: where the answer to a conditional put was lost and the put had taken effect, the
     second one meets the first, and its `AlreadyExistsError` or `ConflictError` goes to the caller, who can tell.
@@ -28,7 +32,7 @@ class RetryingObjects(WrappedObjects):
         inner: The tier to send to.
         attempts: How often a request is sent at most.
         delay_s: Bound of the first wait.
-        delay_s_max: What the bound grows to at most.
+        delay_s_max: What the bound grows to at most, and what is waited at most because an endpoint asks for it.
         clock: What waits.
         random: Where the waits' lengths come from.
 
@@ -40,7 +44,7 @@ class RetryingObjects(WrappedObjects):
         self,
         inner: ObjectTier,
         *,
-        attempts: int = 5,
+        attempts: int = ATTEMPTS,
         delay_s: float = 0.1,
         delay_s_max: float = 10.0,
         clock: Clock | None = None,
@@ -98,7 +102,7 @@ class RetryingObjects(WrappedObjects):
         bound_s = min(self.delay_s_max, self.delay_s * 2 ** (attempt - 1))
         with self._lock:
             self.retries += 1
-            wait_s = self._random.uniform(0, bound_s)
+            wait_s = self._random.uniform(0, bound_s) + min(error.retry_after_s or 0.0, self.delay_s_max)
         _log.warning(
             "%s %s failed, attempt %d of %d, again in %.2f s: %s",
             request.method,

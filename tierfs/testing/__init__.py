@@ -1,4 +1,4 @@
-"""For tests, ours and others': conformance suites to subclass, and object tiers that fail on demand.
+"""For tests, ours and others': conformance suites to subclass, and object tiers and connections that fail on demand.
 
 Nothing in tierfs imports this package. Only the suites need pytest.
 """
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from tierfs.testing.damage import flip_bit, remove, swap, truncate
 from tierfs.testing.faults import Fault, FaultyObjects, PlannedFault
+from tierfs.testing.tcpfaults import PlannedTcpFault, TcpFault
+from tierfs.testing.tcpproxy import TcpFaultProxy
 
 if TYPE_CHECKING:
     from tierfs.testing.objects import ObjectTierTests
@@ -18,6 +20,9 @@ __all__ = [
     "FaultyObjects",
     "ObjectTierTests",
     "PlannedFault",
+    "PlannedTcpFault",
+    "TcpFault",
+    "TcpFaultProxy",
     "flip_bit",
     "remove",
     "swap",

@@ -1,0 +1,130 @@
+"""What every server of this package is once it runs, and the one way to start and stop a process that is one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import fsspec
+import pytest
+
+REQUIREMENTS = "pip install -r integration/requirements.txt"
+START_S = 60
+
+
+@dataclass(frozen=True)
+class Server:
+    """One that runs.
+
+    Attributes:
+        protocol: As fsspec names it: ``s3``, ``gcs`` or ``abfs``, ``webdav`` or ``sftp``.
+        port: Of 127.0.0.1.
+        options_at: The options of that filesystem, by port: a proxy's, where one stands in front of the server.
+        base: Directory to make buckets in, with a ``/`` at its end; empty where there is none above them.
+    """
+
+    protocol: str
+    port: int
+    options_at: Callable[[int], dict[str, object]]
+    base: str = ""
+
+    @property
+    def options(self) -> dict[str, object]:
+        """For s3fs, gcsfs, adlfs or the like."""
+        return self.options_at(self.port)
+
+    def new_root(self) -> str:
+        """Make a bucket or container; gives the path of a directory in it."""
+        bucket = f"{self.base}bucket-{uuid.uuid4().hex[:12]}"
+        fsspec.filesystem(self.protocol, **self.options).mkdir(bucket)
+        return f"{bucket}/root"
+
+
+def s3(port: int, key: str = "any", secret: str = "any") -> Server:
+    def options(port: int) -> dict[str, object]:
+        return {"key": key, "secret": secret, "endpoint_url": f"http://127.0.0.1:{port}"}
+
+    return Server("s3", port, options)
+
+
+def gcs(port: int) -> Server:
+    def options(port: int) -> dict[str, object]:
+        return {"token": "anon", "project": "test", "endpoint_url": f"http://127.0.0.1:{port}"}
+
+    return Server("gcs", port, options)
+
+
+def require_package(name: str) -> None:
+    pytest.importorskip(name, reason=f"{name} is not installed: {REQUIREMENTS}")
+
+
+def require_program(name: str, install: str) -> None:
+    if find_program(name) is None:
+        pytest.skip(f"{name} is not installed: {install}", allow_module_level=True)
+
+
+def find_program(name: str) -> str | None:
+    """Where it is: beside this Python, or in PATH."""
+    return shutil.which(name, path=os.path.dirname(sys.executable)) or shutil.which(name)
+
+
+def free_ports(count: int) -> list[int]:
+    """Of 127.0.0.1, and all different."""
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in range(count)]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+
+
+@contextlib.contextmanager
+def process(command: Sequence[str], port: int, environment: Mapping[str, str] | None = None) -> Iterator[None]:
+    """A process that listens on ``port`` from the first line of the block to the last.
+
+    Raises:
+        RuntimeError: It ended, or did not listen for `START_S` seconds; with the end of what it said.
+    """
+    program = find_program(command[0])
+    assert program is not None, f"{command[0]} is not installed"
+    with tempfile.TemporaryFile() as said:
+        server = subprocess.Popen(
+            [program, *command[1:]],
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            began = time.monotonic()
+            while not _listens(port):
+                ended = server.poll() is not None
+                if ended or time.monotonic() - began > START_S:
+                    said.seek(0)
+                    what = "ended at once" if ended else "does not answer"
+                    raise RuntimeError(f"{command[0]} {what}: {said.read()[-2000:].decode(errors='replace')}")
+                time.sleep(0.05)
+            yield
+        finally:
+            server.terminate()
+            try:
+                server.wait(10)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+    except OSError:
+        return False

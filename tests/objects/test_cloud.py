@@ -1,0 +1,473 @@
+"""What the object tiers of all clouds have in common, over a cloud in memory."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+    TierfsError,
+)
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects import CREATE, Checksum, ObjectInfo, Update
+from tierfs.objects.checksums import compute
+from tierfs.objects.cloud import GAP_BYTES_MAX, CloudObjects, Content
+from tierfs.objects.lanes import Lanes
+from tierfs.objects.protocol import Create, Listed, Prefix, PutMode, Range, Version
+from tierfs.testing import ObjectTierTests
+
+ALL = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("xxh3-128", "sha256"),
+)
+
+
+class AnswerError(Exception):
+    """What an SDK raises: it carries the status of the answer."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(f"answer {status}")
+        self.status = status
+
+
+@dataclass
+class Cloud:
+    """A server. The hooks decide how it differs from a faithful one.
+
+    Attributes:
+        fetched: Start and end of every request for bytes.
+        heeds_ranges: Otherwise the whole object comes.
+        heeds_pins: Otherwise the current version comes.
+        piece_bytes: How much of an answer comes at a time.
+        breaks_off_after: How many bytes of an answer come at most.
+        before_fetch: Called before each.
+    """
+
+    objects: dict[str, tuple[bytes, ObjectInfo]] = field(default_factory=dict)
+    fetched: list[tuple[int, int | None]] = field(default_factory=list)
+    heeds_ranges: bool = True
+    heeds_pins: bool = True
+    piece_bytes: int = 1000
+    breaks_off_after: int | None = None
+    before_fetch: Callable[[], None] = lambda: None
+    has_bucket: bool = True
+    page: int = 100
+    deleted_at_once: list[int] = field(default_factory=list)
+    versions: Iterator[int] = field(default_factory=itertools.count)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # sessions are on several loops
+    open_answers: int = 0
+
+    async def connect(self) -> Session:
+        return Session(self)
+
+    def at(self, key: str) -> tuple[bytes, ObjectInfo]:
+        with self.lock:
+            if key not in self.objects or not self.has_bucket:
+                raise AnswerError(404)
+            return self.objects[key]
+
+
+class Session:
+    def __init__(self, cloud: Cloud) -> None:
+        self.cloud = cloud
+
+    async def close(self) -> None:
+        pass
+
+
+class Client:
+    """See `CloudClient`."""
+
+    deletes_max = 100
+
+    def __init__(self, session: Session) -> None:
+        self.cloud = session.cloud
+
+    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+        cloud = self.cloud
+        if checksum is not None and compute(checksum.algorithm, body) != checksum:
+            raise AnswerError(400)
+        with cloud.lock:
+            if not cloud.has_bucket:
+                raise AnswerError(404)
+            if isinstance(mode, Create) and key in cloud.objects:
+                raise AnswerError(412)
+            if isinstance(mode, Update):
+                if key not in cloud.objects:
+                    raise AnswerError(404)
+                if cloud.objects[key][1].version != mode.version:
+                    raise AnswerError(412)
+            info = ObjectInfo(key, sum(map(len, body)), Version(str(next(cloud.versions))))
+            cloud.objects[key] = b"".join(body), info
+        return info
+
+    @asynccontextmanager
+    async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
+        cloud = self.cloud
+        cloud.fetched.append((start, end))
+        cloud.before_fetch()
+        content, info = cloud.at(key)
+        if version is not None and cloud.heeds_pins and info.version != version:
+            raise AnswerError(412)
+        if end is None or not cloud.heeds_ranges:
+            start, end = 0, len(content)
+        elif start >= len(content):
+            raise AnswerError(416)
+        cloud.open_answers += 1
+        try:
+            yield Content(info, start, self._pieces(content[start:end]))
+        finally:
+            cloud.open_answers -= 1
+
+    async def _pieces(self, content: bytes) -> AsyncIterator[bytes]:
+        content = content[: self.cloud.breaks_off_after]
+        for at in range(0, len(content), self.cloud.piece_bytes):
+            yield content[at : at + self.cloud.piece_bytes]
+
+    async def head(self, key: str) -> ObjectInfo:
+        return self.cloud.at(key)[1]
+
+    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+        with self.cloud.lock:
+            listed: dict[str, Listed] = {}
+            for key, (_, info) in self.cloud.objects.items():
+                if key.startswith(prefix):
+                    deeper = key[len(prefix) :].partition("/")
+                    folded = delimiter and deeper[1]
+                    name = f"{prefix}{deeper[0]}/" if folded else key
+                    listed[name] = Prefix(name) if folded else info
+        names = sorted(name for name in listed if after is None or name > after)
+        page = names[: self.cloud.page]
+        return [listed[name] for name in page], page[-1] if len(names) > len(page) else None
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        self.cloud.deleted_at_once.append(len(keys))
+        with self.cloud.lock:
+            for key in keys:
+                self.cloud.objects.pop(key, None)
+
+    async def delete_version(self, key: str, version: Version) -> None:
+        with self.cloud.lock:
+            if key not in self.cloud.objects:
+                raise AnswerError(404)
+            if self.cloud.objects[key][1].version != version:
+                raise AnswerError(412)
+            del self.cloud.objects[key]
+
+
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
+
+
+@pytest.fixture
+def objects(cloud: Cloud) -> CloudObjects:
+    return CloudObjects(Lanes("cloud", cloud.connect), Client, ALL, name="cloud://bucket/", bucket="bucket")
+
+
+class TestCloudObjects(ObjectTierTests):
+    @pytest.fixture
+    def objects(self, cloud: Cloud) -> CloudObjects:
+        return CloudObjects(Lanes("cloud", cloud.connect), Client, ALL, name="cloud://bucket/", bucket="bucket")
+
+
+class TestCloudObjectsThatIgnoreRangesAndPins(ObjectTierTests):
+    @pytest.fixture
+    def objects(self, cloud: Cloud) -> CloudObjects:
+        cloud.heeds_ranges = cloud.heeds_pins = False
+        cloud.piece_bytes = 65_536
+        return CloudObjects(Lanes("cloud", cloud.connect), Client, ALL, name="cloud://bucket/", bucket="bucket")
+
+
+def _ranges(content: bytes, spans: Sequence[tuple[int, int]]) -> tuple[list[Range], list[bytes]]:
+    return (
+        [(start, memoryview(bytearray(end - start))) for start, end in spans],
+        [content[start:end] for start, end in spans],
+    )
+
+
+# Ranges
+
+
+@pytest.mark.parametrize(
+    ("spans", "requests"),
+    [
+        ([(0, 10)], [(0, 10)]),
+        ([(0, 10), (10, 30)], [(0, 30)]),
+        ([(10, 30), (0, 10)], [(0, 30)]),
+        ([(0, 10), (500, 600)], [(0, 600)]),
+        ([(0, 100), (50, 60), (90, 110)], [(0, 110)]),
+        ([(0, 100), (0, 100)], [(0, 100)]),
+        ([(5, 5), (0, 10), (700_000, 700_000)], [(0, 10)]),
+        ([(0, 10), (10 + GAP_BYTES_MAX, 90_000)], [(0, 90_000)]),
+        ([(0, 10), (11 + GAP_BYTES_MAX, 90_000)], [(0, 10), (11 + GAP_BYTES_MAX, 90_000)]),
+        ([(0, 80_000), (0, 10), (80_000 + GAP_BYTES_MAX, 150_000)], [(0, 150_000)]),
+        ([(300_000, 300_001), (0, 1), (150_000, 150_001)], [(0, 1), (150_000, 150_001), (300_000, 300_001)]),
+    ],
+)
+@pytest.mark.parametrize("heeds_ranges", [True, False])
+def test_ranges_are_gathered_into_few_requests(
+    cloud: Cloud,
+    objects: CloudObjects,
+    spans: list[tuple[int, int]],
+    requests: list[tuple[int, int]],
+    heeds_ranges: bool,
+) -> None:
+    content = Random(3).randbytes(400_000)
+    info = objects.put("a", [content])
+    cloud.heeds_ranges = heeds_ranges
+    ranges, wanted = _ranges(content, spans)
+    assert objects.get("a", ranges) == info
+    assert [bytes(out) for _, out in ranges] == wanted
+    assert sorted(cloud.fetched) == requests
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ranges_of_every_kind_fill_their_buffers(cloud: Cloud, objects: CloudObjects, seed: int) -> None:
+    random = Random(seed)
+    content = random.randbytes(500_000)
+    objects.put("a", [content])
+    cloud.heeds_ranges = bool(seed % 3)
+    cloud.piece_bytes = random.choice([1009, 65_536, 1 << 20])
+    spans = []
+    for _ in range(random.randrange(1, 40)):
+        start = random.randrange(len(content))
+        spans.append((start, min(len(content), start + random.choice([0, 1, 100, 70_000]))))
+    ranges, wanted = _ranges(content, spans)
+    objects.get("a", ranges)
+    assert [bytes(out) for _, out in ranges] == wanted, f"seed {seed}: {spans}"
+
+
+def test_no_bytes_are_asked_for_where_none_are_wanted(cloud: Cloud, objects: CloudObjects) -> None:
+    info = objects.put("a", [b"content"])
+    assert objects.get("a", []) == objects.get("a", [(3, memoryview(b""))]) == info
+    with pytest.raises(ConflictError):
+        objects.get("a", [], version=Version("another"))
+    assert cloud.fetched == []
+
+
+def test_a_server_that_ignores_pins_is_found_out(cloud: Cloud, objects: CloudObjects) -> None:
+    first = objects.put("a", [b"first"])
+    objects.put("a", [b"other"])
+    cloud.heeds_pins = False
+    with pytest.raises(ConflictError, match="at version 1, not at 0"):
+        objects.get("a", [(0, memoryview(bytearray(5)))], version=first.version)
+
+
+@pytest.mark.parametrize("come", [0, 1, 999, 1000, 4999])
+def test_an_answer_that_breaks_off_is_to_be_asked_for_again(cloud: Cloud, objects: CloudObjects, come: int) -> None:
+    objects.put("a", [bytes(5000)])
+    cloud.breaks_off_after = come
+    for ask in (lambda: objects.get("a", [(0, memoryview(bytearray(5000)))]), lambda: objects.read("a", 5000)):
+        with pytest.raises(StoreError, match=f"broke off at byte {come} of 5000") as caught:
+            ask()
+        assert caught.value.transient
+
+
+def test_an_answer_may_be_longer_than_what_was_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
+    objects.put("a", [b"0123456789"])
+    cloud.heeds_ranges = False
+    cloud.breaks_off_after = 7  # behind what is wanted
+    out = memoryview(bytearray(3))
+    objects.get("a", [(4, out)])
+    assert out == b"456"
+
+
+def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
+    objects: CloudObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put("a", [b"0123456789"])
+    fetch = Client.fetch
+
+    @asynccontextmanager
+    async def shifted(self: Client, key: str, start: int, end: int, version: Version | None) -> AsyncIterator[Content]:
+        async with fetch(self, key, start + 2, end + 2, version) as content:
+            yield content
+
+    monkeypatch.setattr(Client, "fetch", shifted)
+    with pytest.raises(StoreError, match="begins at byte 4, behind byte 2"):
+        objects.get("a", [(2, memoryview(bytearray(3)))])
+
+
+def test_an_object_that_changes_between_two_requests_is_to_be_read_again(cloud: Cloud, objects: CloudObjects) -> None:
+    objects.put("a", [b"a" * 300_000])
+
+    def change() -> None:
+        cloud.before_fetch = lambda: None
+        cloud.objects["a"] = b"b" * 300_000, ObjectInfo("a", 300_000, Version("other"))
+
+    # The second of two requests sees another version.
+    cloud.before_fetch = lambda: setattr(cloud, "before_fetch", change)
+    far = [(0, memoryview(bytearray(10))), (200_000, memoryview(bytearray(10)))]
+    with pytest.raises(StoreError, match="changed while it was read") as caught:
+        objects.get("a", far)
+    assert caught.value.transient
+    objects.get("a", far)
+    assert {bytes(out) for _, out in far} == {b"b" * 10}
+
+
+def test_of_several_requests_all_end_before_an_error_is_raised(cloud: Cloud, objects: CloudObjects) -> None:
+    objects.put("a", [bytes(1_000_000)])
+    cloud.piece_bytes = 100
+    failing = iter([False, True, False])
+
+    def fail_once() -> None:
+        if next(failing):
+            raise AnswerError(503)
+
+    cloud.before_fetch = fail_once
+    with pytest.raises(StoreError) as caught:
+        objects.get("a", [(at, memoryview(bytearray(1000))) for at in (0, 300_000, 600_000)])
+    assert caught.value.transient
+    assert cloud.open_answers == 0
+
+
+def test_an_object_that_grew_shorter_is_corrupt(objects: CloudObjects) -> None:
+    objects.put("a", [b"short"])
+    for start in (0, 3, 5, 100):
+        with pytest.raises(CorruptionError):
+            objects.get("a", [(start, memoryview(bytearray(6)))])
+
+
+def test_what_is_read_is_bounded_before_it_comes(cloud: Cloud, objects: CloudObjects) -> None:
+    objects.put("a", [bytes(1_000_000)])
+    with pytest.raises(CorruptionError, match="over the limit of 999999"):
+        objects.read("a", 999_999)
+    assert cloud.open_answers == 0
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "transient"),
+    [
+        (503, StoreError, True),
+        (429, StoreError, True),
+        (409, StoreError, True),
+        (400, StoreError, False),
+        (403, ReadOnlyError, False),
+        (404, NotFoundError, False),
+    ],
+)
+def test_the_status_of_the_answer_says_what_to_do(
+    objects: CloudObjects, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[TierfsError], transient: bool
+) -> None:
+    async def fail(*_: object) -> None:
+        raise AnswerError(status)
+
+    for method in ("head", "list_page", "delete", "delete_version"):
+        monkeypatch.setattr(Client, method, fail)
+    calls = (
+        lambda: objects.head("a"),
+        lambda: list(objects.list("")),
+        lambda: objects.delete(["a"]),
+        lambda: objects.delete_version("a", Version("1")),
+    )
+    for call in calls:
+        with pytest.raises(kind) as caught:
+            call()
+        assert getattr(caught.value, "transient", False) == transient
+        assert isinstance(caught.value.__cause__, AnswerError)
+
+
+def test_a_bucket_that_is_not_there_is_no_object_that_is_not_there(cloud: Cloud, objects: CloudObjects) -> None:
+    cloud.has_bucket = False
+    for mode in (CREATE, None):
+        with pytest.raises(StoreError, match="make the bucket first") as caught:
+            objects.put("a", [b"content"], **({"mode": mode} if mode else {}))
+        assert not caught.value.transient
+
+
+def test_conditions_that_do_not_hold_have_errors_of_their_own(objects: CloudObjects) -> None:
+    info = objects.put("a", [b"content"])
+    with pytest.raises(AlreadyExistsError):
+        objects.put("a", [b"other"], mode=CREATE)
+    with pytest.raises(ConflictError):
+        objects.put("a", [b"other"], mode=Update(Version("another")))
+    objects.delete(["a"])
+    with pytest.raises(ConflictError):
+        objects.put("a", [b"other"], mode=Update(info.version))
+
+
+def test_a_checksum_that_the_cloud_does_not_know_is_not_sent(cloud: Cloud, objects: CloudObjects) -> None:
+    with pytest.raises(InvalidInputError, match="verifies no md5"):
+        objects.put("a", [b"content"], checksum=compute("md5", [b"content"]))
+    assert cloud.objects == {}
+
+
+# The rest
+
+
+def test_what_is_put_goes_to_the_client_without_a_copy(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Sequence[memoryview]] = []
+    put = Client.put
+
+    async def spy(
+        self: Client, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None
+    ) -> ObjectInfo:
+        sent.append(body)
+        return await put(self, key, body, mode, checksum)
+
+    monkeypatch.setattr(Client, "put", spy)
+    whole, lent = b"content", bytearray(b"content")
+    objects.put("a", [whole, b"", lent])
+    assert [piece.obj for piece in sent[0]] == [whole, lent]
+    assert sent[0][1].obj is lent
+
+
+def test_deletions_are_sent_in_the_lots_that_the_cloud_takes(cloud: Cloud, objects: CloudObjects) -> None:
+    objects.delete(f"{number}" for number in [*range(250), *range(250)])
+    assert cloud.deleted_at_once == [100, 100, 50]
+
+
+def test_keys_to_delete_may_come_from_a_listing(objects: CloudObjects) -> None:
+    for number in range(250):
+        objects.put(f"run/{number}", [b""])
+    objects.delete(listed.key for listed in objects.list("run/"))
+    assert list(objects.list("")) == []
+
+
+def test_what_it_is_made_of_is_shown(objects: CloudObjects) -> None:
+    assert repr(objects) == "CloudObjects('cloud://bucket/', Lanes('cloud', loops_max=4))"
+
+
+class Lent(bytearray):
+    """A buffer that can be asked whether it is there still."""
+
+
+@pytest.mark.parametrize("verb", ["put", "get"])
+def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudObjects, verb: str) -> None:
+    lent = Lent(8)
+    alive = weakref.ref(lent)
+    cloud.has_bucket = False
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises((StoreError, NotFoundError)):
+            if verb == "put":
+                objects.put("a", [lent])
+            else:
+                objects.get("a", [(0, memoryview(lent))])
+        del lent
+        assert alive() is None
+    finally:
+        gc.enable()

@@ -1,0 +1,383 @@
+"""An object tier promises what its endpoint keeps, and looks after what it does not."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+
+from tierfs.clock import ManualClock
+from tierfs.digest import Buffer
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+)
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects import (
+    CREATE,
+    OVERWRITE,
+    Checksum,
+    MemoryObjects,
+    ObjectInfo,
+    ObjectTier,
+    PromisedObjects,
+    RetryingObjects,
+    Update,
+    WrappedObjects,
+    as_promised,
+)
+from tierfs.objects import promised as module
+from tierfs.objects.checksums import compute, verify_checksum
+from tierfs.objects.promised import STORED_WRONG_MAX
+from tierfs.objects.protocol import PutMode, Version
+from tierfs.testing import Fault, FaultyObjects, ObjectTierTests
+
+ALL = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("xxh3-128",),
+)
+CONDITIONLESS = replace(ALL, conditional_create=False, conditional_update=False)
+
+
+class Endpoint(WrappedObjects):
+    """Away from this host, and liable to store something else than it is sent.
+
+    Args:
+        inner: Where it stores.
+        can: What can be asked of it.
+
+    Attributes:
+        wrong: What becomes of the content, put by put; those after the last are stored as they are.
+        modes: With which conditions puts came.
+        before_get: Called before each.
+    """
+
+    def __init__(self, inner: ObjectTier, can: Capabilities = ALL) -> None:
+        super().__init__(inner)
+        self.can = can
+        self.wrong: list[Callable[[bytes], bytes]] = []
+        self.modes: list[PutMode] = []
+        self.before_get: list[Callable[[], None]] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.can
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        verify_checksum(checksum, data, key)  # what goes wrong comes behind it
+        content = b"".join(data)
+        self.modes.append(mode)
+        stored = self.wrong.pop(0)(content) if self.wrong else content
+        info = super().put(key, [stored], mode=mode)
+        return replace(info, size=len(content))  # it believes that it stored what it was sent
+
+    def get(self, key, ranges, *, version=None):
+        if self.before_get:
+            self.before_get.pop(0)()
+        return super().get(key, ranges, version=version)
+
+
+def _flip(content: bytes) -> bytes:
+    return bytes([content[0] ^ 1]) + content[1:]
+
+
+def _cut(content: bytes) -> bytes:
+    return content[:-1]
+
+
+def _lengthen(content: bytes) -> bytes:
+    return content + b"!"
+
+
+def _empty(content: bytes) -> bytes:
+    return b""
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryObjects]:
+    objects = MemoryObjects(f"/promised-{uuid.uuid4().hex}")
+    yield objects
+    objects.delete([listed.key for listed in objects.list("")])
+
+
+@pytest.fixture
+def endpoint(memory: MemoryObjects) -> Endpoint:
+    return Endpoint(memory)
+
+
+@pytest.fixture
+def verified(endpoint: Endpoint) -> PromisedObjects:
+    objects = as_promised(endpoint, ALL, "always")
+    assert isinstance(objects, PromisedObjects)
+    return objects
+
+
+class TestReadBack(ObjectTierTests):
+    @pytest.fixture
+    def objects(self, verified: PromisedObjects) -> ObjectTier:
+        return verified
+
+
+class TestNothingKept(ObjectTierTests):
+    @pytest.fixture
+    def objects(self, endpoint: Endpoint) -> ObjectTier:
+        return as_promised(endpoint, Capabilities(False, False, False, False))
+
+
+# What is promised
+
+
+@pytest.mark.parametrize("flag", ["conditional_create", "conditional_update", "list_after_write", "atomic_put"])
+def test_a_flag_is_promised_where_both_have_it(memory: MemoryObjects, flag: str) -> None:
+    for can, kept in [(True, True), (True, False), (False, True), (False, False)]:
+        endpoint = Endpoint(memory, replace(ALL, **{flag: can}))
+        promised = as_promised(endpoint, replace(ALL, **{flag: kept})).capabilities
+        assert promised == replace(ALL, **{flag: can and kept})
+
+
+def test_the_checksums_are_those_that_both_have_in_the_order_of_the_endpoint(memory: MemoryObjects) -> None:
+    endpoint = Endpoint(memory, replace(ALL, checksums=("xxh3-128", "md5", "sha256")))
+    promised = as_promised(endpoint, replace(ALL, checksums=("sum-of-digits", "sha256", "xxh3-128")))
+    assert promised.capabilities.checksums == ("sha256", "xxh3-128")
+
+
+def test_a_checksum_that_cannot_be_computed_here_is_not_promised(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "computable", lambda _: False)
+    objects = as_promised(endpoint, ALL)
+    assert objects.capabilities.checksums == ()
+    assert objects.reads_back
+
+
+def test_whether_it_lies_on_this_host_is_the_descriptors_to_say(memory: MemoryObjects) -> None:
+    objects = as_promised(Endpoint(memory, ALL), replace(ALL, host_local=True))
+    assert objects.capabilities.host_local
+
+
+def test_where_everything_is_kept_nothing_is_put_around_it(endpoint: Endpoint) -> None:
+    assert as_promised(endpoint, ALL) is endpoint
+    assert as_promised(endpoint, ALL, "never") is endpoint
+
+
+@pytest.mark.parametrize(
+    ("verify_writes", "checksums", "host_local", "reads_back"),
+    [
+        ("auto", True, False, False),
+        ("auto", False, False, True),
+        ("auto", False, True, False),
+        ("always", True, False, True),
+        ("always", False, True, True),
+        ("never", True, False, False),
+        ("never", False, False, False),
+    ],
+)
+def test_writes_are_read_back_as_is_wanted(
+    memory: MemoryObjects, verify_writes: str, checksums: bool, host_local: bool, reads_back: bool
+) -> None:
+    can = replace(ALL, host_local=host_local)
+    objects = as_promised(
+        Endpoint(memory, can), replace(can, checksums=("xxh3-128",) if checksums else ()), verify_writes
+    )
+    assert getattr(objects, "reads_back", False) == reads_back
+
+
+@pytest.mark.parametrize("verify_writes", ["", "yes", "Always", "True"])
+def test_another_word_for_it_is_refused(endpoint: Endpoint, verify_writes: str) -> None:
+    with pytest.raises(InvalidInputError, match="auto, always, never"):
+        as_promised(endpoint, ALL, verify_writes)
+
+
+# Conditions
+
+
+def test_conditions_that_are_kept_are_sent(endpoint: Endpoint) -> None:
+    objects = as_promised(endpoint, replace(ALL, list_after_write=False))
+    info = objects.put("a", [b"1"], mode=CREATE)
+    objects.put("a", [b"2"], mode=Update(info.version))
+    assert endpoint.modes == [CREATE, Update(info.version)]
+
+
+def test_conditions_that_are_not_kept_are_checked_and_not_sent(endpoint: Endpoint) -> None:
+    objects = as_promised(endpoint, CONDITIONLESS)
+    info = objects.put("a", [b"1"], mode=CREATE)
+    with pytest.raises(AlreadyExistsError):
+        objects.put("a", [b"2"], mode=CREATE)
+    second = objects.put("a", [b"3"], mode=Update(info.version))
+    with pytest.raises(ConflictError):
+        objects.put("a", [b"4"], mode=Update(info.version))
+    with pytest.raises(ConflictError):
+        objects.put("b", [b"5"], mode=Update(second.version))
+    assert endpoint.modes == [OVERWRITE, OVERWRITE]
+    assert objects.read("a", 10) == (b"3", second)
+
+
+@pytest.mark.parametrize("mode", ["create", "update"])
+def test_of_many_at_once_in_this_process_one_wins(endpoint: Endpoint, mode: str) -> None:
+    condition = CREATE if mode == "create" else Update(endpoint.put("a", [b"?"]).version)
+    tiers = [as_promised(endpoint, CONDITIONLESS) for _ in range(12)]
+    start = threading.Barrier(12, timeout=60)
+
+    def race(racer: int) -> bool:
+        start.wait()
+        try:
+            tiers[racer].put("a", [b"%d" % racer], mode=condition)
+        except (AlreadyExistsError, ConflictError):
+            return False
+        return True
+
+    with ThreadPoolExecutor(12) as pool:
+        won = list(pool.map(race, range(12)))
+    assert won.count(True) == 1
+    assert endpoint.read("a", 10)[0] == b"%d" % won.index(True)
+
+
+# Reading back
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _lengthen, _empty])
+@pytest.mark.parametrize("mode", ["create", "overwrite", "update"])
+def test_what_was_stored_wrong_is_stored_again(
+    endpoint: Endpoint, verified: PromisedObjects, damage: Callable[[bytes], bytes], mode: str
+) -> None:
+    condition: PutMode = CREATE if mode == "create" else OVERWRITE
+    if mode == "update":
+        condition = Update(endpoint.put("a", [b"before"]).version)
+    endpoint.wrong = [damage, damage]
+    info = verified.put("a", [b"con", memoryview(b"tent")], mode=condition)
+    assert endpoint.read("a", 100)[0] == b"content"
+    assert endpoint.head("a") == info
+    assert verified.stored_wrong == 2
+
+
+@pytest.mark.parametrize("flag", ["conditional_update", "conditional_create"])
+def test_what_was_stored_wrong_is_stored_again_without_conditions(endpoint: Endpoint, flag: str) -> None:
+    objects = as_promised(endpoint, replace(ALL, **{flag: False}), "always")
+    endpoint.wrong = [_flip]
+    info = objects.put("a", [b"content"], mode=CREATE)
+    assert endpoint.read("a", 100) == (b"content", info)
+
+
+def test_a_new_object_that_stays_wrong_is_deleted(endpoint: Endpoint, verified: PromisedObjects) -> None:
+    endpoint.wrong = [_flip] * 10
+    with pytest.raises(StoreError, match=f"stored wrong {STORED_WRONG_MAX} times") as caught:
+        verified.put("a", [b"content"], mode=CREATE)
+    assert not caught.value.transient
+    assert len(endpoint.modes) == verified.stored_wrong == STORED_WRONG_MAX
+    with pytest.raises(NotFoundError):
+        endpoint.head("a")
+
+
+def test_an_object_that_was_there_and_stays_wrong_is_not_deleted(endpoint: Endpoint, verified: PromisedObjects) -> None:
+    verified.put("a", [b"before"])
+    endpoint.wrong = [_flip] * 10
+    with pytest.raises(StoreError, match="stored wrong"):
+        verified.put("a", [b"content"])
+    assert endpoint.read("a", 100)[0] == _flip(b"content")
+
+
+def test_what_somebody_else_stored_meanwhile_is_theirs(endpoint: Endpoint, verified: PromisedObjects) -> None:
+    def replace_it() -> None:
+        endpoint.inner.put("a", [b"theirs"])
+
+    endpoint.before_get = [replace_it]
+    endpoint.wrong = [_flip]
+    verified.put("a", [b"content"])
+    assert endpoint.read("a", 100)[0] == b"theirs"
+
+
+class _ReplacedAfter(WrappedObjects):
+    """Somebody else is quicker than the second put."""
+
+    def get(self, key, ranges, *, version=None):
+        info = super().get(key, ranges, version=version)
+        self.inner.inner.put(key, [b"theirs"])
+        return info
+
+
+def test_what_was_stored_wrong_and_replaced_by_somebody_else_is_theirs(endpoint: Endpoint) -> None:
+    objects = as_promised(_ReplacedAfter(endpoint), ALL, "always")
+    endpoint.wrong = [_flip]
+    with pytest.raises(StoreError, match="changed before it was stored again") as caught:
+        objects.put("a", [b"content"], mode=CREATE)
+    assert caught.value.transient
+    assert endpoint.read("a", 100)[0] == b"theirs"
+
+
+def test_what_stays_wrong_and_was_deleted_by_somebody_else_is_told_as_wrong(
+    endpoint: Endpoint, verified: PromisedObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(key: str, version: Version) -> None:
+        raise NotFoundError(key)
+
+    monkeypatch.setattr(endpoint, "delete_version", gone)
+    endpoint.wrong = [_flip] * 10
+    with pytest.raises(StoreError, match="stored wrong"):
+        verified.put("a", [b"content"], mode=CREATE)
+
+
+@pytest.mark.parametrize("mode", [CREATE, OVERWRITE])
+def test_what_was_acknowledged_and_is_not_there_is_no_success(
+    endpoint: Endpoint, verified: PromisedObjects, mode: PutMode
+) -> None:
+    endpoint.before_get = [lambda: endpoint.inner.delete(["a"])]
+    with pytest.raises(StoreError, match="acknowledged and is not there") as caught:
+        verified.put("a", [b"content"], mode=mode)
+    assert caught.value.transient
+
+
+def test_what_cannot_be_read_back_is_not_acknowledged(memory: MemoryObjects) -> None:
+    faulty = FaultyObjects(Endpoint(memory))
+    objects = as_promised(faulty, ALL, "always")
+    faulty.inject(Fault.REFUSED, method="get")
+    with pytest.raises(StoreError, match="refused"):
+        objects.put("a", [b"content"])
+
+
+def test_a_bit_that_flips_on_the_way_back_does_no_harm(memory: MemoryObjects) -> None:
+    faulty = FaultyObjects(Endpoint(memory))
+    objects = as_promised(faulty, ALL, "always")
+    faulty.inject(Fault.BIT_FLIP, method="get")
+    info = objects.put("a", [b"content"], mode=CREATE)
+    assert objects.read("a", 100) == (b"content", info)
+    assert objects.stored_wrong == 1
+
+
+def test_a_heal_whose_answer_is_lost_is_not_acknowledged_unseen(memory: MemoryObjects) -> None:
+    endpoint = Endpoint(memory)
+    faulty = FaultyObjects(endpoint)
+    objects = as_promised(RetryingObjects(faulty, clock=ManualClock()), ALL, "always")
+    endpoint.wrong = [_flip, _flip]
+    faulty.inject(Fault.LOST_RESPONSE, method="put", after=1)
+    with pytest.raises(StoreError, match="changed before it was stored again"):
+        objects.put("a", [b"content"], mode=CREATE)
+
+
+def test_an_empty_object_is_read_back_too(endpoint: Endpoint, verified: PromisedObjects) -> None:
+    endpoint.wrong = [_lengthen]
+    assert verified.put("a", []).size == 0
+    assert endpoint.head("a").size == 0
+    assert verified.stored_wrong == 1
+
+
+def test_the_checksum_is_handed_on(memory: MemoryObjects) -> None:
+    objects = as_promised(memory, memory.capabilities, "always")
+    with pytest.raises(StoreError):
+        objects.put("a", [b"content"], checksum=Checksum("xxh3-128", bytes(16)))
+    objects.put("a", [b"content"], checksum=compute("xxh3-128", [b"content"]))
+
+
+def test_it_shows_what_it_does(verified: PromisedObjects) -> None:
+    assert repr(verified).endswith(", reads_back=True)")

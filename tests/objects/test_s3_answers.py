@@ -1,0 +1,132 @@
+"""What is made of S3's answers; integration/test_s3.py has them from servers."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
+from tierfs.objects.direct import Direct
+from tierfs.objects.s3 import connect_s3, open_s3
+
+
+class Session:
+    """Gives prepared answers."""
+
+    def __init__(self, answers: list[dict[str, Any]]) -> None:
+        self.answers = answers
+        self.arguments: dict[str, Any] = {}
+
+    def call(self, method: str, **arguments: object) -> dict[str, Any]:
+        self.arguments = arguments
+        return self.answers.pop(0)
+
+    def close(self) -> None:
+        pass
+
+
+def _objects(*answers: dict[str, Any]):
+    session = Session(list(answers))
+    return open_s3(Direct("s3", lambda: session), "bucket/base")  # type: ignore[arg-type]
+
+
+def _listed(*names: str, **more: object) -> dict[str, Any]:
+    return {"Contents": [{"Key": f"base/{name}", "Size": 1, "ETag": f'"{name}"'} for name in names], **more}
+
+
+def test_pages_follow_one_another_until_the_last() -> None:
+    objects = _objects(_listed("a", "b", IsTruncated=True, NextContinuationToken="more"), _listed("c"))
+    assert [listed.key for listed in objects.list("")] == ["a", "b", "c"]
+
+
+def test_a_page_that_is_not_the_last_and_leads_to_no_other_is_no_whole_listing() -> None:
+    objects = _objects(_listed("a", "b", IsTruncated=True))
+    with pytest.raises(StoreError):
+        list(objects.list(""))
+
+
+@pytest.mark.parametrize(
+    ("answer", "content", "wanted"),
+    [
+        ({"ContentRange": "bytes 2-4/10", "ContentLength": 3}, b"234", b"234"),
+        ({"ContentRange": "bytes 0-9/10", "ContentLength": 10}, b"0123456789", b"234"),
+        ({"ContentLength": 10}, b"0123456789", b"234"),
+    ],
+    ids=["as-asked", "more", "all-of-it"],
+)
+def test_bytes_are_taken_from_where_the_answer_says_it_begins(answer, content, wanted) -> None:
+    objects = _objects({**answer, "ETag": '"1"', "Body": io.BytesIO(content)})
+    out = memoryview(bytearray(3))
+    assert objects.get("a", [(2, out)]).size == 10
+    assert out == wanted
+
+
+def test_an_answer_that_begins_later_is_refused() -> None:
+    objects = _objects({"ContentRange": "bytes 4-6/10", "ContentLength": 3, "ETag": '"1"', "Body": io.BytesIO(b"456")})
+    with pytest.raises(StoreError, match="begins at byte 4, behind byte 2"):
+        objects.get("a", [(2, memoryview(bytearray(3)))])
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "transient"),
+    [("InternalError", StoreError, True), ("SlowDown", StoreError, True), ("AccessDenied", ReadOnlyError, None)],
+)
+def test_a_deletion_that_failed_for_one_key_failed(code: str, kind: type[Exception], transient: bool | None) -> None:
+    pytest.importorskip("botocore", reason="botocore is not installed")
+    objects = _objects({"Errors": [{"Key": "base/a", "Code": "NoSuchKey"}, {"Key": "base/b", "Code": code}]})
+    with pytest.raises(kind) as caught:
+        objects.delete(["a", "b"])
+    assert getattr(caught.value, "transient", None) == transient
+
+
+def test_deleting_what_is_not_there_is_no_failure() -> None:
+    pytest.importorskip("botocore", reason="botocore is not installed")
+    _objects({"Errors": [{"Key": "base/a", "Code": "NoSuchKey"}]}).delete(["a"])
+
+
+def test_a_body_is_read_in_pieces_as_asked_for_and_again_from_the_beginning() -> None:
+    session = Session([{"ETag": '"1"', "ResponseMetadata": {}}])
+    open_s3(Direct("s3", lambda: session), "bucket").put("a", [b"0123456789", b"", b"ab"])  # type: ignore[arg-type,return-value]
+    body = session.arguments["Body"]
+    assert len(body) == 12
+    for _ in range(2):
+        assert [bytes(piece) for piece in iter(lambda: body.read(4), b"")] == [b"0123", b"4567", b"89", b"ab"]
+        body.seek(0)
+    body.read(4)
+    body.seek(0)
+    assert body.read(100) == b"0123456789"
+
+
+def test_a_session_for_event_loops_is_refused() -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with pytest.raises(InvalidInputError, match="cannot use the session"):
+        connect_s3({"session": object()})
+
+
+def test_credentials_that_come_late_are_found_by_the_next_request(monkeypatch, tmp_path) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    # Nothing listens there: what matters is what is said of it.
+    sessions = Direct("s3", lambda: connect_s3({"endpoint_url": "http://127.0.0.1:1"}))
+    objects = open_s3(sessions, "bucket/base")
+    with pytest.raises(StoreError, match="no credentials could be had") as caught:
+        objects.head("a")
+    (tmp_path / "credentials").write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
+    with pytest.raises(StoreError, match="Could not connect") as caught:
+        objects.head("a")
+    assert caught.value.transient
+
+
+def test_the_options_stay_as_they_were_given() -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    options = {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
+    connect_s3(options).close()
+    assert options == {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}

@@ -1,0 +1,611 @@
+"""Connections are injured as planned, and otherwise every byte passes."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tierfs.errors import InvalidInputError
+from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy, tcpfaults, tcpproxy
+
+BODY = bytes(range(256)) * 40
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Keeps what is put, counts what it carried out, and knows PUT with If-None-Match."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    server: _Server
+
+    def log_message(self, *_):
+        pass
+
+    def _body(self):
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        pieces = []
+        while length := int(self.rfile.readline().split(b";")[0], 16):
+            pieces.append(self.rfile.read(length))
+            assert self.rfile.readline() == b"\r\n"
+        while self.rfile.readline().strip():
+            pass
+        return b"".join(pieces)
+
+    def _answer(self, status, content=b""):
+        self.send_response(status)
+        if self.path.endswith("?chunked"):
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(content), content))
+        else:
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(b"" if self.command == "HEAD" else content)
+
+    def do_PUT(self):
+        content = self._body()
+        self.server.carried_out.append((self.command, self.path))
+        if self.headers.get("If-None-Match") and self.path in self.server.stored:
+            self._answer(412, b"there is one")
+        else:
+            self.server.stored[self.path] = content
+            self._answer(200)
+
+    def do_GET(self):
+        self._body()
+        self.server.carried_out.append((self.command, self.path))
+        content = self.server.stored.get(self.path.partition("?")[0])
+        self._answer(404 if content is None else 200, content or b"")
+
+    do_HEAD = do_GET
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.stored: dict[str, bytes] = {}
+        self.carried_out: list[tuple[str, str]] = []
+        self.accepted = 0
+
+    def get_request(self):
+        self.accepted += 1
+        return super().get_request()
+
+    def handle_error(self, *_):
+        pass  # what the proxy did to it
+
+
+@pytest.fixture
+def server() -> Iterator[_Server]:
+    server = _Server()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture
+def proxy(server: _Server) -> Iterator[TcpFaultProxy]:
+    with TcpFaultProxy("127.0.0.1", server.server_port, seed=3) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def client(proxy: TcpFaultProxy) -> Iterator[http.client.HTTPConnection]:
+    with _client_of(proxy) as client:
+        yield client
+
+
+@contextlib.contextmanager
+def _client_of(proxy: TcpFaultProxy, timeout_s: float = 5.0) -> Iterator[http.client.HTTPConnection]:
+    client = http.client.HTTPConnection("127.0.0.1", proxy.port, timeout=timeout_s)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def _raw_server(*answers: bytes) -> Iterator[tuple[int, list[bytes]]]:
+    """A server that sends these, in turn, to whoever sent it something, and then closes."""
+    received: list[bytes] = []
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            for answer in itertools.cycle(answers):
+                connection, _ = listener.accept()
+                with connection:
+                    received.append(connection.recv(65536))
+                    connection.sendall(answer)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.getsockname()[1], received
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+        listener.close()
+
+
+def _ask(client: http.client.HTTPConnection, method: str, path: str, body: object = None, **headers: str):
+    client.request(method, path, body, headers)
+    answer = client.getresponse()
+    return answer.status, answer.read()
+
+
+def _raw(proxy: TcpFaultProxy, request: bytes) -> tuple[bytes, bool]:
+    """What comes back until the connection ends, and whether it ended by a reset."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+        connection.sendall(request)
+        try:
+            while piece := connection.recv(65536):
+                received += piece
+        except ConnectionResetError:
+            return received, True
+    return received, False
+
+
+def _differing_bits(one: bytes, other: bytes) -> int:
+    return sum((a ^ b).bit_count() for a, b in zip(one, other, strict=True))
+
+
+def _wait_until(condition) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_without_faults_every_byte_passes_over_one_connection(server, proxy, client):
+    large = os.urandom(3 << 20)
+    assert _ask(client, "PUT", "/large", large) == (200, b"")
+    assert server.stored["/large"] == large
+    assert _ask(client, "GET", "/large") == (200, large)
+    assert _ask(client, "GET", "/large?chunked") == (200, large)
+    assert _ask(client, "HEAD", "/large") == (200, b"")
+    assert _ask(client, "GET", "/none") == (404, b"")
+    assert server.accepted == 1
+    assert proxy.fired == []
+
+
+def test_a_chunked_request_passes_and_the_next_is_seen(server, proxy, client):
+    pieces = [os.urandom(100_000), b"x", os.urandom(7)]
+    assert _ask(client, "PUT", "/chunked", iter(pieces)) == (200, b"")
+    assert server.stored["/chunked"] == b"".join(pieces)
+    proxy.inject(TcpFault.RESET, at=0, aim=lambda method, path: (method, path) == ("GET", "/chunked"))
+    with pytest.raises(ConnectionResetError):
+        _ask(client, "GET", "/chunked")
+
+
+def test_trailers_and_extensions_of_chunks_pass(server, proxy):
+    chunks = b"3;name=value\r\nabc\r\n0\r\nx-trailer: 1\r\n\r\n"
+    rest = b"GET /a HTTP/1.1\r\nConnection: close\r\n\r\n"
+    received, reset = _raw(proxy, b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks + rest)
+    assert not reset
+    assert received.endswith(b"\r\n\r\nabc")
+    assert server.carried_out == [("PUT", "/a"), ("GET", "/a")]
+
+
+def test_a_body_is_asked_for_before_it_is_sent(server, proxy):
+    head = b"PUT /a HTTP/1.1\r\nContent-Length: 10240\r\nExpect: 100-continue\r\n\r\n"
+    proxy.inject(TcpFault.BIT_FLIP, at=9)
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+        connection.sendall(head)
+        assert connection.recv(65536) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        assert proxy.fired == []  # that was not the response yet
+        connection.sendall(BODY)
+        received = connection.recv(65536)
+    assert server.stored["/a"] == BODY
+    assert proxy.fired[0][3].startswith("response byte 9, ")
+    assert _differing_bits(received[:12], b"HTTP/1.1 200") == 1
+
+
+def test_a_lost_response_is_a_reset_before_its_first_byte(server, proxy, client):
+    proxy.inject(TcpFault.RESET, at=0)
+    with pytest.raises(ConnectionResetError):
+        _ask(client, "PUT", "/a", BODY)
+    assert server.stored["/a"] == BODY
+    assert proxy.fired == [(TcpFault.RESET, "PUT", "/a", "response byte 0")]
+
+
+def test_a_request_is_reset_before_the_server_has_it_all(server, proxy, client):
+    proxy.inject(TcpFault.RESET, side="request", at=5000, body_only=True)
+    with pytest.raises(ConnectionError):
+        _ask(client, "PUT", "/a", BODY)
+    client.close()
+    assert _ask(client, "GET", "/a") == (404, b"")
+    assert server.carried_out == [("GET", "/a")]
+    assert len(proxy.fired) == 1
+
+
+def test_a_reset_lets_what_came_before_through(server, proxy):
+    server.stored["/a"] = BODY
+    proxy.inject(TcpFault.RESET, at=1000, body_only=True)
+    received, reset = _raw(proxy, b"GET /a HTTP/1.1\r\n\r\n")
+    assert reset
+    assert received.partition(b"\r\n\r\n")[2] == BODY[:1000]
+
+
+def test_a_truncated_response_ends_like_a_regular_one(server, proxy, client):
+    server.stored["/a"] = BODY
+    proxy.inject(TcpFault.TRUNCATED, at=1000, body_only=True)
+    received, reset = _raw(proxy, b"GET /a HTTP/1.1\r\n\r\n")
+    assert not reset
+    assert received.partition(b"\r\n\r\n")[2] == BODY[:1000]
+    proxy.inject(TcpFault.TRUNCATED, at=len(BODY) - 1, body_only=True)
+    with pytest.raises(http.client.IncompleteRead) as caught:
+        _ask(client, "GET", "/a")
+    assert caught.value.partial == BODY[:-1]
+
+
+def test_nothing_reaches_the_server_through_a_black_hole(server, proxy):
+    proxy.inject(TcpFault.BLACK_HOLE, side="request", at=0)
+    with _client_of(proxy, timeout_s=0.2) as client, pytest.raises(TimeoutError):
+        _ask(client, "PUT", "/a", BODY)
+    with _client_of(proxy) as client:
+        assert _ask(client, "PUT", "/b", BODY) == (200, b"")
+    assert server.carried_out == [("PUT", "/b")]
+
+
+def test_a_black_hole_opens_part_of_the_way_and_takes_everything_after(server, proxy):
+    server.stored["/a"] = BODY
+    proxy.inject(TcpFault.BLACK_HOLE, at=1000, body_only=True)
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+        connection.sendall(b"GET /a HTTP/1.1\r\n\r\n")
+        received = b""
+        while len(received.partition(b"\r\n\r\n")[2]) < 1000:
+            received += connection.recv(65536)
+        connection.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        assert received.partition(b"\r\n\r\n")[2] == BODY[:1000]
+        connection.sendall(b"GET /b HTTP/1.1\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+    assert server.carried_out == [("GET", "/a")]
+    _wait_until(lambda: not proxy._connections)
+
+
+def test_a_black_hole_stays_when_the_server_hangs_up():
+    with (
+        _raw_server(b"HTTP/1.0 200 OK\r\n\r\nabc") as (port, _),
+        TcpFaultProxy("127.0.0.1", port) as proxy,
+        socket.create_connection(("127.0.0.1", proxy.port), timeout=0.2) as connection,
+    ):
+        proxy.inject(TcpFault.BLACK_HOLE, at=0)
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+
+
+def test_one_bit_of_a_response_body_flips(server, proxy, client):
+    server.stored["/a"] = BODY
+    for path in ("/a", "/a?chunked"):
+        proxy.inject(TcpFault.BIT_FLIP, at=77, body_only=True)
+        status, content = _ask(client, "GET", path)
+        assert status == 200
+        assert _differing_bits(content, BODY) == 1
+    assert [fired[0] for fired in proxy.fired] == [TcpFault.BIT_FLIP] * 2
+    assert _ask(client, "GET", "/a") == (200, BODY)
+
+
+def test_a_flip_that_keeps_off_heads_never_strikes_one(server, proxy, client):
+    server.stored["/a"] = b"x" * 20
+    for _ in range(50):
+        proxy.inject(TcpFault.BIT_FLIP, body_only=True)
+        status, content = _ask(client, "GET", "/a")
+        assert status == 200
+        assert _differing_bits(content, b"x" * 20) == 1
+    offsets = [fired[3].split(",")[0] for fired in proxy.fired]
+    assert len(set(offsets)) > 10
+
+
+def test_a_flip_anywhere_strikes_heads_too():
+    sound = b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + b"x" * 20
+    with _raw_server(sound) as (port, _), TcpFaultProxy("127.0.0.1", port, seed=1) as proxy:
+        offsets = set()
+        for _ in range(30):
+            proxy.inject(TcpFault.BIT_FLIP)
+            received, _ = _raw(proxy, b"GET /a HTTP/1.1\r\n\r\n")
+            assert _differing_bits(received, sound) == 1
+            offsets.add(next(index for index in range(len(sound)) if received[index] != sound[index]))
+    assert len(proxy.fired) == 30
+    assert min(offsets) < len(sound) - 24 < max(offsets)
+
+
+def test_one_bit_of_a_request_body_flips(server, proxy, client):
+    proxy.inject(TcpFault.BIT_FLIP, side="request", body_only=True)
+    assert _ask(client, "GET", "/none") == (404, b"")  # has no body to strike
+    assert _ask(client, "PUT", "/a", BODY) == (200, b"")
+    assert _differing_bits(server.stored["/a"], BODY) == 1
+    assert [fired[:3] for fired in proxy.fired] == [(TcpFault.BIT_FLIP, "PUT", "/a")]
+    assert _ask(client, "PUT", "/a", BODY) == (200, b"")
+    assert server.stored["/a"] == BODY
+
+
+def test_a_duplicated_request_is_carried_out_twice_and_answered_once(server, proxy, client):
+    for path, body in (("/a", BODY), ("/b", iter([BODY, b"more"]))):
+        proxy.inject(TcpFault.DUPLICATED, aim=lambda method, _: method == "PUT")
+        assert _ask(client, "PUT", path, body, **{"If-None-Match": "*"}) == (200, b"")
+    assert server.carried_out == [("PUT", "/a")] * 2 + [("PUT", "/b")] * 2
+    assert server.stored == {"/a": BODY, "/b": BODY + b"more"}
+    assert [fired[3] for fired in proxy.fired] == ["second answer: 412"] * 2
+    # The connection is in order: nothing of the second answer is left in it.
+    assert _ask(client, "GET", "/a") == (200, BODY)
+    assert server.accepted == 3
+
+
+@pytest.mark.parametrize(("method", "path"), [("GET", "/a"), ("GET", "/a?chunked"), ("HEAD", "/a")])
+def test_a_read_is_duplicated_too(server, proxy, client, method, path):
+    server.stored["/a"] = BODY
+    proxy.inject(TcpFault.DUPLICATED)
+    assert _ask(client, method, path) == (200, BODY if method == "GET" else b"")
+    assert server.carried_out == [(method, path)] * 2
+    assert proxy.fired == [(TcpFault.DUPLICATED, method, path, "second answer: 200")]
+
+
+def test_a_duplicate_with_expectation_is_carried_out(server, proxy):
+    proxy.inject(TcpFault.DUPLICATED)
+    head = b"PUT /a HTTP/1.1\r\nContent-Length: 3\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n"
+    received, _ = _raw(proxy, head + b"abc")
+    assert [line for line in received.split(b"\r\n") if line.startswith(b"HTTP")] == [
+        b"HTTP/1.1 100 Continue",
+        b"HTTP/1.1 200 OK",
+    ]
+    assert server.carried_out == [("PUT", "/a")] * 2
+
+
+def test_a_duplicate_without_an_answer_does_not_hold_the_first_one_back():
+    with _raw_server(b"HTTP/1.1 204 Fine\r\n\r\n", b"") as (port, received), TcpFaultProxy("127.0.0.1", port) as proxy:
+        proxy.inject(TcpFault.DUPLICATED)
+        with _client_of(proxy) as client:
+            assert _ask(client, "GET", "/a") == (204, b"")
+        assert len(received) == 2
+        assert received[0] == received[1]
+        assert proxy.fired == [(TcpFault.DUPLICATED, "GET", "/a", "second answer: none")]
+
+
+def test_a_request_too_large_to_keep_is_not_duplicated(server, proxy, client, monkeypatch):
+    for module in (tcpfaults, tcpproxy):
+        monkeypatch.setattr(module, "DUPLICATE_BYTES_MAX", 1000)
+    proxy.inject(TcpFault.DUPLICATED)
+    assert _ask(client, "PUT", "/a", BODY) == (200, b"")
+    assert proxy.pending == 1
+    assert _ask(client, "PUT", "/a", iter([BODY])) == (200, b"")
+    assert proxy.pending == 0
+    assert proxy.fired == []
+    assert server.carried_out == [("PUT", "/a")] * 2
+
+
+def test_faults_strike_requests_of_a_connection_that_is_kept(server, proxy, client):
+    server.stored["/a"] = BODY
+    proxy.inject(TcpFault.BIT_FLIP, body_only=True, after=2)
+    whole = [_ask(client, "GET", "/a")[1] == BODY for _ in range(5)]
+    assert whole == [True, True, False, True, True]
+    assert server.accepted == 1
+    assert proxy.pending == 0
+
+
+def test_a_fault_waits_for_what_it_is_aimed_at(server, proxy, client):
+    server.stored["/a"] = server.stored["/b"] = BODY
+    proxy.inject(TcpFault.BIT_FLIP, body_only=True, after=1, aim=lambda method, path: path == "/b")
+    for path in ("/b", "/a", "/a", "/b", "/b"):
+        _ask(client, "GET", path)
+    assert [fired[1:3] for fired in proxy.fired] == [("GET", "/b")]
+    assert server.carried_out[:3] == [("GET", "/b"), ("GET", "/a"), ("GET", "/a")]
+
+
+def test_a_fault_beyond_the_end_does_not_claim_to_have_struck(server, proxy, client):
+    server.stored["/a"] = BODY
+    proxy.inject(TcpFault.RESET, at=len(BODY), body_only=True)
+    assert _ask(client, "GET", "/a") == (200, BODY)
+    assert _ask(client, "GET", "/a") == (200, BODY)
+    assert proxy.fired == []
+    assert proxy.pending == 0
+
+
+def test_faults_that_have_not_struck_can_be_taken_back(server, proxy, client):
+    proxy.inject(TcpFault.RESET, at=0)
+    proxy.clear()
+    assert _ask(client, "PUT", "/a", BODY) == (200, b"")
+
+
+def test_latency_is_paid_once_in_each_direction(server, proxy, client):
+    server.stored["/a"] = bytes(4 << 20)  # 64 pieces
+    _ask(client, "GET", "/a")
+    proxy.latency_s = 0.1
+    begun_s = time.monotonic()
+    assert _ask(client, "GET", "/a") == (200, server.stored["/a"])
+    assert 0.2 <= time.monotonic() - begun_s < 3
+
+
+@pytest.mark.parametrize("method", ["GET", "PUT"])
+def test_bandwidth_bounds_each_direction(server, proxy, client, method):
+    server.stored["/a"] = bytes(40_000)
+    proxy.bandwidth = 100_000
+    begun_s = time.monotonic()
+    assert _ask(client, method, "/a", None if method == "GET" else bytes(40_000))[0] == 200
+    assert 0.4 <= time.monotonic() - begun_s < 2
+
+
+def test_while_it_refuses_nobody_gets_through_and_then_the_port_is_the_same(server, proxy, client):
+    port = proxy.port
+    assert _ask(client, "PUT", "/a", BODY) == (200, b"")
+    proxy.refuse = True
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionError)):
+        _ask(client, "GET", "/a")
+    for _ in range(3):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=5)
+    proxy.refuse = True
+    proxy.refuse = False
+    assert proxy.port == port
+    client.close()
+    assert _ask(client, "GET", "/a") == (200, BODY)
+
+
+def test_connections_beyond_the_limit_wait_for_their_turn(server, proxy, monkeypatch):
+    monkeypatch.setattr(tcpproxy, "_CONNECTIONS_MAX", 1)
+    with _client_of(proxy) as first, _client_of(proxy, timeout_s=0.2) as second, _client_of(proxy) as third:
+        assert _ask(first, "PUT", "/a", BODY) == (200, b"")
+        with pytest.raises(TimeoutError):
+            _ask(second, "GET", "/a")
+        second.close()
+        first.close()
+        assert _ask(third, "GET", "/a") == (200, BODY)
+
+
+def test_a_server_that_is_not_there_is_a_reset():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with TcpFaultProxy("127.0.0.1", port) as proxy:
+        with _client_of(proxy) as client, pytest.raises(ConnectionResetError):
+            _ask(client, "GET", "/a")
+
+
+def test_what_is_not_http_passes_and_counts_as_one_request():
+    hello = b"\x16\x03\x01" + bytes(range(250))
+    with _raw_server(b"\x16\x03\x03answer") as (port, received), TcpFaultProxy("127.0.0.1", port, seed=1) as proxy:
+        assert _raw(proxy, hello) == (b"\x16\x03\x03answer", False)
+        assert received == [hello]
+        proxy.inject(TcpFault.BIT_FLIP)
+        proxy.inject(TcpFault.DUPLICATED)
+        answer, _ = _raw(proxy, hello)
+        assert _differing_bits(answer, b"\x16\x03\x03answer") == 1
+        assert [fired[:3] for fired in proxy.fired] == [(TcpFault.BIT_FLIP, "", "")]
+        assert proxy.pending == 1
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n",
+        b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\nabc",
+        b"PUT /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5",
+        b"PUT /a HTTP/1.1\r\nContent-Length: 10\r\n\r\nabc",
+        b"PUT /a HT",
+    ],
+)
+def test_what_is_malformed_or_cut_short_passes_as_it_is(request_bytes):
+    received = b""
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, TcpFaultProxy("127.0.0.1", listener.getsockname()[1]) as proxy:
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=5) as connection:
+            server_end, _ = listener.accept()
+            sending = threading.Thread(
+                target=lambda: (connection.sendall(request_bytes), connection.shutdown(socket.SHUT_WR))
+            )
+            sending.start()
+            with server_end:
+                server_end.settimeout(5)
+                while piece := server_end.recv(65536):
+                    received += piece
+                server_end.sendall(b"what?")
+            sending.join()
+            assert connection.recv(100) == b"what?"
+            assert connection.recv(100) == b""
+    assert received == request_bytes
+
+
+RANDOM = [
+    PlannedTcpFault(TcpFault.RESET),
+    PlannedTcpFault(TcpFault.TRUNCATED, body_only=True),
+    PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True),
+    PlannedTcpFault(TcpFault.DUPLICATED, aim=lambda method, _: method == "PUT"),
+]
+
+
+def test_the_same_seed_injures_the_same_requests_in_the_same_way(server):
+    def run(seed: int) -> list[tuple[TcpFault, str, str, str]]:
+        with TcpFaultProxy("127.0.0.1", server.server_port, random=RANDOM, probability=0.5, seed=seed) as proxy:
+            for number in range(40):
+                with _client_of(proxy) as client, contextlib.suppress(OSError, http.client.HTTPException):
+                    _ask(client, *(("PUT", "/a", BODY) if number % 2 else ("GET", "/a")))
+            assert f"seed={seed}, probability=0.5" in repr(proxy)
+            return proxy.fired
+
+    server.stored["/a"] = BODY
+    first = run(5)
+    assert {fault for fault, *_ in first} == {planned.fault for planned in RANDOM}
+    assert run(5) == first
+    assert run(6) != first
+
+
+def test_random_faults_end_when_they_are_told(server):
+    every = [PlannedTcpFault(TcpFault.RESET, at=0)]
+    with TcpFaultProxy("127.0.0.1", server.server_port, random=every, probability=1.0, seed=1) as proxy:
+        with _client_of(proxy) as client, pytest.raises(ConnectionResetError):
+            _ask(client, "GET", "/a")
+        proxy.probability = 0.0
+        with _client_of(proxy) as client:
+            assert _ask(client, "GET", "/a") == (404, b"")
+
+
+def test_random_faults_need_a_seed():
+    with pytest.raises(InvalidInputError):
+        TcpFaultProxy("127.0.0.1", 1, random=RANDOM, probability=0.5)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"fault": TcpFault.TRUNCATED, "side": "request"}, {"fault": TcpFault.RESET, "at": -1}]
+)
+def test_a_fault_that_could_never_strike_is_refused(arguments):
+    with pytest.raises(InvalidInputError):
+        PlannedTcpFault(**arguments)
+
+
+def test_what_is_planned_is_shown(proxy):
+    proxy.inject(TcpFault.RESET)
+    proxy.bandwidth = 1e6
+    assert "seed=3, probability=0.0, pending=1, fired=0, latency_s=0.0, bandwidth=1000000.0, refuse=False" in repr(
+        proxy
+    )
+
+
+def test_closing_leaves_no_thread_and_no_descriptor(server):
+    server.stored["/a"] = bytes(20 << 20)
+
+    def descriptors() -> set[str]:
+        return set(os.listdir("/proc/self/fd"))
+
+    with contextlib.ExitStack() as open_ends:
+        threads = set(threading.enumerate())
+        before = descriptors()
+        proxy = TcpFaultProxy("localhost", server.server_port)  # to be looked up
+        with _client_of(proxy) as client:
+            _ask(client, "GET", "/none")
+        proxy.inject(TcpFault.BLACK_HOLE, side="request", at=0)
+        for _ in range(3):  # one in the black hole, two that do not read what they asked for
+            connection = open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))
+            connection.sendall(b"GET /a HTTP/1.1\r\n\r\n")
+        open_ends.enter_context(socket.create_connection(("127.0.0.1", proxy.port), timeout=5))  # one that says nothing
+        _wait_until(lambda: len(proxy.fired) == 1 and len(server.carried_out) == 3)
+        proxy.refuse = True
+        proxy.refuse = False
+        proxy.close()
+        proxy.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
+        new = [thread.name for thread in set(threading.enumerate()) - threads]
+        assert not [name for name in new if "tcp-fault-proxy" in name or "asyncio" in name]
+        open_ends.close()
+        # The server, in this process too, sees the ends of its connections a little later.
+        _wait_until(lambda: descriptors() == before and set(threading.enumerate()) == threads)

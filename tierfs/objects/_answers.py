@@ -1,0 +1,159 @@
+"""What the answers of S3, Azure and GCS mean that are not a matter of one key: which error of ours, and what to do.
+
+One table from their codes, one from the names of their clients' own errors, one from what they say where a client keeps
+nothing but the text. Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
+https://learn.microsoft.com/rest/api/storageservices/blob-service-error-codes,
+https://cloud.google.com/storage/docs/json_api/v1/status-codes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from tierfs.errors import AlreadyExistsError, ReadOnlyError, StoreError, TierfsError
+
+__all__ = ["BY_CLASS", "BY_CODE", "BY_TEXT", "DENIED", "NOT_ACCEPTED", "NO_BUCKET_GCS", "THROTTLED", "Meaning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What is the matter.
+
+    Attributes:
+        text: With what to do about it. ``{bucket}`` and ``{region}`` are filled in.
+        kind: Our error.
+        transient: Whether the same request may succeed if it is sent again.
+        throttled: Whether fewer requests are asked for.
+    """
+
+    text: str
+    kind: type[TierfsError] = StoreError
+    transient: bool = False
+    throttled: bool = False
+
+    def error(
+        self, key: str, said: str, *, bucket: str = "", region: str = "", retry_after_s: float | None = None
+    ) -> TierfsError:
+        """Our error.
+
+        Args:
+            key: The key concerned.
+            said: The endpoint's or the client's word for it.
+            bucket: The bucket or container, where known.
+            region: The bucket's, where known.
+            retry_after_s: What the endpoint asks to wait, where it does.
+        """
+        text = self.text.format(bucket=bucket or "NAME", region=region or "another region")
+        message = f"{key}: {text} ({said})"
+        if self.kind is StoreError:
+            return StoreError(
+                message, transient=self.transient, throttled=self.throttled, retry_after_s=retry_after_s, path=key
+            )
+        return self.kind(message, path=key)
+
+
+THROTTLED = Meaning("the endpoint asks for fewer requests", transient=True, throttled=True)
+DENIED = Meaning(
+    "access was denied: ask for the right to read, write, list and delete there, and check the credentials",
+    kind=ReadOnlyError,
+)
+NOT_ACCEPTED = Meaning(
+    "the endpoint does not accept the credentials: check them, that they have not expired, and that they are this endpoint's"
+)
+NO_BUCKET_GCS = Meaning(
+    "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}"
+)
+_AGAIN = Meaning("the endpoint asks to send it again", transient=True)
+_NOT_OFFERED = Meaning("the endpoint does not offer what was asked for")
+_EXISTS = Meaning("something is there", kind=AlreadyExistsError)
+_EXPIRED = Meaning("the credentials have expired: renew them")
+_NO_CREDENTIALS = Meaning(
+    "no credentials could be had: give them as options, in the environment, or in the provider's own file"
+)
+_NO_BUCKET_S3 = Meaning(
+    "the bucket is not there: correct the URL or endpoint_url, or create it: aws s3 mb s3://{bucket}"
+)
+_NO_CONTAINER = Meaning(
+    "the container is not there: correct the URL, or create it: az storage container create --name {bucket}"
+)
+_CLOCK = Meaning("this machine's clock and the endpoint's differ too much: set this one, by NTP for example")
+_REGION = Meaning(
+    "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs"
+)
+_CHECKSUM = Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
+_DENIED_UNSAID = Meaning(
+    "access was denied, and the endpoint does not say why: check the credentials, their rights, and this machine's clock",
+    kind=ReadOnlyError,
+)
+_UNSAID = Meaning(
+    "the endpoint refuses the request and does not say why: expired credentials, or a bucket in another region, as a rule"
+)
+
+BY_CODE = {
+    code: meaning
+    for meaning, codes in (
+        # S3 and what speaks its language
+        (THROTTLED, "SlowDown ServiceUnavailable Throttling ThrottlingException RequestThrottled RequestLimitExceeded"),
+        (THROTTLED, "TooManyRequests TooManyRequestsException BandwidthLimitExceeded"),
+        (_AGAIN, "RequestTimeout IncompleteBody"),  # with status 400
+        (_AGAIN, "InternalError"),  # of one key of a deletion, without a status
+        (_AGAIN, "ConditionalRequestConflict OperationAborted"),  # another write of the key is under way
+        (_CHECKSUM, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
+        (_EXPIRED, "ExpiredToken ExpiredTokenException TokenRefreshRequired RequestExpired"),
+        (NOT_ACCEPTED, "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidClientTokenId"),
+        (_NO_BUCKET_S3, "NoSuchBucket"),
+        (_CLOCK, "RequestTimeTooSkewed"),
+        (_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"),
+        (DENIED, "AccessDenied AllAccessDisabled"),
+        # what botocore makes of an answer without a body, as those to a HEAD are
+        (_REGION, "301"),
+        (_UNSAID, "400"),
+        (_DENIED_UNSAID, "403"),
+        # Azure
+        (THROTTLED, "ServerBusy OperationTimedOut"),
+        (_CHECKSUM, "Md5Mismatch Crc64Mismatch"),
+        (_EXISTS, "BlobAlreadyExists"),
+        (_NOT_OFFERED, "FeatureNotSupported"),  # azurite's, with status 500
+        (NOT_ACCEPTED, "NoAuthenticationInformation"),
+        (_NO_CONTAINER, "ContainerNotFound"),
+        (DENIED, "AuthorizationFailure AuthorizationPermissionMismatch InsufficientAccountPermissions"),
+        # GCS, whose reasons come with the status 403, too
+        (THROTTLED, "rateLimitExceeded userRateLimitExceeded"),
+        (DENIED, "insufficientPermissions"),
+    )
+    for code in codes.split()
+}
+"""By the code of the answer."""
+
+BY_CLASS = {
+    name: meaning
+    for meaning, names in (
+        # botocore
+        (_NO_CREDENTIALS, "NoCredentialsError PartialCredentialsError CredentialRetrievalError NoAuthTokenError"),
+        (_EXPIRED, "TokenRetrievalError UnauthorizedSSOTokenError SSOTokenLoadError LoginRefreshRequired"),
+        # google.auth
+        (_NO_CREDENTIALS, "DefaultCredentialsError"),
+        (_EXPIRED, "RefreshError"),
+        # azure.identity, azure.core
+        (_NO_CREDENTIALS, "CredentialUnavailableError"),
+        (NOT_ACCEPTED, "ClientAuthenticationError"),
+        # paramiko
+        (NOT_ACCEPTED, "AuthenticationException"),
+    )
+    for name in names.split()
+}
+"""By the name of a client's class."""
+
+BY_TEXT = tuple(
+    (re.compile(pattern, re.IGNORECASE), meaning)
+    for pattern, meaning in (
+        (r"reduce your request rate|slow down|rate limit exceeded|exceeded the rate limit", THROTTLED),
+        (r"the specified bucket does not exist", NO_BUCKET_GCS),
+        (r"the difference between the request time|request date header", _CLOCK),
+        (r"not valid in the specified time frame|the token is expired", _EXPIRED),
+        (r"doesn't match calculated|malformed multipart", _CHECKSUM),
+        (r"^forbidden: ", DENIED),  # gcsfs
+    )
+)
+"""By what is said, where a client keeps no code, and of codes that mean several things."""

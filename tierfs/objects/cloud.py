@@ -1,0 +1,321 @@
+"""What the object tiers of all clouds have in common, over one asynchronous client per cloud.
+
+A client speaks one cloud's protocol, one request per call. Here are the rest: the synchronous face, ranges gathered into
+few requests and pinned to one version, errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+from tierfs.digest import Buffer
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+)
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.checksums import computable
+from tierfs.objects.clienterrors import translated_client
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    PutMode,
+    Range,
+    Update,
+    Version,
+)
+
+__all__ = ["CloudClient", "CloudObjects", "Content", "Sessions", "open_cloud"]
+
+Answer = TypeVar("Answer")
+
+GAP_BYTES_MAX = 64 << 10
+"""Ranges that lie no further apart are fetched together: that many bytes cost less than another request."""
+
+
+class Content(NamedTuple):
+    """The answer to a fetch.
+
+    Attributes:
+        info: The whole object.
+        start: Where in it the bytes begin.
+        pieces: The bytes, as they come.
+    """
+
+    info: ObjectInfo
+    start: int
+    pieces: AsyncIterator[bytes]
+
+
+class CloudClient(Protocol):
+    """One cloud's requests, below one base. Used on the loop of its session alone; raises what the cloud's SDK raises."""
+
+    deletes_max: int
+    """Keys that one deletion takes."""
+
+    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+        """Store pieces as an object in a single request, with its condition and its checksum for the server to check."""
+
+    def fetch(
+        self, key: str, start: int, end: int | None, version: Version | None
+    ) -> AbstractAsyncContextManager[Content]:
+        """Open the bytes from ``start`` to ``end``, or all of them, of this version or of the current one."""
+
+    async def head(self, key: str) -> ObjectInfo:
+        """Describe an object."""
+
+    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+        """One page of a listing, and what asks for the next one."""
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        """Delete at most ``deletes_max`` objects. Those that are not there are passed over."""
+
+    async def delete_version(self, key: str, version: Version) -> None:
+        """Delete an object if this is its version."""
+
+
+class Sessions(Protocol):
+    """Runs calls on sessions: `Lanes` on loops, `Direct` on the threads that want them."""
+
+    def run(self, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
+        """Wait for ``call(session)``. Whatever it raises, the call has ended then."""
+
+    async def together(self, calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer | BaseException]:
+        """What each comes to, or its error, when all have ended. To be awaited in `run`."""
+
+
+@dataclass(slots=True)
+class _Span:
+    """Ranges that one request fetches: sorted, with small gaps, overlapping ones allowed."""
+
+    start: int
+    end: int
+    parts: list[Range] = field(default_factory=list)
+
+    def take(self, at: int, piece: bytes) -> None:
+        """Copy what ``piece``, which begins at ``at`` in the object, has of each part."""
+        end = at + len(piece)
+        view = memoryview(piece)
+        for offset, out in self.parts:
+            if offset >= end:
+                break
+            first, last = max(offset, at), min(offset + len(out), end)
+            if first < last:
+                out[first - offset : last - offset] = view[first - at : last - at]
+
+
+class CloudObjects:
+    """Objects in a cloud. Safe for use by many threads.
+
+    Args:
+        sessions: Those of the cloud, which may be shared with other bases of the same cloud.
+        client: Makes this base's client from a session; costs nothing.
+        capabilities: What the cloud is known to promise. What an endpoint keeps of it is found out by trying.
+        name: The base, for `repr`.
+        bucket: What the cloud calls the bucket or container, for messages.
+    """
+
+    def __init__(
+        self,
+        sessions: Sessions,
+        client: Callable[[Any], CloudClient],
+        capabilities: Capabilities,
+        *,
+        name: str,
+        bucket: str,
+    ) -> None:
+        self._sessions = sessions
+        self._client = client
+        self._capabilities = capabilities
+        self._name = name
+        self._bucket = bucket
+
+    def __repr__(self) -> str:
+        return f"CloudObjects({self._name!r}, {self._sessions!r})"
+
+    def _translated(self, key: str) -> AbstractContextManager[None]:
+        return translated_client(key or self._name, bucket=self._bucket)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return self._capabilities
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        if checksum is not None and checksum.algorithm not in self._capabilities.checksums:
+            raise InvalidInputError(f"{key}: {self._name} verifies no {checksum.algorithm}", path=key)
+        body = [piece for piece in (memoryview(each).cast("B") for each in data) if len(piece)]
+        try:
+            with self._translated(key):
+                return self._sessions.run(lambda session: self._client(session).put(key, body, mode, checksum))
+        except ConflictError as error:
+            if isinstance(mode, Create):
+                raise AlreadyExistsError(f"{key} exists", path=key) from error
+            raise
+        except NotFoundError as error:
+            if isinstance(mode, Update):
+                raise ConflictError(f"{key} is not there any more", path=key) from error
+            raise StoreError(
+                f"{key}: there is no {self._name} to write it to: make the bucket first", path=key
+            ) from error
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        spans = _spans(ranges)
+        if not spans:
+            info = self.head(key)
+            _expect(info, version)
+            return info
+
+        async def fill(client: CloudClient) -> list[ObjectInfo | BaseException]:
+            # All of them end before this does: they write into buffers that are only lent.
+            filling = [self._fill(client, key, span, version) for span in spans]
+            return await self._sessions.together(filling)
+
+        with self._translated(key):
+            infos = _all_well(self._sessions.run(lambda session: fill(self._client(session))))
+        if any(info.version != infos[0].version for info in infos):
+            raise StoreError(f"{key} changed while it was read", transient=True, path=key)
+        return infos[0]
+
+    async def _fill(self, client: CloudClient, key: str, span: _Span, version: Version | None) -> ObjectInfo:
+        async with client.fetch(key, span.start, span.end, version) as content:
+            _expect(content.info, version)
+            if span.end > content.info.size:
+                raise CorruptionError(
+                    f"{key} ends at byte {content.info.size}, before byte {span.end}: cut short", path=key
+                )
+            at = content.start
+            if at > span.start:
+                raise StoreError(
+                    f"{key}: the answer begins at byte {at}, behind byte {span.start} that was asked for", path=key
+                )
+            async for piece in content.pieces:
+                span.take(at, piece)
+                at += len(piece)
+        if at < span.end:
+            raise StoreError(f"{key}: the answer broke off at byte {at} of {span.end}", transient=True, path=key)
+        return content.info
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+
+        async def fetch(client: CloudClient) -> tuple[bytes, ObjectInfo]:
+            async with client.fetch(key, 0, None, None) as (info, _, pieces):
+                if info.size > limit:
+                    raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+                content = b"".join([piece async for piece in pieces])
+            if len(content) != info.size:
+                raise StoreError(
+                    f"{key}: the answer broke off at byte {len(content)} of {info.size}", transient=True, path=key
+                )
+            return content, info
+
+        with self._translated(key):
+            return self._sessions.run(lambda session: fetch(self._client(session)))
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        with self._translated(key):
+            return self._sessions.run(lambda session: self._client(session).head(key))
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        after: str | None = None
+        while True:
+            with self._translated(prefix):
+                page, after = self._sessions.run(
+                    lambda session, after=after: self._client(session).list_page(prefix, delimiter, after)  # type: ignore[misc]
+                )
+            yield from page
+            if after is None:
+                return
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        left = iter(dict.fromkeys(keys))
+
+        async def delete(session: Any) -> bool:
+            client = self._client(session)
+            some = list(islice(left, client.deletes_max))
+            if some:
+                await client.delete(some)
+            return bool(some)
+
+        with self._translated(""):
+            while self._sessions.run(delete):
+                pass
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        with self._translated(key):
+            self._sessions.run(lambda session: self._client(session).delete_version(key, version))
+
+
+def open_cloud(
+    sessions: Sessions, client: Callable[..., CloudClient], path: str, *, scheme: str, checksums: Iterable[str]
+) -> CloudObjects:
+    """The object tier at ``bucket/prefix`` of a cloud that promises all there is to promise.
+
+    Args:
+        sessions: Of the cloud.
+        client: Makes a base's client from a session, ``bucket`` and ``base``.
+        path: The bucket, and the prefix in it.
+        scheme: Of URLs there.
+        checksums: That the cloud knows; those that cannot be computed here are not asked for.
+    """
+    bucket, _, base = path.strip("/").partition("/")
+    capabilities = Capabilities(
+        conditional_create=True,
+        conditional_update=True,
+        list_after_write=True,
+        atomic_put=True,
+        checksums=tuple(name for name in checksums if computable(name)),
+    )
+    made = partial(client, bucket=bucket, base=f"{base}/" if base else "")
+    return CloudObjects(sessions, made, capabilities, name=f"{scheme}://{bucket}/{base}", bucket=bucket)
+
+
+def _spans(ranges: Sequence[Range]) -> list[_Span]:
+    """The requests that fetch these ranges."""
+    spans: list[_Span] = []
+    for offset, out in sorted((each for each in ranges if len(each[1])), key=lambda each: each[0]):
+        end = offset + len(out)
+        if not spans or offset > spans[-1].end + GAP_BYTES_MAX:
+            spans.append(_Span(offset, end))
+        spans[-1].end = max(spans[-1].end, end)
+        spans[-1].parts.append((offset, out))
+    return spans
+
+
+def _all_well(outcomes: list[ObjectInfo | BaseException]) -> list[ObjectInfo]:
+    """The outcomes, or the first error among them."""
+    infos = [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    try:
+        if errors:
+            raise errors[0]
+        return infos
+    finally:
+        del errors, outcomes  # an error holds this frame: it would hold itself, and all that was lent, until collected
+
+
+def _expect(info: ObjectInfo, version: Version | None) -> None:
+    """Some servers ignore conditions on reads."""
+    if version is not None and info.version != version:
+        raise ConflictError(f"{info.key} is at version {info.version}, not at {version}", path=info.key)

@@ -1,0 +1,217 @@
+"""What an endpoint really keeps of what its kind promises, found out by trying.
+
+Servers that speak a cloud's protocol differ in what they heed: many take a condition or a checksum without a word and
+pass over it. So each promise is put to a test that only a server which keeps it can pass, on a few small objects beside
+the store's own, which are deleted afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError, TierfsError
+from tierfs.format import keys
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.checksums import compute
+from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, ObjectTier, PutMode, Update
+
+__all__ = ["Finding", "Findings", "probe"]
+
+_CONTENT = b"tierfs tries what this endpoint heeds. "
+_logger = logging.getLogger("tierfs.objects")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one test has shown.
+
+    Attributes:
+        name: What was tried, in words for a person.
+        kept: Whether the endpoint heeds it.
+        detail: What it did instead, or what was not tried and why.
+    """
+
+    name: str
+    kept: bool
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What all of them have shown.
+
+    Attributes:
+        capabilities: What the endpoint keeps.
+        tests: One each.
+    """
+
+    capabilities: Capabilities
+    tests: tuple[Finding, ...]
+
+
+def probe(objects: ObjectTier) -> Findings:
+    """Try an endpoint. Makes some dozens of small requests below ``.tierfs/probe/``, and leaves nothing there.
+
+    Args:
+        objects: Based at the root of the store, there already or to be made. Its ``capabilities`` say what it can ask
+            for; nothing beyond that is tried.
+
+    Raises:
+        StoreError, ReadOnlyError, CapacityError: It failed: nothing was found out.
+    """
+    return _Probe(objects).run()
+
+
+class _Probe:
+    def __init__(self, objects: ObjectTier) -> None:
+        self._objects = objects
+        self._prefix = f"{keys.PROBE}{os.urandom(8).hex()}/"
+        self._count = 0
+        self._tests: list[Finding] = []
+
+    def run(self) -> Findings:
+        can = self._objects.capabilities
+        try:
+            self._objects.put(self._key(), [_CONTENT])  # what fails here fails altogether
+            kept = replace(
+                can,
+                conditional_create=self._try("conditional create", can.conditional_create, self._create),
+                conditional_update=self._try("conditional update", can.conditional_update, self._update),
+                list_after_write=self._try("list-after-write", can.list_after_write, self._list),
+                checksums=tuple(
+                    name
+                    for name in can.checksums
+                    if self._try(f"checksum {name}", True, lambda: self._checksum(name))  # noqa: B023, FBT003 - called at once
+                ),
+            )
+            if not can.checksums:
+                self._try("checksums", False, str)  # noqa: FBT003 - none is asked for
+            self._try("ranged reads", True, self._ranges)  # noqa: FBT003 - it is always asked for
+            self._try("reads pinned to a version", True, self._pinned)  # noqa: FBT003
+        finally:
+            self._tidy()
+        if not can.atomic_put:
+            self._tests.append(
+                Finding("atomic puts", kept=False, detail="not tried: readers may see part of a file on this kind")
+            )
+        return Findings(kept, tuple(self._tests))
+
+    def _try(self, name: str, asked: bool, test: Callable[[], str]) -> bool:
+        if not asked:
+            detail = "not tried: this kind of filesystem cannot ask for it"
+        else:
+            try:
+                detail = test()
+            except StoreError as error:
+                if error.transient:
+                    raise
+                detail = f"it is not understood: {error}"
+        self._tests.append(Finding(name, not detail, detail))
+        return not detail
+
+    def _key(self) -> str:
+        self._count += 1
+        return f"{self._prefix}{self._count}"
+
+    # Each says what was done instead of what was asked for, or "".
+
+    def _create(self) -> str:
+        key = self._key()
+        try:
+            self._objects.put(key, [_CONTENT], mode=CREATE)
+        except AlreadyExistsError:
+            return "a condition that held was refused"
+        if not self._is_refused(key, CREATE, AlreadyExistsError):
+            return "an object that was there was replaced"
+        return ""
+
+    def _update(self) -> str:
+        key = self._key()
+        first = self._objects.put(key, [_CONTENT])
+        try:
+            second = self._objects.put(key, [_CONTENT, b"2"], mode=Update(first.version))
+        except ConflictError:
+            return "a condition that held was refused"
+        if second.version == first.version:
+            return "two contents have the same version"
+        if not self._is_refused(key, Update(first.version), ConflictError):
+            return "an object that had changed was replaced"
+        if not self._is_refused(self._key(), Update(second.version), ConflictError):
+            return "an object that was not there was made"
+        return ""
+
+    def _is_refused(self, key: str, mode: PutMode, refusal: type[TierfsError]) -> bool:
+        try:
+            self._objects.put(key, [b"to be refused"], mode=mode)
+        except refusal:
+            return True
+        return False
+
+    def _list(self) -> str:
+        key = self._key()
+        for _ in range(3):
+            info = self._objects.put(key, [_CONTENT, os.urandom(4)])
+            if info not in list(self._objects.list(self._prefix)):
+                return "a listing did not show what had been written"
+            self._objects.delete([key])
+            if any(listed.key == key for listed in self._objects.list(self._prefix)):
+                return "a listing showed what had been deleted"
+        return ""
+
+    def _checksum(self, algorithm: str) -> str:
+        right = compute(algorithm, [_CONTENT])
+        # Twice: a server that fails for some other reason just then must not pass for one that heeds it.
+        for number in range(2):
+            try:
+                self._objects.put(self._key(), [_CONTENT], checksum=right)
+            except StoreError as error:
+                if error.transient:
+                    raise
+                return f"a right one was refused: {error}"
+            wrong = Checksum(algorithm, bytes([right.value[0] ^ 1 << number]) + right.value[1:])
+            key = self._key()
+            try:
+                self._objects.put(key, [_CONTENT], mode=OVERWRITE, checksum=wrong)
+            except StoreError:
+                with contextlib.suppress(NotFoundError):
+                    self._objects.head(key)
+                    return "bytes with another one were refused, and stored all the same"
+            else:
+                return "bytes with another one were stored"
+        return ""
+
+    def _ranges(self) -> str:
+        content = bytes(range(256))
+        key = self._key()
+        self._objects.put(key, [content])
+        out = memoryview(bytearray(20))
+        try:
+            self._objects.get(key, [(100, out)])
+        except CorruptionError as error:
+            return f"too few bytes came: {error}"
+        return "" if out == content[100:120] else "other bytes came than were asked for"
+
+    def _pinned(self) -> str:
+        key = self._key()
+        first = self._objects.put(key, [_CONTENT])
+        second = self._objects.put(key, [_CONTENT, b"2"])
+        ranges = [(0, memoryview(bytearray(4)))]
+        try:
+            self._objects.get(key, ranges, version=second.version)
+        except ConflictError:
+            return "the version that is there was refused"
+        try:
+            self._objects.get(key, ranges, version=first.version)
+        except ConflictError:
+            return ""
+        return "another version was read"
+
+    def _tidy(self) -> None:
+        try:
+            self._objects.delete([f"{self._prefix}{number}" for number in range(1, self._count + 1)])
+        except TierfsError as error:
+            _logger.warning("what was tried could not be tidied up below %s: %s", self._prefix, error)
