@@ -110,6 +110,10 @@ def fill(tier, *, clean=False):
     return slots
 
 
+def filling(tier):
+    return sum(segment.sums().filling for segment in tier.own_segments())
+
+
 def suffixes(host):
     return sorted(path.suffixes[-1] for path in host.segments.iterdir() if path.suffix)
 
@@ -265,6 +269,36 @@ def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
     else:
         assert layout.size <= room
         assert layout.data_bytes >= max(length, 1)
+
+
+def test_where_it_is_known_how_much_is_wanted_that_much_is_made():
+    newest = Layout.for_data(64 * MIB)
+    for known, made in ((1, 64), (100 * MIB, 100), (900 * MIB, 900), (3 << 30, 1024)):
+        layout = next_layout(MIB, newest=newest, room=4 << 30, data_bytes_max=1 << 30, known=known)
+        assert layout.data_bytes // MIB == made
+
+
+def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tier):
+    tier = open_tier(budget=8 * MIB, segment=4 * MIB)
+    runs = tier.take_runs(SlotKind.CHUNK, [[MIB, MIB], [MIB], [10]], timeout_s=0)
+    assert [[slot.length for slot in run] for run in runs] == [[MIB, MIB], [MIB], [10]]
+    assert len({slot.segment.id for run in runs for slot in run}) == 1
+    before = filling(tier)
+    with pytest.raises(CapacityError, match="no room for 4 MiB"):
+        tier.take_runs(SlotKind.CHUNK, [[MIB], [4 * MIB], [MIB]], timeout_s=0)
+    assert filling(tier) == before
+    assert tier.take_runs(SlotKind.CHUNK, [[MIB]], timeout_s=0)
+
+
+def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_interrupted(open_tier):
+    tier = open_tier(budget=8 * MIB, segment=4 * MIB)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tier.take_runs(SlotKind.CHUNK, [[MIB]] * 12, timeout_s=5, on_wait=interrupt)
+    assert filling(tier) == 0
 
 
 def test_what_no_segment_can_hold_is_refused_at_once(open_tier):
@@ -663,10 +697,10 @@ def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
     begun = threading.Event()
     allocate = newslab.allocate
 
-    def slow(*given, stopped):
+    def slow(*given, stopped, **options):
         begun.set()
         wait_for(stopped)
-        return allocate(*given, stopped=stopped)
+        return allocate(*given, stopped=stopped, **options)
 
     monkeypatch.setattr(newslab, "allocate", slow)
     tier.grow_ahead()
@@ -676,19 +710,6 @@ def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
 
 
 # -- too little shared memory ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def small_shm(tmp_path):
-    path = tmp_path / "small"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=64m,mode=1777", "tierfs-test", path], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"needs a file system of its own: {mounted.stderr.decode().strip()}")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
 
 
 def test_where_shared_memory_is_too_small_segments_have_no_file_which_is_said_once(
@@ -845,3 +866,36 @@ def test_threads_write_at_once_into_a_tier_that_is_too_small_for_all(open_tier):
     assert failures == []
     assert tier.usage().host_bytes <= 3 * MIB
     assert tier.usage().evicted_bytes > 15 * MIB
+
+
+def test_copies_that_a_dead_process_left_under_another_state_directory_make_way(tmp_path, shm, host, open_tier):
+    def leave(name, work):
+        def child():
+            killed(Host(tmp_path / name, shm), work)
+
+        assert not in_child(child)  # none of ours holds the folder
+
+    leave("copies", lambda tier: put(tier, b"a", clean=True))
+    leave("dirty", lambda tier: put(tier, b"b"))
+    other = Host(tmp_path / "alive", shm)
+    put(open_tier(on=other), b"c", clean=True)
+    folders = [path.parent for path in shm.glob("*/state") if path.parent not in (other.segments, host.segments)]
+    count = {folder: len(list(folder.glob("*.slab"))) for folder in folders}
+    assert sorted(count.values()) == [1, 1]
+    tier = open_tier()
+    fill(tier)  # to the budget, so that it looks for room everywhere
+    assert sorted(len(list(folder.glob("*.slab"))) for folder in folders) == [0, 1]
+    assert other.segments is not None
+    assert list(other.segments.glob("*.slab"))
+
+
+def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_is_not(open_tier):
+    tier = open_tier(budget=16 * MIB, segment=16 * MIB)
+    put(tier, b"small", clean=True)
+    assert tier.own_segments()[0].data_bytes < 12 * MIB
+    tier.take(SlotKind.CHUNK, 12 * MIB, timeout_s=0)
+    dirty = open_tier(store="0" * 32, budget=64 * MIB, segment=64 * MIB)
+    put(dirty, b"dirty")
+    with pytest.raises(CapacityError):
+        dirty.take(SlotKind.CHUNK, 56 * MIB, timeout_s=0)
+    assert dirty.find(b"dirty")

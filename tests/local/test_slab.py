@@ -172,17 +172,22 @@ def test_without_a_free_slot_nothing_is_taken(folder):
 
 def test_a_run_of_slots_lies_side_by_side_and_is_taken_as_a_whole(segment):
     lengths = [4 * PAGE, 2 * PAGE + 1, 10]
-    run = segment.take_run(SlotKind.CHUNK, lengths)
+    (run,) = segment.take_runs(SlotKind.CHUNK, [lengths])
     assert [slot.length for slot in run] == lengths
     assert [slot.offset - run[0].offset for slot in run] == [0, 4 * PAGE, 7 * PAGE]
     assert len({slot.serial for slot in run}) == len({slot.index for slot in run}) == 3
     assert [segment.slot(slot.index) for slot in run] == run
     too_much = [PAGE, segment.data_bytes - 8 * PAGE]
-    assert segment.take_run(SlotKind.CHUNK, too_much) is None
-    assert segment.take_run(SlotKind.CHUNK, too_much[1:]) is not None
+    changes = segment.changes
+    assert segment.take_runs(SlotKind.CHUNK, [too_much]) == [None]
+    assert segment.changes == changes
+    refused, taken = segment.take_runs(SlotKind.CHUNK, [too_much, too_much[1:]])
+    assert refused is None
+    assert taken is not None
     # Each is given back by itself, and what it leaves is room for another.
     assert segment.give(run[1])
-    assert segment.take_run(SlotKind.CHUNK, [PAGE, PAGE, PAGE])[0].offset == run[1].offset
+    ((first, *_),) = segment.take_runs(SlotKind.CHUNK, [[PAGE, PAGE, PAGE]])
+    assert first.offset == run[1].offset
 
 
 def test_what_is_too_long_is_refused_and_the_slot_stays(segment):

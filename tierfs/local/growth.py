@@ -13,7 +13,7 @@ FIRST_DATA_BYTES = 64 << 20
 SMALL_BYTES = 1 << 20
 
 
-def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max: int) -> Layout | None:
+def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max: int, known: int = 0) -> Layout | None:
     """The next segment: twice the newest, but at most half of what is left, so that other processes find room, too.
 
     Args:
@@ -21,13 +21,16 @@ def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max
         newest: The segment that was made last; None before the first.
         room: What is left of the budget, in bytes.
         data_bytes_max: The most data that a segment holds.
+        known: What is waited for now, where it is known that there is more than that slot: then so much is made, and the rest
+            ahead of its use.
 
     Returns:
         None if there is not room enough.
     """
     least = Layout.for_data(max(length, 1))
     small = Layout.for_data(min(SMALL_BYTES, data_bytes_max))
-    wish = Layout.for_data(min(FIRST_DATA_BYTES if newest is None else 2 * newest.data_bytes, data_bytes_max))
+    next_bytes = FIRST_DATA_BYTES if newest is None else 2 * newest.data_bytes
+    wish = Layout.for_data(min(max(FIRST_DATA_BYTES, known) if known else next_bytes, data_bytes_max))
     if wish.size > room // 2:
         wish = Layout.for_size(room // 2)
         if wish.data_bytes > CHUNK_BYTES:  # whole chunks, so that nothing is left over behind the last

@@ -25,7 +25,7 @@ import xxhash
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.filesystems import filesystem_of, is_network
 
-__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "make_private", "state_directory"]
+__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "boot_id", "make_private", "state_directory"]
 
 PAGE_BYTES = 4096
 """What everything in the local tiers is aligned to."""
@@ -193,6 +193,11 @@ class Host:
     def __repr__(self) -> str:
         return f"Host({str(self.directory)!r}, segments={str(self.segments) if self.segments else None!r})"
 
+    def name(self) -> str:
+        """Tells this host, as long as it runs, from all others: 16 hex digits."""
+        status = self.directory.stat()
+        return xxhash.xxh3_64_hexdigest(f"{boot_id()} {status.st_dev} {status.st_ino} {self.directory}".encode())
+
     @property
     def _processes(self) -> Path:
         return self.directory / "processes"
@@ -292,6 +297,11 @@ class Host:
                 return folder
             os.close(fd)
         raise StoreError(f"{shm} has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self.directory}")
+
+
+def boot_id() -> str:
+    """Which run of the kernel this is; hex."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
 
 
 def _claim(fd: int, mine: bytes) -> bool:

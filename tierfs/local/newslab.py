@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from tierfs.errors import InvalidInputError
-from tierfs.local.host import PAGE_BYTES
+from tierfs.local.allocate import allocate, map_shared
+from tierfs.local.host import boot_id
 from tierfs.local.places import Places
-from tierfs.local.segmentfile import Header, OwnedFd, Reservation, allocate, anonymous, boot_id, open_segment
+from tierfs.local.segmentfile import Header, OwnedFd, Reservation, anonymous, open_segment, seal_size
 from tierfs.local.slab import Segment
 from tierfs.local.slots import Layout, SlotState
 from tierfs.local.tablelock import changing
@@ -60,27 +62,41 @@ def create(directory: Path, header: Header) -> Segment:
     return segment
 
 
-def make_in(reservation: Reservation, *, stopped: Callable[[], bool] = lambda: False) -> Segment | None:
+def make_in(
+    reservation: Reservation, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> Segment | None:
     """Make a segment of a file that was reserved, which is to be finished after that. Raises as `create` does.
+
+    Args:
+        reservation: The file.
+        threads: On how many its memory is got; by default as many as help.
+        stopped: Asked now and then.
 
     Returns:
         None if ``stopped`` said so meanwhile; then, and when it fails, the file is gone.
     """
     try:
         fd, header = reservation.fd, reservation.header
-        if not allocate(fd.number, header.layout.size, str(reservation.path), stopped=stopped):
+        memory = allocate(fd.number, header.layout.size, str(reservation.path), threads=threads, stopped=stopped)
+        if memory is None:
             reservation.cancel()
             return None
-        return _begin(fd, header, reservation.path)
+        return _begin(fd, header, reservation.path, memory)
     except BaseException:
         reservation.cancel()
         raise
 
 
-def create_memfd(header: Header, *, stopped: Callable[[], bool] = lambda: False) -> Segment | None:
-    """Make a segment that has no file: others get its descriptor. Else like `create`; None if ``stopped`` said so."""
-    fd = anonymous(header.layout.size, str(header.name), stopped=stopped)
-    return None if fd is None else _begin(OwnedFd(fd), header, None)
+def create_memfd(
+    header: Header, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> Segment | None:
+    """Make a segment that has no file: others get its descriptor. Else like `make_in`."""
+    fd = OwnedFd(anonymous(header.layout.size, str(header.name)))
+    memory = allocate(fd.number, header.layout.size, str(header.name), threads=threads, stopped=stopped)
+    if memory is None:
+        return None
+    seal_size(fd.number)
+    return _begin(fd, header, None, memory)
 
 
 def adopt(path: Path, owner: str) -> Segment:
@@ -92,7 +108,7 @@ def adopt(path: Path, owner: str) -> Segment:
         CorruptionError: Its table contradicts itself. Otherwise as `Segment.attach`.
     """
     fd, header = open_segment(path)
-    segment = Segment(fd, header, path, owned=True)
+    segment = Segment(fd, header, path, memory=map_shared(fd.number, header.layout.size))
     table = segment._table
     with segment._lock.held():
         places = Places.of(table, str(path))
@@ -100,21 +116,20 @@ def adopt(path: Path, owner: str) -> Segment:
         with changing(table):
             table.state[table.state == SlotState.FILLING] = SlotState.FREE
         segment.start(places)
-    _touch_pages(segment, FAULT_AROUND_BYTES)
+    _map_pages(segment)
     return segment
 
 
-def _begin(fd: OwnedFd, header: Header, path: Path | None) -> Segment:
+def _begin(fd: OwnedFd, header: Header, path: Path | None, memory: mmap.mmap) -> Segment:
     fd.write(header.encode())
-    segment = Segment(fd, header, path, owned=True)
+    segment = Segment(fd, header, path, memory=memory)
     segment._table.owner[0] = int(header.creator, 16)
     segment.start(Places(header.layout))
-    _touch_pages(segment, PAGE_BYTES)
     return segment
 
 
-def _touch_pages(segment: Segment, step: int) -> None:
-    """Have the kernel clear and map all pages now, so that the first copy is as fast as any. Does not hold the GIL."""
+def _map_pages(segment: Segment) -> None:
+    """Have the kernel map all pages, which are there already, so that the first copy is as fast as any; without the GIL."""
     pages = np.ndarray((segment.size,), np.uint8, buffer=segment._map)
     for at in range(0, segment.size, TOUCH_BYTES):
-        pages[at : at + TOUCH_BYTES : step].max()
+        pages[at : at + TOUCH_BYTES : FAULT_AROUND_BYTES].max()

@@ -16,11 +16,12 @@ from tierfs.clock import Clock
 from tierfs.errors import CapacityError
 from tierfs.local.growth import largest
 from tierfs.local.host import Host
+from tierfs.local.loans import Loans
 from tierfs.local.neighbours import Neighbours
 from tierfs.local.shares import LOCK, Shares
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 from tierfs.local.slots import padded
-from tierfs.local.supply import Supply
+from tierfs.local.supply import Supply, give_back
 from tierfs.units import format_bytes
 
 __all__ = ["RamTier", "RamUsage"]
@@ -73,6 +74,7 @@ class RamTier:
         host: As given.
         store: The uuid, 32 hex digits.
         budget_bytes: As given.
+        loans: What processes of the host lend each other.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RamTier:
         self.budget_bytes = budget_bytes
         self._length_max = largest(budget_bytes, segment_bytes_max)
         self._shares = Shares(host)
+        self.loans = Loans(self._shares.directory)
         self._supply = Supply(
             host,
             self.store,
@@ -119,30 +122,33 @@ class RamTier:
             CapacityError: There was no room in that time; or there never will be, which is said at once.
             InvalidInputError: The tier was closed.
         """
-        (slot,) = self.take_run(kind, [length], timeout_s=timeout_s, on_wait=on_wait)
+        ((slot,),) = self.take_runs(kind, [[length]], timeout_s=timeout_s, on_wait=on_wait)
         return slot
 
-    def take_run(
+    def take_runs(
         self,
         kind: SlotKind,
-        lengths: Sequence[int],
+        runs: Sequence[Sequence[int]],
         *,
         timeout_s: float | None,
         on_wait: Callable[[], None] | None = None,
-    ) -> list[Slot]:
-        """Take slots that lie side by side in one segment, each from a whole page on. See `take`."""
-        length = sum(map(padded, lengths))
-        if length > self._length_max:
+    ) -> list[list[Slot]]:
+        """Take runs: slots that lie side by side in one segment, each from a whole page on. All of them or none; see `take`."""
+        longest = max((sum(map(padded, lengths)) for lengths in runs), default=0)
+        if longest > self._length_max:
             raise CapacityError(
-                f"{format_bytes(length)} are more than the ram tier can hold in one piece "
+                f"{format_bytes(longest)} are more than the ram tier can hold in one piece "
                 f"({format_bytes(self._length_max)}): raise ram= (TIERFS_RAM) above {format_bytes(self.budget_bytes)}",
                 tier="ram",
             )
         wanted = self._neighbours.is_wanted()
-        slots = self._supply.take(kind, lengths, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted)
-        if slots is None:
-            raise self._full(length, timeout_s or 0)
-        return slots
+        found = self._supply.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted)
+        taken = [slots for slots in found if slots is not None]
+        if len(taken) < len(runs):
+            give_back(taken)
+            missing = next(lengths for lengths, slots in zip(runs, found, strict=True) if slots is None)
+            raise self._full(sum(map(padded, missing)), timeout_s or 0)
+        return taken
 
     def grow_ahead(self) -> None:
         """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
@@ -211,16 +217,19 @@ class RamTier:
     def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
         """Free what dead processes left unsealed, or sealed without a draft that needs it. For the flusher.
 
+        Segments of which another process has borrowed something wait until that has made a draft of it, or given it up.
+
         Args:
-            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead, so no draft
-                comes to be after that.
+            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead and nothing is
+                lent, so no draft comes to be after that.
 
         Returns:
             Bytes freed.
         """
         freed = 0
+        self.loans.sweep(self.host.is_alive)
         for segment in self.segments():
-            if segment.owned or self.host.is_alive(segment.owner):
+            if segment.owned or self.host.is_alive(segment.owner) or not self.loans.end_all(segment.id):
                 continue
             kept = needed(segment)
             with self.host.locked(LOCK):

@@ -13,10 +13,7 @@ told when its memory is free.
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import fcntl
-import mmap
 import os
 import re
 import struct
@@ -26,8 +23,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.digest import checksum
-from tierfs.errors import CapacityError, CorruptionError, FormatError, NotFoundError, StoreError
-from tierfs.local.host import PAGE_BYTES
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.local.host import PAGE_BYTES, boot_id
 from tierfs.local.slots import CHANGES_AT, SLOTS_MAX, Layout
 
 __all__ = [
@@ -36,13 +33,11 @@ __all__ = [
     "OldSegmentError",
     "OwnedFd",
     "Reservation",
-    "allocate",
     "anonymous",
-    "boot_id",
     "make_file",
-    "map_shared",
     "open_segment",
     "reopened",
+    "seal_size",
 ]
 
 MAGIC = b"TFSSLAB1"
@@ -51,9 +46,6 @@ _FIXED = struct.Struct("<8sIIQQQQ16s16s16sQ")
 _CHECKSUM_BYTES = 16
 _NAME = re.compile(r"([0-9a-f]{8})-([0-9a-f]{16})-([0-9]+)\.(slab|slab\.new|memfd)")
 
-# fallocate is undone and begun anew when a signal comes in between, so a profiler's timer must not outrun it. Also, what
-# is being reserved can be given up after each piece.
-ALLOCATE_BYTES = 4 << 20
 assert _FIXED.size + _CHECKSUM_BYTES <= CHANGES_AT
 
 
@@ -210,11 +202,6 @@ def open_segment(source: Path | int) -> tuple[OwnedFd, Header]:
     return fd, header
 
 
-def boot_id() -> str:
-    """Which run of the kernel this is; hex."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
-
-
 class Reservation:
     """A file of the size of a segment to be: it counts against the budget, and has no memory yet.
 
@@ -264,63 +251,29 @@ def make_file(path: Path, size: int) -> int:
     return fd
 
 
-def allocate(fd: int, size: int, path: str, *, stopped: Callable[[], bool] = lambda: False) -> bool:
-    """Reserve the memory of a file as a whole, so that writing to it later cannot fail. Releases the GIL.
-
-    Returns:
-        False if ``stopped`` said so meanwhile.
-
-    Raises:
-        CapacityError: There is not so much.
-        StoreError: The kernel refused for another reason.
-    """
-    for at in range(0, size, ALLOCATE_BYTES):
-        if stopped():
-            return False
-        try:
-            os.posix_fallocate(fd, at, min(ALLOCATE_BYTES, size - at))
-        except OSError as error:
-            if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT}:
-                raise CapacityError(f"no memory for {path}: {error.strerror}", path=path, tier="ram") from error
-            raise StoreError(f"no memory for {path}: {error.strerror}", path=path, tier="ram") from error
-    return True
-
-
 def reopened(fd: int) -> int:
     """Another open file of the same inode: locks on it are its own."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
 
 
-def anonymous(size: int, name: str, *, stopped: Callable[[], bool] = lambda: False) -> int | None:
-    """Memory without a file, reserved as a whole; None if ``stopped`` said so meanwhile.
-
-    It cannot be cut short any more, so that nobody who maps it is killed for it.
+def anonymous(size: int, name: str) -> int:
+    """A file of this size in memory, without a name and as yet without memory. `seal_size` follows, when it has that.
 
     Raises:
-        CapacityError: There is not so much.
-        StoreError: The kernel refused for another reason.
+        StoreError: It cannot be made.
     """
     try:
         fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise StoreError(f"no memory for {name}: {error.strerror}", path=name, tier="ram") from error
-    with contextlib.ExitStack() as undo:
-        undo.callback(os.close, fd)
+    try:
         os.ftruncate(fd, size)
-        if not allocate(fd, size, name, stopped=stopped):
-            return None
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-        undo.pop_all()
+    except OSError as error:
+        os.close(fd)
+        raise StoreError(f"no memory for {name}: {error.strerror}", path=name, tier="ram") from error
     return fd
 
 
-def map_shared(fd: int, length: int) -> mmap.mmap:
-    """Map the beginning of a segment, shared and writable.
-
-    Raises:
-        StoreError: The kernel refused.
-    """
-    try:
-        return mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    except OSError as error:
-        raise StoreError(f"a segment of {length} bytes cannot be mapped: {error.strerror}", tier="ram") from error
+def seal_size(fd: int) -> None:
+    """Have such a file stay as long as it is, so that nobody who maps it is killed for it."""
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

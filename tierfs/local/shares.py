@@ -104,6 +104,26 @@ class Shares:
             if match and not self._host.is_alive(match[1]):
                 os.unlink(entry.path)
 
+    def sweep_abandoned(self) -> None:
+        """Give back the memory of copies that users of other state directories left here, where none of them runs any more.
+
+        What is dirty there stays, for whoever opens that state directory again.
+        """
+        if self._host.segments is None:
+            return
+        for folder in self._host.segments.parent.glob(f"tierfs-{os.geteuid()}-*"):
+            if folder == self._host.segments:
+                continue
+            with contextlib.suppress(OSError):  # somebody uses it, or removes it meanwhile
+                fd = os.open(folder / "state", os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    for entry in _entries(folder):
+                        if _is_worthless(entry):
+                            os.unlink(entry.path)
+                finally:
+                    os.close(fd)
+
     def orphans(self) -> list[Segment]:
         """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
 
@@ -197,6 +217,23 @@ class MemfdNote:
         else:
             self._path.unlink(missing_ok=True)
             fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+
+
+def _is_worthless(entry: os.DirEntry[str]) -> bool:
+    """Whether a file in a folder that nobody uses holds only copies, or nothing."""
+    name = FileName.parse(entry.name)
+    if name is None or name.suffix != "slab":
+        return name is not None
+    try:
+        segment = Segment.attach(Path(entry.path))
+    except OldSegmentError:
+        return True
+    except TierfsError:
+        return False  # may be another version's, and dirty
+    try:
+        return not segment.is_dirty()
+    finally:
+        segment.close()
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

@@ -12,7 +12,9 @@ kept for as long as the counter stays. How segments come to be is told in `tierf
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
+import mmap
 import os
 import time
 import weakref
@@ -24,9 +26,10 @@ from threading import Lock
 import numpy as np
 
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError
+from tierfs.local.allocate import map_shared
 from tierfs.local.look import Look
 from tierfs.local.places import Places
-from tierfs.local.segmentfile import Header, OwnedFd, map_shared, open_segment, reopened
+from tierfs.local.segmentfile import Header, OwnedFd, open_segment, reopened
 from tierfs.local.slots import (
     DATA_STATES,
     DIRTY_STATES,
@@ -94,7 +97,7 @@ class Segment:
         fd: An open file of the segment; not kept.
         header: What the segment says of itself.
         path: Its file; None if it has none.
-        owned: Whether we are its owner. Then `start` follows.
+        memory: All of it, mapped, if we are its owner. Then `start` follows.
 
     Attributes:
         id: Random; hex.
@@ -104,7 +107,7 @@ class Segment:
         path: Its file; None if it has none.
     """
 
-    def __init__(self, fd: OwnedFd, header: Header, path: Path | None, *, owned: bool = False) -> None:
+    def __init__(self, fd: OwnedFd, header: Header, path: Path | None, *, memory: mmap.mmap | None = None) -> None:
         self.header = header
         self.id = header.id
         self.store = header.store
@@ -113,8 +116,8 @@ class Segment:
         self.path = path
         # An open file of our own: those who share one share its lock, too. The mapping has a descriptor of its own.
         self._fd: OwnedFd | None = OwnedFd(reopened(fd.number))
-        self._map = map_shared(fd.number, self.size if owned else header.layout.data_at)
-        self._mapped_whole = owned
+        self._map = map_shared(fd.number, header.layout.data_at) if memory is None else memory
+        self._mapped_whole = memory is not None
         self._lock = TableLock(self._fd)
         self._table = Table(self._map, header.layout)
         self._look_lock = Lock()
@@ -181,25 +184,35 @@ class Segment:
         Raises:
             ReadOnlyError: We are not the owner.
         """
-        slots = self.take_run(kind, [length])
+        (slots,) = self.take_runs(kind, [[length]])
         return None if slots is None else slots[0]
 
-    def take_run(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
-        """The same for slots that lie side by side in the memory, each from a whole page on.
+    def take_runs(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot] | None]:
+        """The same for several runs: slots that lie side by side in the memory, each from a whole page on.
 
         In everything else they are slots of their own.
+
+        Returns:
+            For each run its slots; None for one that does not fit, whether those behind it do or not.
         """
         with self._lock.held():
-            places = self._own().take(lengths)
-            if places is None:
-                return None
-            with changing(self._table):
-                for (index, serial, offset), length in zip(places, lengths, strict=True):
-                    self._table.begin(index, kind=kind, serial=serial, offset=offset, length=length)
-        return [
-            Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, 0, hidden=False)
-            for (index, serial, offset), length in zip(places, lengths, strict=True)
-        ]
+            found = [self._own().take(lengths) for lengths in runs]
+            taken = [
+                [
+                    Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, 0, hidden=False)
+                    for (index, serial, offset), length in zip(places, lengths, strict=True)
+                ]
+                if places is not None
+                else None
+                for places, lengths in zip(found, runs, strict=True)
+            ]
+            if any(taken):
+                with changing(self._table):
+                    for slot in itertools.chain.from_iterable(filter(None, taken)):
+                        self._table.begin(
+                            slot.index, kind=kind, serial=slot.serial, offset=slot.offset, length=slot.length
+                        )
+        return taken
 
     def view(self, slot: Slot, last: Slot | None = None) -> memoryview:
         """The bytes of a slot, or from there to the end of the last one of a run, as plain memory that needs no copy.

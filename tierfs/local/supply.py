@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -20,7 +21,7 @@ from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 from tierfs.local.slots import Layout, padded
 from tierfs.units import format_bytes
 
-__all__ = ["Supply"]
+__all__ = ["Supply", "give_back"]
 
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
@@ -77,29 +78,44 @@ class Supply:
     def take(
         self,
         kind: SlotKind,
-        lengths: Sequence[int],
+        runs: Sequence[Sequence[int]],
         *,
         timeout_s: float | None,
         on_wait: Callable[[], None] | None,
         wanted: bool,
-    ) -> list[Slot] | None:
-        """Take slots side by side; see `RamTier.take_run`.
+    ) -> list[list[Slot] | None]:
+        """Take runs of slots; see `RamTier.take_runs`.
 
         Args:
             kind: What they will hold.
-            lengths: Of that, in bytes.
-            timeout_s: How long to wait for room; None for as long as it takes.
-            on_wait: Called once when it comes to that.
+            runs: For each how many bytes its slots will hold.
+            timeout_s: How long to wait for room for a run; None for as long as it takes.
+            on_wait: Called once for each for which it comes to that.
             wanted: Whether other processes wait for room.
 
         Returns:
-            None if there was no room in that time.
+            For each its slots; None from the first on for which there was no room in that time.
         """
-        slots = self._fit(kind, lengths) if not wanted else None
-        slots = slots or self._make_room(kind, lengths)
-        if slots is None and (timeout_s is None or timeout_s > 0):
-            slots = self._wait(kind, lengths, timeout_s, on_wait)
-        return slots
+        found: list[list[Slot] | None] = [None] * len(runs)
+        try:
+            if not wanted:
+                self._fit_all(kind, runs, found)
+            for number, lengths in enumerate(runs):
+                if found[number] is not None:
+                    continue
+                left = [runs[other] for other, slots in enumerate(found) if slots is None]
+                known = sum(map(padded, itertools.chain.from_iterable(left))) if len(left) > 1 else 0
+                slots = self._make_room(kind, lengths, known)
+                if slots is None and (timeout_s is None or timeout_s > 0):
+                    slots = self._wait(kind, lengths, timeout_s, on_wait)
+                found[number] = slots
+                if slots is None:
+                    break
+                self._fit_all(kind, runs, found)
+        except BaseException:
+            give_back(found)
+            raise
+        return found
 
     def grow_ahead(self) -> None:
         """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
@@ -189,18 +205,24 @@ class Supply:
         return parents
 
     def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
-        for segment in self.own:
-            if segment not in self._draining:
-                try:
-                    slots = segment.take_run(kind, lengths)
-                except ReadOnlyError:  # dropped meanwhile
-                    continue
-                if slots is not None:
-                    return slots
-        return None
+        found: list[list[Slot] | None] = [None]
+        self._fit_all(kind, [lengths], found)
+        return found[0]
 
-    def _make_room(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
-        """Take slots where it takes some effort, but no waiting."""
+    def _fit_all(self, kind: SlotKind, runs: Sequence[Sequence[int]], found: list[list[Slot] | None]) -> None:
+        """Take what fits into the segments as they are. The lock of each is taken once, however many runs there are."""
+        for segment in self.own:
+            left = [number for number, slots in enumerate(found) if slots is None]
+            if not left:
+                break
+            if segment not in self._draining:
+                with contextlib.suppress(ReadOnlyError):  # dropped meanwhile
+                    taken = segment.take_runs(kind, [runs[number] for number in left])
+                    for number, slots in zip(left, taken, strict=True):
+                        found[number] = slots
+
+    def _make_room(self, kind: SlotKind, lengths: Sequence[int], known: int = 0) -> list[Slot] | None:
+        """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
         self.make_room_for_others()
         self._evict_to_watermark()
         slots = self._fit(kind, lengths)
@@ -208,9 +230,9 @@ class Supply:
             return slots
         with self._growing:
             slots = self._fit(kind, lengths)  # another thread was first
-            if slots is None and self._grow(sum(map(padded, lengths))):
+            if slots is None and self._grow(sum(map(padded, lengths)), known):
                 slots = self._fit(kind, lengths)
-        return slots or self._evict_until(kind, lengths)
+        return slots or self._evict_until(kind, lengths, known)
 
     def _wait(
         self, kind: SlotKind, lengths: Sequence[int], timeout_s: float | None, on_wait: Callable[[], None] | None
@@ -246,14 +268,16 @@ class Supply:
                         break
                     used -= self._evict(slot)
 
-    def _evict_until(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
+    def _evict_until(self, kind: SlotKind, lengths: Sequence[int], known: int) -> list[Slot] | None:
+        freed = 0
         with self._evicting:
             for clean in _evictable(self.own):
-                if self._evict(clean):
+                freed += self._evict(clean)
+                if 0 < known <= freed or (freed and not known):
                     slots = self._fit(kind, lengths)
                     if slots is not None:
                         return slots
-        return None
+        return self._fit(kind, lengths) if freed else None
 
     def _evict(self, slot: Slot) -> int:
         """Free a clean slot; returns how many bytes that were."""
@@ -273,7 +297,7 @@ class Supply:
                 # Whoever needs the room tries again, and hears of it.
                 _logger.debug("no segment was made ahead: %s", error)
 
-    def _grow(self, length: int, *, ahead: bool = False) -> bool:
+    def _grow(self, length: int, known: int = 0, *, ahead: bool = False) -> bool:
         """Have one more segment, if the budget allows. Ahead of its use, nothing is taken from anybody for it.
 
         Raises:
@@ -283,21 +307,24 @@ class Supply:
         with self._host.locked(LOCK):
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
-            layout = self._plan(length)
+            layout = self._plan(length, known)
             if layout is None and not ahead:
                 self._shares.sweep()
+                self._shares.sweep_abandoned()
                 if self._adopt_or_reap(length):
                     return True
-                layout = self._plan(length)
+                layout = self._plan(length, known) or self._plan_instead(length)
             if layout is None:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             fits = self._host.segments is not None and layout.size <= self._shares.free_bytes(self._shares.files())
             reservation = Reservation(self._shares.directory, header) if fits else None
             note = None if fits else self._shares.note_memfd(header)
+        # Nobody waits for what is made ahead, and training wants the processors.
+        threads = 1 if ahead else None
         if reservation is not None:
             try:
-                segment = make_in(reservation, stopped=self._is_closed)
+                segment = make_in(reservation, threads=threads, stopped=self._is_closed)
             except CapacityError as error:
                 # Somebody else filled the filesystem meanwhile.
                 _logger.debug("%s", error)
@@ -310,9 +337,9 @@ class Supply:
         if note is None:
             with self._host.locked(LOCK):
                 note = self._shares.note_memfd(header)
-        return self._grow_memfd(header, note)
+        return self._grow_memfd(header, note, threads=threads)
 
-    def _plan(self, length: int) -> Layout | None:
+    def _plan(self, length: int, known: int = 0) -> Layout | None:
         files = self._shares.files()
         # Reserved is not used yet, but promised; and what is left over keeps the machine alive.
         promised = sum(file.missing for file in files)
@@ -320,9 +347,16 @@ class Supply:
         room = min(self._budget_bytes - sum(file.size for file in files), spare)
         longest = max(self.own, key=lambda segment: segment.size, default=None)
         newest = longest.header.layout if longest else None
-        return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max)
+        return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max, known=known)
 
-    def _grow_memfd(self, header: Header, note: MemfdNote) -> bool:
+    def _plan_instead(self, length: int) -> Layout | None:
+        """A segment that takes the place of own ones which are too small for what is wanted, and in which nothing is dirty."""
+        for segment in self.own:
+            if segment.data_bytes < length and segment.retire():
+                self._drop(segment)
+        return self._plan(length)
+
+    def _grow_memfd(self, header: Header, note: MemfdNote, *, threads: int | None) -> bool:
         if not self._memfd_said:
             self._memfd_said = True
             _logger.warning(
@@ -333,7 +367,7 @@ class Supply:
                 format_bytes(header.layout.size),
             )
         try:
-            segment = create_memfd(header, stopped=self._is_closed)
+            segment = create_memfd(header, threads=threads, stopped=self._is_closed)
         except BaseException:
             note.release()
             raise
@@ -385,6 +419,12 @@ class Supply:
             note = self._notes.pop(segment.id, None)
         if note is not None:
             note.release()
+
+
+def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:
+    """Free slots that were taken and not filled."""
+    for slot in itertools.chain.from_iterable(filter(None, runs)):
+        slot.segment.give(slot)
 
 
 def _evictable(segments: Iterable[Segment]) -> list[Slot]:

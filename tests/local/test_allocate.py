@@ -1,0 +1,100 @@
+"""Memory of a segment: reserved as a whole or not at all, and mapped."""
+
+import mmap
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tierfs.errors import CapacityError, StoreError
+from tierfs.local import allocate as allocating
+from tierfs.local.allocate import allocate
+from tierfs.local.segmentfile import anonymous
+
+MIB = 1 << 20
+SIZE = 13 * MIB + 4096
+
+
+@pytest.fixture
+def fd():
+    fd = anonymous(SIZE, "test")
+    yield fd
+    os.close(fd)
+
+
+def reserved(fd):
+    return os.fstat(fd).st_blocks * 512
+
+
+def mapped(memory):
+    """How many bytes of a mapping have pages, as the kernel says."""
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    _, found = re.split(rf"^{address:x}-.*$", Path("/proc/self/smaps").read_text(), maxsplit=1, flags=re.MULTILINE)
+    return int(re.search(r"^Rss: +(\d+) kB", found, re.MULTILINE)[1]) << 10
+
+
+@pytest.mark.parametrize("threads", [None, 1, 3])
+def test_all_pages_are_there_and_mapped(fd, threads):
+    memory = allocate(fd, SIZE, "test", threads=threads)
+    assert reserved(fd) == mapped(memory) == len(memory) == SIZE
+    memory[SIZE - 1] = 7
+    assert os.pread(fd, 1, SIZE - 1) == b"\x07"
+
+
+def test_a_kernel_that_cannot_populate_reserves_all_the_same_and_that_is_said_once(fd, monkeypatch, caplog):
+    monkeypatch.setattr(allocating, "MADV_POPULATE_WRITE", 12345)
+    allocating._say_once.cache_clear()
+    memory = allocate(fd, SIZE, "test", threads=1)
+    assert reserved(fd) == len(memory) == SIZE
+    assert caplog.text.count("Linux 5.14") == 1
+
+
+def test_too_little_memory_is_an_error_and_not_a_signal_later(small_shm):
+    path = small_shm / "file"
+    fd = os.open(path, os.O_RDWR | os.O_CREAT)
+    os.ftruncate(fd, 80 * MIB)
+    with pytest.raises(CapacityError, match=f"no memory for {path}: No space left"):
+        allocate(fd, 80 * MIB, str(path))
+    os.close(fd)
+
+
+def test_what_the_kernel_refuses_otherwise_is_said(fd, monkeypatch):
+    monkeypatch.setattr(allocating, "populate", lambda *_: False)
+    readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    monkeypatch.setattr(
+        allocating, "map_shared", lambda fd, length: mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ)
+    )
+    with pytest.raises(StoreError, match="no memory for test: Bad file descriptor"):
+        allocate(readable, SIZE, "test")
+    os.close(readable)
+
+
+def test_what_goes_wrong_on_one_thread_is_raised(fd, monkeypatch):
+    def fail(*_):
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError
+        time.sleep(0.001)
+        return True
+
+    monkeypatch.setattr(allocating, "populate", fail)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    with pytest.raises(MemoryError):
+        allocate(fd, SIZE, "test", threads=2)
+
+
+def test_it_can_be_given_up(fd):
+    assert allocate(fd, SIZE, "test", threads=1, stopped=lambda: reserved(fd) > 4 * MIB) is None
+    assert reserved(fd) < SIZE
+
+
+def test_at_the_end_of_the_interpreter_one_thread_does_it(fd, monkeypatch):
+    def refuse(_self):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert allocate(fd, SIZE, "test", threads=3) is not None
+    assert reserved(fd) == SIZE

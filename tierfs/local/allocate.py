@@ -1,0 +1,116 @@
+"""Memory for a file in shared memory: reserved as a whole, and mapped, so that the first copy into it is as fast as any."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import functools
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from tierfs.errors import CapacityError, StoreError
+
+__all__ = ["allocate", "map_shared", "populate"]
+
+# madvise(2), Linux 5.14: gets the pages that are missing and maps all, as fallocate and a touch of each would, in one pass.
+MADV_POPULATE_WRITE = 23
+# Both calls hold up whoever wants the process to stop, and fallocate is undone and begun anew when a signal comes in between,
+# so a profiler's timer must not outrun it. Also, what is being reserved can be given up after each piece.
+PIECE_BYTES = 4 << 20
+_logger = logging.getLogger("tierfs.local")
+# Zeroing pages is bound by memory: more threads than this gain nothing.
+THREADS_MAX = 4
+
+
+def allocate(
+    fd: int, size: int, path: str, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> mmap.mmap | None:
+    """Reserve the memory of a file as a whole, so that writing to it later cannot fail, and map it. Releases the GIL.
+
+    Args:
+        fd: The file, empty and of that size.
+        size: In bytes.
+        path: What errors call it.
+        threads: On how many; by default as many as help.
+        stopped: Asked now and then.
+
+    Returns:
+        The file, shared and writable; None if ``stopped`` said so meanwhile.
+
+    Raises:
+        CapacityError: There is not so much memory.
+        StoreError: The kernel refused for another reason.
+    """
+    memory = map_shared(fd, size)
+    pieces = iter(range(0, size, PIECE_BYTES))  # every thread takes the next one
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for at in pieces:
+                if failures or stopped():
+                    break
+                length = min(PIECE_BYTES, size - at)
+                if not populate(memory, at, length):
+                    # It does not say why; this does, and it is all that an older kernel has.
+                    os.posix_fallocate(fd, at, length)
+        except BaseException as error:  # noqa: BLE001 - raised when all threads have ended, an interrupt too
+            failures.append(error)
+
+    count = min(threads or THREADS_MAX, len(os.sched_getaffinity(0)), -(-size // PIECE_BYTES))
+    helpers = [threading.Thread(target=work, name="tierfs-allocate", daemon=True) for _ in range(count - 1)]
+    with contextlib.suppress(RuntimeError):  # at the end of the interpreter there are no new threads
+        for helper in helpers:
+            helper.start()
+    work()
+    for helper in helpers:
+        if helper.ident is not None:
+            helper.join()
+    for error in failures:
+        if not isinstance(error, OSError):
+            raise error
+        kind = CapacityError if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT} else StoreError
+        raise kind(f"no memory for {path}: {error.strerror}", path=path, tier="ram") from error
+    return None if stopped() else memory
+
+
+def populate(memory: mmap.mmap, at: int, length: int) -> bool:
+    """Get and map the pages of a part of a mapping, on page boundaries. Does not hold the GIL.
+
+    Returns:
+        False where the kernel has no memory for it, or cannot do this.
+    """
+    begin = np.frombuffer(memory, np.uint8, offset=at, count=length).ctypes.data
+    if _libc.madvise(begin, length, MADV_POPULATE_WRITE) == 0:
+        return True
+    if ctypes.get_errno() == errno.EINVAL:
+        _say_once()
+    return False
+
+
+@functools.cache
+def _say_once() -> None:
+    _logger.warning("this kernel cannot map memory ahead (Linux 5.14 can): the first copy into each segment is slower")
+
+
+def map_shared(fd: int, length: int) -> mmap.mmap:
+    """Map the beginning of a segment, shared and writable.
+
+    Raises:
+        StoreError: The kernel refused.
+    """
+    try:
+        return mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except OSError as error:
+        raise StoreError(f"a segment of {length} bytes cannot be mapped: {error.strerror}", tier="ram") from error
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.madvise.restype = ctypes.c_int
