@@ -350,12 +350,16 @@ def become(spec):
 
 
 class Zygote:
-    """Forks the processes of one case after the other."""
+    """Forks the processes of one case after the other.
 
-    def __init__(self):
+    Args:
+        program: What forks them: this module, or one that adds roles to it and calls its `main`.
+    """
+
+    def __init__(self, program=__file__):
         self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+            [sys.executable, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         self._replies = self._process.stdout
 
@@ -382,10 +386,12 @@ class Child:
         self._zygote = zygote
         self.pid = zygote.ask(**spec)["pid"]
         self._handle = os.pidfd_open(self.pid)
+        self._poll = select.poll()  # unlike select(2), it takes descriptors from 1024 on
+        self._poll.register(self._handle, select.POLLIN)
         self.status = None
 
     def has_ended(self, timeout_s=0.0):
-        return self.status is not None or bool(select.select([self._handle], [], [], timeout_s)[0])
+        return self.status is not None or bool(self._poll.poll(timeout_s * 1000))
 
     def wait(self, timeout_s=PATIENCE_S):
         if self.status is None:

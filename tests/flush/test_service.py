@@ -526,7 +526,7 @@ def test_a_child_of_a_flusher_that_was_killed_leaves_no_socket_that_nobody_answe
     try:
         assert wire.identity_of(directory)
         until(lambda: nobody_listens(directory))
-        assert nobody_holds_the_lock(directory)
+        until(lambda: nobody_holds_the_lock(directory))  # the child closes one after the other
     finally:
         os.close(writing)
 
@@ -574,8 +574,10 @@ def test_hundreds_of_connections_leave_nothing_behind(directory):
         with raw_connection(directory) as connection:
             if number % 3:
                 connection.send(b"rubbish")
-    until(lambda: not running.service._connections)
-    gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert len(running.service._threads) <= 1
-    running.stop()
+    try:
+        until(lambda: not running.service._connections)
+        # Threads of other tests that are about to end may open something for a moment.
+        until(lambda: gc.collect() >= 0 and len(os.listdir("/proc/self/fd")) <= before)
+        assert len(running.service._threads) <= 1
+    finally:
+        running.stop()

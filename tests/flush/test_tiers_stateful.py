@@ -92,8 +92,8 @@ CUT_IN_CHUNKS = (
     "flush.slabwriter",
     "local.growth",
     "local.supply",
+    "store.cuts",
     "store.save",
-    "store.sinks",
     "store.transfers",
 )
 PATHS = ("a", "b", "d/a", "d/b", "d/e/a")

@@ -74,6 +74,7 @@ def test_a_store_is_known_by_its_url_until_its_note_is_damaged(tmp_path, caplog)
     assert known.find("x://a") is None
     known.remember("x://a", descriptor)
     assert KnownStores(tmp_path / "state").find("x://a") == descriptor
+    assert KnownStores(tmp_path / "state", "of another account").find("x://a") is None
     assert known.find("x://b") is None
     (note,) = (tmp_path / "state" / "known").iterdir()
     note.write_text("{")

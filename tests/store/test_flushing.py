@@ -138,7 +138,7 @@ def test_the_flusher_keeps_to_its_bandwidth(make_host):
     save(host.store, "a", content(BIG))
     wait(host.store, "a", Level.LOCAL, 20)
     wait(host.store, "a", Level.OBJECT, 20)
-    assert time.monotonic() - begin > 32 / 50  # the first chunk goes at once
+    assert time.monotonic() - begin > (40 - 16) / 50  # the first goes at once, and a large one may be the last
     assert load(host.plain(), "a") == load(host.store, "a")
 
 
@@ -441,11 +441,11 @@ def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host,
     data = content(120 * MIB)
     put, flipped = StorePublisher.put_chunk, []
 
-    def flip_once(publisher, raw):
+    def flip_once(publisher, raw, *about, **more):
         if not flipped:
             flipped.append(1)
             raw[5] ^= 1
-        return put(publisher, raw)
+        return put(publisher, raw, *about, **more)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", flip_once)
     save(host.store, "big", data)

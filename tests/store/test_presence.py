@@ -10,10 +10,13 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
+from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
-from tierfs.objects import MemoryObjects, RetryingObjects
-from tierfs.store import Store, WriteMode, Writer, copy, delete, load, rename, save
+from tierfs.format.manifest import Row
+from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
+from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
 from tierfs.store.records import observe
+from tierfs.store.transfers import Transfers
 from tierfs.testing import Fault, FaultyObjects
 
 CONTENT = b"content" * 20000
@@ -63,6 +66,19 @@ def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier
     assert rows_of(store, "b")[0].name == name._replace(generation=1)
     remove_chunk(tier, name)
     assert load(store, "b") == CONTENT
+
+
+def test_what_a_manifest_names_is_known_until_it_is_condemned(store, tier, clock):
+    base, delta = ChunkName(bytes(16)), ChunkName(bytes(15) + b"1", 0, b"recipe__")
+    term = store.presence.ensure()
+    store.presence.learn(term, [Row(delta, 1, 1, (base,))])
+    assert store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
+    store.presence.learn(term, [Row(delta, 1, 1, (base,))], named=True)
+    assert not store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
+    condemn(tier, base)
+    clock.sleep(40)
+    store.presence.ensure()
+    assert len(store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])) == 2
 
 
 def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, tier, clock):
@@ -241,3 +257,56 @@ def test_an_indirect_file_is_appended_copied_and_renamed(store, monkeypatch):
 def test_a_file_held_in_its_manifest_takes_no_lease(store, tier):
     save(store, "a", b"small")
     assert not list(tier.list(keys.LEASES))
+
+
+def chunk_requests(measured, action):
+    """How often chunks were got and put; what is not a chunk in these tests is neither got nor put in a batch."""
+    before = measured.snapshot()
+    action()
+    after = measured.snapshot()
+    return tuple(after[method]["requests"] - before[method]["requests"] for method in ("get", "put"))
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    monkeypatch.setattr("tierfs.store.transfers._shared", Transfers(workers=1))
+
+
+def chunks(number, kind):
+    """The content of so many chunks."""
+    return b"".join(bytes([kind, index]) * (8 << 20) for index in range(number))
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
+    measured = MeasuredObjects(tier)
+    first, other = open_on(measured, clock), open_on(measured, clock)
+    looks, puts = chunk_requests(measured, lambda: save(first, "a", chunks(6, 0)))
+    assert looks == 2, "nothing was there, so nobody went on looking"
+    assert puts == 6 + 2  # the record, and the lease
+    looks, puts = chunk_requests(measured, lambda: save(other, "b", chunks(6, 0)))
+    assert (looks, puts) == (6, 2), "each find pays for the next look, so nothing is sent that is there"
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_a_chunk_that_was_sent_in_vain_has_the_next_ones_looked_for(tier, clock):
+    measured = MeasuredObjects(tier)
+    first, other = open_on(measured, clock), open_on(measured, clock)
+    save(first, "a", chunks(4, 1))
+    save(other, "b", chunks(4, 2))  # uses up the looks
+    looks, puts = chunk_requests(measured, lambda: save(other, "a2", chunks(4, 1)))
+    assert looks == 1 + 3  # at the one that was sent and refused, and for the others
+    assert puts == 1 + 1
+    assert load(other, "a2") == chunks(4, 1)
+
+
+@pytest.mark.parametrize(("length", "gets"), [(12 << 20, 1), (1 << 20, 2)], ids=["most", "a-little"])
+def test_most_of_an_encoded_chunk_comes_in_one_request(tier, clock, length, gets):
+    measured = MeasuredObjects(tier)
+    store = open_on(measured, clock)
+    content = b"".join(b"%07d," % number for number in range(12 << 17))
+    save(store, "a", content)
+    out = bytearray(length)
+    reader = open_entry(store, stat(store, "a"))
+    assert chunk_requests(measured, lambda: reader.read_into(0, memoryview(out)))[0] == gets
+    assert out == content[:length]

@@ -2,6 +2,8 @@
 
 import gc
 import os
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -19,6 +21,14 @@ def states(host):
     return {slot.state for slot in slots}
 
 
+def becomes_empty(host):
+    """Give the thread that gives back what was dropped its time."""
+    ends = time.monotonic() + 20
+    while states(host) and time.monotonic() < ends:
+        time.sleep(0.001)
+    assert states(host) == set()
+
+
 def fill(run, data):
     run.view[:] = data
 
@@ -31,7 +41,7 @@ def test_what_was_written_in_place_is_the_file_in_the_order_of_its_runs(any_host
     if level is Level.NONE or (level is Level.LOCAL and not any_host.settings.nvme_bytes):
         pytest.skip("not a level that a save can have here")
     staged = StagedFile(any_host.store)
-    runs = [staged.add_run(lengths) for lengths in LENGTHS]
+    runs = staged.add_runs(LENGTHS)
     parts = [content(sum(lengths)) for lengths in LENGTHS]
     assert [run.length for run in runs] == [len(part) for part in parts]
     for run, part in zip(runs, parts, strict=True):
@@ -50,7 +60,7 @@ def test_what_was_written_in_place_is_the_file_in_the_order_of_its_runs(any_host
 def test_a_store_without_local_tiers_is_written_to_from_private_memory(host):
     store = host.plain()
     staged = StagedFile(store)
-    runs = [staged.add_run([MIB, 10]), staged.add_run([5])]
+    runs = staged.add_runs([[MIB, 10], [5]])
     data = content(MIB + 15)
     fill(runs[0], data[: MIB + 10])
     fill(runs[1], data[MIB + 10 :])
@@ -60,7 +70,7 @@ def test_a_store_without_local_tiers_is_written_to_from_private_memory(host):
 
 
 def test_a_run_lies_side_by_side_in_memory(host):
-    run = StagedFile(host.store).add_run([16 * MIB, 16 * MIB, 7])
+    run = StagedFile(host.store).add_runs([[16 * MIB, 16 * MIB, 7]])[0]
     array = np.frombuffer(run.view, np.uint8)
     assert array.shape == (32 * MIB + 7,)
     assert array.flags.c_contiguous
@@ -69,7 +79,7 @@ def test_a_run_lies_side_by_side_in_memory(host):
 
 def test_what_is_in_no_run_of_the_file_is_given_back(host):
     staged = StagedFile(host.store)
-    runs = [staged.add_run([MIB]) for _ in range(3)]
+    runs = staged.add_runs([[MIB]] * 3)
     for run in runs:
         fill(run, content(MIB))
     staged.seal(runs)
@@ -83,7 +93,7 @@ def test_what_is_in_no_run_of_the_file_is_given_back(host):
 @pytest.mark.parametrize("how", ["abort", "forget"])
 def test_what_is_given_up_leaves_nothing(host, how):
     staged = StagedFile(host.store)
-    runs = [staged.add_run([MIB, MIB]), staged.add_run([10])]
+    runs = staged.add_runs([[MIB, MIB], [10]])
     staged.seal(runs[:1])
     assert states(host) == {SlotState.SEALED, SlotState.FILLING}
     if how == "abort":
@@ -93,13 +103,33 @@ def test_what_is_given_up_leaves_nothing(host, how):
             staged.commit("a", runs[:1])
     del staged, runs
     gc.collect()
-    assert states(host) == set()
+    becomes_empty(host)
     assert find(host.store, "") == []
+
+
+def test_garbage_may_be_collected_under_the_lock_of_a_segment(host):
+    kept = StagedFile(host.store)
+    segment = kept.add_runs([[MIB]])[0]._chunks[0].buffer.slot.segment
+
+    def drop():
+        staged = StagedFile(host.store)
+        staged.add_runs([[MIB]])
+        staged.itself = staged
+        with segment._lock.held():
+            del staged
+            gc.collect()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    kept.abort()
+    becomes_empty(host)
 
 
 def test_a_forked_child_gives_back_nothing_of_its_parents(host):
     staged = StagedFile(host.store)
-    runs = [staged.add_run([MIB])]
+    runs = staged.add_runs([[MIB]])
     fill(runs[0], content(MIB))
     staged.seal(runs)
     child = os.fork()
@@ -116,5 +146,5 @@ def test_a_forked_child_gives_back_nothing_of_its_parents(host):
 
 def test_more_than_the_ram_tier_can_hold_in_one_piece_is_said_at_once(host):
     with pytest.raises(CapacityError, match="in one piece"):
-        StagedFile(host.store).add_run([16 * MIB] * 20)
+        StagedFile(host.store).add_runs([[16 * MIB] * 20])
     assert states(host) == set()

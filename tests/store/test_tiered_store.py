@@ -1,16 +1,19 @@
 """A store behind local tiers: what was written is seen at once, read from the nearest good copy, and gets down in order."""
 
+import gc
 import os
 import sys
 import threading
 import time
 
 import pytest
-from tiered import BIG, MIB, content, save_at
+from tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from tierfs.flush.draft import local_name
 from tierfs.flush.engine import FlushEngine
 from tierfs.flush.levels import Level
+from tierfs.format.keys import chunk_key
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.slab import SlotKind, SlotState
 from tierfs.store import (
@@ -31,6 +34,7 @@ from tierfs.store import (
     verify,
     wait,
 )
+from tierfs.testing import flip_bit
 
 
 @pytest.mark.parametrize("size", [0, 10, 70_000, 3 * MIB + 1, BIG])
@@ -284,3 +288,29 @@ def test_a_tier_that_is_off_cannot_be_asked_for(make_host):
         prefetch(host.store, "a", "nvme")
     with pytest.raises(InvalidInputError, match="no local tier"):
         prefetch(host.store, "a", "tape")
+
+
+def test_verify_reads_the_object_tier_whatever_copies_are_here(make_host):
+    host = make_host(nvme=0)
+    save_at(host.store, "a", content(300_000), Level.OBJECT)
+    row = stat(host.store, "a").manifest.rows[0]
+    flip_bit(host.objects, chunk_key(row.name), 8 * (row.stored_length - 100))
+    assert host.tiers.reader.holds(local_name(host.descriptor.digest_kind, row.name.digest), "ram")
+    (damage,) = verify(host.store).damage
+    assert (damage.path, damage.key) == ("a", chunk_key(row.name))
+    assert verify(host.store, "a").damage == [damage]
+
+
+def test_a_store_that_was_opened_and_closed_keeps_no_descriptors(tmp_path, root, descriptor):
+    def use(name):
+        host = Host(tmp_path, Gate(root), descriptor, name)
+        save_at(host.store, f"by/{name}", content(300_000), Level.OBJECT)
+        host.close()
+
+    use("warm")
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    for number in range(5):
+        use(f"host{number}")
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before

@@ -96,7 +96,8 @@ def test_what_is_shared_out_is_done_once_each_here_and_elsewhere(count, monkeypa
     Transfers(workers=2).share_out(task, range(count))
     assert sorted(done) == list(range(count))
     assert len(threads) <= 2
-    assert (threading.get_ident() in threads) == bool(count)
+    # Of two things the other thread may do both, while this one is held up.
+    assert threading.get_ident() in threads or count in {0, 2}
 
 
 def test_what_is_shared_out_waits_for_no_busy_thread():

@@ -32,17 +32,17 @@ class ChunkBuffer:
         self._fault = faults
         self.filled = 0
         self._target = np.frombuffer(view, dtype=np.uint8)
-        self._view = view
+        self.view = view
         self._kind = kind
         self._digests: list[bytes] = []
 
     def __repr__(self) -> str:
-        return f"ChunkBuffer({self.filled}/{len(self._view)} bytes)"
+        return f"ChunkBuffer({self.filled}/{len(self.view)} bytes)"
 
     @property
     def room(self) -> int:
         """Bytes that still fit in."""
-        return len(self._view) - self.filled
+        return len(self.view) - self.filled
 
     def append(self, data: memoryview) -> int:
         """Copy what fits of ``data``, without the GIL, and return how much that was."""
@@ -61,19 +61,19 @@ class ChunkBuffer:
         for at in range(0, len(data), BLOCK_BYTES):
             block = source[at : at + BLOCK_BYTES]
             np.copyto(self._target[at : at + len(block)], block)
-            self._digests.append(digest.hash_bytes(self._kind, self._view[at : at + len(block)]))
+            self._digests.append(digest.hash_bytes(self._kind, self.view[at : at + len(block)]))
         self._fault("after chunk.copy")
         self.filled = len(data)
 
     def accept(self) -> None:
         """Take what somebody else wrote into the slot's memory for the whole chunk, and hash it."""
-        self.filled = len(self._view)
-        pieces = [self._view[at : at + BLOCK_BYTES] for at in range(0, self.filled, BLOCK_BYTES)]
+        self.filled = len(self.view)
+        pieces = [self.view[at : at + BLOCK_BYTES] for at in range(0, self.filled, BLOCK_BYTES)]
         self._digests = [digest.hash_bytes(self._kind, piece) for piece in pieces]
 
     def envelope(self) -> Envelope:
         """The chunk's digests, once it holds all it will."""
-        pieces = [self._view[at : min(at + BLOCK_BYTES, self.filled)] for at in range(0, self.filled, BLOCK_BYTES)]
+        pieces = [self.view[at : min(at + BLOCK_BYTES, self.filled)] for at in range(0, self.filled, BLOCK_BYTES)]
         digests = self._digests or [digest.hash_bytes(self._kind, piece) for piece in pieces]
         blocks = tuple(Block(block, STORE, len(piece)) for block, piece in zip(digests, pieces, strict=True))
         return Envelope(self._kind, digest.combine(self._kind, self.filled, digests), self.filled, blocks)

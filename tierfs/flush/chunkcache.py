@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tierfs.digest import DigestKind
+from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.caller import Caller
 from tierfs.flush.chunkbuffer import ChunkBuffer
@@ -19,8 +19,10 @@ from tierfs.local.slab import Slot, SlotKind, SlotState
 
 __all__ = ["ChunkCache"]
 
-# Reading less than a quarter of a chunk is no reason to fetch all of it.
-WHOLE_FRACTION = 4
+# Reading less than a quarter of a chunk is no reason to fetch all of it. Whoever knows that nothing else is wanted of it
+# gets what it asks for, but for this much, and the block that its range shares with others.
+WHOLE_FRACTION = 0.25
+EXACT_FRACTION = 1 / 1.1
 
 
 class ChunkCache:
@@ -70,7 +72,15 @@ class ChunkCache:
         return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._keeper!r}, {self._flight!r})"
 
     def read_through(
-        self, name: bytes, raw_length: int, start: int, out: memoryview, fetch: Callable[[int, memoryview], None]
+        self,
+        name: bytes,
+        raw_length: int,
+        start: int,
+        out: memoryview,
+        fetch: Callable[[int, memoryview], None],
+        *,
+        flight: bytes | None = None,
+        exact: bool = False,
     ) -> None:
         """Copy verified bytes of a chunk into ``out``: from the object tier where no local one has a good copy.
 
@@ -83,15 +93,19 @@ class ChunkCache:
             start: See there.
             out: See there.
             fetch: Fills a buffer with the chunk's bytes from an offset on, verified, from the object tier. What it
-                raises is passed on.
+                raises is passed on. It may read through others, as long as those never lead back to this ``flight``.
+            flight: Names what is fetched, for those who want it at once; ``name`` by default.
+            exact: Fetch a chunk whole only if next to all of it is wanted.
         """
         if self._reader.read(name, raw_length, start, out) is not None:
             return
-        if not self.keeps_reads or len(out) * WHOLE_FRACTION < raw_length:
+        least = (raw_length - BLOCK_BYTES) * EXACT_FRACTION if exact else raw_length * WHOLE_FRACTION
+        if not self.keeps_reads or len(out) < least:
             fetch(start, out)
             return
-        with self._flight.holding(name) as waited:
-            if waited and self._reader.read(name, raw_length, start, out) is not None:
+        with self._flight.holding(flight or name):
+            # Somebody may have fetched it since the first look, whether or not that had to be waited for.
+            if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, start, out) is not None:
                 return
             whole = out if len(out) == raw_length else memoryview(bytearray(raw_length))
             fetch(0, whole)
@@ -111,7 +125,7 @@ class ChunkCache:
             return None
         chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
         try:
-            chunk.append(data)
+            chunk.fill(data)
             slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
         except BaseException:
             self._writer.drop(slot)

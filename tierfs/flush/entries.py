@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tierfs.errors import ConflictError, TierfsError
 from tierfs.flush.draft import Draft
 from tierfs.flush.levels import Level
 from tierfs.flush.order import ClosingOrder, Turn
+from tierfs.flush.publisher import Hint
 from tierfs.format.manifest import Row
 from tierfs.local.slab import Slot
 
@@ -29,6 +30,7 @@ class Entry:
         level: What it has reached.
         since_s: When this flusher learned of it, monotonic seconds.
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
+        hints: What is known of each chunk; ``None`` before that was asked for.
         settled: Whether it has left the slab for the nvme tier, or does not need to.
         uploaded: Whether every row is there.
         published: Whether its record stands, and only the local tiers are still to be told.
@@ -46,6 +48,7 @@ class Entry:
     number: int | None = None
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
+    hints: Sequence[Hint] | None = None
     settled: bool = False
     uploaded: bool = False
     published: bool = False

@@ -267,6 +267,7 @@ class Flusher:
         """The queue, the conflicts, the errors and the counters, as plain values."""
         usage = self.nvme.usage() if self.nvme is not None else None
         state = self._state
+        publisher = state.publisher
         now = state.clock.monotonic()
         with state.changed:
             moving = [entry for entry in state.entries if not entry.conflict]
@@ -287,4 +288,5 @@ class Flusher:
                 "unreadable_drafts": self.finder.unreadable,
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "counters": dict(state.counters),
+                **(publisher.asked() if publisher is not None else {}),
             }

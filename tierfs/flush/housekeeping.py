@@ -1,4 +1,4 @@
-"""The thread of a process that writes: makes slabs ahead of need, and gives others their share."""
+"""The thread of a process that writes: makes slabs ahead of need, gives others their share, and takes back what it lent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 
+from tierfs.flush.lending import Lending
 from tierfs.forks import renew_in_children
 from tierfs.local.ram import RamTier
 
@@ -19,11 +20,12 @@ class Housekeeping:
 
     Args:
         ram: The ram tier.
+        lending: What this process lent.
         ended: Set when there is nothing to look after any more.
     """
 
-    def __init__(self, ram: RamTier, ended: threading.Event) -> None:
-        self._ram = weakref.ref(ram)
+    def __init__(self, ram: RamTier, lending: Lending, ended: threading.Event) -> None:
+        self._ram, self._lending = weakref.ref(ram), weakref.ref(lending)
         self._ended = ended
         self._process = 0  # the one in which the thread runs
         self._lock = threading.Lock()
@@ -38,17 +40,20 @@ class Housekeeping:
             if self._process == os.getpid():
                 return
             self._process = os.getpid()
-        threading.Thread(target=_run, args=(self._ram, self._ended), name="tierfs-housekeeping", daemon=True).start()
+        threading.Thread(
+            target=_run, args=(self._ram, self._lending, self._ended), name="tierfs-housekeeping", daemon=True
+        ).start()
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
 
 
-def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
+def _run(ram: weakref.ref[RamTier], lending: weakref.ref[Lending], ended: threading.Event) -> None:
     while not ended.wait(HOUSEKEEPING_S):
-        tier = ram()
-        if tier is None:
+        tier, lent = ram(), lending()
+        if tier is None or lent is None:
             return
+        lent.settle()
         tier.grow_ahead()
         tier.make_room_for_others()
-        del tier
+        del tier, lent

@@ -14,12 +14,12 @@ from tierfs.errors import CorruptionError
 from tierfs.flush.caller import Caller
 from tierfs.flush.counters import Counters
 from tierfs.flush.decodeddrafts import DecodedDrafts
-from tierfs.flush.draft import Draft
+from tierfs.flush.draft import Draft, SlotRef
 from tierfs.flush.handover import Handover
 from tierfs.flush.levels import Level
+from tierfs.local.host import boot_id
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
-from tierfs.local.segmentfile import boot_id
 from tierfs.local.slab import SlotState
 from tierfs.local.stored import StoredDraft
 
@@ -136,6 +136,26 @@ class PendingDrafts:
         own = {segment.id for segment in self._ram.own_segments()}
         slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
         return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
+
+    def named_slots(self) -> set[SlotRef] | None:
+        """The slots that drafts in slabs name; ``None`` if that cannot be told yet.
+
+        Once a draft is not among these any more, the slots that it names are marked clean.
+
+        Raises:
+            StoreError, FormatError: The flusher runs, and cannot be asked for what no file leads to.
+        """
+        self._handover.look_around()
+        if self._ram.unseen():
+            return None
+        named: set[SlotRef] = set()
+        for slot in self._ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
+            draft = self._decoded.in_slot(slot)
+            if draft is not None:
+                named.update(reference for reference in draft.slots if reference is not None)
+            elif slot.segment.is_still(slot):
+                return None  # it cannot be read, and may name any of them
+        return named
 
     def _is_newer(self, draft: Draft, other: Draft) -> bool:
         """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""

@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 from tierfs.flush.draft import Draft
 from tierfs.format.manifest import Row
 
-__all__ = ["Publisher"]
+__all__ = ["Hint", "Part", "Publisher", "ReadRow", "Tensor"]
+
+ReadRow = Callable[[Row, int, memoryview], bool]
+"""Copies bytes of a chunk, from an offset on, out of a tier of this host, unverified; false if none has it."""
+
+
+class Part(NamedTuple):
+    """A part of a chunk of the same file.
+
+    Attributes:
+        chunk: Its number in the file.
+        offset: Of the part, in the chunk's bytes.
+        length: Of the part.
+    """
+
+    chunk: int
+    offset: int
+    length: int
+
+
+class Tensor(NamedTuple):
+    """What is known of the elements that a block holds, or most of it.
+
+    Attributes:
+        name: What a choice for them is remembered under; empty for nothing.
+        kind: ``"float"``, ``"integer"`` or ``"bytes"``.
+        width: Of an element, in bytes.
+    """
+
+    name: str = ""
+    kind: str = "bytes"
+    width: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """What is known of a chunk beside its bytes.
+
+    Attributes:
+        tensors: Of each block; fewer, or none, where that is not known.
+        save: How many saves of its file there were before: tells how old a choice is.
+        base: The chunk at its place in the keyframe, of the same length.
+        sources: What it may be derived from, of twice its length in all.
+    """
+
+    tensors: tuple[Tensor, ...] = ()
+    save: int = 0
+    base: Row | None = None
+    sources: tuple[Part, ...] = ()
 
 
 class Publisher(Protocol):
     """Puts chunks into the object tier, then the records that name them. Safe for use by many threads."""
 
-    def put_chunk(self, raw: memoryview) -> Row:
-        """Make sure that the object tier holds these bytes (1 byte to 16 MiB, borrowed), and say under which name.
+    def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
+        """What is known of each chunk of a file, before they are put; nothing where nothing is."""
+
+    def put_chunk(
+        self,
+        raw: memoryview,
+        hint: Hint,
+        rows: Sequence[Row | None],
+        *,
+        read: ReadRow,
+        pace: Callable[[int], None],
+    ) -> Row:
+        """Make sure that the object tier holds these bytes, and say under which name.
+
+        Args:
+            raw: 1 byte to 16 MiB. Borrowed.
+            hint: What is known of them.
+            rows: Of the file, as far as they are stored: those that the hint's sources are parts of.
+            read: Gets at chunks that lie on this host.
+            pace: Called with the number of bytes before they are sent, to wait until so many may be.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -29,11 +96,19 @@ class Publisher(Protocol):
             StoreError, ReadOnlyError: The object tier failed.
         """
 
-    def publish(self, draft: Draft, rows: Sequence[Row]) -> None:
+    def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
         """Publish the draft's record with these rows, on condition that its base is there still. May be repeated.
+
+        Args:
+            draft: The change.
+            rows: Its chunks. What is not there to stay any more is stored anew.
+            read: Gets at chunks that lie on this host.
 
         Raises:
             ConflictError: Somebody else changed the path since the draft's base was observed; theirs stands.
             StoreError, CapacityError, ReadOnlyError: The object tier failed. If it is transient, the record may be
                 there or not.
         """
+
+    def asked(self) -> dict[str, Any]:
+        """What the object tier was asked so far, for a person to see, as plain values. Never blocks."""

@@ -37,10 +37,9 @@ class SingleFlight:
         return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way)"
 
     @contextlib.contextmanager
-    def holding(self, name: bytes) -> Iterator[bool]:
-        """Hold a name. Yields whether somebody else held it first, so that what was wanted may be there by now."""
+    def holding(self, name: bytes) -> Iterator[None]:
+        """Hold a name. What was wanted may be there by now: somebody else may have held it until just then."""
         offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
-        waited = False
         while True:
             with self._lock:
                 self._renew()
@@ -49,16 +48,11 @@ class SingleFlight:
                     mine = self._busy[offset] = threading.Event()
                     fd = self._open()
                     break
-            waited = True
             other.wait()
         try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte(fcntl.F_WRLCK, offset))
             try:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, offset))
-            except (BlockingIOError, PermissionError):
-                waited = True
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte(fcntl.F_WRLCK, offset))
-            try:
-                yield waited
+                yield
             finally:
                 fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
         finally:

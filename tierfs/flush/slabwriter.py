@@ -19,11 +19,14 @@ from tierfs.flush.counters import Counters
 from tierfs.flush.draft import Draft
 from tierfs.flush.handover import Handover
 from tierfs.flush.housekeeping import Housekeeping
+from tierfs.flush.lending import Lending
 from tierfs.forks import renew_in_children
 from tierfs.local.arena import no_faults
+from tierfs.local.host import boot_id
+from tierfs.local.memory import memory_available
 from tierfs.local.ram import RamTier
-from tierfs.local.segmentfile import boot_id
 from tierfs.local.slab import Slot, SlotKind, SlotState
+from tierfs.units import format_bytes
 
 __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
@@ -42,12 +45,16 @@ class SlabWriter:
         ram: The ram tier.
         flusher: How to reach the flusher.
         handover: Gives it the slabs that no file leads to.
+        lending: What other processes have of this one's slabs.
         counters: Where it is told of what is done in a lesser way.
         kind: The store's digests.
         capacity_timeout_s: How long to wait for room; ``None`` for as long as it takes.
         clock: Where time comes from.
         ended: Set when the tiers are let go of.
         faults: Called before and after each ordered step, for tests to fail there.
+
+    Attributes:
+        lending: As given.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class SlabWriter:
         ram: RamTier,
         flusher: Caller,
         handover: Handover,
+        lending: Lending,
         counters: Counters,
         *,
         kind: DigestKind,
@@ -66,6 +74,7 @@ class SlabWriter:
         self._ram = ram
         self._flusher = flusher
         self._handover = handover
+        self.lending = lending
         self._counters = counters
         self._kind = kind
         self._capacity_timeout_s = capacity_timeout_s
@@ -73,7 +82,7 @@ class SlabWriter:
         self._ended = ended
         self._fault = faults
         self._boot = boot_id()
-        self._housekeeping = Housekeeping(ram, ended)
+        self._housekeeping = Housekeeping(ram, lending, ended)
         self._lock = threading.Lock()
         self._is_news = False
         self._is_telling = False
@@ -85,31 +94,35 @@ class SlabWriter:
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
-    def begin_chunk(self, *, wait: bool = True) -> ChunkBuffer:
+    def begin_chunk(self, length: int | None = None, *, wait: bool = True) -> ChunkBuffer:
         """A chunk's room in a slab; seal it with `seal_chunk` or give it back with `drop`.
 
         Args:
+            length: What it will hold at most, in bytes; by default as much as a chunk can.
             wait: Whether to wait for room.
 
         Raises:
             CapacityError: There is none, and none came in time.
         """
-        (chunk,) = self.begin_run([CHUNK_BYTES], wait=wait)
+        ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], wait=wait)
         return chunk
 
-    def begin_run(self, lengths: Sequence[int], *, wait: bool = True) -> list[ChunkBuffer]:
-        """The same for chunks that lie side by side in memory; all but the last are of whole pages, so there are no gaps.
+    def begin_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[list[ChunkBuffer]]:
+        """The same for runs of chunks that lie side by side in memory; all but a run's last are of whole pages: without gaps.
 
         Args:
-            lengths: Of the chunks, in bytes, each at most a chunk's.
+            runs: Of each the lengths of its chunks, in bytes, each at most a chunk's.
             wait: Whether to wait for room.
         """
         self._housekeeping.begin()
+        self.lending.settle()
         timeout_s = self._capacity_timeout_s if wait else 0
         self._fault("before chunk.take")
-        slots = self._ram.take_run(SlotKind.CHUNK, lengths, timeout_s=timeout_s, on_wait=self._nudge if wait else None)
+        found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=self._nudge if wait else None)
         self._fault("after chunk.take")
-        return [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots]
+        return [
+            [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots] for slots in found
+        ]
 
     def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
         """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""
@@ -225,7 +238,16 @@ class SlabWriter:
         self._fault("after announce")
 
     def _nudge(self) -> None:
-        self._counters.fall_back("waits_for_room", "the ram tier is full of what is not flushed yet: writers wait")
+        usage = self._ram.usage()
+        self._counters.fall_back(
+            "waits_for_room",
+            "the ram tier has no room, writers wait: the segments of this host take %s of %s, of this store %s are not flushed "
+            "yet, and the machine has %s of memory left",
+            format_bytes(usage.host_bytes),
+            format_bytes(usage.budget_bytes),
+            format_bytes(usage.dirty_bytes),
+            format_bytes(memory_available()),
+        )
         self.announce()
 
     def _stamp(self) -> int:

@@ -152,9 +152,9 @@ class FlushState:
             self.holders.difference_update(ours)
 
 
-def read_slot(slot: Slot, raw: memoryview) -> bool:
-    """Copy a chunk out of its slot; False if it is not there any more."""
-    if slot.length != len(raw):
+def read_slot(slot: Slot, start: int, out: memoryview) -> bool:
+    """Copy bytes of a chunk out of its slot, from an offset on; false if it is not there any more."""
+    if start + len(out) > slot.length:
         return False
-    slot.segment.read(slot, 0, raw)
+    slot.segment.read(slot, start, out)
     return slot.segment.is_still(slot)

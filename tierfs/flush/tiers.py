@@ -17,6 +17,7 @@ from tierfs.flush.chunkcache import ChunkCache
 from tierfs.flush.chunkreader import ChunkReader
 from tierfs.flush.counters import Counters
 from tierfs.flush.handover import Handover
+from tierfs.flush.lending import Lending
 from tierfs.flush.levels import Level
 from tierfs.flush.pendingdrafts import PendingDrafts
 from tierfs.flush.slabwriter import ANNOUNCE_S, SlabWriter
@@ -90,6 +91,7 @@ class Tiers:
             ram,
             flusher,
             handover,
+            Lending(ram, self.drafts, handover, clock),
             counters,
             kind=kind,
             capacity_timeout_s=capacity_timeout_s,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.flush.entries import Entry
 from tierfs.flush.levels import Level
-from tierfs.flush.publisher import Publisher
+from tierfs.flush.publisher import Hint, Publisher, ReadRow
 from tierfs.flush.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.slab import Slot, SlotState
@@ -25,6 +25,7 @@ DRAFTS_AT_ONCE_MAX = 4
 # is over soon, where this takes as long as it takes.
 SETTLING_FIRST_S = 10.0
 PACE_S = 1.0
+NO_HINT = Hint()
 RATE_S = 10  # what "now" means for the rate of uploads
 _logger = logging.getLogger("tierfs.flush")
 
@@ -107,8 +108,24 @@ class Uploader:
         record = entry.draft.record
         rows = record.rows if isinstance(record, Manifest) else ()
         entry.rows = entry.rows or [None] * len(rows)
+        if entry.hints is None:
+            entry.hints = publisher.plan(entry.draft, self._reader(entry))
         missing = [index for index, row in enumerate(entry.rows) if row is None]
-        tasks = [self._chunks.submit(self._upload_chunk, publisher, entry, rows[index], index) for index in missing]
+        hints = dict(enumerate(entry.hints))
+        sources = {part.chunk for hint in entry.hints for part in hint.sources}
+
+        def submit(indexes: Iterable[int]) -> list[Future[None]]:
+            return [
+                self._chunks.submit(self._upload_chunk, publisher, entry, rows[index], index, hints.get(index, NO_HINT))
+                for index in indexes
+            ]
+
+        # What others are derived from goes first, and those when that is there, while the rest is on its way.
+        derived = {index for index in missing if hints.get(index, NO_HINT).sources}
+        before = submit(index for index in missing if index in sources)
+        tasks = [*before, *submit(index for index in missing if index not in sources and index not in derived)]
+        wait(before)
+        tasks += submit(sorted(derived))
         errors = [error for error in (task.exception() for task in tasks) if error is not None]
         if errors:
             raise errors[0]
@@ -116,7 +133,7 @@ class Uploader:
             entry.uploaded = True
             entry.clear()
 
-    def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int) -> None:
+    def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint) -> None:
         state = self._state
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
@@ -129,12 +146,11 @@ class Uploader:
         buffer = self._take_buffer()
         try:
             raw = memoryview(buffer)[: row.raw_length]
-            for read in self._sources(entry, name, reference):
-                if not read(raw):
+            for read in self._sources(name, reference if entry.slot is not None else None):
+                if not read(0, raw):
                     continue
-                self._pace(row.raw_length)
                 state.fault("before upload.chunk")
-                stored = publisher.put_chunk(raw)
+                stored = publisher.put_chunk(raw, hint, entry.rows, read=self._reader(entry), pace=self._pace)
                 state.fault("after upload.chunk")
                 if stored.name.digest == row.name.digest:
                     entry.rows[index] = stored
@@ -153,18 +169,31 @@ class Uploader:
             )
             raise state.missing(entry, reference, lost) from error
 
-    def _sources(self, entry: Entry, name: bytes, reference: SlotRef | None) -> Iterable[Callable[[memoryview], bool]]:
-        """Where a chunk may be read from, the nearest first. What is read is checked by whoever stores it."""
+    def _sources(self, name: bytes, reference: SlotRef | None) -> Iterator[Callable[[int, memoryview], bool]]:
+        """Where a chunk may be read from, the nearest first. What is read is checked by whoever uses it."""
         state = self._state
-        chunk = None if entry.slot is None or reference is None else state.chunk(reference)
-        if chunk is not None:
-            yield lambda raw: read_slot(chunk, raw)
-        found = state.ram.find(name)
-        if found is not None:
-            yield lambda raw: read_slot(found, raw)
+        slots = [None if reference is None else state.chunk(reference), state.ram.find(name)]
+        for slot in slots:
+            if slot is not None:
+                yield lambda start, out, slot=slot: read_slot(slot, start, out)  # type: ignore[misc]
         nvme = state.nvme
         if nvme is not None:
-            yield lambda raw: nvme.read_into(name, 0, raw)
+            yield lambda start, out: nvme.read_into(name, start, out)
+
+    def _reader(self, entry: Entry) -> ReadRow:
+        """What gets at chunks of a draft, and at others that lie on this host."""
+        record = entry.draft.record
+        if not isinstance(record, Manifest):
+            return lambda *_: False
+        kind = record.digest_kind
+        digests = [row.name.digest for row in record.rows]
+        references = dict(zip(digests, entry.draft.slots, strict=False)) if entry.slot is not None else {}
+
+        def read(row: Row, start: int, out: memoryview) -> bool:
+            name = local_name(kind, row.name.digest)
+            return any(source(start, out) for source in self._sources(name, references.get(row.name.digest)))
+
+        return read
 
     def put(self, chunk: Slot) -> None:
         """Put a slot's chunk into the object tier, ahead of any record that names it."""
@@ -173,9 +202,8 @@ class Uploader:
         try:
             raw = memoryview(buffer)[: chunk.length]
             chunk.segment.read(chunk, 0, raw)
-            self._pace(chunk.length)
             self._state.fault("before upload.chunk")
-            stored = publisher.put_chunk(raw)
+            stored = publisher.put_chunk(raw, NO_HINT, (), read=lambda *_: False, pace=self._pace)
             self._state.fault("after upload.chunk")
             if stored.name.digest != chunk.name[1:]:
                 raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
@@ -220,7 +248,8 @@ class Uploader:
     def _publish(self, publisher: Publisher, entry: Entry) -> None:
         state = self._state
         state.fault("before publish.record")
-        publisher.publish(entry.draft, [row for row in entry.rows if row is not None])
+        rows = [row for row in entry.rows if row is not None]
+        publisher.publish(entry.draft, rows, read=self._reader(entry))
         state.fault("after publish.record")
         with state.changed:
             state.entries.pass_on(entry)

@@ -13,7 +13,7 @@ from tierfs.store.settings import TierOptions
 from tierfs.store.status import status
 from tierfs.store.store import Store
 from tierfs.store.url import Location, parse_url
-from tierfs.store.usage import Usage, usage
+from tierfs.store.usage import Usage, usage, usages
 from tierfs.store.verify import Damage, VerifyReport, verify
 from tierfs.store.waiting import discard_conflict, level_of, open_conflict, wait
 
@@ -51,6 +51,7 @@ __all__ = [
     "status",
     "transfer",
     "usage",
+    "usages",
     "verify",
     "wait",
 ]

@@ -7,14 +7,13 @@ answer, what the host saw last has to do, and whoever asks is not to wait for it
 from __future__ import annotations
 
 import concurrent.futures
+import hashlib
 import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
-
-import xxhash
 
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format.descriptor import Descriptor
@@ -83,10 +82,13 @@ class KnownStores:
 
     Args:
         directory: The state directory.
+        through: The options of the object tier's filesystem: the same URL is another store at another endpoint or account.
+            They may hold secrets, so no more of them is kept than a digest.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, through: str = "") -> None:
         self._directory = directory / "known"
+        self._through = through
 
     def __repr__(self) -> str:
         return f"KnownStores({str(self._directory)!r})"
@@ -116,4 +118,5 @@ class KnownStores:
             return None
 
     def _path(self, url: str) -> Path:
-        return self._directory / f"{xxhash.xxh3_128_hexdigest(url.encode())}.json"
+        name = hashlib.sha256(f"{url}\n{self._through}".encode()).hexdigest()
+        return self._directory / f"{name}.json"

@@ -9,7 +9,8 @@ from tierfs.digest import DigestKind
 from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
-from tierfs.objects.protocol import CREATE, ObjectTier, checksum_for
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectTier
 
 __all__ = ["create_store", "read_descriptor"]
 
@@ -67,11 +68,15 @@ def create_store(
         raise InvalidInputError(
             f"{url} is a store with {found.digest_kind.label} digests already: that cannot be changed", path=url
         )
-    if found == made and found.single_writer:
+    if found == made and found.endpoint.missing:
+        consequences = ["only one process may write to the store at a time"] if found.single_writer else []
+        if not found.endpoint.checksums and not found.endpoint.host_local:
+            consequences.append("what is written is read back (verify_writes)")
         _logger.warning(
-            "%s: this endpoint cannot promise %s, so only one process may write to the store at a time",
+            "%s: this endpoint cannot promise %s%s",
             url,
-            ", ".join(objects.capabilities.missing),
+            ", ".join(found.endpoint.missing),
+            f", so {' and '.join(consequences)}" if consequences else "",
         )
     return found, found == made
 

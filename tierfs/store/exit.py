@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from tierfs.errors import TierfsError
 from tierfs.flush.levels import Level
@@ -60,20 +61,38 @@ def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
 
 
 def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
-    """Have `finish` called when this process ends; not in forked children of it, nor once nobody uses the tiers."""
-    process, known = os.getpid(), weakref.ref(tiers)
+    """Have `finish` called when this process ends; not in forked children of it, nor once nobody uses the tiers.
 
-    def at_exit() -> None:
-        used = known()
+    ``launcher`` is one that ``tiers`` keep.
+    """
+    _open[tiers] = _Open(url, weakref.ref(launcher), os.getpid())
+    _register_once()
+
+
+class _Open(NamedTuple):
+    url: str
+    launcher: weakref.ref[Launcher]  # it leads to its tiers, which only their users keep
+    process: int
+
+
+_open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _register_once() -> None:
+    # Before the interpreter forbids new threads and tasks: a flusher that is a thread needs both to get done.
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(_finish_all)
+
+
+def _finish_all() -> None:
+    for tiers, (url, known, process) in reversed(list(_open.items())):
+        launcher = known()
         # With the state directory everything is gone that could be put away.
-        if used is not None and os.getpid() == process and used.ram.host.directory.exists():
+        if launcher is not None and os.getpid() == process and tiers.ram.host.directory.exists():
             try:
-                finish(used, url, launcher)
-                used.close()
+                finish(tiers, url, launcher)
+                tiers.close()
             except (TierfsError, OSError) as error:
                 # Nothing is lost by it: what is sealed is found by whoever opens the store next.
                 _logger.warning("the local tiers of %s were not put away in order: %s", url, error)
-
-    # Before the interpreter forbids new threads and tasks: a flusher that is a thread needs both to get done.
-    register = getattr(threading, "_register_atexit", atexit.register)
-    register(at_exit)

@@ -9,18 +9,27 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from tierfs.errors import FormatError, InvalidInputError, NotFoundError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
-from tierfs.objects.protocol import ObjectInfo, Prefix
+from tierfs.objects.protocol import Listed, ObjectInfo, Prefix
 from tierfs.store.records import observe, observe_listed, observe_marker, recall
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
-__all__ = ["Entry", "find", "foreign_objects", "is_directory", "list_directory", "live_records", "stat"]
+__all__ = [
+    "Entry",
+    "find",
+    "foreign_objects",
+    "is_directory",
+    "list_directory",
+    "live_records",
+    "read_manifests",
+    "stat",
+]
 
 _logger = logging.getLogger("tierfs.store")
 
@@ -175,9 +184,15 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
     return [entries[name] for name in sorted(entries)]
 
 
-def live_records(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
-    """Path and object of every live record below ``path`` in the object tier, unread; markers' paths end with ``/``."""
-    for item in store.objects.list(keys.directory_prefix(path)):
+def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tuple[str, ObjectInfo]]:
+    """Path and object of every live record below ``path`` in the object tier, unread; markers' paths end with ``/``.
+
+    Args:
+        store: The store.
+        path: A directory.
+        deep: Whether to go into the directories in it.
+    """
+    for item in store.objects.list(keys.directory_prefix(path), delimiter=not deep):
         live = _parse(item) if isinstance(item, ObjectInfo) else None
         if live is not None:
             yield live.path, live.info
@@ -185,32 +200,73 @@ def live_records(store: Store, path: str) -> Iterator[tuple[str, ObjectInfo]]:
 
 def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:
     """Every object below ``path`` that tierfs did not write."""
-    for item in store.objects.list(_foreign_prefix(path)):
+    for item in _foreign_listing(store, path):
         if isinstance(item, ObjectInfo) and keys.PRIVATE not in item.key.split("/") and _is_valid(item.key):
             yield item
+
+
+def _foreign_listing(store: Store, path: str) -> Iterator[Listed]:
+    if path:
+        yield from store.objects.list(_foreign_prefix(path))
+        return
+    # Not in one go: most of what lies below the root are chunks.
+    for item in store.objects.list("", delimiter=True):
+        if not isinstance(item, Prefix):
+            yield item
+        elif item.key != f"{keys.PRIVATE}/":
+            yield from store.objects.list(item.key)
+
+
+def read_manifests(
+    store: Store,
+    listed: Sequence[tuple[str, ObjectInfo]],
+    *,
+    damaged: Callable[[str, TierfsError], object] | None = None,
+) -> list[tuple[str, ObjectInfo, Manifest]]:
+    """Read records that a listing named, as the object tier has them; those known on this host in that version cost no request.
+
+    Args:
+        store: The store.
+        listed: Their paths and objects.
+        damaged: Called with path and error for each that is damaged or of another version, which is passed over then; by
+            default that is an error.
+
+    Returns:
+        Those that are there still, in no promised order.
+
+    Raises:
+        CorruptionError, FormatError, StoreError, ReadOnlyError: It failed.
+    """
+
+    def read(item: tuple[str, ObjectInfo]) -> tuple[str, ObjectInfo, Manifest] | None:
+        path, info = item
+        try:
+            manifest = observe_listed(store, path, info).manifest
+        except NotFoundError:
+            return None  # collected since the listing
+        except (CorruptionError, FormatError) as error:
+            if damaged is None:
+                raise
+            damaged(path, error)
+            return None
+        return None if manifest is None else (path, info, manifest)
+
+    recall(store, [item for item in listed if not _is_known(store, item[1])])
+    known = [item for item in listed if _is_known(store, item[1])]
+    unknown = [item for item in listed if not _is_known(store, item[1])]
+    return [found for found in (*map(read, known), *transfers().map(read, unknown)) if found is not None]
 
 
 def _read_all(store: Store, records: list[_Live], *, detail: bool) -> list[Entry]:
     if not detail:
         return [Entry(record.path, is_directory=False) for record in records]
-
-    def read(record: _Live) -> Entry | None:
-        try:
-            manifest = observe_listed(store, record.path, record.info).manifest
-        except NotFoundError:
-            return None  # collected since the listing
-        return None if manifest is None else Entry(record.path, is_directory=False, manifest=manifest)
-
-    recall(store, [(record.path, record.info) for record in records if not _is_known(store, record)])
-    known = [record for record in records if _is_known(store, record)]
-    unknown = [record for record in records if not _is_known(store, record)]
-    found = [*map(read, known), *transfers().map(read, unknown)]
-    return [entry for entry in found if entry is not None]
+    found = read_manifests(store, [(record.path, record.info) for record in records])
+    return [Entry(path, is_directory=False, manifest=manifest) for path, _, manifest in found]
 
 
-def _is_known(store: Store, record: _Live) -> bool:
-    known = store.records.get(record.info.key)
-    return known is not None and known[0] == record.info.version
+def _is_known(store: Store, info: ObjectInfo) -> bool:
+    known = store.records.get(info.key)
+    return known is not None and known[0] == info.version
 
 
 def _pending(store: Store, path: str) -> dict[str, Manifest | None]:

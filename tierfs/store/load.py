@@ -7,12 +7,12 @@ import itertools
 from typing import Protocol
 
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import ConflictError, CorruptionError, NotFoundError
+from tierfs.errors import ConflictError, FormatError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
 from tierfs.format.header import Cursor
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.objects.protocol import ObjectInfo
-from tierfs.store.chunks import fetch
+from tierfs.store.fetching import fetch
 from tierfs.store.listing import Entry, stat
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
@@ -47,31 +47,38 @@ def load(store: Store, path: str) -> bytes:
     return bytes(out)
 
 
-def open_entry(store: Store, entry: Entry) -> Reader:
+def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
     """Open what a listing or `stat` found.
+
+    Args:
+        store: The store.
+        entry: Of a file.
+        exact: Fetch what is asked for and little more: who reads knows what is wanted of the file. Otherwise chunks of
+            which a good part is read are fetched, and kept on this host, as a whole.
 
     Raises:
         NotFoundError: It is a directory.
     """
     if entry.manifest is not None and not entry.is_directory:
-        return open_manifest(store, entry.path, entry.manifest)
+        return open_manifest(store, entry.path, entry.manifest, exact=exact)
     if entry.foreign is not None:
-        return _ForeignReader(store, entry.foreign)
+        return _ForeignReader(store, entry.foreign, exact=exact)
     raise NotFoundError(f"{store.where(entry.path)} is a directory", path=entry.path)
 
 
-def open_manifest(store: Store, path: str, manifest: Manifest) -> Reader:
-    """Open the version of a file that a manifest describes."""
+def open_manifest(store: Store, path: str, manifest: Manifest, *, exact: bool = False) -> Reader:
+    """Open the version of a file that a manifest describes; ``exact`` as for `open_entry`."""
     if manifest.inline is not None:
         return _InlineReader(manifest.inline)
-    return _ChunkReader(store, path, expand_rows(store, manifest, path))
+    return _ChunkReader(store, path, expand_rows(store, manifest, path), exact=exact)
 
 
 def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
     """Every chunk of a file in order, also where the table itself lies in chunks.
 
     Raises:
-        CorruptionError: The table does not make up the file.
+        CorruptionError: The table is damaged.
+        FormatError: The table does not make up the file.
     """
     if not manifest.indirect:
         return manifest.rows
@@ -88,7 +95,7 @@ def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
         sum(row.raw_length for row in rows) != manifest.length
         or content_digest(manifest.digest_kind, manifest.length, [row.name.digest for row in rows]) != manifest.digest
     ):
-        raise CorruptionError(f"{where}: its table of chunks does not make up the file", path=path)
+        raise FormatError(f"{where}: its table of chunks does not make up the file", path=path)
     return rows
 
 
@@ -110,9 +117,10 @@ class _ForeignReader:
     The local tiers keep pieces of it under its path and version.
     """
 
-    def __init__(self, store: Store, info: ObjectInfo) -> None:
+    def __init__(self, store: Store, info: ObjectInfo, *, exact: bool) -> None:
         self._store = store
         self._info = info
+        self._exact = exact
 
     @property
     def length(self) -> int:
@@ -139,7 +147,12 @@ class _ForeignReader:
             length = min(PIECE_BYTES_MAX, self._info.size - first)
             name = foreign_name(self._info.key, str(self._info.version), first)
             tiers.cache.read_through(
-                name, length, begin - first, target, lambda start, view: self._fetch(first + start, view)
+                name,
+                length,
+                begin - first,
+                target,
+                lambda start, view: self._fetch(first + start, view),
+                exact=self._exact,
             )
 
         transfers().map(fill, pieces)
@@ -155,8 +168,9 @@ class _ForeignReader:
 
 
 class _ChunkReader:
-    def __init__(self, store: Store, path: str, rows: tuple[Row, ...]) -> None:
+    def __init__(self, store: Store, path: str, rows: tuple[Row, ...], *, exact: bool = False) -> None:
         self._store = store
+        self._exact = exact
         self._where = store.where(path)
         self._rows = rows
         self._starts = [0, *itertools.accumulate(row.raw_length for row in rows)]
@@ -177,7 +191,7 @@ class _ChunkReader:
             index += 1
 
         def fill(piece: tuple[Row, int, memoryview]) -> None:
-            fetch(self._store, *piece, self._where)
+            fetch(self._store, *piece, self._where, exact=self._exact)
 
         near: list[tuple[Row, int, memoryview]] = []
         far: list[tuple[Row, int, memoryview]] = []

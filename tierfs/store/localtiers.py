@@ -91,7 +91,7 @@ def tiers_for(
             raise
         _logger.warning("%s is used without local tiers: %s", target.url, error)
         return None
-    launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect), clock)
+    launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect, settings.codecs), clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
         NvmeReader(directory),
@@ -157,6 +157,7 @@ class Launcher:
         argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
         argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
         argv += ["--nvme", str(settings.nvme_bytes), "--bandwidth", str(settings.bandwidth)]
+        argv += ["--codecs", str(settings.codecs)]
         try:
             return spawn(argv, self._directory / LOG_NAME)
         except OSError as error:

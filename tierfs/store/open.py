@@ -21,7 +21,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.local.filesystems import filesystem_of, is_network
 from tierfs.local.host import state_directory
-from tierfs.objects import ObjectTier, connect
+from tierfs.objects import ObjectTier, as_promised, connect, probe
 from tierfs.store.away import LOOK_S, KnownStores, within
 from tierfs.store.create import create_store, read_descriptor
 from tierfs.store.settings import ResolvedTiers, TierOptions, from_environment, resolve
@@ -157,11 +157,16 @@ def _refuse_nested(objects: ObjectTier, url: str) -> None:
 def _create(location: Location, root: str, kind: DigestKind) -> Store:
     objects = connect(location.protocol, root, location.options)
     url = f"{location.protocol}://{root}"
+    endpoint = objects.capabilities
     try:
         read_descriptor(objects, url)
     except NotFoundError:
         _refuse_nested(objects, url)
-    descriptor, made = create_store(objects, url, digest=kind, random_bytes=os.urandom(16))
+        if not endpoint.host_local:
+            # What is refused on purpose is not to be sent again.
+            endpoint = probe(connect(location.protocol, root, location.options, attempts=1)).capabilities
+    promised = as_promised(objects, endpoint, _verify_writes(location))
+    descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))
     if made:
         _logger.info("made the store %s", url)
     with _lock:
@@ -216,16 +221,18 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
 
 def _known_stores(location: Location) -> KnownStores:
     options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
-    return KnownStores(Path(options.state_dir) if options.state_dir else state_directory())
+    through = json.dumps(location.options, sort_keys=True, default=repr)
+    return KnownStores(Path(options.state_dir) if options.state_dir else state_directory(), through)
 
 
 def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str) -> Store:
     """An open store with its local tiers, which all stores of this process with the same ones share."""
+    objects = as_promised(objects, descriptor.endpoint, _verify_writes(location))
     options, settings, host_local = _tier_settings(location, descriptor, url.partition("://")[2])
     process_local = location.protocol == "memory"
     tiers = None
     if settings.ram_bytes or settings.nvme_bytes:
-        key = (descriptor.uuid, replace(options, ack=None, timeout=None, bandwidth=None))
+        key = (descriptor.uuid, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None))
         tiers = _tiers.get(key)
         if tiers is None:
             from tierfs.store.localtiers import Target, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
@@ -246,6 +253,10 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         ack_timeout_s=settings.timeout_s,
         state_dir=settings.directory,
     )
+
+
+def _verify_writes(location: Location) -> str:
+    return str(location.options.get("verify_writes", "auto"))
 
 
 def _tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
@@ -275,7 +286,8 @@ def open_bare(location: Location) -> tuple[Store, ResolvedTiers]:
             descriptor = read_descriptor(objects, url)
         except NotFoundError:
             continue
-        return Store(objects, descriptor, url=url), _tier_settings(location, descriptor, root)[1]
+        promised = as_promised(objects, descriptor.endpoint, _verify_writes(location))
+        return Store(promised, descriptor, url=url), _tier_settings(location, descriptor, root)[1]
     raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)
 
 

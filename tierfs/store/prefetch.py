@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
-from tierfs.store.chunks import fetch
+from tierfs.store.fetching import fetch
 from tierfs.store.listing import Entry, find, stat
 from tierfs.store.load import PIECE_BYTES_MAX, expand_rows, open_entry
 from tierfs.store.store import Store

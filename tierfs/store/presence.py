@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from collections.abc import Set as AbstractSet
 
 from tierfs.clock import Clock
 from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError
@@ -18,11 +19,15 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
-from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version, checksum_for
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version
 
 __all__ = ["Presence"]
 
 KNOWN_MAX = 200_000
+LOOKS_AT_FIRST = 2
+LOOKS_EARNED = 3
+LOOKS_MAX = 64
 LIST_BYTES_MAX = 64 << 20
 
 
@@ -50,9 +55,11 @@ class Presence:
         self._version: Version | None = None
         self._renew_at = self._valid_until = float("-inf")
         self._known: dict[bytes, Row] = {}
+        self._named: dict[ChunkName, None] = {}  # what rows of manifests need
         self._epochs: set[str] = set()
         self._condemned: set[ChunkName] = set()
         self._damaged: set[ChunkName] = set()
+        self._looks = LOOKS_AT_FIRST
 
     def __repr__(self) -> str:
         return f"Presence({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned)"
@@ -93,14 +100,25 @@ class Presence:
         with self._lock:
             return self._known.get(digest)
 
-    def learn(self, term: int, rows: Iterable[Row]) -> None:
-        """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``."""
+    def learn(self, term: int, rows: Iterable[Row], *, named: bool = False) -> None:
+        """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``.
+
+        Args:
+            term: See there.
+            rows: The chunks.
+            named: Whether what they are encoded against was seen, too: a manifest that names them names that as well.
+        """
         with self._lock:
             for row in rows:
-                if term == self._term and row.name not in self._condemned and row.name not in self._damaged:
+                if term == self._term and not any(
+                    name in self._condemned or name in self._damaged for name in (row.name, *row.bases)
+                ):
                     self._known[row.name.digest] = row
+                    self._named |= dict.fromkeys(row.bases if named else ())
             while len(self._known) > KNOWN_MAX:
                 del self._known[next(iter(self._known))]
+            while len(self._named) > KNOWN_MAX:
+                del self._named[next(iter(self._named))]
 
     def is_unusable(self, name: ChunkName) -> bool:
         """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
@@ -111,11 +129,26 @@ class Presence:
         """Note that this chunk object is damaged, so that its bytes are stored again if they come by."""
         with self._lock:
             self._damaged.add(name)
-            known = self._known.get(name.digest)
-            if known is not None and known.name == name:
-                del self._known[name.digest]
+            self._forget({name})
             while len(self._damaged) > KNOWN_MAX:
                 self._damaged.pop()
+
+    def spend_look(self) -> bool:
+        """Whether to look for a chunk that is not known to be there before it is sent.
+
+        A look costs a request, and saves sending what is there. What changed is hardly ever there, and what did not
+        change comes in rows: so each find pays for more looks, and where nothing is found they come to an end.
+        """
+        with self._lock:
+            if not self._looks:
+                return False
+            self._looks -= 1
+            return True
+
+    def earn_looks(self) -> None:
+        """Note that a chunk was found that was about to be sent, or had been."""
+        with self._lock:
+            self._looks = min(LOOKS_MAX, self._looks + LOOKS_EARNED)
 
     def doubtful(self, rows: Iterable[Row]) -> list[Row]:
         """Those of ``rows`` that are not known to be in the store within this lease. Call `ensure` first."""
@@ -125,10 +158,13 @@ class Presence:
     def _begin_term(self) -> None:
         self._term += 1
         self._known.clear()
+        self._named.clear()
 
     def _is_known(self, row: Row) -> bool:
-        known = self._known.get(row.name.digest)
-        return known is not None and known.name == row.name and not row.bases
+        return all(
+            name in self._named or ((known := self._known.get(name.digest)) is not None and known.name == name)
+            for name in (row.name, *row.bases)
+        )
 
     def _renew(self) -> None:
         if self._version is not None:
@@ -187,5 +223,12 @@ class Presence:
                 raise FormatError(f"{key}: a list of another epoch or with other digests", path=key)
             self._condemned |= listed.names
             self._epochs.add(key)
-        for row in [row for row in self._known.values() if row.name in self._condemned]:
+        self._forget(self._condemned)
+
+    def _forget(self, names: AbstractSet[ChunkName]) -> None:
+        """Know nothing any more of chunks that have one of these names, or need one."""
+        gone = [row for row in self._known.values() if row.name in names or not names.isdisjoint(row.bases)]
+        for row in gone:
             del self._known[row.name.digest]
+        for name in names:
+            self._named.pop(name, None)

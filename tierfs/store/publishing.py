@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
-from tierfs.errors import ConflictError
+from tierfs.errors import ConflictError, TierfsError
 from tierfs.flush.draft import Draft
+from tierfs.flush.publisher import Hint, ReadRow
 from tierfs.format import keys
+from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Manifest, Row, Tombstone
 from tierfs.objects.protocol import Version
-from tierfs.store.chunks import find_chunk, store_chunk
+from tierfs.store.asked import asked
+from tierfs.store.chunks import store_chunk
+from tierfs.store.codecs import AUTO, Codecs
+from tierfs.store.commit import PART, Commits
+from tierfs.store.encoder import Encoder, Piece
+from tierfs.store.encoding import Encoded
+from tierfs.store.fetching import fetch, find_chunk
+from tierfs.store.lineage import Lineages, Plan
 from tierfs.store.records import Observed, observe, publish
 from tierfs.store.save import settle
 from tierfs.store.store import Store
 
 __all__ = ["StorePublisher"]
+
+_logger = logging.getLogger("tierfs.store")
 
 
 class StorePublisher:
@@ -24,38 +38,107 @@ class StorePublisher:
 
     Args:
         connect: Opens the store without local tiers, at first use and again after that failed.
+        codecs: Which ones may be used.
     """
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, connect: Callable[[], Store], codecs: Codecs = AUTO) -> None:
         self._connect = connect
+        self._codecs = codecs
         self._lock = threading.Lock()
         self._store: Store | None = None
+        self._commits: Commits | None = None
+        self._encoder: Encoder | None = None
+        self._lineages: Lineages | None = None
+        self._plans: dict[bytes, Plan] = {}  # by write id, from when their files are planned until they are published
 
     def __repr__(self) -> str:
         return f"StorePublisher({self._store!r})"
 
-    def put_chunk(self, raw: memoryview) -> Row:
+    def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
+        """See `Publisher.plan`."""
+        self._open()
+        assert self._lineages is not None
+        assert self._encoder is not None
+        plan = self._lineages.plan(draft, read, derives=self._encoder.derives())
+        if plan is None:
+            return ()
+        with self._lock:
+            self._plans[draft.write_id] = plan
+        return plan.hints
+
+    def put_chunk(
+        self,
+        raw: memoryview,
+        hint: Hint,
+        rows: Sequence[Row | None],
+        *,
+        read: ReadRow,
+        pace: Callable[[int], None],
+    ) -> Row:
         """See `Publisher.put_chunk`."""
-        return store_chunk(self._open(), raw)
+        store = self._open()
+        assert self._encoder is not None
+        return store_chunk(store, raw, _Sending(store, self._encoder, hint, rows, read, pace))
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""
         store = self._open()
         return find_chunk(store, row, store.url)
 
-    def publish(self, draft: Draft, rows: Sequence[Row]) -> None:
+    def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
         """See `Publisher.publish`."""
         store = self._open()
+        try:
+            self._publish(store, draft, rows, read)
+        except ConflictError:
+            assert self._commits is not None
+            if not isinstance(draft.record, Manifest) or not self._commits.overtake(draft.path, draft.record, rows):
+                with self._lock:
+                    self._plans.pop(draft.write_id, None)
+                raise
+        with self._lock:
+            plan = self._plans.pop(draft.write_id, None)
+        if plan is not None and self._lineages is not None:
+            self._lineages.note(draft, plan, rows)
+        if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
+            self._commit(store, draft.path.rpartition("/")[0])
+
+    def asked(self) -> dict[str, Any]:
+        """See `tierfs.store.asked.asked`; nothing before the store was opened."""
+        # Without the lock, which is held while the store is opened.
+        store = self._store
+        encoder = self._encoder
+        lineages = self._lineages
+        if store is None or encoder is None or lineages is None:
+            return {}
+        return {**asked(store.objects), "codecs": {**encoder.status(), **lineages.fallbacks()}}
+
+    def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
         observed = self._base(store, draft)
         if observed is None:
             return
         record = draft.record
         if isinstance(record, Manifest):
-            table, indirect = settle(store, draft.path, rows)
+            table, indirect = settle(store, draft.path, rows, read)
             record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
         else:
             record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
         publish(store, observed, record)
+
+    def _commit(self, store: Store, directory: str) -> None:
+        """What was published may be the last that a checkpoint waited for.
+
+        Raises:
+            StoreError: It cannot be told now; it is transient.
+        """
+        assert self._commits is not None
+        try:
+            self._commits.advance(directory)
+        except TierfsError as error:
+            if getattr(error, "transient", False):
+                raise
+            # The file that was published is none the worse for it.
+            _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
 
     def _base(self, store: Store, draft: Draft) -> Observed | None:
         """What the draft replaces; ``None`` if it is published already."""
@@ -79,4 +162,69 @@ class StorePublisher:
         with self._lock:
             if self._store is None:
                 self._store = self._connect()
+                self._commits = Commits(self._store)
+                descriptor = self._store.descriptor
+                self._encoder = Encoder(
+                    descriptor.digest_kind, self._codecs, self._store.clock, is_near=descriptor.endpoint.host_local
+                )
+                self._lineages = Lineages(self._store)
             return self._store
+
+
+class _Sending:
+    """See `tierfs.store.encoding.Sending`."""
+
+    def __init__(
+        self,
+        store: Store,
+        encoder: Encoder,
+        hint: Hint,
+        rows: Sequence[Row | None],
+        read: ReadRow,
+        pace: Callable[[int], None],
+    ) -> None:
+        self._store = store
+        self._encoder = encoder
+        self._hint = hint
+        self._rows = rows
+        self._read = read
+        self._pace = pace
+        self._chain_max = store.descriptor.chain_max
+
+    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
+        hint = self._hint
+        if hint.base is not None and not (self._chain_max and self._may_need(hint.base, digest)):
+            hint = replace(hint, base=None)
+        return self._encoder.encode(raw, hint, self._sources(digest), read=self._read, fetch=self._fetch)
+
+    @contextlib.contextmanager
+    def putting(self, count: int) -> Iterator[None]:
+        with self._encoder.putting(count):
+            self._pace(count)
+            yield
+
+    def _sources(self, digest: bytes) -> list[Piece]:
+        """The hint's sources as they are stored; none if one of them will not do."""
+        found: list[Piece] = []
+        for index, offset, length in self._hint.sources:
+            row = self._rows[index]
+            if row is None or not row.stored_length or not self._may_need(row, digest):
+                return []
+            found.append(Piece(row, offset, length))
+        return found
+
+    def _may_need(self, row: Row, digest: bytes) -> bool:
+        """Whether a chunk may be encoded against this one.
+
+        Not against itself, nor against what is damaged or may go at any time, nor at the end of too long a chain.
+        """
+        names = (row.name, *row.bases)
+        steps = 0 if not row.bases else 1 if all(name.recipe == NO_RECIPE for name in row.bases) else 2
+        return (
+            row.name.digest != digest
+            and steps <= min(self._chain_max, 1)
+            and not any(self._store.presence.is_unusable(name) for name in names)
+        )
+
+    def _fetch(self, row: Row, out: memoryview) -> None:
+        fetch(self._store, row, 0, out, self._store.url)

@@ -15,7 +15,8 @@ from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, Fo
 from tierfs.flush.draft import SlotRef
 from tierfs.format import keys
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
-from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version, checksum_for
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
 from tierfs.store.away import ask_briefly
 from tierfs.store.store import Store
 

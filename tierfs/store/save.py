@@ -13,11 +13,11 @@ from tierfs.digest import CHUNK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.flush.draft import SlotRef
 from tierfs.flush.levels import Level
+from tierfs.flush.publisher import ReadRow
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import (
     INLINE_BYTES_MAX,
-    ROW_EXTRA_BYTES,
     Manifest,
     Row,
     content_digest,
@@ -26,6 +26,7 @@ from tierfs.format.manifest import (
 )
 from tierfs.store.away import ask_briefly
 from tierfs.store.chunks import rescue, store_chunk
+from tierfs.store.cuts import Cutter
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.sinks import ObjectSink, SlabSink
@@ -137,6 +138,11 @@ class Writer:
         """The path being written, relative to the store."""
         return self._observed.path
 
+    @property
+    def replaces(self) -> Manifest | None:
+        """The file that was there when the writer was made."""
+        return self._observed.manifest
+
     def adopt(self, rows: Sequence[Row], slots: Sequence[SlotRef | None]) -> None:
         """Have chunks that are in place already for the file's content. Nothing may be written before or after.
 
@@ -234,7 +240,10 @@ class Writer:
         assert not self._done
         if self._sink is None:
             tiers = self._store.tiers
-            self._sink = SlabSink(tiers, self._write_id) if self._staged and tiers else ObjectSink(self._store)
+            cutter = Cutter(at_start=not self._kept)
+            self._sink = (
+                SlabSink(tiers, self._write_id, cutter) if self._staged and tiers else ObjectSink(self._store, cutter)
+            )
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
         return self._sink
@@ -290,12 +299,18 @@ def learn_rows(store: Store, manifest: Manifest, path: str) -> list[Row]:
     """The chunks of a manifest that was just observed, noted as present because it names them."""
     term = store.presence.ensure() if manifest.rows else 0
     rows = list(expand_rows(store, manifest, path))
-    store.presence.learn(term, rows)
+    store.presence.learn(term, rows, named=True)
     return rows
 
 
-def settle(store: Store, path: str, rows: Sequence[Row]) -> tuple[tuple[Row, ...], bool]:
+def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> tuple[tuple[Row, ...], bool]:
     """What a writer does right before it publishes: make sure that every chunk it will name is there to stay.
+
+    Args:
+        store: The store.
+        path: Of the file, for errors.
+        rows: Its chunks.
+        read: Gets at those that lie on this host, should one of them have to be stored anew.
 
     Returns:
         The manifest's own table, and whether it is an indirect one.
@@ -316,7 +331,7 @@ def settle(store: Store, path: str, rows: Sequence[Row]) -> tuple[tuple[Row, ...
             return table, indirect
         saved = {}
         for row in doubtful:
-            saved[row.name] = rescue(store, row, store.where(path))
+            saved[row.name] = rescue(store, row, store.where(path), read)
             checked[saved[row.name].name] = store.presence.ensure()
         settled = [saved.get(row.name, row) for row in settled]
     raise StoreError(
@@ -361,8 +376,8 @@ def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
 
 def _fold_rows(store: Store, rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
     """The manifest's own table: the chunks, or where they are too many for one object, the chunks of that table."""
-    if len(rows) * (store.descriptor.digest_kind.size + ROW_EXTRA_BYTES) <= DIRECT_ROW_BYTES_MAX:
-        return tuple(rows), False
     table = memoryview(encode_rows(tuple(rows)))
+    if len(table) <= DIRECT_ROW_BYTES_MAX:
+        return tuple(rows), False
     pieces = [table[at : at + CHUNK_BYTES] for at in range(0, len(table), CHUNK_BYTES)]
     return tuple(store_chunk(store, piece) for piece in pieces), True

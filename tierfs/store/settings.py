@@ -17,6 +17,7 @@ from tierfs.flush.levels import Level
 from tierfs.local.host import state_directory
 from tierfs.local.memory import memory_limit
 from tierfs.local.stored import ARENA_FILE
+from tierfs.store.codecs import AUTO, Codecs
 from tierfs.units import parse_share, parse_size
 
 __all__ = ["ResolvedTiers", "TierOptions", "from_environment", "resolve"]
@@ -37,6 +38,7 @@ class TierOptions:
         state_dir: The state directory.
         timeout: Seconds that a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most.
+        codecs: What the flusher may encode with; see `tierfs.store.codecs.Codecs.parse`.
     """
 
     ack: str | None = None
@@ -45,6 +47,7 @@ class TierOptions:
     state_dir: str | None = None
     timeout: float | str | None = None
     bandwidth: str | int | None = None
+    codecs: str | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -92,6 +95,7 @@ class ResolvedTiers:
         directory: The state directory.
         timeout_s: What a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
+        codecs: What the flusher may encode with.
     """
 
     ack: Level
@@ -100,6 +104,7 @@ class ResolvedTiers:
     directory: Path
     timeout_s: float
     bandwidth: int = 0
+    codecs: Codecs = AUTO
 
 
 def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
@@ -130,6 +135,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         directory=directory.absolute(),
         timeout_s=timeout_s,
         bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
+        codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
     )
 
 

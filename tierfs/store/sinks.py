@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
-from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.chunks import store_chunk
+from tierfs.store.cuts import Cutter
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -47,10 +48,15 @@ class ObjectSink:
     """Puts chunks into the object tier while the next one is being filled: one, and at most four on their way.
 
     The local tiers keep copies of them, as of what is read.
+
+    Args:
+        store: The store.
+        cutter: Says where chunks end.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, cutter: Cutter) -> None:
         self._store = store
+        self._cutter = cutter
         self._rows: list[Row] = []
         self._under_way: deque[Future[Row]] = deque()
         self._chunk: bytearray | None = None
@@ -59,15 +65,12 @@ class ObjectSink:
     def write(self, view: memoryview) -> None:
         """See `Sink.write`."""
         at = 0
-        while at < len(view):
-            if self._chunk is None:
-                self._chunk, self._filled = transfers().take_buffer(), 0
-            count = min(CHUNK_BYTES - self._filled, len(view) - at)
-            self._chunk[self._filled : self._filled + count] = view[at : at + count]
-            self._filled += count
-            at += count
-            if self._filled == CHUNK_BYTES:
-                self._send()
+        for end in self._cutter.ends(view):
+            self._append(view[at:end])
+            self._send()
+            at = end
+        if at < len(view):
+            self._append(view[at:])
 
     def finish(self) -> list[Row]:
         """See `Sink.finish`."""
@@ -88,6 +91,12 @@ class ObjectSink:
         if self._chunk is not None:
             transfers().give_buffer(self._chunk)
             self._chunk = None
+
+    def _append(self, view: memoryview) -> None:
+        if self._chunk is None:
+            self._chunk, self._filled = transfers().take_buffer(), 0
+        self._chunk[self._filled : self._filled + len(view)] = view
+        self._filled += len(view)
 
     def _send(self) -> None:
         assert self._chunk is not None
@@ -119,9 +128,11 @@ class SlabSink:
     Args:
         tiers: The local tiers.
         write_id: Of the file, so that the flusher knows whose chunks went ahead of it.
+        cutter: Says where chunks end.
     """
 
-    def __init__(self, tiers: Tiers, write_id: bytes) -> None:
+    def __init__(self, tiers: Tiers, write_id: bytes, cutter: Cutter) -> None:
+        self._cutter = cutter
         self._writer = tiers.writer
         self._writer.expect()
         self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
@@ -138,13 +149,19 @@ class SlabSink:
 
     def write(self, view: memoryview) -> None:
         """See `Sink.write`."""
-        at = 0 if self._chunk is None else self._append(view)
-        whole = (len(view) - at) // CHUNK_BYTES * CHUNK_BYTES
-        if whole:
-            self._write_chunks([view[begin : begin + CHUNK_BYTES] for begin in range(at, at + whole, CHUNK_BYTES)])
-        if at + whole < len(view):
-            self._chunk = self._begin()
-            self._append(view[at + whole :])
+        ends = self._cutter.ends(view)
+        if self._chunk is not None and ends:
+            self._chunk.append(view[: ends[0]])
+            self._seal()
+        elif ends:
+            ends.insert(0, 0)
+        if len(ends) > 1:
+            self._write_chunks([view[begin:end] for begin, end in itertools.pairwise(ends)])
+        rest = view[ends[-1] :] if ends else view
+        if len(rest):
+            if self._chunk is None:
+                self._chunk = self._begin()
+            self._chunk.append(rest)
 
     def finish(self) -> list[Row]:
         """See `Sink.finish`."""
@@ -169,25 +186,18 @@ class SlabSink:
             self._spilled = False
             self._writer.unhold(self._holder)
 
-    def _append(self, view: memoryview) -> int:
-        assert self._chunk is not None
-        count = self._chunk.append(view)
-        if not self._chunk.room:
-            self._seal()
-        return count
-
     def _write_chunks(self, pieces: list[memoryview]) -> None:
         """Copy, hash and seal whole chunks: as many as there is room for at once, then one by one as room comes."""
         first = self._extend(len(pieces))
 
         def write_one(number: int) -> None:
             with contextlib.suppress(CapacityError):
-                self._fill(first + number, self._writer.begin_chunk(wait=False), pieces[number])
+                self._fill(first + number, self._writer.begin_chunk(len(pieces[number]), wait=False), pieces[number])
 
         transfers().share_out(write_one, range(len(pieces)))
         for number, piece in enumerate(pieces):
             if self._rows[first + number] is None:
-                self._fill(first + number, self._begin(), piece)
+                self._fill(first + number, self._begin(len(piece)), piece)
 
     def _fill(self, index: int, chunk: ChunkBuffer, piece: memoryview) -> None:
         try:
@@ -198,18 +208,18 @@ class SlabSink:
                 self._writer.drop(chunk.slot)
             raise
 
-    def _begin(self) -> ChunkBuffer:
+    def _begin(self, length: int | None = None) -> ChunkBuffer:
         """Room for a chunk. What this file holds itself would never be freed by waiting for it, so it is taken down."""
         if not self._sealing and not any(self._slots):
-            return self._writer.begin_chunk()
+            return self._writer.begin_chunk(length)
         try:
-            return self._writer.begin_chunk(wait=False)
+            return self._writer.begin_chunk(length, wait=False)
         except CapacityError:
             self._collect()
             self._spilled = True
             self._writer.spill(self._holder, [slot for slot in self._slots if slot is not None])
             self._slots = [None] * len(self._slots)
-            return self._writer.begin_chunk()
+            return self._writer.begin_chunk(length)
 
     def _seal(self) -> None:
         assert self._chunk is not None

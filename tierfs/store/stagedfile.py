@@ -5,6 +5,10 @@ Its memory is slots of slabs where the store has local tiers, so that saving it 
 
 from __future__ import annotations
 
+import logging
+import os
+import queue
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +16,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierfs.errors import StoreError
+from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.draft import SlotRef
 from tierfs.flush.levels import Level
+from tierfs.forks import renew_in_children
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.chunks import store_chunk
+from tierfs.store.lentfile import BorrowedFile, LentChunk, LentFile, LentSegment
 from tierfs.store.save import Writer
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
@@ -26,7 +32,9 @@ if TYPE_CHECKING:
     from tierfs.flush.chunkbuffer import ChunkBuffer
     from tierfs.local.slab import Slot
 
-__all__ = ["Run", "StagedFile"]
+__all__ = ["Run", "StagedFile", "borrowed_runs"]
+
+_logger = logging.getLogger("tierfs.store")
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +43,7 @@ class _Chunk:
 
     view: memoryview
     buffer: ChunkBuffer | None = None
-    slot: Slot | None = None  # once it is sealed
+    slot: SlotRef | None = None  # once it is sealed
     row: Row | None = None
 
 
@@ -56,7 +64,7 @@ class Run:
 class StagedFile:
     """See the module. For one thread, but for what is written into the runs' memory.
 
-    What is not committed is given back when nobody refers to the file any more, or at `abort`.
+    What is not committed is given back at `abort`, or on another thread soon after nobody refers to the file any more.
 
     Args:
         store: Where it is to be saved.
@@ -66,35 +74,31 @@ class StagedFile:
         self._store = store
         self._writer = store.tiers.writer if store.tiers is not None else None
         if self._writer is not None:
-            self._writer.expect()
+            _dropped.begin()
         self._taken: list[Slot] = []
-        self._finalizer = weakref.finalize(self, _give_back, self._taken)
+        self._is_lent = False
+        self._finalizer = weakref.finalize(self, _dropped.put, self._taken)
         self._finalizer.atexit = False
 
-    def add_run(self, lengths: Sequence[int], *, wait: bool = True) -> Run:
-        """Room for chunks side by side.
+    def add_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[Run]:
+        """Room for chunks, those of a run side by side.
 
         Args:
-            lengths: Of the chunks in bytes, each 1 to 16 MiB; all but the last are multiples of 4096.
+            runs: Of each the lengths of its chunks in bytes, each 1 to 16 MiB; all but its last are multiples of 4096.
             wait: Whether to wait for room.
 
         Raises:
-            CapacityError: There is none, and none came in time, or never will in one piece.
+            CapacityError: There is none, and none came in time, or never will in one piece. None of it was taken.
         """
-        total = sum(lengths)
         if self._writer is None:
-            memory = np.empty(total, np.uint8).data
-            ends = np.cumsum(lengths)
-            return Run(
-                memory, total, [_Chunk(memory[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
-            )
-        buffers = self._writer.begin_run(lengths, wait=wait)
-        slots = [buffer.slot for buffer in buffers]
-        self._taken += slots
-        whole = slots[0].segment.view(slots[0], slots[-1])
-        return Run(
-            whole, total, [_Chunk(slot.segment.view(slot), buffer) for slot, buffer in zip(slots, buffers, strict=True)]
-        )
+            return [_private_run(lengths) for lengths in runs]
+        found = []
+        for lengths, buffers in zip(runs, self._writer.begin_runs(runs, wait=wait), strict=True):
+            slots = [buffer.slot for buffer in buffers]
+            self._taken += slots
+            whole = slots[0].segment.view(slots[0], slots[-1])
+            found.append(Run(whole, sum(lengths), [_Chunk(buffer.view, buffer) for buffer in buffers]))
+        return found
 
     def seal(self, runs: Sequence[Run]) -> None:
         """Hash and seal what was written into these runs, on as many threads as there are processors.
@@ -107,6 +111,8 @@ class StagedFile:
             for chunk, row in zip(waiting, transfers().map(self._put, [chunk.view for chunk in waiting]), strict=True):
                 chunk.row = row
             return
+        # Not before: training waits for the copy, and not for this.
+        self._writer.expect()
         transfers().share_out(self._seal_chunk, waiting)
 
     def _put(self, view: memoryview) -> Row:
@@ -117,7 +123,56 @@ class StagedFile:
         assert chunk.buffer is not None
         chunk.buffer.accept()
         slot = self._writer.seal_chunk(chunk.buffer)
-        chunk.slot, chunk.row = slot, Row(ChunkName(slot.name[1:]), slot.length, 0)
+        chunk.slot, chunk.row = _reference(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
+
+    def lend(self, runs: Sequence[Run]) -> LentFile | None:
+        """Let a process that `multiprocessing` started save these runs instead of this one: once, and for good.
+
+        When it is done, what it has not saved is given back. What is in the runs' memory is undefined then.
+
+        Args:
+            runs: All that there are. Sealed now, if they are not.
+
+        Returns:
+            To be pickled for that process. ``None`` where the memory is this process's alone, or no file leads to it and the
+            flusher cannot be reached; the latter is counted.
+
+        Raises:
+            StoreError: It was saved, lent or given up before.
+        """
+        if self._writer is None or self._store.tiers is None:
+            return None
+        self._check_is_ours("what is to go to another process")
+        self.seal(runs)
+        lending = self._writer.lending
+        try:
+            loan = lending.lend(self._taken)
+        except (StoreError, TimeoutError) as error:
+            self._store.tiers.counters.fall_back("not_lent", "what is staged is copied for another process: %s", error)
+            return None
+        self._is_lent = True
+        self._taken.clear()
+        weakref.finalize(self, lending.drop, loan).atexit = False
+        slots = {_reference(slot): slot for slot in loan.slots}
+        segments = {slot.segment.id: slot.segment for slot in loan.slots}
+        return LentFile(
+            lending.store,
+            loan.path,
+            tuple(map(LentSegment.of, segments.values())),
+            tuple(
+                tuple(
+                    LentChunk(chunk.slot, chunk.row, slots[chunk.slot].offset)
+                    for chunk in run._chunks
+                    if chunk.slot is not None and chunk.row is not None
+                )
+                for run in runs
+            ),
+        )
+
+    def _check_is_ours(self, what: str) -> None:
+        if self._is_lent or not self._finalizer.alive:
+            gone = "handed to another process" if self._is_lent else "saved or given up"
+            raise StoreError(f"{what}: what was staged was {gone} before: stage it again")
 
     def commit(
         self,
@@ -136,17 +191,13 @@ class StagedFile:
             metadata: See `Writer`.
 
         Raises:
-            StoreError: It was committed or given up before.
+            StoreError: It was committed, lent or given up before.
             ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
         """
-        if not self._finalizer.alive:
-            raise StoreError(f"{self._store.where(path)}: what was staged was saved or given up before: stage it again")
+        self._check_is_ours(self._store.where(path))
         chunks = [chunk for run in runs for chunk in run._chunks]
         rows = [chunk.row for chunk in chunks if chunk.row is not None]
-        slots = [
-            None if chunk.slot is None else SlotRef(chunk.slot.segment.id, chunk.slot.index, chunk.slot.serial)
-            for chunk in chunks
-        ]
+        slots = [chunk.slot for chunk in chunks]
         assert len(rows) == len(chunks), "not sealed"
         writer = Writer(self._store, path, metadata=metadata, level=level, staged=self._writer is not None)
         writer.adopt(rows, slots)
@@ -155,17 +206,76 @@ class StagedFile:
         finally:
             if writer.is_done:
                 # They are the file's now.
-                kept = {
-                    (slot.segment.id, slot.index, slot.serial) for chunk in chunks if (slot := chunk.slot) is not None
-                }
-                self._taken[:] = [
-                    slot for slot in self._taken if (slot.segment.id, slot.index, slot.serial) not in kept
-                ]
-                self._finalizer()
+                kept = set(slots)
+                self._taken[:] = [slot for slot in self._taken if _reference(slot) not in kept]
+                self.abort()
 
     def abort(self) -> None:
         """Give everything back. May be called twice; does nothing to what was committed."""
-        self._finalizer()
+        if self._finalizer.detach() is not None:
+            _give_back(self._taken)
+
+
+def borrowed_runs(file: BorrowedFile) -> list[Run]:
+    """Runs that another process staged, to be among those of a file here."""
+    runs = []
+    for chunks, view in zip(file.runs, file.views, strict=True):
+        ends = np.cumsum([chunk.row.raw_length for chunk in chunks])
+        begins = [0, *ends[:-1]]
+        pieces = [view[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        known = [_Chunk(piece, slot=chunk.slot, row=chunk.row) for piece, chunk in zip(pieces, chunks, strict=True)]
+        runs.append(Run(view, len(view), known))
+    return runs
+
+
+def _private_run(lengths: Sequence[int]) -> Run:
+    memory = np.empty(sum(lengths), np.uint8).data
+    ends = np.cumsum(lengths)
+    return Run(memory, len(memory), [_Chunk(memory[end - size : end]) for end, size in zip(ends, lengths, strict=True)])
+
+
+def _reference(slot: Slot) -> SlotRef:
+    return SlotRef(slot.segment.id, slot.index, slot.serial)
+
+
+class _Dropped:
+    """Gives back what files had that nobody refers to any more, on a thread that holds no lock.
+
+    Garbage is collected in the middle of anything, on a thread that holds the lock of a segment too.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._process = 0  # the one in which the thread runs
+        self._lock = threading.Lock()
+        self._slots: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
+
+    def begin(self) -> None:
+        """See that there is a thread that does it, also in a forked child."""
+        with self._lock:
+            if self._process == os.getpid():
+                return
+            threading.Thread(target=_give_back_all, args=(self._slots,), name="tierfs-dropped", daemon=True).start()
+            self._process = os.getpid()
+
+    def put(self, taken: list[Slot]) -> None:
+        """Have slots given back. Takes no lock that a thread could hold while it is interrupted to call this."""
+        self._slots.put(taken)
+
+
+def _give_back_all(dropped: queue.SimpleQueue[list[Slot]]) -> None:
+    while True:
+        _try_to_give_back(dropped.get())
+
+
+def _try_to_give_back(taken: list[Slot]) -> None:
+    try:
+        _give_back(taken)
+    except (OSError, TierfsError) as error:
+        _logger.warning("room in the ram tier stays taken until this process ends, though nobody needs it: %s", error)
 
 
 def _give_back(taken: list[Slot]) -> None:
@@ -173,3 +283,6 @@ def _give_back(taken: list[Slot]) -> None:
         if slot.segment.owned:  # not in a forked child
             slot.segment.give(slot)
     taken.clear()
+
+
+_dropped = _Dropped()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from tierfs.errors import StoreError
 from tierfs.flush.levels import Level
+from tierfs.objects import PromisedObjects
+from tierfs.store.asked import asked
 from tierfs.store.store import Store
 
 __all__ = ["status"]
@@ -41,7 +44,7 @@ def status(store: Store) -> dict[str, Any]:
     pending = tiers.drafts.pending_below("")
     report["queue_files"] = len(pending)
     report["queue_bytes"] = sum(item.draft.length for item in pending.values())
-    report["counters"] = {f"process_{name}": count for name, count in sorted(tiers.counters.items())}
+    report["counters"] = _counted_by("process", dict(sorted(tiers.counters.items())))
     if tiers.flusher.is_running():
         try:
             answer = tiers.flusher.request("status", {}, timeout_s=ASK_TIMEOUT_S)
@@ -51,8 +54,9 @@ def status(store: Store) -> dict[str, Any]:
             report["flusher"] = {"running": True, "pid": answer.pop("pid")}
             if tiers.has_nvme:
                 report["tiers"]["nvme"]["fallbacks"] |= answer.pop("nvme_fallbacks")
-            counters = {f"flusher_{name}": count for name, count in answer.pop("counters").items()}
-            report["counters"] |= counters
+            for kind in ("requests", "fallbacks"):
+                report["tiers"]["object"][kind] |= _counted_by("flusher", answer.pop(f"object_{kind}", {}))
+            report["counters"] |= _counted_by("flusher", answer.pop("counters"))
             report |= answer
     else:
         report["conflicts"] = [{"path": path, "message": text} for path, text in tiers.drafts.conflicts()]
@@ -62,9 +66,17 @@ def status(store: Store) -> dict[str, Any]:
 def _object_tier(store: Store) -> dict[str, Any]:
     """What it survives, and what it has been asked by this process."""
     local = store.descriptor.endpoint.host_local
+    counted = asked(store.objects)
     return {
         "url": store.url,
         "gives": Level.OBJECT.label,
         "host_local": local,
         "survives": "loss of this process, not of this host" if local else "loss of this host",
+        "reads_back": isinstance(store.objects, PromisedObjects) and store.objects.reads_back,
+        "requests": _counted_by("process", counted["object_requests"]),
+        "fallbacks": _counted_by("process", counted["object_fallbacks"]),
     }
+
+
+def _counted_by(who: str, counts: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{who}_{name}": count for name, count in counts.items()}

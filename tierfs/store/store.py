@@ -70,6 +70,8 @@ class Store:
         self.tiers = tiers
         self.ack = ack
         self.ack_timeout_s = ack_timeout_s
+        self._state_dir = state_dir
+        self._bare: Store | None = None
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
         self.records = RecordCache()
@@ -117,6 +119,21 @@ class Store:
                 return None
             version = info.version
         return version
+
+    def without_local_tiers(self) -> Store:
+        """The same store as its object tier alone has it, for who wants to know what that holds. One for all callers."""
+        if self.tiers is None:
+            return self
+        if self._bare is None:
+            self._bare = Store(
+                self.objects,
+                self.descriptor,
+                url=self.url,
+                clock=self.clock,
+                random_bytes=self.random_bytes,
+                state_dir=self._state_dir,
+            )
+        return self._bare
 
     def where(self, key: str) -> str:
         """How to name one of the store's objects in an error."""

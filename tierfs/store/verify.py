@@ -16,7 +16,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Row, decode_record
 from tierfs.objects.protocol import ObjectInfo
-from tierfs.store.chunks import fetch
+from tierfs.store.fetching import fetch
 from tierfs.store.listing import stat
 from tierfs.store.load import expand_rows
 from tierfs.store.store import Store
@@ -65,6 +65,8 @@ class VerifyReport:
 def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | None = None) -> VerifyReport:
     """Read every byte of a file, of all files below a directory, or of the whole store, and check it.
 
+    The object tier's own bytes, whatever copies this host has.
+
     Args:
         store: The store.
         path: Where to begin; empty for everything, which also finds objects that belong nowhere.
@@ -75,6 +77,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
         StoreError, ReadOnlyError: The object tier cannot be listed.
     """
     report = VerifyReport()
+    bare = store.without_local_tiers()
     seen: set[ChunkName] = set()
     lock = threading.Lock()
 
@@ -83,7 +86,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
         key = keys.chunk_key(row.name)
         buffer = transfers().take_buffer()
         try:
-            fetch(store, row, 0, memoryview(buffer)[: row.raw_length], store.where(where))
+            fetch(bare, row, 0, memoryview(buffer)[: row.raw_length], store.where(where))
         except (CorruptionError, FormatError, StoreError) as error:
             with lock:
                 report.damage.append(Damage(where, key, error.kind, str(error)))
@@ -96,7 +99,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
             progress(row.raw_length)
 
     jobs: list[tuple[str, Row]] = []
-    for where, rows in _files(store, path, report):
+    for where, rows in _files(store, bare, path, report):
         for row in rows:
             if row.name not in seen:
                 seen.add(row.name)
@@ -106,13 +109,13 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
             jobs = []
     transfers().map(check_chunk, jobs)
     if not path:
-        _check_rest(store, seen, report)
+        _check_rest(bare, seen, report)
     report.damage.sort(key=lambda damage: (damage.path, damage.key))
     return report
 
 
-def _files(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
-    """Path and chunks of every sound record; the unsound ones go into the report."""
+def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterator[tuple[str, tuple[Row, ...]]]:
+    """Path and chunks of every sound record; the unsound ones go into the report. ``bare`` is without local tiers."""
     for where, key in _records(store, path, report):
         try:
             data, _ = store.objects.read(key, MANIFEST_BYTES_MAX + 1024)
@@ -120,7 +123,7 @@ def _files(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str,
             if not isinstance(record, Manifest) or record.kind is not Kind.FILE:
                 continue
             report.files += 1
-            rows = expand_rows(store, record, where)
+            rows = expand_rows(bare, record, where)
             _check_sizes(rows, record, store.where(key))
         except NotFoundError:
             continue  # deleted since the listing
@@ -132,7 +135,8 @@ def _files(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[str,
 
 def _check_sizes(rows: Iterable[Row], manifest: Manifest, where: str) -> None:
     for row in rows:
-        least = envelope_bytes(manifest.digest_kind, block_count(row.raw_length), len(row.bases))
+        # The row names the bases of its bases, too: how many of them the envelope names is not known here.
+        least = envelope_bytes(manifest.digest_kind, block_count(row.raw_length), min(len(row.bases), 1))
         if row.stored_length <= least:
             raise FormatError(f"{where}: a chunk of {row.stored_length} bytes cannot hold {row.raw_length}", path=where)
 

@@ -1,0 +1,401 @@
+"""A checkpoint whose files come from several hosts is published when all are there, by whoever sees it, once and in turn."""
+
+import itertools
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tierfs.errors import ConflictError, FormatError, NotFoundError, StoreError
+from tierfs.flush.levels import Level
+from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
+from tierfs.format.keys import record_key
+from tierfs.objects.memory import MemoryObjects
+from tierfs.store import commit, delete, find, load, stat
+from tierfs.store.commit import PART, PENDING, ROOT, Commits
+from tierfs.store.publishing import StorePublisher
+from tierfs.store.save import Writer
+from tierfs.store.store import Store
+
+ALL = pytest.mark.parametrize("directory", ["run/step_1", ""])
+
+
+def put(host, path, data=b"x" * 100_000, level=Level.STAGED):
+    """A part, as a rank writes it."""
+    writer = Writer(host.store, path, metadata=PART, level=level)
+    writer.write(data)
+    writer.commit()
+
+
+def document(*names, note=""):
+    return json.dumps({"files": {name: {"length": 100_000} for name in names}, "note": note}).encode()
+
+
+def mark(number, who=None):
+    return SaveMark(number, who * 32 if who else f"{number:032x}")
+
+
+def at(directory, name):
+    return f"{directory}/{name}" if directory else name
+
+
+def content(store, path):
+    return bytes(load(store, path))
+
+
+def is_there(store, path):
+    try:
+        stat(store, path)
+    except NotFoundError:
+        return False
+    return True
+
+
+def announced(store, directory):
+    return [entry.path for entry in find(store, at(directory, PENDING)) if not entry.is_directory]
+
+
+@pytest.fixture
+def hosts(make_host):
+    return make_host("first"), make_host("second")
+
+
+@ALL
+def test_the_last_part_that_arrives_publishes_it(hosts, directory):
+    first, second = hosts
+    with second.held():
+        put(first, at(directory, "rank-0"))
+        put(second, at(directory, "rank-1"))
+        Commits(first.store).announce(directory, document("rank-0", "rank-1"), mark(1))
+        first.tiers.wait(directory, Level.OBJECT, 20)
+        assert not is_there(first.store, at(directory, ROOT))
+        (waiting,) = Commits(first.store).advance(directory)
+        assert waiting.missing == ("rank-1",)
+        assert "waits for 1 of 2 files: rank-1" in str(waiting)
+        with pytest.raises(TimeoutError, match="rank-1"):
+            Commits(first.store).wait(directory, 0.1)
+    second.tiers.wait(directory, Level.OBJECT, 20)
+    # Nobody but the second host's flusher has looked since.
+    plain = first.plain()
+    assert content(plain, at(directory, ROOT)) == document("rank-0", "rank-1")
+    assert SaveMark.of(stat(plain, at(directory, ROOT)).manifest.metadata) == mark(1)
+    assert not announced(plain, directory)
+
+
+def test_parts_that_are_there_already(hosts):
+    first, second = hosts
+    put(first, "run/rank-0", level=Level.OBJECT)
+    put(second, "run/rank-1", level=Level.OBJECT)
+    Commits(first.store).announce("run", document("rank-0", "rank-1"), mark(1))
+    assert is_there(second.store, f"run/{ROOT}")
+    assert not announced(second.store, "run")
+
+
+def test_a_large_document(hosts):
+    first, _ = hosts
+    large = document("rank-0", note="n" * 20_000_000)
+    put(first, "run/rank-0", level=Level.OBJECT)
+    Commits(first.store).announce("run", large, mark(1))
+    assert content(first.plain(), f"run/{ROOT}") == large
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations([1, 2, 3])))
+def test_whatever_order_they_are_completed_in_the_one_that_began_last_stands(hosts, order):
+    first, second = hosts
+    commits = Commits(first.store)
+    for number in (1, 2, 3):
+        commits.announce("run", document(f"rank-{number}", note=str(number)), mark(number))
+    stands = 0
+    for number in order:
+        put(second, f"run/rank-{number}", level=Level.OBJECT)
+        waiting = Commits(second.store).advance("run")
+        stands = max(stands, number)
+        assert content(first.plain(), f"run/{ROOT}") == document(f"rank-{stands}", note=str(stands))
+        assert all(save.mark.sequence > stands for save in waiting)
+    assert not announced(first.store, "run")
+
+
+def test_who_was_overtaken_hears_of_it(hosts):
+    first, second = hosts
+    put(first, "run/rank-0", level=Level.OBJECT)
+    Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(7, "b"))
+    first.tiers.wait("run", Level.OBJECT, 20)
+    with pytest.raises(ConflictError, match="began later than save 0000"):
+        Commits(second.store).announce("run", document("rank-1"), mark(6))
+    with pytest.raises(ConflictError, match="superseded"):
+        Commits(first.store).publish(f"run/{ROOT}", document("rank-1"), mark(6))
+    with pytest.raises(ConflictError, match="superseded"):
+        Commits(second.store).check_turn(f"run/{ROOT}", mark(6))
+    Commits(second.store).check_turn(f"run/{ROOT}", mark(7, "b"))
+    assert content(first.store, f"run/{ROOT}") == document("rank-0")
+    assert not announced(first.store, "run")
+
+
+def test_marks_grow_even_where_a_clock_was_set_back(hosts):
+    first, second = hosts
+    far = second.store.clock.now_ns() + 10**15
+    Commits(first.store).publish(f"run/{ROOT}", document(), SaveMark(far, "c" * 32))
+    first.tiers.wait("run", Level.OBJECT, 20)
+    assert Commits(second.store).next_mark(f"run/{ROOT}", "d" * 32) == SaveMark(far + 1, "d" * 32)
+
+
+def test_a_mark_while_the_object_tier_is_away(hosts):
+    first, _ = hosts
+    first.objects.down = True
+    assert Commits(first.store).next_mark(f"run/{ROOT}", "d" * 32).sequence > 0
+
+
+def test_a_metadata_file_of_no_save_is_replaced(hosts):
+    first, _ = hosts
+    put(first, f"run/{ROOT}", b"a pickle of stock DCP", level=Level.OBJECT)
+    put(first, "run/rank-0", level=Level.OBJECT)
+    Commits(first.store).announce("run", document("rank-0"), Commits(first.store).next_mark(f"run/{ROOT}", "a" * 32))
+    assert content(first.plain(), f"run/{ROOT}") == document("rank-0")
+
+
+def test_a_metadata_file_of_no_save_is_not_replaced_by_a_save_that_began_before(hosts):
+    first, second = hosts
+    with second.held():
+        put(second, "run/rank-1")
+        began = Commits(first.store).next_mark(f"run/{ROOT}", "a" * 32)
+        Commits(first.store).announce("run", document("rank-1"), began)
+        put(first, f"run/{ROOT}", b"a pickle of stock DCP", level=Level.OBJECT)
+    second.tiers.wait("run", Level.OBJECT, 20)
+    assert content(first.plain(), f"run/{ROOT}") == b"a pickle of stock DCP"
+    assert not announced(first.plain(), "run")
+    with pytest.raises(ConflictError, match="is of no save, and was written later"):
+        Commits(first.store).check_stands(f"run/{ROOT}", began)
+
+
+def test_a_save_of_one_host_takes_the_place_of_one_that_began_before(hosts):
+    """Also where that was completed by another host between the time it was closed and the time it is flushed."""
+    first, second = hosts
+    with second.held():
+        put(second, "run/rank-1")
+        Commits(first.store).announce("run", document("rank-1"), mark(1))
+        first.objects.down = True
+        put(first, "run/rank-2")
+        Commits(first.store).publish(f"run/{ROOT}", document("rank-2"), mark(2))
+    second.tiers.wait("run", Level.OBJECT, 20)
+    assert content(second.plain(), f"run/{ROOT}") == document("rank-1")
+    first.objects.down = False
+    first.tiers.wait("run", Level.OBJECT, 20)
+    assert content(second.plain(), f"run/{ROOT}") == document("rank-2")
+
+
+def test_a_save_of_one_host_that_was_overtaken_on_its_way_holds_up_none_after_it(hosts, caplog):
+    first, second = hosts
+    with first.held():
+        put(first, "run/rank-0")
+        Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(1))
+        put(second, "run/rank-1", level=Level.OBJECT)
+        Commits(second.store).announce("run", document("rank-1"), mark(2))
+    first.tiers.wait("run", Level.OBJECT, 20)
+    assert "is superseded, and not published" in caplog.text
+    assert content(second.plain(), f"run/{ROOT}") == document("rank-1")
+    Commits(first.store).publish(f"run/{ROOT}", document("rank-0"), mark(3))
+    first.tiers.wait("run", Level.OBJECT, 20)
+    assert content(second.plain(), f"run/{ROOT}") == document("rank-0")
+
+
+def test_a_save_that_was_removed_before_it_was_flushed_does_not_come_back(hosts):
+    first, second = hosts
+    put(first, f"run/{ROOT}", level=Level.OBJECT)
+    with first.held():
+        Commits(first.store).publish(f"run/{ROOT}", document(), Commits(first.store).next_mark(f"run/{ROOT}", "a" * 32))
+        delete(second.store, f"run/{ROOT}")
+    with pytest.raises(ConflictError):
+        first.tiers.wait("run", Level.OBJECT, 20)
+    assert not is_there(second.store, f"run/{ROOT}")
+
+
+def test_a_complete_save_is_kept_until_the_one_that_replaces_it_is_safe(hosts, root):
+    first, second = hosts
+    objects = MemoryObjects(root)  # reaches the object tier when the flusher does not
+    looking = Commits(Store(objects, first.descriptor, url="memory://store", tiers=first.tiers, ack=Level.STAGED))
+    looking.announce("run", document("rank-1"), mark(1))
+    with first.held():
+        looking.publish(f"run/{ROOT}", document(), mark(2))
+        put(second, "run/rank-1", level=Level.OBJECT)
+        assert not looking.advance("run")
+        # As if the first host were lost now.
+        assert not Commits(second.store).advance("run")
+        assert content(second.store, f"run/{ROOT}") == document("rank-1")
+    first.tiers.wait("run", Level.OBJECT, 20)
+    assert content(second.store, f"run/{ROOT}") == document()
+
+
+@pytest.mark.parametrize("what", ["part", "checkpoint"])
+def test_a_save_that_was_removed_is_not_waited_for_in_vain(hosts, what):
+    first, second = hosts
+    commits = Commits(first.store)
+    commits.announce("run", document("rank-1"), mark(1))
+    if what == "checkpoint":
+        put(second, "run/rank-1", level=Level.OBJECT)
+        commits.advance("run")
+    for path in [*announced(second.store, "run"), *([f"run/{ROOT}"] if what == "checkpoint" else [])]:
+        delete(second.store, path)
+    commits.wait("run", 0.1, mark(1))
+    with pytest.raises(NotFoundError, match="removed"):
+        commits.check_stands(f"run/{ROOT}", mark(1))
+
+
+def test_who_waits_for_one_save_does_not_wait_for_others(hosts):
+    first, second = hosts
+    put(first, "run/rank-0", level=Level.OBJECT)
+    Commits(first.store).announce("run", document("rank-0"), mark(1))
+    Commits(second.store).announce("run", document("never"), mark(2))
+    Commits(first.store).wait("run", 0.1, mark(1))
+    Commits(first.store).check_stands(f"run/{ROOT}", mark(1))
+    with pytest.raises(TimeoutError, match="never"):
+        Commits(second.store).wait("run", 0.1, mark(2))
+
+
+def test_marks_grow_past_what_is_announced_and_have_an_end(hosts):
+    first, second = hosts
+    far = second.store.clock.now_ns() + 10**15
+    Commits(first.store).announce("run", document("never"), SaveMark(far, "c" * 32))
+    assert Commits(second.store).next_mark(f"run/{ROOT}", "d" * 32) == SaveMark(far + 1, "d" * 32)
+    Commits(first.store).announce("run", document("never"), SaveMark(SEQUENCE_MAX, "c" * 31))
+    with pytest.raises(FormatError, match="remove that"):
+        Commits(second.store).next_mark(f"run/{ROOT}", "d" * 32)
+
+
+def test_a_part_that_was_removed_is_missing(hosts):
+    first, _ = hosts
+    put(first, "run/rank-0", level=Level.OBJECT)
+    delete(first.store, "run/rank-0")
+    Commits(first.store).announce("run", document("rank-0"), mark(1))
+    assert not is_there(first.store, f"run/{ROOT}")
+
+
+def test_many_commit_at_once(hosts):
+    first, second = hosts
+    for number in range(5):
+        put(first, f"run/rank-{number}", level=Level.OBJECT)
+    Commits(first.store).announce("run", document("other"), mark(1))
+    put(second, "run/other", level=Level.OBJECT)
+    with ThreadPoolExecutor(8) as pool:
+        stores = [first.plain() for _ in range(8)]
+        results = list(pool.map(lambda store: Commits(store).advance("run"), stores))
+    assert not any(results)
+    assert content(first.plain(), f"run/{ROOT}") == document("other")
+
+
+def test_what_is_no_document_is_an_error_of_the_save_and_not_of_the_part(hosts, caplog):
+    first, second = hosts
+    with second.held():
+        put(second, "run/rank-1")
+        Commits(first.store).announce("run", document("rank-1"), mark(1))
+        bad = Writer(first.store, f"run/{PENDING}/{'b' * 32}", metadata=mark(2, "b").as_metadata(), level=Level.OBJECT)
+        bad.write(b"no document")
+        bad.commit()
+    second.tiers.wait("run", Level.OBJECT, 20)
+    assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
+    (waiting,) = Commits(first.store).advance("run")
+    assert "cannot be published" in str(waiting)
+    assert "no checkpoint's metadata" in str(waiting)
+    # It keeps nobody from saving, and is gone with the next save.
+    put(first, "run/rank-2", level=Level.OBJECT)
+    Commits(first.store).announce("run", document("rank-2"), mark(3))
+    assert content(first.plain(), f"run/{ROOT}") == document("rank-2")
+    assert not announced(first.plain(), "run")
+
+
+def test_a_damaged_record_of_an_announced_save_keeps_nobody_from_saving(hosts, caplog):
+    first, _ = hosts
+    Commits(first.store).announce("run", document("never"), mark(1))
+    key = record_key(f"run/{PENDING}/{mark(1).save_id}")
+    first.objects.put(key, [b"x" * 500])
+    put(first, "run/rank-0", level=Level.OBJECT)
+    Commits(first.plain()).announce("run", document("rank-0"), mark(2))
+    assert content(first.plain(), f"run/{ROOT}") == document("rank-0")
+    assert "what is announced there is lost" in caplog.text
+
+
+def test_a_document_larger_than_any_is_not_read(hosts, monkeypatch):
+    first, _ = hosts
+    monkeypatch.setattr(commit, "DOCUMENT_BYTES_MAX", 100)
+    put(first, "run/rank-0", level=Level.OBJECT)
+    Commits(first.store).announce("run", document("rank-0", note="n" * 100), mark(1))
+    (waiting,) = Commits(first.store).advance("run")
+    assert "too many" in waiting.problem
+
+
+def test_what_is_announced_is_no_failed_save(hosts, monkeypatch, caplog):
+    first, second = hosts
+    put(first, "run/rank-0", level=Level.OBJECT)
+
+    def advance(self, directory):
+        raise StoreError("not now", transient=True)
+
+    with monkeypatch.context() as failing:
+        failing.setattr(Commits, "advance", advance)
+        Commits(first.store).announce("run", document("rank-0"), mark(1))
+    assert "is seen later" in caplog.text
+    assert not Commits(second.store).advance("run")
+    assert is_there(second.store, f"run/{ROOT}")
+
+
+def test_a_look_that_fails_for_a_moment_is_repeated_with_the_part(hosts, monkeypatch):
+    first, second = hosts
+    failures = iter([True, True])
+    real = Commits.advance
+
+    def advance(self, directory):
+        if next(failures, False):
+            raise StoreError("not now", transient=True)
+        return real(self, directory)
+
+    with second.held():
+        put(second, "run/rank-1")
+        Commits(first.store).announce("run", document("rank-1"), mark(1))
+        monkeypatch.setattr(Commits, "advance", advance)
+    second.tiers.wait("run", Level.OBJECT, 20)
+    assert content(first.plain(), f"run/{ROOT}") == document("rank-1")
+    assert next(failures, None) is None
+
+
+def test_a_flusher_that_ended_between_part_and_commit_leaves_it_to_the_next(hosts, monkeypatch):
+    """The draft is published again, which finds its record there, and then looks again for saves."""
+    first, second = hosts
+    calls = []
+
+    def die(self, store, directory):
+        calls.append(directory)
+        if len(calls) == 1:
+            raise StoreError("killed", transient=True)
+        return real(self, store, directory)
+
+    real = StorePublisher._commit
+    monkeypatch.setattr(StorePublisher, "_commit", die)
+    with second.held():
+        put(second, "run/rank-1")
+        Commits(first.store).announce("run", document("rank-1"), mark(1))
+    second.tiers.wait("run", Level.OBJECT, 20)
+    assert len(calls) == 2
+    assert is_there(first.store, f"run/{ROOT}")
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},
+        {"checkpoint": 3},
+        {"checkpoint": {}},
+        {"checkpoint": {"sequence": True, "save_id": "a"}},
+        {"checkpoint": {"sequence": -1, "save_id": "a"}},
+        {"checkpoint": {"sequence": 1 << 63, "save_id": "a"}},
+        {"checkpoint": {"sequence": 1, "save_id": "../x"}},
+        {"checkpoint": {"sequence": 1, "save_id": "a" * 65}},
+        {"checkpoint": {"sequence": "1", "save_id": "a"}},
+    ],
+)
+def test_marks_that_no_save_makes(metadata):
+    assert SaveMark.of(metadata) is None
+
+
+@pytest.mark.parametrize("data", [b"", b"\x80\x02.", b"[]", b"{}", b'{"files": []}', b"[" * 100_000, b'{"files": 1}'])
+def test_documents_that_are_none(data):
+    with pytest.raises(FormatError):
+        named_files(data, "here")

@@ -1,0 +1,365 @@
+"""How chunks come to be encoded as they are: tried once, remembered, and not at all where that takes too long."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from saving import XXH3, Training, bfloat16
+
+from tierfs import digest
+from tierfs.clock import ManualClock
+from tierfs.codec import Codec, Reason, decode_block
+from tierfs.codec.choice import DELTA_WORTH
+from tierfs.errors import CorruptionError
+from tierfs.flush.publisher import Hint, Tensor
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
+from tierfs.store import encoder as encoder_module
+from tierfs.store import encoding
+from tierfs.store.codecs import Codecs
+from tierfs.store.encoder import EVIDENCE_BYTES, MARGIN, REPROBE_SAVES, Encoder, Piece
+from tierfs.store.encoding import blocks_of
+
+MIB = 1 << 20
+MASTER = Tensor("run:master:float4", "float", 4)
+
+
+class Host:
+    """Where an encoder's chunks lie."""
+
+    def __init__(self):
+        self.local, self.remote = {}, {}
+        self.reads = self.fetches = 0
+
+    def chunk(self, raw, place):
+        name = digest.combine(XXH3, len(raw), [digest.hash_bytes(XXH3, block) for block in blocks_of(memoryview(raw))])
+        place[name] = bytes(raw)
+        return Row(ChunkName(name), len(raw), len(raw) // 2)
+
+    def read(self, row, start, out):
+        self.reads += 1
+        raw = self.local.get(row.name.digest)
+        if raw is not None:
+            out[:] = raw[start : start + len(out)]
+        return raw is not None
+
+    def fetch(self, row, out):
+        self.fetches += 1
+        if row.name.digest not in self.remote:
+            raise CorruptionError("it is gone")
+        out[:] = self.remote[row.name.digest]
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """What was tried out, in order."""
+    found, choose = [], encoder_module.choose
+
+    def counted(sample, **about):
+        found.append(about["base"] is not None)
+        return choose(sample, **about)
+
+    monkeypatch.setattr(encoder_module, "choose", counted)
+    return found
+
+
+def encoder_for(codecs="all", clock=None, *, is_near=False):
+    return Encoder(XXH3, Codecs.parse(codecs), clock or ManualClock(), is_near=is_near)
+
+
+def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
+    hint = Hint((tensor,) * -(-len(raw) // MIB), save, base)
+    return encoder.encode(memoryview(raw), hint, sources, read=host.read, fetch=host.fetch)
+
+
+def decoded(encoded, raw, reference=b""):
+    """What a reader makes of it."""
+    out, factor, at = bytearray(len(raw)), len(reference) // len(raw), 0
+    for block, target in zip(encoded.blocks, blocks_of(memoryview(out)), strict=True):
+        base = memoryview(reference)[at * factor : (at + len(target)) * factor] if factor else None
+        decode_block(block.codec, memoryview(bytes(block.data)), target, base, "chunk")
+        assert digest.hash_bytes(XXH3, target) == digest.hash_bytes(XXH3, memoryview(raw)[at : at + len(target)])
+        at += len(target)
+    return bytes(out)
+
+
+def codecs_of(encoded):
+    return {block.codec for block in encoded.blocks}
+
+
+def reasons_of(encoded):
+    return {block.reason for block in encoded.blocks}
+
+
+def numbers(seed=0, count=MIB // 2):
+    return Training(count, seed).master
+
+
+def near(master, size=1e-6):
+    noise = np.random.default_rng(1).standard_normal(master.size) * size
+    return (master * (1 + noise)).astype("<f4")
+
+
+def test_a_tensor_is_tried_out_once_and_then_remembered(host, tried):
+    encoder = encoder_for()
+    for save in range(4):
+        raw = numbers(save).tobytes()
+        encoded = encode(encoder, host, raw, save=save)
+        assert codecs_of(encoded) == {Codec.PLANE}
+        assert decoded(encoded, raw) == raw
+    assert tried == [False]
+
+
+def test_it_is_tried_out_again_now_and_then(host, tried):
+    encoder, raw = encoder_for(), numbers().tobytes()
+    for save in range(2 * REPROBE_SAVES):
+        encode(encoder, host, raw, save=save)
+    assert len(tried) == 2
+
+
+def test_saves_that_are_counted_anew_do_not_keep_it_from_being_tried_again(host, tried):
+    encoder, raw = encoder_for(), numbers().tobytes()
+    encode(encoder, host, raw, save=1000)
+    encode(encoder, host, raw, save=1)
+    assert len(tried) == 2
+
+
+def test_it_is_tried_out_again_when_there_is_something_to_encode_it_against(host, tried):
+    encoder, master = encoder_for(), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    encode(encoder, host, master.tobytes())
+    raw = near(master).tobytes()
+    for save in range(1, 3):
+        encoded = encode(encoder, host, raw, save=save, base=base)
+        assert codecs_of(encoded) == {Codec.DPLANE}
+        assert encoded.needs == (base.name,)
+        assert decoded(encoded, raw, master.tobytes()) == raw
+    assert tried == [False, True]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 30])
+def test_a_delta_is_taken_only_where_it_is_worth_its_base(host, size):
+    master = numbers()
+    raw = near(master, size).tobytes()
+    alone = sum(len(block.data) for block in encode(encoder_for(), host, raw).blocks)
+    encoded = encode(encoder_for(), host, raw, base=host.chunk(master.tobytes(), host.local))
+    length = sum(len(block.data) for block in encoded.blocks)
+    if encoded.bases:
+        assert length < 1.05 * DELTA_WORTH * alone  # decided by a sample
+    else:
+        assert length == alone
+        assert reasons_of(encoded) == {Reason.DELTA_TOO_LARGE}
+    assert bool(encoded.bases) == (size < 1)
+
+
+def test_what_has_grown_away_from_its_base_is_tried_again_with_the_next_save(host, tried):
+    encoder, master = encoder_for(), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    encode(encoder, host, near(master).tobytes(), save=1, base=base)
+    far = numbers(7).tobytes()
+    assert codecs_of(encode(encoder, host, far, save=2, base=base)) <= {Codec.DPLANE, Codec.STORE}
+    assert len(tried) == 1
+    encoded = encode(encoder, host, far, save=3, base=base)
+    assert len(tried) == 2
+    assert codecs_of(encoded) == {Codec.PLANE}
+    assert not encoded.bases
+
+
+def test_a_base_on_this_host_is_not_fetched(host):
+    master = numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    assert encode(encoder_for(), host, near(master).tobytes(), base=base).bases
+    assert host.fetches == 0
+
+
+def test_a_base_that_is_damaged_on_this_host_is_fetched(host):
+    master = numbers()
+    base = host.chunk(master.tobytes(), host.remote)
+    host.local[base.name.digest] = b"x" + master.tobytes()[1:]
+    raw = near(master).tobytes()
+    assert decoded(encode(encoder_for(), host, raw, base=base), raw, master.tobytes()) == raw
+    assert host.fetches == 1
+
+
+@pytest.mark.parametrize(("stored", "fetches"), [(100, 3), (100 * MIB, 1)], ids=["worth it", "not worth it"])
+def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
+    encoder, master = encoder_for("auto"), numbers()
+    base = replace(host.chunk(master.tobytes(), host.remote), stored_length=stored)
+    for save in range(3):  # the first time that has to be found out
+        encode(encoder, host, near(master).tobytes(), save=save, base=base)
+    assert host.fetches == fetches
+
+
+def test_a_base_that_cannot_be_read_is_none(host):
+    encoder, master = encoder_for(), numbers()
+    gone = host.chunk(master.tobytes(), {})
+    raw = near(master).tobytes()
+    encoded = encode(encoder, host, raw, base=gone)
+    assert not encoded.bases
+    assert decoded(encoded, raw) == raw
+    assert encoder.status()["unreadable_bases"] == 1
+
+
+@pytest.mark.parametrize("codecs", ["off", "zstd,plane", "plane,derive"])
+def test_a_base_is_not_read_where_nothing_is_to_be_encoded_against_one(host, tried, codecs):
+    encoder, master = encoder_for(codecs), numbers()
+    base = host.chunk(master.tobytes(), host.remote)
+    for save in range(3):
+        assert not encode(encoder, host, near(master).tobytes(), save=save, base=base).bases
+    assert (host.reads, host.fetches, len(tried)) == (0, 0, 1)
+
+
+def test_nothing_is_encoded_where_that_is_off(host):
+    encoded = encode(encoder_for("off"), host, numbers().tobytes())
+    assert codecs_of(encoded) == {Codec.STORE}
+
+
+class Ticking(ManualClock):
+    """A clock by which encoding a chunk takes so many seconds."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def monotonic(self):
+        self.sleep(self.seconds / 2)
+        return super().monotonic()
+
+
+def put(encoder, clock, seconds, count=EVIDENCE_BYTES):
+    with encoder.putting(count):
+        clock.sleep(seconds)
+
+
+@pytest.mark.parametrize("codecs", ["auto", "all"])
+def test_a_link_that_is_faster_than_encoding_gets_raw_bytes(host, codecs):
+    clock = Ticking(1)
+    encoder, raw = encoder_for(codecs, clock), numbers().tobytes()
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "nothing is known of the link"
+    put(encoder, clock, 1, EVIDENCE_BYTES - 1)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "little is known of the link"
+    put(encoder, clock, 1)
+    encoded = encode(encoder, host, raw)
+    assert codecs_of(encoded) == ({Codec.STORE} if codecs == "auto" else {Codec.PLANE})
+    assert reasons_of(encoded) == ({Reason.LINK_IS_FASTER} if codecs == "auto" else {Reason.NO_BASE})
+    put(encoder, clock, 1_000_000, 100 * EVIDENCE_BYTES)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "the link has become slow"
+
+
+@pytest.mark.parametrize(("seconds", "encoded"), [(0.001, True), (20, False)], ids=["fast again", "slow still"])
+def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, encoded):
+    clock = Ticking(20)
+    encoder, raw = encoder_for("auto", clock), numbers(count=1 << 14).tobytes()
+    (block,) = encode(encoder, host, raw).blocks
+    saved_s_per_byte = 0.5 * MARGIN * 10 / len(raw)  # encoding takes twice what would pay
+    put(encoder, clock, saved_s_per_byte / (1 - len(block.data) / len(raw)) * EVIDENCE_BYTES - 10)
+    clock.seconds = seconds
+    codecs = [encode(encoder, host, raw).blocks[0].codec for _ in range(7_100)]
+    assert set(codecs[:6_900]) == {Codec.STORE}
+    assert codecs.count(Codec.PLANE) > 100 if encoded else codecs.count(Codec.PLANE) == 1
+
+
+def test_a_put_that_fails_says_nothing_of_the_link(host):
+    clock = Ticking(1)
+    encoder = encoder_for("auto", clock)
+    encode(encoder, host, numbers().tobytes())
+    with pytest.raises(OSError, match="broke"), encoder.putting(EVIDENCE_BYTES):
+        raise OSError("broke")
+    assert encoder.status()["put_s_per_GB"] == 0.0
+
+
+def test_a_working_copy_is_derived_from_its_master(host):
+    master = numbers()
+    source = host.chunk(master.tobytes(), host.local)
+    raw = bfloat16(master)
+    half = len(raw)
+    pieces = [Piece(source, 0, half), Piece(source, half, half)]
+    encoded = encode(encoder_for(), host, raw, sources=pieces, tensor=Tensor("w", "float", 2))
+    assert codecs_of(encoded) == {Codec.DERIVE}
+    assert decoded(encoded, raw, master.tobytes()) == raw
+    assert [(base.offset, base.length) for base in encoded.bases] == [(0, half), (half, half)]
+
+
+def test_what_is_not_derived_after_all_is_encoded_otherwise(host):
+    source = host.chunk(numbers().tobytes(), host.local)
+    raw = bfloat16(numbers(3))
+    pieces = [Piece(source, 0, 2 * len(raw))]
+    encoded = encode(encoder_for(), host, raw, sources=pieces, tensor=Tensor("w", "float", 2))
+    assert not encoded.bases
+    assert decoded(encoded, raw) == raw
+
+
+def test_a_source_that_is_not_on_this_host_is_none(host):
+    master = numbers()
+    source = host.chunk(master.tobytes(), host.remote)
+    raw = bfloat16(master)
+    encoded = encode(encoder_for(), host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    assert not encoded.bases
+    assert host.fetches == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, MIB - 1, MIB + 1, 3 * MIB + 5])
+@pytest.mark.parametrize("tensor", [MASTER, Tensor("h", "float", 2), Tensor("i", "integer", 8), Tensor()])
+def test_chunks_of_any_length_come_back(host, size, tensor):
+    base, raw = os.urandom(size), bytearray(os.urandom(size))
+    raw[: size // 2] = base[: size // 2]
+    encoded = encode(encoder_for(), host, bytes(raw), base=host.chunk(base, host.local), tensor=tensor)
+    assert decoded(encoded, bytes(raw), base if encoded.bases else b"") == raw
+
+
+def test_many_threads_encode_with_bounded_memory(host, monkeypatch):
+    taken, scratch = set(), encoding.scratch
+
+    def noted(name, count):
+        taken.add((threading.get_ident(), name, count))
+        return scratch(name, count)
+
+    monkeypatch.setattr(encoding, "scratch", noted)
+    monkeypatch.setattr(encoder_module, "scratch", noted)
+    encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(4)]
+    bases = [host.chunk(master.tobytes(), host.local) for master in masters]
+
+    def one(index):
+        master, base = masters[index % 4], bases[index % 4]
+        if index % 3:
+            raw, reference = near(master).tobytes(), master.tobytes()
+            encoded = encode(encoder, host, raw, save=index, base=base, tensor=Tensor(f"{index % 4}", "float", 4))
+        else:
+            raw, reference = bfloat16(master), master.tobytes()
+            encoded = encode(encoder, host, raw, save=index, sources=[Piece(base, 0, base.raw_length)])
+        return decoded(encoded, raw, reference if encoded.bases else b"") == raw
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(96)))
+    assert len({thread for thread, _, _ in taken}) <= 4
+    for thread in {thread for thread, _, _ in taken}:
+        assert sum(count for other, _, count in taken if other == thread) <= 64 * MIB
+    assert encoder.status()["derive_blocks"] == 32
+
+
+@pytest.mark.parametrize(
+    ("codecs", "codec"), [("off", Codec.STORE), ("zstd,plane", Codec.STORE), ("const", Codec.CONST)]
+)
+def test_what_is_found_to_be_constant_is_stored_as_that_only_where_it_may_be(host, codecs, codec):
+    encoded = encode(encoder_for(codecs), host, bytes(2 * MIB), tensor=MASTER)
+    assert {block.codec for block in encoded.blocks} == {codec}
+    assert (sum(len(block.data) for block in encoded.blocks) == 2 * MIB) is (codec is Codec.STORE)
+
+
+def test_what_does_not_follow_from_its_source_is_no_plane_where_that_is_forbidden(host):
+    numbers = np.random.default_rng(1).standard_normal(MIB, dtype=np.float32)
+    wide, narrow = numbers.tobytes(), bytearray(bfloat16(numbers))
+    narrow[MIB + 1] ^= 1
+    pieces = [Piece(host.chunk(wide, host.local), 0, len(wide))]
+    encoded = encode(encoder_for("derive"), host, bytes(narrow), sources=pieces, tensor=Tensor("w", "float", 2))
+    assert [block.codec for block in encoded.blocks] == [Codec.DERIVE, Codec.STORE]

@@ -1,0 +1,336 @@
+"""Reading chunks that are encoded against others: any range, from anywhere, by many at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from saving import Flushing, Training, condemn, remove
+from tiered import MIB, Host
+
+from tierfs.codec import Codec, Coding, Reason
+from tierfs.errors import CorruptionError, FormatError
+from tierfs.flush.levels import Level
+from tierfs.format import keys
+from tierfs.format.envelope import Base
+from tierfs.objects import MeasuredObjects, MemoryObjects
+from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
+from tierfs.store.chunks import store_chunk
+from tierfs.store.encoding import Encoded, Plain, Plan, encode_blocks
+from tierfs.store.fetching import fetch, find_chunk, inspect
+from tierfs.store.records import observe
+
+PATHS = ("run/step_1/shard", "run/step_2/shard")
+
+
+@pytest.fixture
+def objects():
+    return MemoryObjects(f"/fetching-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def flushing(objects):
+    return Flushing(objects)
+
+
+@pytest.fixture
+def saved(flushing):
+    """A keyframe, and a save with deltas and what is derived from them."""
+    training = Training(3 * MIB // 4 + 1)
+    contents = dict(zip(PATHS, (training.pair(), training.step().pair()), strict=True))
+    for path, data in contents.items():
+        flushing.save(path, data)
+    codecs = flushing.codecs_of(rows_of(flushing.store, PATHS[1]))
+    assert codecs["DPLANE"]
+    assert codecs["DERIVE"]
+    return contents
+
+
+def rows_of(store, path):
+    return observe(store, path).manifest.rows
+
+
+class Against(Plain):
+    """Encodes a chunk as the difference to one that is given, whatever that is."""
+
+    def __init__(self, row, reference, codec=Codec.DPLANE):
+        self.row, self.reference, self.codec = row, reference, codec
+
+    def encode(self, raw, digest):
+        del digest
+        blocks = encode_blocks(raw, [Plan(Coding(self.codec, 4), Reason.DELTA)] * 99, memoryview(self.reference))
+        row = self.row
+        base = Base(row.name, row.raw_length, row.stored_length, 0, len(self.reference))
+        return Encoded(blocks, (base,), (row.name, *row.bases))
+
+
+def store_against(store, raw, row, reference):
+    """Store a chunk as a delta even where its bytes are known to the store."""
+    store.presence._known.clear()
+    store.presence._looks = 0
+    return store_chunk(store, memoryview(raw), Against(row, reference))
+
+
+def data_like(data):
+    changed = bytearray(data)
+    changed[::4001] = bytes(len(changed[::4001]))
+    return bytes(changed)
+
+
+def deadline(action, seconds=20):
+    """Its result; a test that hangs would say nothing."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(action()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert found, "it does not come to an end"
+    return found[0]
+
+
+# -- ranges ------------------------------------------------------------------------------------------------------------
+
+
+def ranges(length, seed):
+    yield from [(0, 1), (length - 1, length), (0, length), (MIB - 1, MIB + 1), (length // 2 - 3, length // 2 + 5)]
+    rng = random.Random(seed)
+    for _ in range(40):
+        start = rng.randrange(length)
+        yield start, rng.randint(start + 1, min(length, start + rng.choice([10, MIB, 4 * MIB])))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("tiers", ["none", "both", "too small"])
+def test_any_range_of_what_is_encoded_against_others_can_be_read(saved, objects, flushing, tmp_path, tiers, exact):
+    host = None
+    if tiers == "none":
+        store = flushing.bare()
+    else:
+        ram = 128 * MIB if tiers == "both" else MIB
+        host = Host(tmp_path, objects, flushing.descriptor, ram=ram, nvme=0)
+        store = host.store
+    try:
+        for path, data in saved.items():
+            reader = open_entry(store, stat(store, path), exact=exact)
+
+            def check(some, reader=reader, data=data):
+                out = bytearray(some[1] - some[0])
+                reader.read_into(some[0], memoryview(out))
+                assert out == data[some[0] : some[1]]
+
+            with ThreadPoolExecutor(6) as pool:
+                list(pool.map(check, ranges(len(data), 1)))
+    finally:
+        if host is not None:
+            host.close()
+
+
+def test_a_part_of_a_delta_takes_a_part_of_its_base(objects):
+    flushing = Flushing(objects)
+    training = Training(4 * MIB)
+    flushing.save(PATHS[0], training.file())
+    data = training.step().file()
+    flushing.save(PATHS[1], data)
+    measured = MeasuredObjects(objects)
+    store = Store(measured, flushing.descriptor, url="store")
+    out = bytearray(1000)
+    open_entry(store, stat(store, PATHS[1]), exact=True).read_into(5 * MIB, memoryview(out))
+    assert out == data[5 * MIB : 5 * MIB + 1000]
+    assert measured.snapshot()["get"]["bytes"] < 4 * MIB
+
+
+# -- one of the same content -------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_encoded_against_one_of_the_same_bytes_can_be_read(objects, flushing, tmp_path):
+    raw = os.urandom(2 * MIB)
+    alone = store_chunk(flushing.store, memoryview(raw))
+    row = store_against(flushing.store, raw, alone, raw)
+    assert row.bases == (alone.name,)
+    host = Host(tmp_path, objects, flushing.descriptor, nvme=0)
+    out = bytearray(len(raw))
+    deadline(lambda: fetch(host.store, row, 0, memoryview(out), "file") or True)
+    assert out == raw
+    host.close()
+
+
+def test_chunks_encoded_against_one_another_s_bytes_are_read_at_once(objects, flushing, tmp_path):
+    one = os.urandom(2 * MIB)
+    other = data_like(one)
+    first = store_chunk(flushing.store, memoryview(one))
+    second = store_chunk(flushing.store, memoryview(other))
+    deltas = [
+        (store_against(flushing.store, one, second, other), one),
+        (store_against(flushing.store, other, first, one), other),
+    ]
+    assert all(row.bases for row, _ in deltas)
+    for turn in range(5):
+        host = Host(tmp_path, objects, flushing.descriptor, f"host{turn}", nvme=0)
+
+        def read(delta, host=host):
+            out = bytearray(2 * MIB)
+            fetch(host.store, delta[0], 0, memoryview(out), "file")
+            return out == delta[1]
+
+        with ThreadPoolExecutor(4) as pool:
+            assert deadline(lambda pool=pool, read=read: all(pool.map(read, deltas * 2)))
+        host.close()
+
+
+def test_a_chunk_that_stands_in_two_ways_is_read_by_the_one_that_is_named(flushing):
+    one = os.urandom(MIB)
+    other = data_like(one)
+    first = store_chunk(flushing.store, memoryview(one))
+    alone = store_chunk(flushing.store, memoryview(other))
+    delta = store_against(flushing.store, other, first, one)
+    assert alone.name.digest == delta.name.digest
+    for row, gone in ((delta, alone.name), (alone, delta.name)):
+        kept = flushing.objects.read(keys.chunk_key(gone), 1 << 30)[0]
+        remove(flushing.objects, gone)
+        out = bytearray(len(other))
+        fetch(flushing.bare(), row, 0, memoryview(out), "file")
+        assert out == other
+        flushing.objects.put(keys.chunk_key(gone), [kept])
+
+
+# -- what is missing or damaged ----------------------------------------------------------------------------------------
+
+
+def damage(objects, name):
+    key = keys.chunk_key(name)
+    data = bytearray(objects.read(key, 1 << 30)[0])
+    data[-1] ^= 1
+    objects.put(key, [bytes(data)])
+
+
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_base_that_is_not_sound_is_named_and_not_used_again(saved, flushing, objects, how):
+    delta = rows_of(flushing.store, PATHS[1])[1]
+    (base,) = delta.bases
+    (remove if how == "missing" else damage)(objects, base)
+    store = flushing.bare()
+    with pytest.raises(CorruptionError, match=rf"run/step_2/shard.*encoded against.*{keys.chunk_key(base)}.*{how}"):
+        load(store, PATHS[1])
+    assert store.presence.is_unusable(base)
+    damaged = {found.path for found in verify(flushing.bare()).damage}
+    assert damaged == set(PATHS)
+
+
+def test_a_chain_that_is_too_long_is_refused(flushing):
+    pieces = [os.urandom(MIB)]
+    for _ in range(3):
+        pieces.append(data_like(os.urandom(1) + pieces[-1][1:]))
+    rows = [store_chunk(flushing.store, memoryview(pieces[0]))]
+    for raw, before in zip(pieces[1:], pieces, strict=False):
+        rows.append(store_against(flushing.store, raw, rows[-1], before))
+    out = memoryview(bytearray(MIB))
+    fetch(flushing.bare(), rows[2], 0, out, "file")  # chain_max + 1 steps: as one that is derived from a delta
+    with pytest.raises(FormatError, match="one encoded against the other"):
+        fetch(flushing.bare(), rows[3], 0, out, "file")
+
+
+def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, flushing):
+    row = rows_of(flushing.store, PATHS[1])[1]
+    found = find_chunk(
+        flushing.bare(), dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0), "f"
+    )
+    assert found == row
+
+
+def test_what_stands_there_tells_what_it_needs(saved, flushing):
+    for row in rows_of(flushing.store, PATHS[1]):
+        found = inspect(flushing.bare(), row.name, row.raw_length)
+        assert set(found.bases) == set(row.bases)
+        assert dataclasses.replace(found, bases=row.bases) == row
+
+
+def test_sound_deltas_are_no_damage_and_orphans_neither(saved, flushing):
+    delete(flushing.store, PATHS[1])
+    report = verify(flushing.bare())
+    assert (report.files, report.damage) == (1, [])
+
+
+# -- manifests move, with what their chunks need -----------------------------------------------------------------------
+
+
+def requests(measured, action):
+    before = measured.snapshot()
+    action()
+    after = measured.snapshot()
+    return sum(after[method]["requests"] - before[method]["requests"] for method in ("get", "head", "put"))
+
+
+@pytest.mark.parametrize("verb", [copy, rename])
+def test_a_file_of_deltas_moves_without_a_request_for_each(saved, flushing, objects, verb):
+    measured = MeasuredObjects(objects)
+    store = Store(measured, flushing.descriptor, url="store", clock=flushing.clock)
+    store.presence.ensure()
+    assert requests(measured, lambda: verb(store, PATHS[1], "moved")) <= 3
+    delete(store, PATHS[0])
+    assert load(flushing.bare(), "moved") == saved[PATHS[1]]
+    assert {name for row in rows_of(store, "moved") for name in row.bases}
+
+
+@pytest.mark.parametrize("verb", [copy, rename])
+def test_a_file_whose_bases_are_condemned_moves_onto_new_chunks(saved, flushing, objects, verb):
+    bases = {name for row in rows_of(flushing.store, PATHS[1]) for name in row.bases}
+    condemn(objects, *bases)
+    store = flushing.bare()
+    verb(store, PATHS[1], "moved")
+    remove(objects, *bases)
+    assert load(flushing.bare(), "moved") == saved[PATHS[1]]
+
+
+def test_a_file_that_is_known_by_its_manifest_alone_is_checked_again_in_the_next_lease(saved, flushing, objects):
+    store = flushing.bare()
+    writer = Writer(store, PATHS[1], mode=WriteMode.APPEND)
+    writer.write(b"more")
+    bases = {name for row in rows_of(store, PATHS[1]) for name in row.bases}
+    flushing.clock.sleep(61)
+    remove(objects, *bases)
+    with pytest.raises(Exception, match="write the file again"):
+        writer.commit()
+
+
+def test_a_file_of_deltas_is_appended_to(saved, flushing):
+    writer = Writer(flushing.store, PATHS[1], mode=WriteMode.APPEND)
+    writer.write(b"more")
+    writer.commit()
+    rename(flushing.store, PATHS[0], "elsewhere")
+    delete(flushing.store, "elsewhere")
+    assert load(flushing.bare(), PATHS[1]) == saved[PATHS[1]] + b"more"
+
+
+# -- through the tiers -------------------------------------------------------------------------------------------------
+
+
+def test_saves_go_through_local_tiers_to_another_host(make_host):
+    here = make_host("here", ram=64 * MIB)
+    training, contents = Training(8 * MIB), {}
+    for step in range(3):
+        path = f"run/step_{step}/shard"
+        contents[path] = training.step().pair()
+        save(here.store, path, contents[path])
+    wait(here.store, "", Level.OBJECT, 60)
+    there = make_host("there")
+    for path, data in contents.items():
+        assert load(there.store, path) == data
+    assert not verify(here.plain()).damage
+
+
+def test_a_file_larger_than_the_ram_tier_is_encoded_against_the_one_before(make_host):
+    here = make_host("here", ram=24 * MIB, nvme=256 * MIB)
+    training, contents = Training(16 * MIB), {}
+    for step in range(2):
+        path = f"run/step_{step}/shard"
+        contents[path] = training.step().pair()
+        save(here.store, path, contents[path])
+        wait(here.store, path, Level.OBJECT, 60)
+    for path, data in contents.items():
+        assert load(here.plain(), path) == data
+    assert any(row.bases for row in rows_of(here.plain(), "run/step_1/shard"))
+    assert not verify(here.plain()).damage

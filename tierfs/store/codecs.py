@@ -1,0 +1,51 @@
+"""Which codecs a store's flusher may use: the option ``codecs``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tierfs.codec import Codec
+from tierfs.errors import InvalidInputError
+
+__all__ = ["AUTO", "Codecs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Codecs:
+    """What is allowed.
+
+    Attributes:
+        allowed: The codecs; STORE always is.
+        always: Encode also where sending the raw bytes would be faster.
+    """
+
+    allowed: frozenset[Codec] = frozenset(Codec)
+    always: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> Codecs:
+        """Read ``auto`` (all, where they save time), ``all`` (wherever they save bytes), ``off``, or names: ``"zstd,plane"``.
+
+        Raises:
+            InvalidInputError: It is none of these.
+        """
+        if text == "auto":
+            return cls()
+        if text == "all":
+            return cls(always=True)
+        if text == "off":
+            return cls(frozenset({Codec.STORE}))
+        names = [name.strip().upper() for name in text.split(",")]
+        unknown = [name for name in names if name not in Codec.__members__]
+        if unknown:
+            known = ", ".join(codec.name.lower() for codec in Codec)
+            raise InvalidInputError(f"codecs={text!r}: neither auto, all nor off, nor names among {known}")
+        return cls(frozenset({Codec.STORE, *(Codec[name] for name in names)}), always=True)
+
+    def __str__(self) -> str:
+        if self.allowed == frozenset(Codec):
+            return "all" if self.always else "auto"
+        return ",".join(codec.name.lower() for codec in sorted(self.allowed))
+
+
+AUTO = Codecs()

@@ -1,0 +1,377 @@
+"""Commit of a checkpoint whose files come from several hosts: announced first, published when all of them are there.
+
+No host knows when another's files have reached the object tier. So the metadata is put there under a name that nobody
+takes for a checkpoint's, and whoever sees that every file that it names is there publishes it: the flusher that
+published the last one, a reader, or a person. docs/reference/checkpoint-format.md, "Commit".
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.flush.levels import Level
+from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
+from tierfs.format.manifest import Manifest, Row
+from tierfs.store.away import ask_briefly
+from tierfs.store.delete import bury
+from tierfs.store.listing import live_records
+from tierfs.store.load import open_manifest
+from tierfs.store.records import (
+    Observed,
+    observe,
+    observe_listed,
+    observe_to_replace,
+    observe_to_stage,
+    publish,
+)
+from tierfs.store.save import WriteMode, Writer, learn_rows, settle
+from tierfs.store.store import Store
+
+__all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting"]
+
+ROOT = ".metadata"
+PENDING = ".pending"
+# In the manifest of a file that a checkpoint may wait for.
+PART: Mapping[str, object] = {"checkpoint_part": True}
+ATTEMPTS_MAX = 8
+NAMED_MAX = 3  # in a message
+DOCUMENTS_MAX = 8
+DOCUMENT_BYTES_MAX = 1 << 30
+POLL_S = 0.25
+_logger = logging.getLogger("tierfs.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A save that was announced and is not published yet.
+
+    Attributes:
+        mark: Which.
+        missing: Names of the files that are not in the object tier, sorted.
+        files: How many it consists of.
+        problem: Why it cannot be told what it consists of; it can never be published then.
+    """
+
+    mark: SaveMark
+    missing: tuple[str, ...]
+    files: int
+    problem: str = ""
+
+    def __str__(self) -> str:
+        if self.problem:
+            return f"save {self.mark.save_id} cannot be published: {self.problem}"
+        named = ", ".join(self.missing[:NAMED_MAX]) + (", ..." if len(self.missing) > NAMED_MAX else "")
+        return f"save {self.mark.save_id} waits for {len(self.missing)} of {self.files} files: {named}"
+
+
+class Commits:
+    """The saves of one store that have been announced. Safe for use by many threads.
+
+    Args:
+        store: The store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._named: OrderedDict[bytes, frozenset[str]] = OrderedDict()  # by write id: what was announced never changes
+
+    def __repr__(self) -> str:
+        return f"Commits({self._store.url!r})"
+
+    def next_mark(self, path: str, save_id: str) -> SaveMark:
+        """The mark of a save that begins now: greater than that of any that began before, as far as can be seen.
+
+        While the object tier is away, what this host saw last of the checkpoint counts.
+
+        Args:
+            path: Of the checkpoint's metadata.
+            save_id: Hexadecimal digits, drawn at random.
+
+        Raises:
+            StoreError, CorruptionError, FormatError, ReadOnlyError: It cannot be told, or there is none greater.
+        """
+        there = _turn_of(observe_to_stage(self._store, path).manifest)
+        before = [there] if there is not None else []
+        directory, _, name = path.rpartition("/")
+        if name == ROOT:
+            before += self._marks(directory)
+        sequence = max([self._store.clock.now_ns(), *(mark.sequence + 1 for mark in before)])
+        if sequence > SEQUENCE_MAX:
+            raise FormatError(
+                f"{self._store.where(path)}: no save can follow one of sequence {sequence - 1}: remove that", path=path
+            )
+        return SaveMark(sequence, save_id)
+
+    def _marks(self, directory: str) -> list[SaveMark]:
+        """What is announced, as far as can be seen in a moment."""
+        try:
+            if self._store.tiers is None:
+                return [mark for mark, _ in self._announced(directory)]
+            return [mark for mark, _ in ask_briefly(self._store, lambda: self._announced(directory))]
+        except StoreError as error:
+            if not error.transient:
+                raise
+            return []
+
+    def publish(self, path: str, document: bytes, mark: SaveMark) -> None:
+        """Write a checkpoint's metadata at the store's level, behind the files that this host closed before.
+
+        Args:
+            path: Of the metadata.
+            document: What it is to hold.
+            mark: Of the save.
+
+        Raises:
+            ConflictError: A save that began later is published already.
+            StoreError, CapacityError, ReadOnlyError, TimeoutError: See `Writer.commit`.
+        """
+        for attempt in range(ATTEMPTS_MAX):
+            writer = Writer(self._store, path, metadata=mark.as_metadata())
+            self._check_turn(path, writer.replaces, mark)
+            try:
+                writer.write(document)
+                writer.commit()
+            except BaseException as error:
+                writer.abort()
+                # One that began before may have been published in the meantime.
+                if not isinstance(error, ConflictError) or attempt + 1 == ATTEMPTS_MAX:
+                    raise
+            else:
+                return
+
+    def announce(self, directory: str, document: bytes, mark: SaveMark) -> None:
+        """Put a checkpoint's metadata where it is found when every file that it names is there, then see if they are.
+
+        From then on the save is committed when they are, even where this host cannot look now.
+
+        Args:
+            directory: Of the checkpoint.
+            document: The metadata.
+            mark: Of the save.
+
+        Raises:
+            ConflictError: A save that began later is published already.
+            StoreError, CapacityError, ReadOnlyError: The object tier failed.
+        """
+        self.check_turn(_inside(directory, ROOT), mark)
+        path = _inside(directory, f"{PENDING}/{mark.save_id}")
+        writer = Writer(self._store, path, mode=WriteMode.CREATE, metadata=mark.as_metadata(), level=Level.OBJECT)
+        writer.write(document)
+        writer.commit()
+        try:
+            self.advance(directory)
+        except TierfsError as error:
+            _logger.warning("%s: whether the save is complete is seen later: %s", self._store.where(directory), error)
+
+    def check_turn(self, path: str, mark: SaveMark) -> None:
+        """See that no save that began later than this one is published.
+
+        Raises:
+            ConflictError: One is.
+            StoreError, CorruptionError, FormatError, ReadOnlyError: It cannot be told.
+        """
+        self._check_turn(path, observe(self._store, path).manifest, mark)
+
+    def check_stands(self, path: str, mark: SaveMark) -> None:
+        """See that a save that does not wait any more is the published one.
+
+        Raises:
+            ConflictError: One that began later is.
+            NotFoundError: It was removed.
+            StoreError, CorruptionError, FormatError, ReadOnlyError: It cannot be told.
+        """
+        there = observe(self._store, path).manifest
+        self._check_turn(path, there, mark)
+        if _turn_of(there) != mark:
+            raise NotFoundError(
+                f"{self._store.where(path)} is not of save {mark.save_id}, which is not announced any more either: it was "
+                "removed",
+                path=path,
+            )
+
+    def _check_turn(self, path: str, there: Manifest | None, mark: SaveMark) -> None:
+        other = _turn_of(there)
+        if other is not None and other > mark:
+            whose = f"is of save {other.save_id}, which began" if other.save_id else "is of no save, and was written"
+            raise ConflictError(
+                f"{self._store.where(path)} {whose} later than save {mark.save_id}: that one stands, this one is superseded",
+                path=path,
+            )
+
+    def is_any(self, directory: str) -> bool:
+        """Whether a save to this directory is announced; one request.
+
+        Raises:
+            StoreError, ReadOnlyError: It cannot be told.
+        """
+        return any(True for _ in live_records(self._store, _inside(directory, PENDING)))
+
+    def advance(self, directory: str) -> list[Waiting]:
+        """Publish the newest save of a directory that is complete, and forget those that began before it.
+
+        Returns:
+            Those that have to wait, the newest first.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: It cannot be told or done.
+        """
+        announced = self._announced(directory)
+        if not announced:
+            return []
+        there = self._there(directory)
+        root = self._root(directory)
+        waiting = []
+        for mark, found in announced:
+            if _is_over(mark, root):
+                # Over for good once the other one is in the object tier: until then it may be lost with this host.
+                if root.draft is None:
+                    self._forget(found)
+                continue
+            try:
+                named = self._files(found)
+            except (CorruptionError, FormatError) as error:
+                waiting.append(Waiting(mark, (), 0, str(error)))
+                continue
+            missing = named - there
+            if missing or not self._publish(directory, mark, found):
+                waiting.append(Waiting(mark, tuple(sorted(missing)), len(named)))
+                continue
+            self._forget(found)
+            root = self._root(directory)
+        return waiting
+
+    def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
+        """See that of two saves the later one stands, where another was published in the meantime.
+
+        Returns:
+            Whether it does: not where what is there is of no save, or nothing, or this is none.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError, CorruptionError, FormatError: It cannot be told or done.
+        """
+        mark, there = SaveMark.of(record.metadata), observe(self._store, path)
+        turn = _turn_of(there.manifest)
+        if mark is None or turn is None:
+            return False
+        if turn > mark and turn.save_id:
+            # As a conflict that is kept it would hold up every later save of this host to the directory.
+            _logger.warning(
+                "%s is of save %s, which began later: save %s of this host is superseded, and not published",
+                self._store.where(path),
+                turn.save_id,
+                mark.save_id,
+            )
+            return True
+        return turn == mark or (turn < mark and self._replace(path, mark, record, rows))
+
+    def wait(self, directory: str, timeout_s: float | None, mark: SaveMark | None = None) -> None:
+        """Wait until a save that was announced in a directory does not have to wait any more; by default until none has.
+
+        Raises:
+            TimeoutError: It has, still; names what is missing.
+            StoreError, ReadOnlyError, CorruptionError, FormatError: As `advance`.
+        """
+        clock = self._store.clock
+        deadline = None if timeout_s is None else clock.monotonic() + timeout_s
+        while waiting := [save for save in self.advance(directory) if mark in {None, save.mark}]:
+            if deadline is not None and clock.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{self._store.where(directory)}: {waiting[0]}; the hosts that hold them publish them, unless they are "
+                    "lost: then the save is"
+                )
+            clock.sleep(POLL_S)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _announced(self, directory: str) -> list[tuple[SaveMark, Observed]]:
+        """What is announced, the newest first."""
+        found = []
+        for path, info in live_records(self._store, _inside(directory, PENDING)):
+            try:
+                observed = observe_listed(self._store, path, info)
+            except NotFoundError:
+                continue  # published since
+            except (CorruptionError, FormatError) as error:
+                _logger.error("%s: what is announced there is lost: %s", self._store.where(path), error)  # noqa: TRY400 - says it all
+                continue
+            mark = SaveMark.of(observed.manifest.metadata) if observed.manifest is not None else None
+            if mark is not None:
+                found.append((mark, observed))
+        return sorted(found, key=lambda pair: pair[0], reverse=True)
+
+    def _there(self, directory: str) -> set[str]:
+        """Names of the files of a directory that are in the object tier."""
+        return {path.rpartition("/")[2] for path, _ in live_records(self._store, directory, deep=False)}
+
+    def _root(self, directory: str) -> Observed:
+        return observe_to_replace(self._store, _inside(directory, ROOT))
+
+    def _forget(self, found: Observed) -> None:
+        with suppress(ConflictError, NotFoundError):  # somebody else did
+            bury(self._store, found)
+
+    def _files(self, found: Observed) -> frozenset[str]:
+        manifest = found.manifest
+        assert manifest is not None
+        known = self._named.get(manifest.write_id)
+        if known is None:
+            if manifest.length > DOCUMENT_BYTES_MAX:
+                raise FormatError(
+                    f"{self._store.where(found.path)}: {manifest.length} bytes are too many for a checkpoint's metadata",
+                    path=found.path,
+                )
+            document = bytearray(manifest.length)
+            open_manifest(self._store, found.path, manifest).read_into(0, memoryview(document))
+            known = self._named[manifest.write_id] = named_files(bytes(document), self._store.where(found.path))
+            while len(self._named) > DOCUMENTS_MAX:
+                self._named.popitem(last=False)
+        return known
+
+    def _publish(self, directory: str, mark: SaveMark, found: Observed) -> bool:
+        """Make a complete save the checkpoint, unless one that began later is. False if it cannot be done from here."""
+        store, manifest = self._store, found.manifest
+        assert manifest is not None
+        record = replace(manifest, write_id=store.random_bytes(16))
+        is_done = self._replace(_inside(directory, ROOT), mark, record, learn_rows(store, manifest, found.path))
+        if is_done:
+            _logger.info("%s is complete: save %s", store.where(directory), mark.save_id)
+        return is_done
+
+    def _replace(self, path: str, mark: SaveMark, record: Manifest, rows: Sequence[Row]) -> bool:
+        for attempt in range(ATTEMPTS_MAX):
+            root = observe_to_replace(self._store, path)
+            if root.draft is not None:
+                return False  # a save of this host alone is on its way: its flusher sees the end of that
+            if _is_over(mark, root):
+                return True
+            table, indirect = settle(self._store, path, rows)
+            try:
+                publish(self._store, root, replace(record, previous=root.previous, rows=table, indirect=indirect))
+            except ConflictError:
+                if attempt + 1 == ATTEMPTS_MAX:
+                    raise
+            else:
+                return True
+        return False
+
+
+def _inside(directory: str, name: str) -> str:
+    return f"{directory}/{name}" if directory else name
+
+
+def _turn_of(manifest: Manifest | None) -> SaveMark | None:
+    """Which save a checkpoint's metadata is of. What is of none, stock DCP's for one, counts as begun when it was written."""
+    if manifest is None:
+        return None
+    return SaveMark.of(manifest.metadata) or SaveMark(min(manifest.modified_ns, SEQUENCE_MAX), "")
+
+
+def _is_over(mark: SaveMark, root: Observed) -> bool:
+    """Whether a save is published, or one that began later."""
+    there = _turn_of(root.manifest)
+    return there is not None and there >= mark

@@ -1,0 +1,337 @@
+"""How chunks are encoded on their way to the object tier.
+
+Decided once per tensor, on a sample of its first chunk, and remembered from save to save; and not at all where encoding takes
+longer than it saves on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tierfs import digest
+from tierfs.clock import Clock
+from tierfs.codec import Codec, Coding, Reason
+from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
+from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.errors import TierfsError
+from tierfs.flush.publisher import Hint, ReadRow, Tensor
+from tierfs.format.envelope import BASES_MAX, Base, block_count
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
+from tierfs.store.codecs import Codecs
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_blocks, scratch
+
+__all__ = ["Encoder", "FetchRow", "Piece"]
+
+REPROBE_SAVES = 16
+CHOICES_MAX = 100_000
+# So much has to have been sent before speeds count: a few small puts say little.
+EVIDENCE_BYTES = 64 << 20
+# How much of a measured speed the newest chunk makes up.
+NEWEST = 0.1
+# What a base has to save, of its own size, to be fetched for that from the object tier.
+FETCH_WORTH = 0.5
+# How much more than it costs encoding has to save: it takes processors from what sends, and from training.
+MARGIN = 1.5
+# What is left of a speed that keeps from encoding with each block that is not encoded: half of it after 7 GB.
+FORGETTING = 0.9999
+_STORE = Coding(Codec.STORE)
+_DERIVE = Plan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
+_logger = logging.getLogger("tierfs.store")
+
+FetchRow = Callable[[Row, memoryview], None]
+"""Copies all bytes of a chunk from the object tier, verified; raises a `TierfsError` if it cannot."""
+
+
+class Piece(NamedTuple):
+    """A part of a chunk.
+
+    Attributes:
+        row: The chunk, as it is stored.
+        offset: Of the part, in its raw bytes.
+        length: Of the part.
+    """
+
+    row: Row
+    offset: int
+    length: int
+
+
+class Encoder:
+    """What one flusher knows of tensors and speeds. Safe for use by many threads.
+
+    Args:
+        kind: The store's digests.
+        codecs: Which ones may be used.
+        clock: Where time comes from.
+        is_near: Whether the object tier is this host's own, so that a base costs little to fetch.
+    """
+
+    def __init__(self, kind: DigestKind, codecs: Codecs, clock: Clock, *, is_near: bool) -> None:
+        self.codecs = codecs
+        self._is_near = is_near
+        self._kind = kind
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._choices: dict[str, tuple[int, Choice]] = {}  # with the save that it was made at
+        self._put = _Speed()
+        self._encode: dict[Codec, _Speed] = {}
+        self._counts: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Encoder({self.codecs}, {self.status()})"
+
+    def status(self) -> dict[str, Any]:
+        """What was done so far, for a person to see.
+
+        Returns:
+            ``raw_bytes`` and ``encoded_bytes`` of what was sent, ``blocks`` by codec and by reason; seconds that a gigabyte takes
+            on one thread to be put, and to be encoded by codec.
+        """
+        with self._lock:
+            return {
+                **dict(self._counts),
+                "put_s_per_GB": self._put.s_per_byte * 1e9,
+                "encode_s_per_GB": {
+                    codec.name.lower(): speed.s_per_byte * 1e9 for codec, speed in self._encode.items()
+                },
+            }
+
+    @contextlib.contextmanager
+    def putting(self, count: int) -> Iterator[None]:
+        """Take the time of what sends so many bytes."""
+        start = self._clock.monotonic()
+        yield
+        with self._lock:
+            self._put.add(count, self._clock.monotonic() - start)
+
+    def derives(self) -> bool:
+        """Whether it is of use to know what a chunk may be derived from."""
+        return Codec.DERIVE in self.codecs.allowed and self._pays(Codec.DERIVE, 0.0)
+
+    def encode(
+        self, raw: memoryview, hint: Hint, sources: Sequence[Piece], *, read: ReadRow, fetch: FetchRow
+    ) -> Encoded:
+        """Encode a chunk as it pays best.
+
+        Args:
+            raw: The chunk. Borrowed; the result may lie in it.
+            hint: What is known of it.
+            sources: The hint's sources, as they are stored.
+            read: Gets at chunks that lie on this host.
+            fetch: Gets at those that do not.
+        """
+        if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
+            hint = replace(hint, base=None)  # not to be read for nothing
+        encoded = None
+        if sources and self.derives():
+            start = self._clock.monotonic()
+            encoded = self._derive(raw, sources, read)
+            with self._lock:
+                self._encode.setdefault(Codec.DERIVE, _Speed()).add(len(raw), self._clock.monotonic() - start)
+        if encoded is None:
+            encoded = self._encode_chosen(raw, hint, read, fetch)
+        with self._lock:
+            self._counts["raw_bytes"] += len(raw)
+            for block in encoded.blocks:
+                self._counts["encoded_bytes"] += len(block.data)
+                self._counts[f"{block.codec.name.lower()}_blocks"] += 1
+                self._counts[f"{block.reason.name.lower()}_blocks"] += 1
+        return encoded
+
+    def _derive(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow) -> Encoded | None:
+        """Encode as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name."""
+        if len(_needs(sources)) > BASES_MAX:
+            return None
+        reference = scratch("reference", 2 * CHUNK_BYTES)[: 2 * len(raw)]
+        at = 0
+        held: Row | None = None  # the chunk in `whole`: parts of one mostly follow each other
+        for row, offset, length in sources:
+            out = reference[at : at + length]
+            if length == row.raw_length:
+                if not self._read_verified(row, out, read):
+                    return None
+            else:
+                whole = scratch("base", CHUNK_BYTES)[: row.raw_length]
+                if row != held and not self._read_verified(row, whole, read):
+                    return None
+                held = row
+                out[:] = whole[offset : offset + length]
+            at += length
+        blocks = encode_blocks(raw, itertools.repeat(_DERIVE), reference, self.codecs.allowed)
+        return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
+
+    def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:
+        tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
+        known = {tensor: self._known(tensor, hint) for tensor in tensors}
+        base = self._base(hint.base, known, read, fetch) if hint.base is not None else None
+        plans, begin = [], 0
+        for block, tensor in zip(blocks_of(raw), tensors, strict=True):
+            choice = known[tensor]
+            if choice is None:
+                choice = self._choose(block, tensor, hint.save, None if base is None else base[begin:])
+                known[tensor] = choice if tensor.name else None
+            plans.append(self._plan(choice, has_base=base is not None))
+            begin += len(block)
+        blocks = self._timed(raw, plans, base)
+        self._learn(tensors, hint.save, plans, blocks, raw)
+        if hint.base is None or not any(block.codec.base_factor for block in blocks):
+            return Encoded(blocks)
+        return self._with_bases(blocks, (Piece(hint.base, 0, len(raw)),))
+
+    def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
+        coding, ratio = choice.static, choice.static_ratio
+        if has_base and choice.delta is not None and choice.delta_ratio is not None:
+            coding, ratio, reason = choice.delta, choice.delta_ratio, Reason.DELTA
+        elif choice.delta is None and choice.delta_ratio is not None:
+            reason = Reason.DELTA_TOO_LARGE
+        else:
+            reason = Reason.NO_BASE
+        if not self._pays(coding.codec, ratio):
+            return Plan(_STORE, Reason.LINK_IS_FASTER)
+        return Plan(coding, reason)
+
+    def _timed(self, raw: memoryview, plans: Sequence[Plan], base: memoryview | None) -> list[EncodedBlock]:
+        start = self._clock.monotonic()
+        blocks = encode_blocks(raw, plans, base, self.codecs.allowed)
+        seconds = self._clock.monotonic() - start
+        codecs = {plan.coding.codec for plan in plans}
+        if len(codecs) == 1 and codecs != {Codec.STORE}:  # of a mixture nobody knows what took how long
+            with self._lock:
+                self._encode.setdefault(codecs.pop(), _Speed()).add(len(raw), seconds)
+        return blocks
+
+    def _with_bases(self, blocks: list[EncodedBlock], pieces: Sequence[Piece]) -> Encoded:
+        bases = tuple(
+            Base(row.name, row.raw_length, row.stored_length, offset, length) for row, offset, length in pieces
+        )
+        return Encoded(blocks, bases, _needs(pieces))
+
+    def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
+        """What is remembered of a tensor, if it counts still."""
+        with self._lock:
+            save, known = self._choices.get(tensor.name, (0, None))
+        if (
+            known is None
+            or not 0 <= hint.save - save < REPROBE_SAVES
+            or (known.delta_ratio is None and hint.base is not None)
+        ):
+            return None
+        return known
+
+    def _choose(self, block: memoryview, tensor: Tensor, save: int, base: memoryview | None) -> Choice:
+        """Find out about a tensor from one block of it, and remember it."""
+        start, count = sample_of(len(block))
+        choice = choose(
+            block[start : start + count],
+            kind=tensor.kind,
+            width=tensor.width,
+            base=None if base is None else base[start : start + count],
+            allowed=self.codecs.allowed,
+            out=scratch("out", CHUNK_BYTES),
+        )
+        if tensor.name:
+            with self._lock:
+                self._choices.pop(tensor.name, None)
+                self._choices[tensor.name] = (save, choice)
+                while len(self._choices) > CHOICES_MAX:
+                    del self._choices[next(iter(self._choices))]
+        return choice
+
+    def _learn(
+        self,
+        tensors: Sequence[Tensor],
+        save: int,
+        plans: Sequence[Plan],
+        blocks: Sequence[EncodedBlock],
+        raw: memoryview,
+    ) -> None:
+        """Have those tried again whose difference has grown too large: it does, with the distance from the keyframe."""
+        for tensor, plan, block, source in zip(tensors, plans, blocks, blocks_of(raw), strict=True):
+            if plan.reason is Reason.DELTA:
+                with self._lock:
+                    _, known = self._choices.get(tensor.name, (0, None))
+                    if known is not None and len(block.data) > DELTA_WORTH * known.static_ratio * len(source):
+                        self._choices[tensor.name] = (save - REPROBE_SAVES + 1, known)
+
+    def _pays_as_delta(self, choice: Choice) -> bool:
+        return (
+            choice.delta is not None
+            and choice.delta_ratio is not None
+            and self._pays(choice.delta.codec, choice.delta_ratio)
+        )
+
+    def _pays(self, codec: Codec, ratio: float) -> bool:
+        """Whether encoding takes less time than it saves in sending, on a thread that does one after the other."""
+        with self._lock:
+            encode = self._encode.get(codec)
+            if self.codecs.always or encode is None or self._put.count < EVIDENCE_BYTES:
+                return True
+            pays = MARGIN * encode.s_per_byte < (1 - ratio) * self._put.s_per_byte
+            if not pays:
+                encode.s_per_byte *= FORGETTING  # it is measured no more, and may have been slow for a while only
+            return pays
+
+    def _base(
+        self, row: Row, known: Mapping[Tensor, Choice | None], read: ReadRow, fetch: FetchRow
+    ) -> memoryview | None:
+        """The bytes of a chunk to encode another against, if anything may come of it: from this host, or fetched."""
+        choices = list(known.values())
+        if not any(choice is None or self._pays_as_delta(choice) for choice in choices):
+            return None
+        out = scratch("base", CHUNK_BYTES)[: row.raw_length]
+        if self._read_verified(row, out, read):
+            return out
+        # What is not known yet has to be found out once. Otherwise it must save enough.
+        savings = [
+            choice.static_ratio - (choice.delta_ratio or 0) if choice and choice.delta else 0 for choice in choices
+        ]
+        saved = sum(savings) / len(savings) * row.raw_length
+        if not (None in choices or self._is_near or self.codecs.always or saved >= FETCH_WORTH * row.stored_length):
+            return None
+        try:
+            fetch(row, out)
+        except TierfsError as error:
+            with self._lock:
+                self._counts["unreadable_bases"] += 1
+            _logger.info(
+                "a chunk is encoded by itself, because what it was to be encoded against cannot be read: %s", error
+            )
+            return None
+        with self._lock:
+            self._counts["fetched_base_bytes"] += len(out)
+        return out
+
+    def _read_verified(self, row: Row, out: memoryview, read: ReadRow) -> bool:
+        """Read a whole chunk from this host. Bytes other than a reader will have make a difference that nobody can undo."""
+        if not read(row, 0, out):
+            return False
+        return (
+            digest.combine(self._kind, len(out), [digest.hash_bytes(self._kind, block) for block in blocks_of(out)])
+            == row.name.digest
+        )
+
+
+def _needs(pieces: Iterable[Piece]) -> tuple[ChunkName, ...]:
+    """Every chunk object that it takes to read the pieces."""
+    return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))
+
+
+class _Speed:
+    """Seconds that a byte takes on one thread, the newest chunks counting most."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.s_per_byte = 0.0
+
+    def add(self, count: int, seconds: float) -> None:
+        weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
+        self.s_per_byte += (seconds / count - self.s_per_byte) * weight
+        self.count += count

@@ -1,0 +1,118 @@
+"""Chunks on their way to the object tier, encoded: what the one who stores them and the one who encodes them agree on."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Container, Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import NamedTuple, Protocol
+
+from tierfs.codec import Codec, Coding, Reason, encode_block
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
+from tierfs.format.envelope import Base
+from tierfs.format.keys import ChunkName
+
+__all__ = ["Encoded", "EncodedBlock", "Plain", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
+
+PAGE_BYTES = 4096
+_ALL = frozenset(Codec)
+
+
+class EncodedBlock(NamedTuple):
+    """One block as it is to be stored; its bytes may lie in scratch memory of this thread."""
+
+    codec: Codec
+    reason: Reason
+    data: Buffer
+
+
+class Encoded(NamedTuple):
+    """A chunk as it is to be stored.
+
+    Attributes:
+        blocks: In order.
+        bases: What they are encoded against.
+        needs: All chunk objects that are needed for that, those that the bases are encoded against included.
+    """
+
+    blocks: list[EncodedBlock]
+    bases: tuple[Base, ...] = ()
+    needs: tuple[ChunkName, ...] = ()
+
+
+class Sending(Protocol):
+    """One chunk on its way, with all that is known of it."""
+
+    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
+        """Encode it; ``digest`` is its own. The result counts until this thread encodes the next one."""
+
+    def putting(self, count: int) -> AbstractContextManager[None]:
+        """What sends so many bytes goes in here."""
+
+
+class Plain:
+    """Without any knowledge: zstd where it pays."""
+
+    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
+        """See `Sending.encode`."""
+        del digest
+        return Encoded(encode_blocks(raw, itertools.repeat(_PLAIN), None))
+
+    def putting(self, count: int) -> AbstractContextManager[None]:
+        """See `Sending.putting`."""
+        del count
+        return contextlib.nullcontext()
+
+
+class Plan(NamedTuple):
+    """How a block is to be encoded, and why."""
+
+    coding: Coding
+    reason: Reason
+
+
+def encode_blocks(
+    raw: memoryview, plans: Iterable[Plan], reference: memoryview | None, allowed: Container[Codec] = _ALL
+) -> list[EncodedBlock]:
+    """Encode a chunk's blocks into scratch memory of this thread.
+
+    Args:
+        raw: The chunk.
+        plans: What to try, for each block.
+        reference: What the chunk is encoded against: as long as it is, or twice.
+        allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
+            not do, STORE.
+    """
+    out = scratch("out", CHUNK_BYTES)
+    factor = 0 if reference is None else len(reference) // len(raw)
+    blocks: list[EncodedBlock] = []
+    at = begin = 0
+    for block, (coding, reason) in zip(blocks_of(raw), plans, strict=False):
+        base = None if reference is None else reference[begin * factor : (begin + len(block)) * factor]
+        codec, length = encode_block(block, coding, base, out[at:])
+        codec = codec if codec in allowed else Codec.STORE
+        blocks.append(EncodedBlock(codec, reason, block if codec is Codec.STORE else out[at : at + length]))
+        at += 0 if codec is Codec.STORE else length
+        begin += len(block)
+    return blocks
+
+
+def blocks_of(raw: memoryview) -> Iterator[memoryview]:
+    """The blocks of a chunk."""
+    return (raw[at : at + BLOCK_BYTES] for at in range(0, len(raw), BLOCK_BYTES))
+
+
+def scratch(name: str, count: int) -> memoryview:
+    """Memory of this thread, for one use at a time under each name."""
+    found: memoryview | None = getattr(_local, name, None)
+    if found is None:
+        found = memoryview(bytearray(count))
+        found[::PAGE_BYTES] = bytes(len(found[::PAGE_BYTES]))  # what it takes to have memory is no part of encoding
+        setattr(_local, name, found)
+    return found
+
+
+_local = threading.local()
+_PLAIN = Plan(Coding(Codec.ZSTD), Reason.NOT_STATED)

@@ -1,0 +1,290 @@
+"""Verified bytes of one chunk, from the nearest tier that has them, decoded against other chunks where it was encoded so.
+
+FORMAT.md, "Reading a file" and "Chunk envelope".
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tierfs import digest
+from tierfs.codec import Codec, decode_block
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.flush.draft import local_name
+from tierfs.format import keys
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.keys import NO_RECIPE, ChunkName
+from tierfs.format.manifest import Row
+from tierfs.format.ranges import BlockTargets
+from tierfs.store.store import Store
+
+__all__ = ["DAMAGED", "GENERATIONS_MAX", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
+
+GENERATIONS_MAX = 64
+DAMAGED = Row(ChunkName(b""), 0, 0)
+"""What `inspect` says of a chunk object that is there and not whole."""
+_CODECS = frozenset(Codec)
+_logger = logging.getLogger("tierfs.store")
+
+
+def fetch(store: Store, row: Row, start: int, out: memoryview, where: str, *, exact: bool = False) -> None:
+    """Copy verified bytes of one chunk into ``out``, from the nearest tier that has them.
+
+    A first mismatch is read again once, because a bit may have flipped on the way; a second one is an error.
+
+    Args:
+        store: The store.
+        row: The chunk.
+        start: First byte wanted, counted in the raw chunk.
+        out: Where to; its length says how many.
+        where: What file the chunk belongs to, for errors.
+        exact: See `ChunkCache.read_through`.
+
+    Raises:
+        CorruptionError: The object, or one that it is encoded against, is missing, cut short or damaged; ``out`` is undefined.
+        FormatError: Written by a newer tierfs.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    _fetch_cached(store, row, start, out, where, exact=exact, depth=0)
+
+
+def _fetch_cached(
+    store: Store, row: Row, start: int, out: memoryview, where: str, *, exact: bool = False, depth: int
+) -> None:
+    if store.tiers is None:
+        _fetch_verified(store, row, start, out, where, depth)
+        return
+    name = local_name(store.descriptor.digest_kind, row.name.digest)
+
+    def fetch_from(offset: int, target: memoryview) -> None:
+        _fetch_verified(store, row, offset, target, where, depth)
+
+    # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
+    flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
+    store.tiers.cache.read_through(name, row.raw_length, start, out, fetch_from, flight=flight, exact=exact)
+
+
+def find_chunk(store: Store, row: Row, where: str) -> Row:
+    """The chunk object that holds what a row of a draft names.
+
+    Raises:
+        CorruptionError: There is none.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    for generation in range(GENERATIONS_MAX):
+        candidate = ChunkName(row.name.digest, generation)
+        if not store.presence.is_unusable(candidate):
+            found = inspect(store, candidate, row.raw_length)
+            if found is None:
+                break
+            if found is not DAMAGED:
+                return found
+    # It may be one that is encoded against others, whose key no one can tell from the content.
+    kind = store.descriptor.digest_kind
+    for item in store.objects.list(keys.chunk_key(ChunkName(row.name.digest)).removesuffix("0")):
+        name = keys.parse_chunk_key(item.key, kind)
+        if name.recipe != NO_RECIPE and not store.presence.is_unusable(name):
+            found = inspect(store, name, row.raw_length)
+            if found is not None and found is not DAMAGED:
+                return found
+    raise CorruptionError(
+        f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
+    )
+
+
+def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
+    """What stands under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    key = keys.chunk_key(name)
+    head_bytes = envelope_bytes(store.descriptor.digest_kind, block_count(raw_length))
+    try:
+        if name.recipe != NO_RECIPE:
+            head_bytes = min(store.objects.head(key).size, ENVELOPE_BYTES_MAX)
+        head = bytearray(head_bytes)
+        info = store.objects.get(key, [(0, memoryview(head))])
+        envelope = Envelope.decode(head, store.where(key), stored_length=info.size)
+        if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
+            raise CorruptionError(f"{store.where(key)}: holds another chunk", path=key)
+    except NotFoundError:
+        return None
+    except (CorruptionError, FormatError) as error:
+        _logger.warning("a stored chunk is damaged, the bytes are stored again beside it: %s", error)
+        return DAMAGED
+    needs = dict.fromkeys(base.name for base in envelope.bases)
+    for base in envelope.bases:
+        if base.name.recipe != NO_RECIPE:
+            found = inspect(store, base.name, base.raw_length)
+            if found is None or found is DAMAGED:
+                _logger.warning("%s is encoded against a chunk that is not sound", store.where(key))
+                return DAMAGED
+            needs |= dict.fromkeys(found.bases)
+    return Row(name, raw_length, info.size, tuple(needs))
+
+
+def _fetch_verified(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> None:
+    if not row.stored_length:
+        row = find_chunk(store, row, where)  # of a draft that was opened before it was published
+    try:
+        _fetch(store, row, start, out, where, depth)
+    except CorruptionError as error:
+        _logger.warning("reading a chunk again after a mismatch: %s", error)
+        try:
+            _fetch(store, row, start, out, where, depth)
+        except CorruptionError:
+            # The next save of these bytes stores them anew beside the damaged object.
+            store.presence.distrust(row.name)
+            raise
+
+
+def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> None:
+    key = keys.chunk_key(row.name)
+    place = f"{where}: chunk {key} in the object tier"
+    try:
+        fetch_object(store, row, start, out, place, depth=depth)
+    except NotFoundError:
+        raise CorruptionError(
+            f"{place} is missing: restore it from another copy of the store, or delete the file; `tierfs verify` lists "
+            "what else is damaged",
+            path=where,
+            tier="object",
+        ) from None
+    except CorruptionError as error:
+        if str(error).startswith(place):
+            raise
+        # What the object tier itself finds out, an object cut short for example, names the key alone.
+        raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
+
+
+def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str, *, depth: int = 0) -> None:
+    """The same from the object tier, tried once.
+
+    Args:
+        store: The store.
+        row: The chunk.
+        start: First byte wanted, counted in the raw chunk.
+        out: Where to.
+        place: How to call the object in an error.
+        depth: How many chunks are encoded against it, one against the other, on the way here.
+
+    Raises:
+        NotFoundError: It is not there. Otherwise as `fetch`.
+    """
+    kind = store.descriptor.digest_kind
+    key = keys.chunk_key(row.name)
+    standalone = row.name.recipe == NO_RECIPE
+    head_bytes = envelope_bytes(kind, block_count(row.raw_length), 0 if standalone else 1)
+    targets = BlockTargets(row.raw_length, start, out)
+    if standalone and row.stored_length == head_bytes + row.raw_length:
+        # Nothing in it is compressed, so every block's place is known and whole blocks go straight to the caller.
+        head = memoryview(bytearray(head_bytes))
+        pieces = [(head_bytes + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
+        info = store.objects.get(key, [(0, head), *pieces])
+        envelope = _check(head, row, info.size, place)
+    else:
+        # Most of it is fetched together with its head: a request costs more than the rest.
+        whole = 2 * len(targets.blocks) > block_count(row.raw_length)
+        stored = memoryview(bytearray(row.stored_length if whole else min(row.stored_length, ENVELOPE_BYTES_MAX)))
+        info = store.objects.get(key, [(0, stored)])
+        envelope = _check(stored, row, info.size, place)
+        sizes = [block.encoded_length for block in envelope.blocks]
+        at = envelope.header_length + sum(sizes[: targets.blocks.start])
+        end = at + sum(sizes[index] for index in targets.blocks)
+        if end > len(stored):
+            stored = memoryview(bytearray(end - at))
+            store.objects.get(key, [(at, stored)], version=info.version)
+            at = 0
+        bases = _Bases(store, envelope, targets.blocks, place, depth)
+        for index in targets.blocks:
+            piece = stored[at : at + sizes[index]]
+            block = envelope.blocks[index]
+            decode_block(block.codec, piece, targets.view(index), bases.of(index), place)
+            at += sizes[index]
+    for index in targets.blocks:
+        if digest.hash_bytes(kind, targets.view(index)) != envelope.blocks[index].digest:
+            raise CorruptionError(
+                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object"
+            )
+    targets.finish()
+
+
+def read_envelope(store: Store, row: Row, where: str) -> Envelope:
+    """The envelope of a chunk object.
+
+    Raises:
+        CorruptionError: It is missing, cut short or damaged.
+        FormatError: Written by a newer tierfs.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    place = f"{where}: chunk {keys.chunk_key(row.name)} in the object tier"
+    head = memoryview(bytearray(min(row.stored_length, ENVELOPE_BYTES_MAX)))
+    try:
+        info = store.objects.get(keys.chunk_key(row.name), [(0, head)])
+    except NotFoundError:
+        raise CorruptionError(f"{place} is missing", path=where, tier="object") from None
+    return _check(head, row, info.size, place)
+
+
+class _Bases:
+    """What blocks of a chunk are encoded against, fetched when the first of them asks for it.
+
+    Args:
+        store: The store.
+        envelope: Of the chunk.
+        blocks: Which ones will be decoded.
+        place: How to call the chunk in an error.
+        depth: See `fetch_object`.
+    """
+
+    def __init__(self, store: Store, envelope: Envelope, blocks: range, place: str, depth: int) -> None:
+        self._store = store
+        self._envelope = envelope
+        self._place = place
+        self._depth = depth
+        self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
+        self._start = blocks.start * BLOCK_BYTES * self._factor
+        self._end = min(blocks.stop * BLOCK_BYTES, envelope.raw_length) * self._factor
+        self._bytes: memoryview | None = None
+
+    def of(self, index: int) -> memoryview | None:
+        """What block ``index`` is encoded against; ``None`` if against nothing."""
+        codec, factor = self._envelope.blocks[index].codec, self._factor
+        if codec not in _CODECS or Codec(codec).base_factor != factor or not factor:
+            return None  # which the decoder refuses, if it needs one
+        if self._bytes is None:
+            self._bytes = self._fetch()
+        begin = index * BLOCK_BYTES * factor - self._start
+        return self._bytes[begin : begin + BLOCK_BYTES * factor]
+
+    def _fetch(self) -> memoryview:
+        if self._depth > self._store.descriptor.chain_max:
+            raise FormatError(
+                f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
+                path=self._place,
+            )
+        needed = memoryview(bytearray(self._end - self._start))
+        at = 0
+        for base in self._envelope.bases:
+            low, high = max(self._start, at), min(self._end, at + base.length)
+            if low < high:
+                row = Row(base.name, base.raw_length, base.stored_length)
+                out = needed[low - self._start : high - self._start]
+                where = f"{self._place}, which is encoded against"
+                _fetch_cached(self._store, row, base.offset + low - at, out, where, exact=True, depth=self._depth + 1)
+            at += base.length
+        return needed
+
+
+def _check(head: memoryview, row: Row, size: int, place: str) -> Envelope:
+    envelope = Envelope.decode(head, place, stored_length=size)
+    if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (
+        row.name.digest,
+        row.name.recipe,
+        row.raw_length,
+        row.stored_length,
+    ):
+        raise CorruptionError(f"{place} holds another chunk: objects were swapped", path=place, tier="object")
+    return envelope

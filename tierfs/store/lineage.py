@@ -1,0 +1,410 @@
+"""What a file's chunks are encoded against: the same places of the save before it.
+
+A chunk's *place* is the tensor that it begins in, where in that, and its length: headers that grow and tensors that come and go
+shift nothing. At each place the newest chunk that stands alone is the *anchor*; those of later saves are encoded against it, so that
+no chain is longer than one, until the anchor is old and the next one is to stand alone again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from tierfs.codec import Codec, Span, decode_block, spans
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import NotFoundError, StoreError, TierfsError
+from tierfs.flush.draft import Draft
+from tierfs.flush.publisher import Hint, Part, ReadRow, Tensor
+from tierfs.format.envelope import BASES_MAX
+from tierfs.format.manifest import Manifest, Row
+from tierfs.store.listing import list_directory
+from tierfs.store.load import expand_rows, open_manifest
+from tierfs.store.records import observe
+from tierfs.store.store import Store
+
+__all__ = ["PARENT", "Lineages", "Plan"]
+
+PARENT = "parent"
+"""What a file's metadata names the path under that its deltas are to be taken against."""
+KEYFRAME_SAVES = 10
+LINEAGES_MAX = 10_000
+ANCHORS_MAX = 200_000
+SOURCE_SAMPLE = 2048
+# Reading a delta takes a request more: a header, which is what is read first of a file, does not get so much smaller.
+DELTA_BYTES_MIN = 64 << 10
+NARROW, WIDE = 2, 4  # bytes of an element
+_BFLOAT16 = memoryview(b"\1")  # DERIVE: bfloat16 of float32
+_DIGITS = re.compile(r"\d+")
+_COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
+_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # names a save apart from all others
+_logger = logging.getLogger("tierfs.store")
+
+
+class Place(NamedTuple):
+    """Where a chunk lies in its file, however the file is laid out."""
+
+    name: str
+    offset: int
+    length: int
+
+
+class Anchor(NamedTuple):
+    """A chunk that others may be encoded against, and how many saves were since."""
+
+    row: Row
+    age: int
+
+
+@dataclass(slots=True)
+class Lineage:
+    """The saves of one file, or of one file in a row of directories.
+
+    Attributes:
+        path: Of the newest.
+        saves: How many there were since this flusher began.
+        term: The lease in which the anchors were last known to be in the store.
+        anchors: The newest chunk that stands alone, at each place.
+    """
+
+    path: str
+    saves: int = 0
+    term: int = 0
+    anchors: dict[Place, Anchor] = field(default_factory=dict)
+
+
+class Plan(NamedTuple):
+    """What is known of a file that is to be published.
+
+    Attributes:
+        lineage: The saves that it comes after.
+        places: Of its chunks.
+        hints: For each of them.
+    """
+
+    lineage: Lineage
+    places: list[Place]
+    hints: list[Hint]
+
+
+class Lineages:
+    """What one flusher knows of the saves of a store. Safe for use by many threads.
+
+    Args:
+        store: The store, without local tiers.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._known: dict[str, Lineage] = {}
+        self._fallbacks: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        return f"Lineages({len(self._known)} files)"
+
+    def fallbacks(self) -> dict[str, int]:
+        """How many files were stored without what was to be known of them: the save before, how they are laid out."""
+        with self._lock:
+            return dict(self._fallbacks)
+
+    def _fall_back(self, what: str, text: str, *arguments: object) -> None:
+        with self._lock:
+            self._fallbacks[what] += 1
+            is_first = self._fallbacks[what] == 1
+        _logger.log(logging.WARNING if is_first else logging.DEBUG, text, *arguments)
+
+    def plan(self, draft: Draft, read: ReadRow, *, derives: bool) -> Plan | None:
+        """What is known of a file that is to be published. Whatever goes wrong, it can be stored without that.
+
+        Args:
+            draft: The file.
+            read: Gets at chunks that lie on this host.
+            derives: Whether to look for tensors that are copies of others.
+        """
+        manifest = draft.record
+        if not isinstance(manifest, Manifest) or not manifest.rows or manifest.indirect:
+            return None
+        file = _LocalFile(manifest.rows, read)
+        try:
+            layout = _layout(file.read_into, manifest.length)
+        except TierfsError as error:
+            text = "%s is stored without regard to its tensors, whose table is not on this host any more: %s"
+            self._fall_back("unknown_layouts", text, self._store.where(draft.path), error)
+            layout = _unknown(manifest.length)
+        lineage = self._lineage(draft)
+        group = _group(draft.path)
+        places, hints = [], []
+        for place, inside in _places(layout, manifest.rows):
+            anchor = lineage.anchors.get(place)
+            is_fresh = anchor is not None and anchor.age < KEYFRAME_SAVES
+            tensors = tuple(
+                Tensor(f"{group}:{span.name}:{span.kind}{span.width}", span.kind, span.width) for span in inside
+            )
+            base = anchor.row if anchor is not None and is_fresh and place.length >= DELTA_BYTES_MIN else None
+            places.append(place)
+            hints.append(Hint(tensors, lineage.saves, base))
+        if derives:
+            _find_sources(file, layout, manifest.rows, hints)
+        return Plan(lineage, places, hints)
+
+    def note(self, draft: Draft, plan: Plan, rows: Sequence[Row]) -> None:
+        """Learn from what was published: its rows, in order."""
+        lineage = plan.lineage
+        with self._lock:
+            for place, uploaded in zip(plan.places, rows, strict=True):
+                # It may have had to be stored anew right before it was published.
+                row = self._store.presence.find(uploaded.name.digest) or uploaded
+                known = lineage.anchors.pop(place, None)
+                if not row.bases:
+                    lineage.anchors[place] = Anchor(row, 0)
+                elif known is not None:
+                    lineage.anchors[place] = Anchor(known.row, known.age + 1)
+            while len(lineage.anchors) > ANCHORS_MAX:
+                del lineage.anchors[next(iter(lineage.anchors))]
+            lineage.path = draft.path
+            lineage.saves += 1
+            self._remember(draft.path, lineage)
+
+    def _remember(self, path: str, lineage: Lineage) -> None:
+        for key in (path, _group(path)):
+            self._known.pop(key, None)
+            self._known[key] = lineage
+        while len(self._known) > LINEAGES_MAX:
+            del self._known[next(iter(self._known))]
+
+    def _lineage(self, draft: Draft) -> Lineage:
+        """The saves before this one, with anchors that are known to be in the store."""
+        manifest = draft.record
+        assert isinstance(manifest, Manifest)
+        given = manifest.metadata.get(PARENT)
+        with self._lock:
+            keys = [given] if isinstance(given, str) else [draft.path, _group(draft.path)]
+            lineage = next((self._known[key] for key in keys if key in self._known), None)
+        try:
+            if lineage is None:
+                parent = given if isinstance(given, str) else self._parent(draft)
+                lineage = Lineage(draft.path) if parent is None else self._read(parent)
+                with self._lock:
+                    self._remember(draft.path, lineage)
+            elif lineage.term != self._store.presence.ensure():
+                lineage = self._look_again(lineage)
+        except TierfsError as error:
+            text = "%s is stored without regard to the save before it, which cannot be read: %s"
+            self._fall_back("unknown_parents", text, self._store.where(draft.path), error)
+            return lineage or Lineage(draft.path)
+        return lineage
+
+    def _parent(self, draft: Draft) -> str | None:
+        """The save before one that this flusher knows nothing of: what it overwrites, or its namesake in the directory before."""
+        if draft.base.version is not None:
+            return draft.path
+        parts = draft.path.split("/")
+        group = _group(draft.path)
+        numbered = _numbered(parts)
+        if not numbered:
+            return self._newest("/".join(parts[:-1]), group)
+        for at in reversed(numbered):
+            names = [name for name in self._names("/".join(parts[:at])) if _numbers(name) < _numbers(parts[at])]
+            alike = [name for name in names if _group("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
+            if alike:
+                name = max(alike, key=_numbers)
+                # The same number may be in the names below: checkpoint-20/global_step20.
+                below = [part.replace(_last(parts[at]), _last(name)) for part in parts[at + 1 :]]
+                before = [*parts[:at], name, *below]
+                return self._newest("/".join(before[:-1]), group) if below else "/".join(before)
+        return None
+
+    def _newest(self, directory: str, group: str) -> str | None:
+        """The file of a group that lies in a directory."""
+        found = [path for name in self._names(directory) if _group(path := f"{directory}/{name}".lstrip("/")) == group]
+        return max(found, default=None)
+
+    def _names(self, directory: str) -> list[str]:
+        try:
+            entries = list_directory(self._store, directory, detail=False)
+        except NotFoundError:
+            return []
+        return [entry.path.rpartition("/")[2] for entry in entries]
+
+    def _read(self, path: str) -> Lineage:
+        """What the object tier tells of a save."""
+        lineage = Lineage(path, saves=1, term=self._store.presence.ensure())
+        manifest = observe(self._store, path).manifest
+        if manifest is None or not manifest.rows:
+            return lineage
+        rows = expand_rows(self._store, manifest, path)
+        layout = _layout(open_manifest(self._store, path, manifest).read_into, manifest.length)
+        self._store.presence.learn(lineage.term, rows, named=True)
+        for (place, _), row in zip(_places(layout, rows), rows, strict=True):
+            if not row.bases:
+                lineage.anchors[place] = Anchor(row, 1)
+        return lineage
+
+    def _look_again(self, lineage: Lineage) -> Lineage:
+        """Whether the anchors are in the store still: what names them is there, and it was learned in this lease."""
+        term = self._store.presence.ensure()
+        manifest = observe(self._store, lineage.path).manifest
+        rows = () if manifest is None else expand_rows(self._store, manifest, lineage.path)
+        there = {name for row in rows for name in (row.name, *row.bases)}
+        with self._lock:
+            lineage.anchors = {place: anchor for place, anchor in lineage.anchors.items() if anchor.row.name in there}
+            lineage.term = term
+        self._store.presence.learn(term, [*(anchor.row for anchor in lineage.anchors.values()), *rows], named=True)
+        return lineage
+
+
+class _LocalFile:
+    """A file whose chunks lie on this host, unverified: what it says is only ever taken as a hint."""
+
+    def __init__(self, rows: Sequence[Row], read: ReadRow) -> None:
+        self._rows = rows
+        self._read = read
+        self.starts = list(itertools.accumulate((row.raw_length for row in rows), initial=0))
+
+    def parts(self, start: int, stop: int) -> list[Part]:
+        """Which parts of which chunks make up a range."""
+        found = []
+        index = bisect.bisect_right(self.starts, start) - 1
+        while start < stop:
+            end = min(stop, self.starts[index + 1])
+            found.append(Part(index, start - self.starts[index], end - start))
+            start, index = end, index + 1
+        return found
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        """Fill a buffer from an offset on.
+
+        Raises:
+            StoreError: Some of it is not on this host.
+        """
+        at = 0
+        for index, offset, length in self.parts(start, start + len(out)):
+            if not self._read(self._rows[index], offset, out[at : at + length]):
+                raise StoreError("a chunk that was to be looked at is not on this host", tier="ram")
+            at += length
+
+
+def _layout(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
+    """How a file is laid out, if it can be read."""
+    return spans(read, length) or _unknown(length)
+
+
+def _unknown(length: int) -> list[Span]:
+    return [Span(0, length, 1, "", "bytes")]
+
+
+def _places(layout: Sequence[Span], rows: Sequence[Row]) -> Iterator[tuple[Place, list[Span]]]:
+    """Of each chunk its place, and of each of its blocks what most of it is."""
+    starts = [span.start for span in layout]
+    start = 0
+    for row in rows:
+        stop = start + row.raw_length
+        inside = layout[bisect.bisect_right(starts, start) - 1 : bisect.bisect_left(starts, stop)]
+        most, at = [], 0
+        for begin in range(start, stop, BLOCK_BYTES):
+            end = min(begin + BLOCK_BYTES, stop)
+            while inside[at].stop <= begin:
+                at += 1
+            block = itertools.takewhile(lambda span, end=end: span.start < end, inside[at:])  # type: ignore[misc]
+            most.append(max(block, key=lambda span: min(end, span.stop) - max(begin, span.start)))
+        yield Place(inside[0].name, start - inside[0].start, row.raw_length), most
+        start = stop
+
+
+def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row], hints: list[Hint]) -> None:
+    """Find tensors that others of the file are copies of, in less precision: the working copy of what an optimizer keeps.
+
+    Whatever they are called: those that have the same sample are taken for the same.
+    """
+    narrow = [span for span in layout if (span.kind, span.width) == ("float", NARROW)]
+    counts = {span.stop - span.start for span in narrow}
+    wide: dict[tuple[int, bytes | None], Span] = {}
+    for span in layout:
+        count = (span.stop - span.start) // 2
+        if (span.kind, span.width) == ("float", WIDE) and count in counts:
+            wide.setdefault((count, _sample(file, span)), span)
+    samples = {span.name: (span.stop - span.start, _sample(file, span)) for span in narrow} if wide else {}
+    sources = {name: wide[sample] for name, sample in samples.items() if sample in wide and sample[1] is not None}
+    if not sources:
+        return
+    starts = [span.start for span in layout]
+    for index in range(len(rows)):
+        start, stop = file.starts[index], file.starts[index + 1]
+        inside = layout[bisect.bisect_right(starts, start) - 1 : bisect.bisect_left(starts, stop)]
+        parts = _derived_parts(file, inside, start, stop, sources)
+        if 0 < len(parts) <= BASES_MAX:
+            hints[index] = replace(hints[index], sources=tuple(parts))
+
+
+def _sample(file: _LocalFile, span: Span) -> bytes | None:
+    """Some numbers from the middle of a tensor, in two bytes each; ``None`` where it is not on this host."""
+    count = (span.stop - span.start) // span.width
+    length = min(SOURCE_SAMPLE, count)
+    raw = memoryview(bytearray(span.width * length))
+    try:
+        file.read_into(span.start + span.width * ((count - length) // 2), raw)
+    except TierfsError as error:
+        _logger.debug("what %s is a copy of cannot be told: %s", span.name, error)
+        return None
+    if span.width == NARROW:
+        return bytes(raw)
+    rounded = memoryview(bytearray(NARROW * length))
+    decode_block(Codec.DERIVE, _BFLOAT16, rounded, raw, span.name)
+    return bytes(rounded)
+
+
+def _derived_parts(
+    file: _LocalFile, inside: Iterable[Span], start: int, stop: int, sources: Mapping[str, Span]
+) -> list[Part]:
+    """What all of a chunk is a copy of; nothing if some of it is a copy of nothing."""
+    ranges: list[list[int]] = []
+    for span in inside:
+        source = sources.get(span.name)
+        begin, end = max(start, span.start) - span.start, min(stop, span.stop) - span.start
+        if source is None or begin % 2 or end % 2:
+            return []
+        if ranges and ranges[-1][1] == source.start + 2 * begin:
+            ranges[-1][1] = source.start + 2 * end
+        else:
+            ranges.append([source.start + 2 * begin, source.start + 2 * end])
+    return [part for begin, end in ranges for part in file.parts(begin, end)]
+
+
+def _numbered(parts: Sequence[str]) -> list[int]:
+    """Which components of a path count its saves.
+
+    Those that say so. Without any, directories that are a number, else the last one with a number in it, else the file's name.
+    Other numbers in the name of a file that is new with every save are others: of its rank, for example.
+    """
+    directories = parts[:-1]
+    counting = [at for at, part in enumerate(parts) if _COUNTER.search(part)]
+    counting = counting or [at for at, part in enumerate(directories) if part.isdecimal()]
+    counting = counting or [at for at, part in enumerate(directories) if _DIGITS.search(part)][-1:]
+    if not counting and _DIGITS.search(parts[-1]) and not _RANDOM.search(parts[-1]):
+        return [len(parts) - 1]
+    return counting
+
+
+def _numbers(name: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in _DIGITS.findall(name))
+
+
+def _last(name: str) -> str:
+    """The last number in a name."""
+    return str(_DIGITS.findall(name)[-1])
+
+
+def _group(path: str) -> str:
+    """What the saves of a file have in common."""
+    parts = path.split("/")
+    for at in _numbered(parts):
+        masked, found = _COUNTER.subn(r"\1#", parts[at])
+        parts[at] = masked if found else _DIGITS.sub("#", parts[at])
+    return _RANDOM.sub("*", "/".join(parts))
