@@ -308,13 +308,13 @@ def ranks_that_write_the_same_bytes_at_once_store_them_once(rank: Rank) -> None:
     fs, path = fsspec.url_to_fs(url)
     infos = [fs.info(f"{path}/__{number}_0.distcp") for number in range(WORLD)]
     assert infos[0]["digest"] == infos[1]["digest"]
-    assert infos[0]["chunks"] == 3
+    assert infos[0]["chunks"] >= 3
     store, relative = fs._locate(path)
     names = set()
     for number in range(WORLD):
         manifest = _manifest(store, f"{relative}/__{number}_0.distcp")
         names |= {row.name for row in manifest.rows}
-    assert len(names) == 3
+    assert len(names) == infos[0]["chunks"]
     loaded = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
     dcp.load(loaded, checkpoint_id=url)
     assert fingerprint(loaded) == fingerprint(state)

@@ -87,7 +87,7 @@ def test_rows_of_a_wide_chunk_are_one_extent_and_columns_of_a_narrow_one_few():
 
 
 def test_columns_far_apart_are_extents_of_their_own():
-    far = list(extents_of([100, 1 << 20], 1, [0, 5], [100, 10]))
+    far = list(extents_of([100, 2 << 20], 1, [0, 5], [100, 10]))
     assert len(far) == 100
     assert all(extent.length == 10 for extent in far)
 

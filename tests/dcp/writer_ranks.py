@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -13,12 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_ranks import Trainer, stop_checkpoint_process
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp.shardfile import ShardFile
 from tierfs.errors import NotFoundError
 
 WORLD = 2
@@ -47,9 +54,11 @@ def sharded(mesh: DeviceMesh, seed: int, placements: Any) -> dict[str, Any]:
     }
 
 
-def check(url: str, mesh: DeviceMesh, seed: int, placements: Any) -> None:
+def check(
+    url: str, mesh: DeviceMesh, seed: int, placements: Any, options: Any = OPTIONS, *, reader: Any = TierReader
+) -> None:
     found = sharded(mesh, -1, placements)
-    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    dcp.load(found, storage_reader=reader(url, **options))
     expected = sharded(mesh, seed, placements)
     assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
     assert torch.equal(found["everywhere"].full_tensor(), expected["everywhere"].full_tensor())
@@ -104,20 +113,44 @@ def training_goes_on(url: str, mesh: DeviceMesh) -> None:
 
 
 def in_a_process(url: str, mesh: DeviceMesh) -> None:
-    writer = TierWriter(url, **OPTIONS)
-    for seed in (1, 2):
+    for seed, layout in ((1, "tierfs"), (2, "tierfs"), (3, "dcp")):
         live = sharded(mesh, seed, [Shard(0)])
         future = dcp.async_save(
             live,
-            storage_writer=writer,
+            storage_writer=TierWriter(url, layout=layout, **OPTIONS),
             checkpoint_id=f"{url}/{seed}",
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
         live["rows"].to_local().zero_()
         future.result()
-    for seed in (1, 2):
+    for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
+    check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)
     stop_checkpoint_process()
+
+
+def stock_layout(url: str, mesh: DeviceMesh) -> None:
+    """What torch's own readers read is saved in every way, and loaded by them under another layout of ranks."""
+    writer = TierWriter(url, layout="dcp", **OPTIONS)
+    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer, checkpoint_id=f"{url}/1")
+    for seed in (2, 3):  # the second of them stages replicas once
+        live = sharded(mesh, seed, [Shard(0)])
+        future = dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{url}/{seed}")
+        live["rows"].to_local().zero_()
+        future.result()
+    for seed in (1, 2, 3):
+        for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+            check(f"{url}/{seed}", mesh, seed, placements)
+            check(f"{url}/{seed}", mesh, seed, placements, reader=FsspecReader)
+    here = {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/stock-{dist.get_rank()}"}
+    try:
+        dcp.save(sharded(mesh, 4, [Shard(0)]), storage_writer=TierWriter(f"{url}/4", layout="dcp", **here))
+    except CheckpointException as error:
+        assert "save with ack='object'" in str(error)  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("half of it is on another host")
+    dcp.save(sharded(mesh, 4, [Shard(0)]), storage_writer=TierWriter(f"{url}/4", layout="dcp", ack="object", **here))
+    check(f"{url}/4", mesh, 4, [Shard(1)], here, reader=FsspecReader)
 
 
 def failure(url: str, mesh: DeviceMesh) -> None:
@@ -140,6 +173,216 @@ def failure(url: str, mesh: DeviceMesh) -> None:
     raise AssertionError("half a checkpoint is there")
 
 
+def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
+    """Each rank on a host of its own: there is no checkpoint before both hosts' parts are in the object tier."""
+    rank, here = dist.get_rank(), {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/{dist.get_rank()}"}
+    writer = TierWriter(url, **here)
+    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
+    writer.wait("object", timeout=60)
+    check(url, mesh, 1, [Shard(1)], here)
+    dist.barrier()
+    # The second host's flusher stands still: what it holds keeps the save from being one.
+    flusher = writer.status()["flusher"].get("pid") if rank == 1 else None
+    if flusher is None and rank == 1:
+        dcp.save({"x": torch.ones(1)}, storage_writer=TierWriter(f"{url}-other", **here), no_dist=True)
+        flusher = writer.status()["flusher"]["pid"]
+    if flusher is not None:
+        os.kill(flusher, signal.SIGSTOP)
+    dist.barrier()
+    dcp.save(sharded(mesh, 2, [Shard(0)]), storage_writer=writer)
+    assert writer.ack() == "staged"
+    if rank == 0:
+        try:
+            writer.wait("object", timeout=1)
+        except TimeoutError as error:
+            assert "waits for 1 of 2 files: rank-00001" in str(error), error  # noqa: PT017 - on this rank alone
+        else:
+            raise AssertionError("nobody has published rank 1's part")
+    dist.barrier()
+    check(url, mesh, 1, [Shard(0)], here)
+    dist.barrier()
+    if flusher is not None:
+        os.kill(flusher, signal.SIGCONT)
+    writer.wait("object", timeout=60)
+    check(url, mesh, 2, [Shard(0)], here)
+    assert writer.ack() == "object"
+
+
+@contextlib.contextmanager
+def bytes_staged() -> Iterator[list[int]]:
+    """How many bytes each staging of this rank copies."""
+    counted: list[int] = []
+    real = ShardFile.add_tensors
+
+    def add_tensors(self: ShardFile, tensors: Any, **options: Any) -> Any:
+        counted.append(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors))
+        return real(self, tensors, **options)
+
+    ShardFile.add_tensors = add_tensors  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        ShardFile.add_tensors = real  # type: ignore[method-assign]
+
+
+def replicated(mesh: DeviceMesh, seed: int, tensors: int = 9) -> dict[str, Any]:
+    """A state that every rank has all of, tied weights and names in lists included."""
+    state: dict[str, Any] = {
+        f"layer{number}": {"weight": whole(seed + number), "moments": [whole(-number), torch.tensor(float(seed))]}
+        for number in range(tensors)
+    }
+    state["tied"] = state["layer0"]["weight"]
+    state["mesh"] = distribute_tensor(whole(seed), mesh, [Replicate()])
+    state["step"] = seed
+    state[""] = {"layer0": {"weight": whole(-seed)}}  # a name that begins with a dot
+    return state
+
+
+def save_replicated(writer: TierWriter, url: str, state: dict[str, Any], **options: Any) -> None:
+    dcp.async_save(state, storage_writer=writer, checkpoint_id=url, **options).result()
+
+
+def check_replicated(url: str, mesh: DeviceMesh, seed: int, tensors: int = 9) -> None:
+    found, expected = replicated(mesh, -5, tensors), replicated(mesh, seed, tensors)
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    for number in range(tensors):
+        for name in ("weight", "moments"):
+            ours, theirs = found[f"layer{number}"][name], expected[f"layer{number}"][name]
+            assert all(map(torch.equal, ours, theirs)) if name == "moments" else torch.equal(ours, theirs)
+    assert torch.equal(found["tied"], expected["tied"])
+    assert torch.equal(found["mesh"].full_tensor(), expected["mesh"].full_tensor())
+    assert found["step"] == seed
+
+
+def replicas(url: str, mesh: DeviceMesh) -> None:
+    """From the second save on each is staged once."""
+    for caching in (False, True):
+        writer = TierWriter(url, **OPTIONS)
+        with bytes_staged() as counted:
+            for seed in range(1, 5):
+                options = {"planner": DefaultSavePlanner(enable_plan_caching=caching)}
+                save_replicated(writer, f"{url}/{caching}/{seed}", replicated(mesh, seed), **options)
+        # The last number of a save is that of what `write_data` had to add, which is nothing.
+        mine = torch.tensor([counted[0], *counted[2::2]])
+        dist.all_reduce(mine)
+        once = whole(0).nbytes * 21
+        assert mine[0] >= 2 * once * 0.9, mine
+        assert all(later <= 1.05 * once for later in mine[1:]), (mine, once)
+        for seed in range(1, 5):
+            check_replicated(f"{url}/{caching}/{seed}", mesh, seed)
+
+
+def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
+    """Where the ranks' states change alike all goes on; where one rank lacks what it is to save, nothing is lost silently."""
+    rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
+    save_replicated(writer, f"{url}/1", replicated(mesh, 1))
+    save_replicated(writer, f"{url}/2", replicated(mesh, 2, tensors=12))
+    check_replicated(f"{url}/2", mesh, 2, tensors=12)
+    save_replicated(writer, f"{url}/3", replicated(mesh, 3, tensors=5))
+    check_replicated(f"{url}/3", mesh, 3, tensors=5)
+    # Other shapes, other dtypes, another placement.
+    state = replicated(mesh, 4)
+    state["layer1"]["weight"] = whole(4)[:50].contiguous()
+    state["layer2"]["weight"] = whole(4).to(torch.float16)
+    state["mesh"] = distribute_tensor(whole(4), mesh, [Shard(0)])
+    save_replicated(writer, f"{url}/4", state)
+    found = {"layer1": {"weight": torch.zeros(50, 64)}, "mesh": distribute_tensor(whole(0), mesh, [Shard(1)])}
+    dcp.load(found, storage_reader=TierReader(f"{url}/4", **OPTIONS))
+    assert torch.equal(found["layer1"]["weight"], state["layer1"]["weight"])
+    assert torch.equal(found["mesh"].full_tensor(), state["mesh"].full_tensor())
+    # Rank 0 has nothing but its step any more, of what it is to save, too.
+    save_replicated(writer, f"{url}/5", replicated(mesh, 5))
+    one_sided = replicated(mesh, 6)  # on both, since it takes collectives
+    if rank == 0:
+        one_sided = {"step": 6}
+    try:
+        save_replicated(writer, f"{url}/6", one_sided)
+    except CheckpointException as error:
+        assert "no rank has layer" in str(error), error  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("rank 0's tensors are nowhere, and nobody says so")
+    save_replicated(writer, f"{url}/6", one_sided)
+    check_replicated(f"{url}/6", mesh, 6)
+
+
+@dataclass
+class Holder:
+    """Something that is pickled as a whole."""
+
+    tensor: torch.Tensor
+
+
+def replicas_in_objects(url: str, mesh: DeviceMesh) -> None:
+    """What an object refers to is in the object, whichever rank saves it and whichever saves the tensor by its name."""
+    writer = TierWriter(url, **OPTIONS)
+    for seed in (1, 2, 3):
+        first, second = whole(seed), whole(-seed)
+        state = {"first": first, "second": second, "holders": [Holder(first), Holder(first), Holder(second)]}
+        # Lists at first, which DCP takes apart; then tuples, which it pickles.
+        state.update({name: [whole(seed), whole(seed)] if seed == 1 else (whole(seed), whole(seed)) for name in "abc"})
+        save_replicated(writer, f"{url}/{seed}", state)
+    found: dict[str, Any] = {"holders": None, **dict.fromkeys("abc")}
+    dcp.load(found, storage_reader=TierReader(f"{url}/3", **OPTIONS))
+    expected = [whole(3), whole(3), whole(-3)]
+    assert all(torch.equal(holder.tensor, tensor) for holder, tensor in zip(found["holders"], expected, strict=True))
+    assert all(torch.equal(tensor, whole(3)) for name in "abc" for tensor in found[name])
+    # A planner that does not take dicts apart, where the one before did.
+    nested = {name: {"x": whole(4), "y": whole(4)} for name in "abc"}
+    save_replicated(writer, f"{url}/4", nested)
+    flat = {"planner": DefaultSavePlanner(flatten_state_dict=False)}
+    try:
+        save_replicated(writer, f"{url}/5", nested, **flat)
+    except CheckpointException as error:
+        assert "has it in an object" in str(error), error  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("an object was saved without its tensors")
+    save_replicated(writer, f"{url}/5", nested, **flat)
+
+
+class Caching(DefaultSavePlanner):
+    """Plans are kept under the name of the class."""
+
+
+def replicas_of_cached_plans(url: str, mesh: DeviceMesh) -> None:
+    """A rank whose plan is the one kept from an earlier save still says what that leaves to others."""
+    rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
+    state = {f"tensor{number}": whole(number) for number in range(4)}
+    for number in (1, 2, 3):
+        if number == 3:  # the plan changes, and what is kept from now on is what each rank saves itself
+            state["new"] = whole(9)
+        save_replicated(writer, f"{url}/{number}", state, planner=Caching(enable_plan_caching=True))
+    lost: list[Any] = [None] * WORLD
+    dist.all_gather_object(lost, sorted(set(state) - set(writer._replicas._items)))
+    if rank == 0:
+        del state[next(name for name in lost[0] if name not in lost[1])]
+    try:
+        save_replicated(writer, f"{url}/4", state, planner=Caching(enable_plan_caching=True))
+    except CheckpointException as error:
+        assert "no rank has tensor" in str(error), error  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("rank 1 has a tensor that is nowhere, and nobody says so")
+
+
+class Cloning(DefaultSavePlanner):
+    """What it saves is made of the state's tensors, so that nothing can stand for those."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner({name: value.clone() for name, value in state_dict.items()}, *args, **kwargs)
+
+
+def replicas_that_a_planner_cannot_do_without(url: str, mesh: DeviceMesh) -> None:
+    """It is found out in two saves, and not in every second one."""
+    writer = TierWriter(url, **OPTIONS)
+    failed = []
+    for seed in range(1, 9):
+        try:
+            save_replicated(writer, f"{url}/{seed}", {"a": whole(seed), "b": whole(-seed)}, planner=Cloning())
+        except CheckpointException:
+            failed.append(seed)
+    assert len(failed) == 2, failed
+    assert failed[-1] < 6, failed
+
+
 def on_their_own(url: str, mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     dcp.save({"mine": torch.full((3,), float(rank))}, storage_writer=TierWriter(url, **OPTIONS), use_collectives=False)
@@ -150,12 +393,29 @@ def on_their_own(url: str, mesh: DeviceMesh) -> None:
 
 SCENARIOS = {
     scenario.__name__: scenario
-    for scenario in (resharding, staged, training_goes_on, in_a_process, failure, on_their_own)
+    for scenario in (
+        resharding,
+        staged,
+        training_goes_on,
+        in_a_process,
+        stock_layout,
+        failure,
+        on_two_hosts,
+        replicas,
+        replicas_that_change,
+        replicas_in_objects,
+        replicas_of_cached_plans,
+        replicas_that_a_planner_cannot_do_without,
+        on_their_own,
+    )
 }
 
 
 def main(rank: int, directory: Path, url: str) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), HOSTS=str(directory / "hosts")
+    )
+    (directory / "hosts").mkdir(exist_ok=True)
     dist.init_process_group(
         "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
     )

@@ -1,7 +1,28 @@
-"""torch's distributed checkpoint on a store: writer, reader, planner. The package needs torch."""
+"""torch's distributed checkpoint on a store: writer, reader, planner. What is here needs torch, and is loaded at first use."""
 
-from tierfs.dcp.planner import TierLoadPlanner
-from tierfs.dcp.reader import TierReader
-from tierfs.dcp.writer import TierWriter
+from __future__ import annotations
 
-__all__ = ["TierLoadPlanner", "TierReader", "TierWriter"]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierfs.dcp.installing import install, uninstall
+    from tierfs.dcp.planner import TierLoadPlanner
+    from tierfs.dcp.reader import TierReader
+    from tierfs.dcp.writer import TierWriter
+
+__all__ = ["TierLoadPlanner", "TierReader", "TierWriter", "install", "uninstall"]
+
+_HOMES = {
+    "TierLoadPlanner": "tierfs.dcp.planner",
+    "TierReader": "tierfs.dcp.reader",
+    "TierWriter": "tierfs.dcp.writer",
+    "install": "tierfs.dcp.installing",
+    "uninstall": "tierfs.dcp.installing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tierfs.dcp' has no attribute {name!r}")

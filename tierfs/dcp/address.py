@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 from tierfs.errors import InvalidInputError
 from tierfs.flush.levels import Level
 from tierfs.store import Store, TierOptions, open_store, parse_url
-from tierfs.store.url import asks_to_create
+from tierfs.store.url import LOCAL, asks_to_create
 
-__all__ = ["Address", "inside"]
+__all__ = ["Address", "full_url", "inside"]
+
+_CHAIN = "tierfs::"
+_ONE_SLASH = re.compile(r"([a-z][a-z0-9+._-]+):/(?!/)(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,8 @@ class Address:
     """A URL, and what is set for it by arguments. Small and picklable; nothing is opened before `open`.
 
     Attributes:
-        url: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object tier's own URL, or a local path.
+        url: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object tier's own URL, or a local path;
+            as `full_url` gives it.
         tiers: How the local tiers are set up.
         options: For the object tier's filesystem.
         create: Whether the store is made by the first write; ``None`` for what environment and configuration say.
@@ -43,7 +48,7 @@ class Address:
         Raises:
             InvalidInputError: An option is unknown, or the URL is no good.
         """
-        url = os.fspath(path)
+        url = full_url(path)
         protocol = parse_url(url).protocol
         given = dict(options)
         tiers = TierOptions(**{name: given.pop(name) for name in TierOptions.names() if name in given})
@@ -59,7 +64,7 @@ class Address:
 
     def at(self, path: str | os.PathLike[str]) -> Address:
         """Another place with the same options."""
-        return replace(self, url=os.fspath(path))
+        return replace(self, url=full_url(path))
 
     def open(self, *, write: bool = False) -> tuple[Store, str]:
         """The store that holds it, and the path in there.
@@ -72,6 +77,23 @@ class Address:
         location = replace(location, options={**location.options, **self.options}, tiers=self.tiers)
         create = write and (asks_to_create(location) if self.create is None else self.create)
         return open_store(location, write=write, create=create)
+
+
+def full_url(path: str | os.PathLike[str]) -> str:
+    """A URL as it was meant: what is written here loses slashes in a `pathlib.Path`, or is a path of this host.
+
+    ``tierfs::s3:/bucket/run`` is ``tierfs::s3://bucket/run``; ``tierfs::/data/run`` is ``tierfs::file:///data/run``, and what
+    is relative to the working directory likewise. All else is what it is.
+    """
+    text = os.fspath(path)
+    if not text.startswith(_CHAIN):
+        return text.replace("tierfs:/", "tierfs://", 1) if re.match("tierfs:/(?!/)", text) else text
+    rest = text[len(_CHAIN) :]
+    if (cut := _ONE_SLASH.fullmatch(rest)) is not None:
+        return f"{_CHAIN}{cut[1]}://{'/' if cut[1] in LOCAL else ''}{cut[2]}"
+    if not rest or "://" in rest or "::" in rest:
+        return text
+    return f"{_CHAIN}file://{os.path.abspath(rest)}"
 
 
 def inside(directory: str, name: str) -> str:

@@ -17,16 +17,18 @@ from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of, grouped
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import writable_bytes
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError
-from tierfs.store.transfers import transfers
+from tierfs.store.transfers import BUFFERS_MAX, transfers
 
 __all__ = ["ItemReader", "Saved", "put_in"]
 
-STRAIGHT_BYTES_MIN = 4 << 20
+STRAIGHT_BYTES_MIN = 1 << 20
 """A part of this length is worth a read of its own; below, what it shares blocks with is read along and copied."""
 WAVE_BYTES_MAX = 1 << 30
 """Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
-BUFFERS_BYTES_MAX = 256 << 20
+BUFFERS_BYTES_MAX = BUFFERS_MAX * CHUNK_BYTES
+"""What `transfers` keeps, so that no load but the first takes new memory."""
 POOLED_BYTES_MIN = 1 << 20
 """From here on a buffer of the pool, which is warm, is better than new memory."""
 DENSE_BYTES_MAX = 1 << 62

@@ -35,6 +35,7 @@ FORMAT = "tierfs-checkpoint"
 VERSION = 1
 DIMENSIONS_MAX = 64
 PATH_PARTS_MAX = 256
+_WHERE = "the checkpoint's metadata"
 _HEX = re.compile(r"[0-9a-f]{1,64}")
 
 
@@ -83,22 +84,23 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         InvalidInputError: Something in it cannot be written down so that reading gives the same again; names the FQN.
     """
     places: Mapping[Any, Place] = metadata.storage_data or {}
-    tensors, objects = {}, {}
+    tensors: dict[str, Any] = {}
+    objects: dict[str, dict[str, object]] = {}
     for fqn, item in metadata.state_dict_metadata.items():
         if isinstance(item, TensorStorageMetadata):
-            tensors[fqn] = _encode_tensor(fqn, item, places)
+            tensors[fqn] = item
         else:
             place = _place_of(places, MetadataIndex(fqn), fqn)
             objects[fqn] = {"file": place.file, "at": place.at, "length": place.length}
     meta = metadata.storage_meta
-    document = {
+    document: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
         "save_id": extra.save_id,
         "sequence": extra.sequence,
         "created_ns": extra.created_ns,
         "step": extra.step,
-        "tensors": tensors,
+        "tensors": {},
         "objects": objects,
         "paths": _encode_paths(metadata.planner_data),
         "files": {name: {"length": length} for name, length in extra.files.items()},
@@ -111,17 +113,23 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     }
     try:
         refuse_names([*tensors, *objects])
-        checksum = digest.checksum(_canonical(document)).hex()
+        # What would not be read is not written; a mistake is to be heard of while the state is still in memory.
+        _interpret(document, _WHERE)
+        # One by one, as text: as objects they would be so many that each save had Python look through all of its garbage.
+        texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
+        before = _canonical({name: value for name, value in document.items() if name < "tensors"})
+        after = _canonical({name: value for name, value in document.items() if name > "tensors"})
+        canonical = before[:-1] + b',"tensors":{' + b",".join(texts) + b"}," + after[1:]
+    except InvalidInputError:
+        raise
+    except (CorruptionError, FormatError) as error:
+        raise InvalidInputError(str(error)) from error
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"a name in the checkpoint is not valid Unicode: {error.object!r}") from None
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
-    try:
-        # What would not be read is not written; a mistake is to be heard of while the state is still in memory.
-        _interpret(document, "the checkpoint's metadata")
-    except (CorruptionError, FormatError) as error:
-        raise InvalidInputError(str(error)) from error
-    return _canonical({**document, "checksum": checksum})
+    # Of all members it sorts first.
+    return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
 
 
 def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
@@ -193,6 +201,13 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     if stated != actual or not actual:
         raise CorruptionError(f"{where}: checksum mismatch: the checkpoint's metadata is damaged", path=where)
     return document
+
+
+def _tensor_text(fqn: str, item: Any, places: Mapping[Any, Place], files: Mapping[str, int]) -> bytes:
+    """A tensor's member of the document, read once as a check."""
+    encoded = _encode_tensor(fqn, item, places)
+    _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
+    return _canonical({fqn: encoded})[1:-1]
 
 
 def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, Place]) -> dict[str, object]:

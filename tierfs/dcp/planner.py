@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["TierLoadPlanner"]
+__all__ = ["TierLoadPlanner", "unpickle_safely"]
 
 _GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
 
@@ -52,22 +52,47 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
             InvalidInputError: It is made with something that is not allowed, which was not run.
         """
         fqn = read_item.dest_index.fqn
-        loaded = self._load(fqn, value)
+        hint = (
+            "if you trust what wrote this checkpoint, import it and load with planner=TierLoadPlanner(allow=[{name}])"
+        )
+        loaded = unpickle_safely(repr(fqn), value, allow=self._allow, hint=hint)
         if self.flatten_state_dict:
             set_element(self.original_state_dict, self.mappings[fqn], loaded)
         else:
             self.state_dict[fqn] = loaded
 
-    def _load(self, fqn: str, value: io.BytesIO) -> Any:
-        try:
-            with torch.serialization.safe_globals(self._allow):
-                return torch.load(value, weights_only=True)
-        except Exception as error:  # what a pickle that somebody else made may raise has no end
-            refused = _GLOBAL.search(str(error))
-            if refused is None:
-                raise InvalidInputError(f"{fqn!r} cannot be loaded with weights_only=True: {error}") from error
-            name = refused[1]
-            raise InvalidInputError(
-                f"{fqn!r} is made with {name}, which a checkpoint may not bring in by itself, so it was not run: if you trust "
-                f"what wrote this checkpoint, import it and load with planner=TierLoadPlanner(allow=[{name}])"
-            ) from error
+
+def unpickle_safely(
+    where: str,
+    source: io.BytesIO | str,
+    *,
+    allow: Sequence[type | Callable[..., object]] = (bytes,),
+    hint: str = "if you trust who wrote it, load it with torch and save it as what it consists of",
+    map_location: str | None = None,
+    mmap: bool = False,
+) -> Any:
+    """What ``torch.save`` wrote, loaded without running anything but what is allowed.
+
+    Args:
+        where: How to name it in errors.
+        source: Its content, or the path of a local file.
+        allow: Classes and functions that it may be made with, beside those that torch allows.
+        hint: What to do where something is not allowed; ``{name}`` stands for that.
+        map_location: Where tensors are to be; by default where they were.
+        mmap: Whether tensors are to lie in the mapping of the file.
+
+    Raises:
+        InvalidInputError: It is made with something that is not allowed, which was not run, or it is damaged.
+    """
+    try:
+        with torch.serialization.safe_globals(list(allow)):
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
+    except Exception as error:  # what a pickle that somebody else made may raise has no end
+        refused = _GLOBAL.search(str(error))
+        if refused is None:
+            raise InvalidInputError(f"{where} cannot be loaded with weights_only=True: {error}") from error
+        name = refused[1]
+        raise InvalidInputError(
+            f"{where} is made with {name}, which a checkpoint may not bring in by itself, so it was not run: "
+            f"{hint.format(name=name)}"
+        ) from error

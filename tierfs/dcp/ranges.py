@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tierfs.digest import CHUNK_BYTES
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 
 __all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "Extent", "extents_of", "grouped"]
 
-GAP_BYTES_MAX = 64 << 10
+GAP_BYTES_MAX = BLOCK_BYTES - 1
 READ_BYTES_MAX = CHUNK_BYTES
 _Wanted = TypeVar("_Wanted")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -10,25 +12,34 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from tierfs.dcp.address import Address, inside
+from tierfs.dcp.address import Address, full_url, inside
 from tierfs.dcp.items import ItemReader, Saved
 from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
 from tierfs.dcp.shards import ShardFiles
 from tierfs.dcp.stock import StockPlace, decode_pickle
 from tierfs.dcp.stockdata import locate, read_archives
-from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
-from tierfs.store import open_entry, parse_url, stat
+from tierfs.errors import (
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+    TierfsError,
+)
+from tierfs.store import Store, open_entry, parse_url, stat
+from tierfs.store.away import ask_briefly
+from tierfs.store.commit import ROOT, Commits, Waiting
 
-__all__ = ["METADATA_BYTES_MAX", "METADATA_FILE", "TierReader", "metadata_file"]
+__all__ = ["METADATA_BYTES_MAX", "TierReader", "metadata_file"]
 
-METADATA_FILE = ".metadata"
 METADATA_BYTES_MAX = 1 << 30
 _PICKLE = b"\x80"
+_logger = logging.getLogger("tierfs.dcp")
 
 
 def metadata_file(rank: int | None = None) -> str:
     """Name of the file that says what is in a checkpoint; of one rank's alone where no collectives were used."""
-    return METADATA_FILE if rank is None else f"__{rank}{METADATA_FILE}"
+    return ROOT if rank is None else f"__{rank}{ROOT}"
 
 
 class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are untyped here
@@ -51,6 +62,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._address = Address.of(path, options)
         self._metadata: Any = None
         self._note: CheckpointNote | None = None
+        self._shared: str | None = None
 
     def __repr__(self) -> str:
         return f"TierReader({self._address.url!r})"
@@ -64,7 +76,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this names a place where a store may be. Nothing is looked up."""
         try:
-            parse_url(os.fspath(checkpoint_id))
+            parse_url(full_url(checkpoint_id))
         except InvalidInputError:
             return False
         return True
@@ -76,9 +88,9 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: The URL is no good.
         """
         if checkpoint_id:
-            parse_url(os.fspath(checkpoint_id))
+            parse_url(full_url(checkpoint_id))
             self._address = self._address.at(checkpoint_id)
-        self._metadata = self._note = None
+        self._metadata = self._note = self._shared = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """What is in the checkpoint: torch's `Metadata`.
@@ -97,14 +109,17 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         name = metadata_file(kwargs.get("rank"))
         path = inside(directory, name)
         where = store.where(path)
+        waiting = self._commit(store, directory) if name == ROOT else []
         try:
             reader = open_entry(store, stat(store, path))
         except NotFoundError as error:
+            why = "; ".join(map(str, waiting)) or "a save that has not come to its end has none"
             raise NotFoundError(
-                f"no checkpoint is at {self.checkpoint_id}: {where} is not there; a save that has not come to its end has "
-                "none, and `tierfs ls` shows what is there",
+                f"no checkpoint is at {self.checkpoint_id}: {where} is not there; {why}; `tierfs ls` shows what is there",
                 path=path,
             ) from error
+        for save in waiting:
+            _logger.warning("%s: a later save is not complete, and not loaded: %s", self.checkpoint_id, save)
         if reader.length > METADATA_BYTES_MAX:
             raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
         data = bytearray(reader.length)
@@ -115,18 +130,41 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         else:
             metadata, note = decode(bytes(data), where)
         self._note = note
+        self._shared = note.save_id if note is not None and name == ROOT else None
         return metadata
+
+    def _commit(self, store: Store, directory: str) -> list[Waiting]:
+        """See that a save whose last file has arrived is the checkpoint, and say which have to wait."""
+        commits = Commits(store)
+        try:
+            if store.tiers is not None and not ask_briefly(store, lambda: commits.is_any(directory)):
+                return []
+            return commits.advance(directory)
+        except TierfsError as error:
+            # What stands can be loaded all the same, from this host's tiers for one.
+            _logger.warning("%s: a later save that is complete by now may go unseen: %s", self.checkpoint_id, error)
+            return []
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of what `read_metadata` gave."""
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing is to be prepared."""
-        return plan
+        """Say of which save the metadata is that this rank shares with the others."""
+        return replace(plan, storage_data=self._shared)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing is to be prepared."""
+        """See that all ranks are about to load the same save. Called on the coordinator alone.
+
+        Raises:
+            ConflictError: They are not: another was published while they looked.
+        """
+        saves = {str(plan.storage_data) for plan in plans}
+        if len(saves) > 1:
+            raise ConflictError(
+                f"{self.checkpoint_id} was saved anew while it was looked at: ranks have metadata of {len(saves)} saves, "
+                f"{', '.join(sorted(saves))}; load it again",
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -1,14 +1,16 @@
 """The shard file of one rank and one save: tensors are copied into it before it has a name, and found there again.
 
 `TierWriter.stage` fills one and hands out tensors that are views of it; `TierWriter.write_data` finds them there by where
-they lie, adds what was not staged, and gives the file its name. So nothing of a save is kept on the writer.
+they lie, adds what was not staged, and gives the file its name. So nothing of a save is kept on the writer. Both may be
+in two processes: then the file is lent to the one that saves it.
 """
 
 from __future__ import annotations
 
-import bisect
 import os
+import threading
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,21 +18,52 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierfs.dcp.shardlayout import Entry, Piece, header, plan_runs
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.codec.safetensors import METADATA_NAME, Entry
+from tierfs.dcp.shardlayout import Piece, header, plan_runs
+from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
 from tierfs.errors import CapacityError
-from tierfs.flush.levels import Level
 from tierfs.store import Store
-from tierfs.store.stagedfile import Run, StagedFile
+from tierfs.store.commit import PART
+from tierfs.store.lentfile import BorrowedFile, LentFile
+from tierfs.store.stagedfile import Run, StagedFile, borrowed_runs
 from tierfs.units import format_bytes
 
-__all__ = ["Placed", "ShardFile", "find_staged"]
+__all__ = ["LentShard", "Placed", "ShardFile", "find_staged"]
+
+
+# What torch copies as fast as memory, and bit for bit; it is slow at some of the others, and makes every bool 0 or 1.
+_COPIED_AS_THEY_ARE = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
 
 
 class _Memory(np.ndarray[Any, Any]):
     """A run's memory as an array that keeps its file, and so the memory, for as long as a tensor is a view of it."""
 
     file: ShardFile
+
+
+class _Exposed:
+    """Memory that may only be read, as numpy takes it without complaint; torch has no tensors of that kind."""
+
+    def __init__(self, run: _Run) -> None:
+        self._run = run
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (run.memory.length,),
+            "typestr": "|u1",
+            "data": (run.address, False),
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -54,125 +87,249 @@ class Placed:
     length: int
 
 
-@dataclass(slots=True, eq=False)
 class _Run:
-    """A run, and what lies in it in order."""
+    """A run, and what lies in it.
 
-    memory: Run
-    address: int
-    placed: list[Placed]
+    Args:
+        memory: The run.
+        address: Of its first byte in this process.
+        entries: In order.
+    """
+
+    def __init__(self, memory: Run, address: int, entries: Sequence[Entry]) -> None:
+        self.memory = memory
+        self.address = address
+        self.entries = entries
+        self._begins: list[int] = []
+        self._placed: list[Placed] = []
+
+    @property
+    def placed(self) -> list[Placed]:
+        """The same, as what is referred to. Made when it is asked for, which `TierWriter.stage` has no time for."""
+        with _lock:
+            if not self._placed:
+                self._placed = [
+                    Placed(name, dtype, shape, self, at, length) for name, dtype, shape, at, length in self.entries
+                ]
+        return self._placed
+
+    def find(self, inside: int) -> Placed:
+        """What lies at, or else before, an offset in the run, in bytes."""
+        if not self._begins:
+            self._begins = [entry.at for entry in self.entries]
+        return self.placed[bisect_right(self._begins, inside) - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class LentShard:
+    """A shard file without a name on its way to another process.
+
+    Attributes:
+        file: Its runs.
+        entries: For each run, what lies in it, in order.
+    """
+
+    file: LentFile
+    entries: tuple[tuple[Entry, ...], ...]
 
 
 class ShardFile:
     """See the module. For one thread at a time.
 
     Args:
-        store: Where it is to be saved.
+        store: Where it is to be saved; ``None`` if that is not known yet.
         private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
     """
 
-    def __init__(self, store: Store, *, private: bool = False) -> None:
-        self._file = None if private else StagedFile(store)
-        self._room = None if private or store.tiers is None else store.tiers.ram.budget_bytes // _ranks_here()
+    def __init__(self, store: Store | None, *, private: bool = False) -> None:
+        self._store = store
+        self._file: StagedFile | None = None
+        self._borrowed: BorrowedFile | None = None
+        self._room: int | None = None
         self._used = 0
         self._runs: list[_Run] = []
-        self._names: set[str] = set()
+        self._staged: dict[int, _Run] = {}  # by what torch calls the storages of tensors that lie there
+        self._names = {METADATA_NAME}
+        self._is_over = False
+        if store is not None and not private:
+            self._begin_at(store)
         if not private:
-            _live.add(self)
+            with _lock:
+                _live.add(self)
 
-    def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[Placed, torch.Tensor]]:
+    def _begin_at(self, store: Store) -> None:
+        self._store, self._file = store, StagedFile(store)
+        self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // _ranks_here()
+
+    # -- in two processes ------------------------------------------------------------------------------------------------
+
+    def lend(self) -> LentShard | None:
+        """Let a process that `multiprocessing` started save it: once, and then not here any more.
+
+        Returns:
+            To be pickled for that process. ``None`` where the memory is this process's alone.
+
+        Raises:
+            StoreError: It was saved, lent or given up before.
+        """
+        lent = None if self._file is None else self._file.lend([run.memory for run in self._runs])
+        if lent is None:
+            return None
+        return LentShard(lent, tuple(tuple(run.entries) for run in self._runs))
+
+    def numbers(self) -> dict[int, tuple[int, int]]:
+        """By the ``id`` of what lies in a run: the run's number, and its own in there."""
+        return {
+            id(placed): (number, inside)
+            for number, run in enumerate(self._runs)
+            for inside, placed in enumerate(run.placed)
+        }
+
+    @classmethod
+    def borrow(cls, lent: LentShard) -> ShardFile:
+        """What another process lent, to be saved here.
+
+        Raises:
+            StoreError: It is not there any more.
+        """
+        file = cls(None)
+        file._borrowed = BorrowedFile(lent.file)
+        for memory, entries in zip(borrowed_runs(file._borrowed), lent.entries, strict=True):
+            file._runs.append(_Run(memory, np.frombuffer(memory.view, np.uint8).ctypes.data, entries))
+            file._names.update(entry.name for entry in entries)
+        return file
+
+    def tensor(self, number: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """What was staged elsewhere, by its `numbers` there, as a view of the file. Not to be written to."""
+        run = self._runs[number[0]]
+        placed = run.placed[number[1]]
+        memory = self._held(np.asarray(_Exposed(run)))
+        view = torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel(), offset=placed.at).view(shape)
+        self._staged[view.untyped_storage()._cdata] = run
+        return view
+
+    def is_for(self, store: Store) -> bool:
+        """Whether it is to be saved to this store. What another process staged for it is this one's from then on."""
+        if self._store is None and self._borrowed is not None:
+            if self._borrowed.is_of(store):
+                self._begin_at(store)
+            elif store.tiers is not None:
+                store.tiers.counters.fall_back(
+                    "staged_elsewhere", "what another process staged for another store or host is copied once more"
+                )
+        return self._store is store
+
+    # -- what lies in it -------------------------------------------------------------------------------------------------
+
+    def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Copy tensors into the file.
 
         Args:
             tensors: With their names. Strided, on any device; not empty ones are copied bit for bit.
 
         Returns:
-            For each where it lies, and a tensor of the same dtype and shape that is a view of it, on the CPU.
+            For each a tensor of the same dtype and shape that is a view of the file, on the CPU, with a storage of its own:
+            what is pickled of a tensor is its storage, all of it, and a DTensor over a part of one cannot be at all
+            (torch 2.13 reads from address 0).
 
         Raises:
             CapacityError: There is no room for one of them in one piece, and none came in time.
         """
-        found: list[tuple[Placed, torch.Tensor] | None] = [None] * len(tensors)
-        full = [number for number, (_, tensor) in enumerate(tensors) if tensor.numel()]
-        pieces = [
-            Piece(name, str(tensor.dtype), tensor.numel() * tensor.element_size())
-            for name, tensor in (tensors[number] for number in full)
-        ]
-        for number, (name, tensor) in enumerate(tensors):
-            if not tensor.numel():
-                placed = self._place(name, tensor.dtype, tuple(tensor.shape), None, 0, 0)
-                found[number] = placed, torch.empty_like(tensor, device="cpu")
-        self._reserve(sum(piece.length for piece in pieces))
+        plan = plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
+        self._reserve(plan.length)
+        is_free = self._names.isdisjoint(plan.names)
+        if is_free:
+            self._names |= plan.names
+        views: list[torch.Tensor | None] = [None] * len(tensors)
         with torch.no_grad():
             targets: list[torch.Tensor] = []
             sources: list[torch.Tensor] = []
-            for plan in plan_runs(pieces):
-                run, memory = self._begin(plan.lengths)
-                at = 0
-                for piece in plan.pieces:
-                    name, tensor = tensors[full[piece]]
-                    length = pieces[piece].length
-                    # A storage of its own: what is pickled of a tensor is its storage, and a DTensor over a part of one
-                    # cannot be at all (torch 2.13 reads from address 0).
-                    own = self._tensor(memory[at : at + length])
-                    view = own.view(tensor.dtype).view(tensor.shape)
-                    placed = self._place(name, tensor.dtype, tuple(tensor.shape), run, at, length)
-                    found[full[piece]] = placed, view
+            for run, (placed, memory) in zip(plan.runs, self._begin([run.lengths for run in plan.runs]), strict=True):
+                entries = run.entries
+                if not is_free:
+                    entries = tuple([entry._replace(name=unique(entry.name, self._names)) for entry in entries])
+                placed.entries = entries
+                found = self._views(run, placed, memory)
+                for number, view in zip(run.numbers, found, strict=True):
+                    views[number] = view
+                originals = [tensors[number][1] for number in run.numbers]
+                if run.dtype in _COPIED_AS_THEY_ARE:
+                    targets += found
+                    sources += originals
+                    continue
+                for view, tensor in zip(found, originals, strict=True):
                     if _is_plain(tensor):
-                        targets.append(own)
-                        sources.append(tensor.detach().reshape(-1).view(torch.uint8))
+                        targets.append(view.view(-1).view(torch.uint8))
+                        sources.append(tensor.detach().view(-1).view(torch.uint8))
                     else:
-                        view.copy_(tensor.detach())
-                    at += length
+                        view.copy_(tensor)
             if targets:
                 torch._foreach_copy_(targets, sources)
-        return [item for item in found if item is not None]
+            return [
+                torch.empty(tensor.shape, dtype=tensor.dtype) if view is None else view
+                for view, (_, tensor) in zip(views, tensors, strict=True)
+            ]
+
+    def add_placed(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[Placed]:
+        """The same; returns where each lies."""
+        return [
+            self.find(view)
+            or Placed(unique(name, self._names), *described(tensor.dtype, tensor.shape, 0), run=None, at=0, length=0)
+            for view, (name, tensor) in zip(self.add_tensors(tensors), tensors, strict=True)
+        ]
+
+    def _views(self, run: TensorRun, placed: _Run, memory: _Memory) -> list[torch.Tensor]:
+        views = [
+            torch.frombuffer(memory, dtype=run.dtype, count=count, offset=entry.at)
+            for count, entry in zip(run.counts, run.entries, strict=True)
+        ]
+        if run.shapes is not None:
+            for view, shape in zip(views, run.shapes, strict=True):
+                view.resize_(shape)
+        for view in views:
+            self._staged[view.untyped_storage()._cdata] = placed
+        return views
 
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Placed]:
         """Copy the bytes of serialised objects into the file. Raises as `add_tensors` does."""
         pieces = [Piece(name, "bytes", len(data)) for name, data in objects]
         self._reserve(sum(piece.length for piece in pieces))
         found: dict[int, Placed] = {}
-        for plan in plan_runs(pieces):
-            (run, _), at = self._begin(plan.lengths), 0
+        plans = plan_runs(pieces)
+        for plan, (run, _) in zip(plans, self._begin([plan.lengths for plan in plans]), strict=True):
+            entries: list[Entry] = []
+            at = 0
             for number in plan.pieces:
                 name, data = objects[number]
                 run.memory.view[at : at + len(data)] = data
-                found[number] = self._place(name, torch.uint8, (len(data),), run, at, len(data))
+                entries.append(Entry(unique(name, self._names), "U8", (len(data),), at, len(data)))
                 at += len(data)
+            run.entries = entries
+            found.update(zip(plan.pieces, run.placed, strict=True))
         return [found[number] for number in range(len(objects))]
 
     def find(self, tensor: torch.Tensor) -> Placed | None:
         """Where the bytes of a tensor lie, if it is contiguous and a view of one that was copied here."""
-        length = tensor.numel() * tensor.element_size()
-        if not length or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        # By the storage: memory that another file had may be ours now, and its tensors be there still.
+        run = self._staged.get(tensor.untyped_storage()._cdata)
+        if run is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-        address = tensor.data_ptr()
-        for run in self._runs:
-            at = address - run.address
-            if at >= 0 and at + length <= run.memory.length:
-                number = bisect.bisect_right(run.placed, at, key=lambda placed: placed.at) - 1
-                placed = run.placed[number]
-                if at + length <= placed.at + placed.length:
-                    if (at, length) == (placed.at, placed.length):
-                        return placed
-                    return Placed(placed.name, placed.dtype, tuple(tensor.shape), run, at, length)
-        return None
+        length, at = tensor.nbytes, tensor.data_ptr() - run.address
+        if not length or not 0 <= at < run.memory.length:
+            return None
+        placed = run.find(at)
+        if at + length > placed.at + placed.length:
+            return None
+        if length == placed.length:
+            return placed
+        return Placed(placed.name, *described(tensor.dtype, tensor.shape, length), run, at, length)
 
-    def seal(self) -> None:
-        """Hash what is in it: `Level.STAGED` but for the name."""
-        assert self._file is not None
-        self._file.seal([run.memory for run in self._runs])
-
-    def commit(
-        self, path: str, wanted: Iterable[Placed], *, level: Level | None, note: Mapping[str, str]
-    ) -> tuple[int, dict[int, int]]:
+    def commit(self, path: str, wanted: Iterable[Placed], *, note: Mapping[str, str]) -> tuple[int, dict[int, int]]:
         """Give the file its name. What lies in runs in which nothing is wanted is left out.
 
         Args:
             path: Relative to the store.
             wanted: What the checkpoint refers to.
-            level: What is waited for.
             note: Strings for the header.
 
         Returns:
@@ -182,7 +339,10 @@ class ShardFile:
             TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
         """
         assert self._file is not None
-        needed = {id(placed.run) for placed in wanted if placed.run is not None}
+        self._is_over = True
+        wanted = list(wanted)
+        lies = self._without_the_rest(wanted)
+        needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
         runs = [run for run in self._runs if id(run) in needed]
         begins: dict[int, int] = {}
         end = 0
@@ -195,23 +355,54 @@ class ShardFile:
             for placed in run.placed
         ]
         entries += [
-            Entry(placed.name, placed.dtype, placed.shape, end, 0)
-            for placed in {id(placed): placed for placed in wanted if placed.run is None}.values()
+            Entry(placed.name, placed.dtype, placed.shape, end, 0) for placed in lies.values() if placed.run is None
         ]
         head = header(entries, note)
-        first = self._file.add_run(_cut(len(head)))
+        (first,) = self._file.add_runs([_cut(len(head))])
         first.view[:] = head
         memory = [first, *(run.memory for run in runs)]
         self._file.seal(memory)
-        self._file.commit(path, memory, level=level)
+        self._file.commit(path, memory, metadata=PART)
+        if self._borrowed is not None:
+            self._borrowed.release()
         offsets = {
-            id(placed): len(head) + (begins[id(placed.run)] + placed.at if placed.run is not None else end)
-            for placed in wanted
+            number: len(head) + (begins[id(placed.run)] + placed.at if placed.run is not None else end)
+            for number, placed in lies.items()
         }
         return len(head) + end, offsets
 
+    def _without_the_rest(self, wanted: Sequence[Placed]) -> dict[int, Placed]:
+        """Where each wanted one (by its ``id``) lies, when packs have been packed anew without what is not wanted.
+
+        What is not wanted is what another rank saves: replicas. They stay in where there is no room for it.
+        """
+        lies = {id(placed): placed for placed in wanted}
+        places = {(id(placed.run), placed.at) for placed in wanted}
+        mixed = {id(run) for run in self._runs if any((id(run), placed.at) not in places for placed in run.placed)}
+        sources = [placed for placed in lies.values() if id(placed.run) in mixed]
+        plans = plan_runs([Piece(source.name, source.dtype, source.length) for source in sources])
+        try:
+            packed = self._begin([plan.lengths for plan in plans], wait=False)
+        except CapacityError:
+            return lies
+        names: set[str] = set()
+        for plan, (run, _) in zip(plans, packed, strict=True):
+            entries: list[Entry] = []
+            at = 0
+            for source in map(sources.__getitem__, plan.pieces):
+                assert source.run is not None
+                run.memory.view[at : at + source.length] = source.run.memory.view[source.at : source.at + source.length]
+                name = source.name if source.name not in names else unique(source.name, self._names)
+                names.add(name)
+                entries.append(Entry(name, source.dtype, source.shape, at, source.length))
+                at += source.length
+            run.entries = entries
+            lies.update((id(sources[number]), placed) for number, placed in zip(plan.pieces, run.placed, strict=True))
+        return lies
+
     def abort(self) -> None:
         """Give everything back. Tensors that are views of it hold anything from then on."""
+        self._is_over = True
         if self._file is not None:
             self._file.abort()
 
@@ -229,42 +420,35 @@ class ShardFile:
                 tier="ram",
             )
 
-    def _begin(self, lengths: Sequence[int]) -> tuple[_Run, np.ndarray[Any, Any]]:
-        """A run, and its memory. Only what is handed out refers to that: it refers to us."""
+    def _begin(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[_Run, _Memory]]:
+        """Runs, and their memory. Only tensors refer to that, and so keep us alive: it refers to us."""
         if self._file is None:
-            private = np.empty(sum(lengths), np.uint8)
-            return _Run(Run(memoryview(b""), sum(lengths), []), private.ctypes.data, []), private
-        memory = self._file.add_run(lengths)
-        array = np.frombuffer(memory.view, np.uint8)
-        run = _Run(memory, array.ctypes.data, [])
-        self._runs.append(run)
-        return run, array
+            arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
+            return [
+                (_Run(Run(memoryview(b""), len(array), []), array.ctypes.data, ()), self._held(array))
+                for array in arrays
+            ]
+        begun = []
+        for memory in self._file.add_runs(runs, wait=wait):
+            array = np.frombuffer(memory.view, np.uint8)
+            run = _Run(memory, array.ctypes.data, ())
+            self._runs.append(run)
+            begun.append((run, self._held(array)))
+        return begun
 
-    def _tensor(self, memory: np.ndarray[Any, Any]) -> torch.Tensor:
-        """Memory of a run as a tensor of bytes that keeps us alive."""
+    def _held(self, memory: np.ndarray[Any, Any]) -> _Memory:
         held = memory.view(_Memory)
         held.file = self
-        return torch.from_numpy(held)
-
-    def _place(
-        self, name: str, dtype: torch.dtype, shape: tuple[int, ...], run: _Run | None, at: int, length: int
-    ) -> Placed:
-        known = SAFETENSORS_NAMES.get(dtype)
-        unique, number = name, 1
-        while unique in self._names:
-            unique, number = f"{name}#{number}", number + 1
-        self._names.add(unique)
-        placed = Placed(unique, known or "U8", shape if known else (length,), run, at, length)
-        if run is not None:
-            run.placed.append(placed)
-        return placed
+        return held
 
 
-def find_staged(tensor: torch.Tensor) -> tuple[ShardFile, Placed] | None:
-    """The file that was staged and not saved yet in which a tensor lies, and where."""
-    for file in list(_live):
+def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] | None:
+    """The file in which a tensor was staged for a store, and where. One that was saved or given up only if no other."""
+    with _lock:
+        files = [file for file in _live if file._store is store or file._store is None]
+    for file in sorted(files, key=lambda file: file._is_over):
         placed = file.find(tensor)
-        if placed is not None:
+        if placed is not None and file.is_for(store):
             return file, placed
     return None
 
@@ -277,7 +461,7 @@ def _ranks_here() -> int:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie side by side in this machine's memory, so that any dtype is copied as fast as memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _cut(length: int) -> tuple[int, ...]:
@@ -286,3 +470,4 @@ def _cut(length: int) -> tuple[int, ...]:
 
 
 _live: weakref.WeakSet[ShardFile] = weakref.WeakSet()
+_lock = threading.Lock()

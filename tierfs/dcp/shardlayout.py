@@ -13,17 +13,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.digest import CHUNK_BYTES
+from tierfs.store.cuts import LARGE_BYTES
 
-__all__ = ["LARGE_BYTES", "Entry", "Piece", "RunPlan", "header", "plan_runs"]
+__all__ = ["Piece", "RunPlan", "header", "plan_runs"]
 
-LARGE_BYTES = 1 << 20
 HEADER_ALIGN = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Bytes that are to lie in the file without a gap: a tensor, a part of one, or an object.
 
     Attributes:
@@ -50,30 +51,11 @@ class RunPlan:
     lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor in the header.
-
-    Attributes:
-        name: Unique in the file.
-        dtype: The format's name for it.
-        shape: Rows first.
-        at: Offset behind the header, in bytes.
-        length: In bytes.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    at: int
-    length: int
-
-
 def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
     """Cut pieces into runs: packs of small ones first, then each large one, both in the order of names."""
     packs: dict[str, list[int]] = {}
     large: list[int] = []
-    for number in sorted(range(len(pieces)), key=lambda number: (pieces[number].name, number)):
+    for number in sorted(range(len(pieces)), key=lambda number: pieces[number].name):
         piece = pieces[number]
         if piece.length >= LARGE_BYTES:
             large.append(number)
@@ -111,7 +93,7 @@ def header(entries: Iterable[Entry], note: Mapping[str, str]) -> bytes:
         entries: In any order; together they cover everything behind the header, without a gap.
         note: Strings kept beside them.
     """
-    table: dict[str, object] = {"__metadata__": dict(note)} if note else {}
+    table: dict[str, object] = {METADATA_NAME: dict(note)} if note else {}
     for entry in sorted(entries, key=lambda entry: (entry.at, entry.length)):
         offsets = [entry.at, entry.at + entry.length]
         table[entry.name] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": offsets}

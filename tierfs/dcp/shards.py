@@ -99,7 +99,7 @@ class ShardFiles:
     def _open_one(self, name: str) -> _Open:
         try:
             entry = stat(self._store, self.path(name))
-            reader = open_entry(self._store, entry)
+            reader = open_entry(self._store, entry, exact=True)
             borders: Sequence[int] = ()
             if entry.foreign is not None:
                 borders = range(CHUNK_BYTES, reader.length, CHUNK_BYTES)

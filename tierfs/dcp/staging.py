@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from tierfs.dcp.replicas import placeholder
 from tierfs.dcp.shardfile import ShardFile
+from tierfs.dcp.stagedstate import StagedState
+from tierfs.dcp.tensorbytes import has_no_memory, problem_of
+from tierfs.errors import InvalidInputError
 
 __all__ = ["stage"]
 
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
-def stage(state_dict: Mapping[str, Any], file: ShardFile) -> dict[str, Any]:
+
+def stage(
+    state_dict: Mapping[str, Any], file: ShardFile, elsewhere: Mapping[str, WriteItem] | None = None
+) -> dict[str, Any]:
     """Copy a state dict into a shard file.
 
     Every strided tensor in its dicts, lists and tuples becomes a view of the file, DTensors and ShardedTensors with their
@@ -24,43 +33,97 @@ def stage(state_dict: Mapping[str, Any], file: ShardFile) -> dict[str, Any]:
     Args:
         state_dict: Borrowed for the call; its tensors may lie on any device.
         file: Takes the bytes.
+        elsewhere: By name, items of tensors that another rank saves: what is so still is not copied.
 
     Returns:
-        The same structure. It keeps the file's memory.
+        The same structure. It keeps the file's memory, and may be sent to one other process, which saves it then.
 
     Raises:
         CapacityError: The tensors do not fit.
-        TypeError: An object cannot be copied.
+        InvalidInputError: An object cannot be copied; says where it is.
     """
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, tensor in _tensors("", state_dict):
-        named.setdefault(id(tensor), (name, tensor))
-    locals_ = [(name, local) for name, tensor in named.values() for local in _local_parts(tensor)]
-    views = iter([view for _, view in file.add_tensors(locals_)])
+    named: dict[int, tuple[list[str], torch.Tensor]] = {}
+    _collect(None, state_dict, named)
     memo: dict[int, Any] = {}
-    for number, (_, tensor) in named.items():
-        memo[number] = _rebuilt(tensor, views)
-    return {key: copy.deepcopy(value, memo) for key, value in state_dict.items()}
+    left: dict[int, Any] = {}
+    parts: list[tuple[str, torch.Tensor]] = []
+    staged: list[tuple[int, torch.Tensor]] = []
+    for number, (names, tensor) in named.items():
+        if elsewhere and (other := placeholder(tensor, names, elsewhere)) is not None:
+            left[number] = other
+        elif _is_simple(tensor):
+            parts.append((names[0], tensor))
+            staged.append((number, tensor))
+        else:
+            locals_ = _local_parts(tensor)
+            if not any(map(problem_of, locals_)):
+                parts += [(names[0], part.detach().as_subclass(torch.Tensor)) for part in locals_]
+                staged.append((number, tensor))
+            elif any(map(has_no_memory, locals_)):
+                # Refused when it is saved, as all that cannot be stored, so that every rank hears of it. A copy would have
+                # content.
+                memo[number] = tensor
+    views = file.add_tensors(parts)
+    remaining = iter(views)
+    for number, tensor in staged:
+        memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
+    if left:
+        # Whoever saves an object saves what it refers to: that is copied, whoever saves the tensor by its name.
+        for key, value in state_dict.items():
+            for inner in _objects(value):
+                _copied(key, inner, memo)
+        memo.update({number: other for number, other in left.items() if number not in memo})
+    return StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, views, file)
 
 
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors that can be staged, with their names as DCP's planners build them."""
+def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception as error:
+        raise InvalidInputError(f"{key!r} has something in it that cannot be copied: {error}") from error
+
+
+def _collect(path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]]) -> None:
+    """Find the tensors, each once, with their names as DCP's planners build them. A name may be empty."""
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        known = found.get(id(value))
+        if known is None:
+            found[id(value)] = [path or ""], value
+        else:
+            known[0].append(path or "")
+        return
     if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _tensors(f"{path}.{key}" if path else str(key), inner)
+        pairs: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)):
-        for number, inner in enumerate(value):
-            yield from _tensors(f"{path}.{number}" if path else str(number), inner)
-    elif isinstance(value, (torch.Tensor, ShardedTensor)) and _can_stage(value):
-        yield path, value
+        pairs = enumerate(value)
+    else:
+        return
+    before = "" if path is None else f"{path}."
+    for key, inner in pairs:
+        if type(inner) in _PLAIN and id(inner) not in found:  # as nearly all are
+            found[id(inner)] = [f"{before}{key!s}"], inner
+        else:
+            _collect(f"{before}{key!s}", inner, found)
 
 
-def _can_stage(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are all there is to it."""
-    if isinstance(tensor, (DTensor, ShardedTensor)):
-        return all(map(_can_stage, _local_parts(tensor)))
-    plain = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-    return plain and tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type != "meta"
+def _objects(value: Any) -> Iterator[Any]:
+    """What DCP's planners save as objects, tuples among them."""
+    if isinstance(value, (Mapping, list)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _objects(inner)
+    elif not isinstance(value, (torch.Tensor, ShardedTensor)):
+        yield value
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether a quick look says that its bytes are all there is to it, as it does of nearly all."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and bool(tensor.data_ptr() or not tensor.numel())
+    )
 
 
 def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:

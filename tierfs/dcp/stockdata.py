@@ -17,9 +17,9 @@ import torch
 from tierfs.dcp.items import Saved, put_in
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.shards import FileRange, ShardFiles, raise_named
+from tierfs.dcp.streams import ReadStream
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
-from tierfs.store import Reader
 
 __all__ = ["locate", "read_archives"]
 
@@ -73,7 +73,9 @@ def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planne
     for place, pairs in groupby(by_place, key=lambda pair: pair[1].place):
         items = [item for item, _ in pairs]
         if place.length >= STREAMED_BYTES_MIN:
-            stream = io.BufferedReader(_Slice(files.reader(place.file), place), STREAM_BUFFER_BYTES)
+            stream = io.BufferedReader(
+                ReadStream(files.reader(place.file), place.at, place.length), STREAM_BUFFER_BYTES
+            )
             _load(files, place, items, stream, planner)
             continue
         batch.append((place, items, bytearray(place.length)))
@@ -120,34 +122,6 @@ def _load(files: ShardFiles, place: Place, items: list[Any], stream: Any, planne
             )
         put_in(target, part)
         planner.commit_tensor(item, target)
-
-
-class _Slice(io.RawIOBase):
-    """A range of a file as a file of its own."""
-
-    def __init__(self, reader: Reader, place: Place) -> None:
-        super().__init__()
-        self._reader = reader
-        self._place = place
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._place.length}[whence]
-        self._at = max(0, base + offset)
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        out = memoryview(buffer).cast("B")
-        count = max(0, min(len(out), self._place.length - self._at))
-        self._reader.read_into(self._place.at + self._at, out[:count])
-        self._at += count
-        return count
 
 
 def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping[str, Any], int]:

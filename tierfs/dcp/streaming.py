@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfs.dcp.shardlayout import Entry, header
+from tierfs.codec.safetensors import METADATA_NAME, Entry
+from tierfs.dcp.shardlayout import header
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
-from tierfs.flush.levels import Level
 from tierfs.store import Store, Writer
+from tierfs.store.commit import PART
 
 __all__ = ["Part", "object_part", "stream", "tensor_part"]
 
@@ -46,16 +47,13 @@ def object_part(name: str, data: memoryview) -> Part:
     return Part(name, "U8", (len(data),), len(data), lambda: data)
 
 
-def stream(
-    store: Store, path: str, parts: Sequence[Part], *, level: Level | None, note: Mapping[str, str]
-) -> tuple[int, list[int]]:
+def stream(store: Store, path: str, parts: Sequence[Part], *, note: Mapping[str, str]) -> tuple[int, list[int]]:
     """Write a shard file.
 
     Args:
         store: Where to.
         path: Relative to it.
         parts: In the order of the file.
-        level: What is waited for.
         note: Strings for the header.
 
     Returns:
@@ -64,14 +62,14 @@ def stream(
     Raises:
         StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
     """
-    entries, names, at = [], set(), 0
+    entries, names, at = [], {METADATA_NAME}, 0
     for number, part in enumerate(parts):
         name = part.name if part.name not in names else f"{part.name}#{number}"
         names.add(name)
         entries.append(Entry(name, part.dtype, part.shape, at, part.length))
         at += part.length
     head = header(entries, note)
-    writer = Writer(store, path, level=level)
+    writer = Writer(store, path, metadata=PART)
     try:
         writer.write(head)
         for part in parts:

@@ -15,7 +15,16 @@ import torch
 from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
-__all__ = ["SAFETENSORS_NAMES", "bytes_of", "tensor_in", "writable_bytes"]
+__all__ = [
+    "DTYPES_BY_NAME",
+    "SAFETENSORS_NAMES",
+    "bytes_of",
+    "has_no_memory",
+    "problem_of",
+    "refuse_unusual",
+    "tensor_in",
+    "writable_bytes",
+]
 
 SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
@@ -37,6 +46,7 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.uint64: "U64",
 }
 """What the safetensors format calls a dtype. A tensor of any other is stored as ``U8``."""
+DTYPES_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def bytes_of(tensor: Any) -> memoryview:
@@ -51,7 +61,7 @@ def bytes_of(tensor: Any) -> memoryview:
     Raises:
         InvalidInputError: The tensor has no elements in memory of its own, or they are not all there is to it.
     """
-    _refuse_unusual(tensor)
+    refuse_unusual(tensor)
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.dtype.itemsize == 1:
         # torch does not know how to copy some of the small ones; their bytes it does.
@@ -98,15 +108,39 @@ def _flat(tensor: Any) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
-def _refuse_unusual(tensor: Any) -> None:
-    problem = ""
-    if hasattr(tensor, "__tensor_flatten__"):
-        problem = f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example"
-    elif tensor.layout != torch.strided:
-        problem = f"its layout is {tensor.layout}: make it dense with to_dense()"
-    elif tensor.is_quantized:
-        problem = f"{tensor.dtype} has more to it than its elements: store int_repr(), scale and zero point"
-    elif tensor.is_meta:
-        problem = "it is on the meta device, where tensors have no content"
+def refuse_unusual(tensor: Any, name: str = "") -> None:
+    """See that a tensor is what can be stored: elements in memory, and nothing else to it.
+
+    Args:
+        tensor: On any device.
+        name: To be said in the error.
+
+    Raises:
+        InvalidInputError: It is not; says what to store in its place.
+    """
+    problem = problem_of(tensor)
     if problem:
-        raise InvalidInputError(f"a tensor of shape {list(tensor.shape)} cannot be stored as bytes: {problem}")
+        what = f"a tensor of shape {list(tensor.shape)}"
+        raise InvalidInputError(f"{f'{name!r}, {what},' if name else what} cannot be stored as bytes: {problem}")
+
+
+def problem_of(tensor: Any) -> str:
+    """Why a tensor is not what can be stored, and what to store in its place; empty if it is."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example"
+    if tensor.layout != torch.strided:
+        return f"its layout is {tensor.layout}: make it dense with to_dense()"
+    if tensor.is_quantized:
+        return f"{tensor.dtype} has more to it than its elements: store int_repr(), scale and zero point"
+    if tensor.is_meta:
+        return "it is on the meta device, where tensors have no content: materialize it with to_empty() and load it"
+    if has_no_memory(tensor):
+        return (
+            "its memory was freed (a parameter that is sharded at the moment, for example): give what holds its content"
+        )
+    return ""
+
+
+def has_no_memory(tensor: Any) -> bool:
+    """Whether a tensor's memory was freed. To look at its elements would be to look anywhere."""
+    return bool(tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import io
-import logging
+import itertools
 import os
 import secrets
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -22,23 +23,30 @@ from torch.futures import Future
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.reader import metadata_file
+from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged
 from tierfs.dcp.staging import stage
+from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
+from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
 from tierfs.flush.levels import Level
-from tierfs.store import Store, Writer, kind_of, level_of, status, wait
+from tierfs.format.checkpoint import SaveMark
+from tierfs.store import Store, kind_of, level_of, status, wait
+from tierfs.store.commit import Commits
 
 __all__ = ["TierWriter"]
 
-_logger = logging.getLogger("tierfs.dcp")
+NAMED_MAX = 3  # in a message
+YIELD_S = 0.001
+LAYOUTS = ("tierfs", "dcp")
 
 
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
     """Saves checkpoints into a tierfs store. StorageWriter and AsyncStager in one, for all saves of a run.
 
     `stage` copies tensors into memory that the flusher saves from, so `write_data` moves no tensor bytes. What was not
-    staged (``dcp.save``) is copied there by `write_data`. Picklable; it keeps nothing of a save.
+    staged (``dcp.save``) is copied there by `write_data`. Picklable; of a save it keeps which one it was, and what other ranks saved.
 
     Args:
         path: Of the checkpoint's directory: a URL as for `Address`. DCP's ``checkpoint_id`` takes its place.
@@ -51,8 +59,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         overwrite: Whether a checkpoint that is there may be replaced; it can be loaded until the new one is complete.
         _extensions: Transformations of streams; not supported.
         serialization_format: See there.
-        ack: The level at which a save returns. Where the job spans hosts it is ``"object"`` whatever is asked for, since
-            only then every rank's part can be read by every other.
+        layout: ``"tierfs"``, or ``"dcp"`` for what torch's own readers read: ``FsspecReader`` from the store, ``FileSystemReader``
+            from a copy. It takes one more copy of the tensors in memory, and ranks on several hosts need ``ack="object"``.
+        ack: The level at which a save returns; ``None`` for what is configured. Where the ranks are on several hosts the
+            checkpoint can be loaded once every part is in the object tier, whatever the level.
+        stage: ``"auto"``: from the second save on, a rank copies of equal tensors only those that it saves itself.
+            ``"all"``: each copies all that it has.
         options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``create``, and options of the object tier's
             filesystem by its protocol.
 
@@ -72,23 +84,33 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = None,
         *,
-        ack: str = "staged",
+        layout: str = "tierfs",
+        ack: str | None = "staged",
+        stage: str = "auto",
         **options: Any,
     ) -> None:
         if _extensions:
             raise InvalidInputError("TierWriter has no _extensions: what is stored is encoded by the store")
+        if stage not in ("auto", "all"):
+            raise InvalidInputError(f"stage={stage!r}: it is 'auto' or 'all'")
+        if layout not in LAYOUTS:
+            raise InvalidInputError(f"layout is {' or '.join(map(repr, LAYOUTS))}, not {layout!r}")
         self._address = Address.of(path, {**options, "ack": ack})
+        self._is_stock = layout == "dcp"
         self._overwrite = overwrite
+        self._replicas = Replicas() if stage == "auto" else None
         self._save = _Save()
+        self._done: tuple[str, str, SaveMark] | None = None
+        self._staged_on: int | None = None  # the thread
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_address": self._here, "_overwrite": self._overwrite}
+        return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _save=_Save())
+        self.__dict__.update(state, _replicas=None, _save=_Save(), _done=None, _staged_on=None)
 
     @property
     def _here(self) -> Address:
@@ -97,8 +119,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     @property
     def checkpoint_id(self) -> str:
-        """The directory that is saved to."""
-        return self._here.url
+        """The directory that is saved to, by the save that was asked for last."""
+        return self._address.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -116,12 +138,16 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
         """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`."""
-        store, _ = self._here.open(write=True)
+        store, _ = self._address.open(write=True)
+        self._staged_on = threading.get_ident()
+        elsewhere = self._replicas.take() if self._replicas is not None else {}
+        if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
+            return stage(state_dict, ShardFile(store, private=True), elsewhere)
         try:
-            return stage(state_dict, ShardFile(store))
+            return stage(state_dict, ShardFile(store), elsewhere)
         except CapacityError as error:
             _say_waves(store, error)
-            return stage(state_dict, ShardFile(store, private=True))
+            return stage(state_dict, ShardFile(store, private=True), elsewhere)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""
@@ -138,31 +164,49 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """
         if checkpoint_id is not None:
             self._save.address = self._address = self._address.at(checkpoint_id)
+            self._save.is_reset = True
+        if self._staged_on not in {None, threading.get_ident()}:
+            # Training's thread waits for this one to have begun, and then for the interpreter, for milliseconds.
+            self._staged_on = None
+            time.sleep(YIELD_S)
 
     def storage_meta(self) -> StorageMeta:
         """What the metadata says of the place."""
         return StorageMeta(checkpoint_id=self._here.url, save_id=secrets.token_hex(16))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of who this is."""
+        """Take note of who this is, and where its save goes: another one may be sent elsewhere before it ends."""
+        if not self._save.is_reset:
+            self._save.address = self._address
+        self._save.is_reset = False
         self._save.rank = kwargs.get("rank")
         self._save.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is: nothing is asked of the store by each rank."""
-        return plan
+        """Without what another rank has staged. Nothing is asked of the store by each rank."""
+        self._save.offered = plan.items if plan.usable else None
+        ours, self._save.left = split(plan.items)
+        return replace(plan, items=ours, storage_data=Left(self._save.left)) if self._save.left else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are. Called on the coordinator alone.
+        """As they are, if every tensor that ranks left to each other is in one of them. Called on the coordinator alone.
 
         Raises:
             AlreadyExistsError: There is a checkpoint, and it may not be replaced.
+            InvalidInputError: A tensor is in none.
         """
         store, path = self._here.open(write=True)
-        if not self._overwrite and kind_of(store, inside(path, self._metadata_name())) is not None:
+        root = inside(path, self._metadata_name())
+        if not self._overwrite and kind_of(store, root) is not None:
             raise AlreadyExistsError(
                 f"{self._here.url} holds a checkpoint: save to another directory, or give overwrite=True", path=path
             )
+        if all(plan.usable for plan in plans):  # else they are only what has changed, and `finish` sees the rest
+            self._check_owners(
+                (item.index for plan in plans for item in plan.items),
+                (index for plan in plans for index in left_by(plan)),
+            )
+        self._save.mark = Commits(store).next_mark(root, secrets.token_hex(16))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -170,73 +214,140 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         Raises:
             StoreError, CapacityError, ConflictError, TimeoutError: It could not be saved.
+            InvalidInputError: A tensor has no elements that could be; names it.
         """
         store, path = self._here.open(write=True)
+        # Not stored: told to the coordinator, which sees to it that somebody else has.
+        results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]
         future: Future[list[WriteResult]] = Future()
-        if not plan.items:
-            future.set_result([])
-            return future
-        name = f"rank-{self._rank_here():05d}-{secrets.token_hex(4)}.safetensors"
-        target, level, note = inside(path, name), self._level(store), {"format": "pt", "tierfs": "1"}
         items = [(item, planner.resolve_data(item)) for item in plan.items]
-        try:
-            file, placed = self._place(store, items)
-        except CapacityError as error:
-            _say_waves(store, error)
-            length, begins = stream(store, target, [_part(*item) for item in items], level=level, note=note)
-            sizes = [_length(data) for _, data in items]
+        _check_planned(items)
+        if self._replicas is not None:
+            was_left = bool(self._save.left) or self._save.offered is None
+            self._replicas.learn(self._save.offered, plan.items, was_left=was_left)
+        if not items:
+            future.set_result(results)
+            return future
+        rank, unique = self._rank_here(), secrets.token_hex(4)
+        if self._is_stock:
+            name = f"__{rank}_{unique}{SUFFIX}"
+            length, begins, sizes = write_archives(store, inside(path, name), [data for _, data in items])
         else:
-            length, offsets = file.commit(target, placed, level=level, note=note)
-            begins = [offsets[id(where)] for where in placed]
-            sizes = [where.length for where in placed]
-        future.set_result(
-            [
-                WriteResult(item.index, size, (Place(name, begin, size), length))
-                for (item, _), begin, size in zip(items, begins, sizes, strict=True)
-            ]
-        )
+            name = f"rank-{rank:05d}-{unique}.safetensors"
+            length, begins, sizes = self._write_shard(store, inside(path, name), items)
+        host = _host_of(store)
+        results += [
+            WriteResult(item.index, size, (Place(name, begin, size), length, host))
+            for (item, _), begin, size in zip(items, begins, sizes, strict=True)
+        ]
+        future.set_result(results)
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Publish the checkpoint. Called when every rank has saved its file.
+        """Publish the checkpoint, or where ranks are on several hosts have it published when all parts are there.
+
+        Called when every rank has saved its file.
 
         Raises:
-            StoreError, CapacityError, ConflictError, TimeoutError: It could not be published.
+            StoreError, CapacityError, TimeoutError: It could not be published.
+            InvalidInputError: A tensor that ranks left to each other was saved by none of them.
+            ConflictError: It was not published, because a save to the same place that began later is published.
         """
         store, path = self._here.open(write=True)
-        saved = [(result.index, *result.storage_data) for rank in results for result in rank]
-        places = {index: place for index, place, _ in saved}
-        files = {place.file: length for _, place, length in saved}
-        meta = self.storage_meta()
-        complete = replace(metadata, storage_data=places, storage_meta=meta)
-        now_ns = store.clock.now_ns()
-        note = CheckpointNote(meta.save_id, now_ns, now_ns, files=files)
-        writer = Writer(store, inside(path, self._metadata_name()), level=self._level(store))
-        writer.write(encode(complete, note))
-        writer.commit()
+        here = _host_of(store)
+        places: dict[MetadataIndex, Place] = {}
+        files: dict[str, int] = {}
+        is_elsewhere = False
+        for result in itertools.chain.from_iterable(results):
+            if result.storage_data is not None:
+                place, length, host = result.storage_data
+                places[result.index] = place
+                files[place.file] = length
+                is_elsewhere |= host != here
+        self._check_owners(places, (result.index for result in itertools.chain.from_iterable(results)))
+        commits, root, mark = Commits(store), inside(path, self._metadata_name()), self._save.mark
+        assert mark is not None, "prepare_global_plan comes first"
+        meta = StorageMeta(checkpoint_id=self._here.url, save_id=mark.save_id)
+        spans_hosts = store.ack < Level.OBJECT and is_elsewhere
+        if self._is_stock:
+            if spans_hosts:
+                raise InvalidInputError(
+                    f"{self._here.url}: the ranks are on several hosts, and layout='dcp' cannot wait for their parts there: "
+                    "save with ack='object'"
+                )
+            document = encode_pickle(metadata, places, meta)
+        else:
+            complete = replace(metadata, storage_data=places, storage_meta=meta)
+            document = encode(complete, CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=files))
+        if spans_hosts:
+            commits.announce(path, document, mark)
+        else:
+            commits.publish(root, document, mark)
+        self._done = (self._here.url, root, mark)
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
-        """Wait until what this host saved at the checkpoint's place has reached a level.
+        """Wait until what was saved where the last save went has reached a level.
+
+        Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint where the coordinator
+        waits, and elsewhere what this host saved and all that is announced.
 
         Raises:
-            TimeoutError: It has not, in time.
-            ConflictError, TierfsError: What keeps it from getting there.
+            TimeoutError: It has not, in time; names what is missing.
+            NotFoundError: The save that this writer came to the end of last was removed.
+            ConflictError: The save that this writer came to the end of last was superseded by one that began later.
+            TierfsError: What keeps it from getting there.
         """
-        store, path = self._here.open()
-        wait(store, path, Level.parse(level), timeout)
+        store, path = self._address.open()
+        wanted, begun = Level.parse(level), store.clock.monotonic()
+        wait(store, path, wanted, timeout)
+        if wanted is not Level.OBJECT:
+            return
+        left = None if timeout is None else max(0.0, timeout - (store.clock.monotonic() - begun))
+        commits, (root, mark) = Commits(store), self._last(path)
+        commits.wait(path, left, mark)
+        if mark is not None:
+            commits.check_stands(root, mark)
 
     def ack(self) -> str:
-        """The level that the checkpoint has reached, as seen from this host."""
-        store, path = self._here.open()
-        return level_of(store, inside(path, self._metadata_name())).label
+        """The level that the checkpoint where the last save went has reached, as seen from this host.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        store, path = self._address.open()
+        root, mark = self._last(path)
+        # A change that is this host's alone needs nobody else to be asked.
+        pending = store.tiers.drafts.pending(root) if store.tiers is not None else None
+        if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
+            return Level.STAGED.label
+        return level_of(store, root).label
 
     def status(self) -> dict[str, Any]:
         """The store's, as ``tierfs status --json`` shows it."""
-        return status(self._here.open()[0])
+        return status(self._address.open()[0])
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _last(self, path: str) -> tuple[str, SaveMark | None]:
+        """Path of the metadata where the last save went, and which save that is if this writer came to its end."""
+        url, root, mark = self._done or ("", "", None)
+        return (root, mark) if url == self._address.url else (inside(path, metadata_file()), None)
+
+    def _write_shard(
+        self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]
+    ) -> tuple[int, list[int], list[int]]:
+        """The file's length, and the offset and length of each item."""
+        note = {"format": "pt", "tierfs": "1"}
+        try:
+            file, placed = self._place(store, items)
+        except CapacityError as error:
+            _say_waves(store, error)
+            length, begins = stream(store, path, [_part(*item) for item in items], note=note)
+            return length, begins, [_length(data) for _, data in items]
+        length, offsets = file.commit(path, placed, note=note)
+        return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
 
     def _place(self, store: Store, items: Sequence[tuple[WriteItem, Any]]) -> tuple[ShardFile, list[Placed]]:
         """Find each item where it was staged, and copy what was not."""
@@ -248,29 +359,30 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             if item.type is WriteItemType.BYTE_IO:
                 objects.append((number, data.getbuffer()))
                 continue
-            found = find_staged(data)
+            refuse_unusual(data, item.index.fqn)
+            found = find_staged(data, store)
             if found is not None and file in {None, found[0]}:
                 file, placed[number] = found
             else:
                 tensors.append((number, data))
         file = file or ShardFile(store)
         named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
-        for (number, _), (where, _) in zip(tensors, file.add_tensors(named), strict=True):
+        for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
             placed[number] = where
         blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
         for (number, _), where in zip(objects, blobs, strict=True):
             placed[number] = where
         return file, [where for where in placed if where is not None]
 
-    def _level(self, store: Store) -> Level:
-        if store.tiers is None:
-            return Level.OBJECT
-        if _spans_hosts() and store.ack < Level.OBJECT:
-            store.tiers.counters.fall_back(
-                "raised_levels", "the job spans hosts, so its checkpoints are saved to the object tier at once"
+    def _check_owners(self, owned: Iterable[MetadataIndex], left: Iterable[MetadataIndex]) -> None:
+        there = set(owned)
+        lost = list(dict.fromkeys(index.fqn for index in left if index not in there))
+        if lost:
+            raise InvalidInputError(
+                f"{self._here.url}: no rank has {', '.join(lost[:NAMED_MAX])} to save ({len(lost)} tensors): one that saved "
+                "it before has it no more. Save again, which copies everything, and where plans are cached without that; give "
+                "stage='all' where ranks save on their own"
             )
-            return Level.OBJECT
-        return store.ack
 
     def _rank_here(self) -> int:
         if self._save.rank is not None:
@@ -287,6 +399,25 @@ def _part(item: WriteItem, data: Any) -> Part:
     return tensor_part(item.index.fqn, data)
 
 
+def _check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
+    left = [item.index.fqn for item, data in items if isinstance(data, Elsewhere)]
+    if left:
+        raise InvalidInputError(
+            f"this rank is to save {left[0]} and {len(left) - 1} more that it left to another one, as in the last save: "
+            "the ranks' states have changed. The next save copies everything again"
+        )
+    for item, data in items:
+        if item.type is WriteItemType.BYTE_IO:
+            continue
+        planned = item.tensor_data
+        if (data.dtype, data.shape) != (planned.properties.dtype, planned.chunk.sizes):
+            raise InvalidInputError(
+                f"{item.index.fqn} is {data.dtype} {list(data.shape)}, and {planned.properties.dtype} "
+                f"{list(planned.chunk.sizes)} by the plan, which says how it is read: a planner that keeps plans from save to "
+                "save does not see that a dtype has changed; save without enable_plan_caching"
+            )
+
+
 def _length(data: Any) -> int:
     return len(data.getbuffer()) if isinstance(data, io.BytesIO) else int(data.numel() * data.element_size())
 
@@ -294,18 +425,22 @@ def _length(data: Any) -> int:
 def _say_waves(store: Store, error: CapacityError) -> None:
     assert store.tiers is not None
     store.tiers.counters.fall_back(
-        "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", error
+        "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
     )
+
+
+def _host_of(store: Store) -> str:
+    """Tells those who share this store's local tiers, and the order in which those are flushed, from all others."""
+    return store.tiers.ram.host.name() if store.tiers is not None else ""
 
 
 class _Save(threading.local):
     """What one thread's save is told of before it begins."""
 
     address: Address | None = None
+    is_reset: bool = False
     rank: int | None = None
     use_collectives: bool = True
-
-
-def _spans_hosts() -> bool:
-    world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
-    return world is not None and here is not None and world != here
+    mark: SaveMark | None = None
+    offered: Sequence[WriteItem] | None = None
+    left: tuple[MetadataIndex, ...] = ()

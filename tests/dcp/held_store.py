@@ -1,0 +1,34 @@
+"""A store whose object tier takes nothing, so that what is written stays in the host's own tiers."""
+
+import contextlib
+import os
+
+from tierfs.digest import DigestKind
+from tierfs.errors import StoreError
+from tierfs.flush.levels import Level
+from tierfs.objects.memory import MemoryObjects
+from tierfs.store import Store
+from tierfs.store.create import create_store
+from tierfs.store.localtiers import Target, tiers_for
+from tierfs.store.settings import ResolvedTiers
+
+URL = "memory://store"
+
+
+class _Refusing(MemoryObjects):
+    def put(self, *_args, **_kwargs):
+        raise StoreError("the object tier takes nothing", transient=True)
+
+
+@contextlib.contextmanager
+def held_store(tmp_path):
+    root = f"/held-{os.urandom(8).hex()}"
+    descriptor, _ = create_store(MemoryObjects(root), URL, digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))
+    settings = ResolvedTiers(Level.STAGED, 64 << 20, 0, tmp_path / "host", 20.0)
+    target = Target(descriptor.uuid, URL, {}, DigestKind.XXH3_128, False, True)
+    objects = _Refusing(root)
+    tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), required=True)
+    try:
+        yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, ack_timeout_s=20)
+    finally:
+        tiers.close()

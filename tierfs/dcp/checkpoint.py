@@ -1,0 +1,271 @@
+"""One checkpoint as its metadata describes it, whoever wrote it: tierfs, or torch's own writers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from tierfs.dcp.address import inside
+from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
+from tierfs.dcp.reader import METADATA_BYTES_MAX, metadata_file
+from tierfs.dcp.stock import decode_pickle
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
+from tierfs.store import Store, list_directory, open_entry, stat
+from tierfs.store.commit import PENDING
+
+__all__ = ["Checkpoint", "Shard", "open_announced", "open_checkpoint", "rank_of"]
+
+_PICKLE = b"\x80"
+_RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A box of a tensor that was saved as a whole.
+
+    Attributes:
+        offsets: Where it begins in the tensor, in elements.
+        sizes: How many elements of each dimension it has.
+        place: Where its bytes are.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a checkpoint, or one rank's part of one, consists of. Nothing of its tensors has been read.
+
+    Attributes:
+        store: That holds it.
+        directory: Its path there.
+        rank: Whose part it is, where ranks saved on their own.
+        metadata: torch's `Metadata`, with a `Place` for every shard and object.
+        note: tierfs's own note; ``None`` where one of torch's writers made it.
+        created_ns: When its metadata was written, in nanoseconds since the epoch; 0 where that is not known.
+    """
+
+    store: Store
+    directory: str
+    rank: int | None
+    metadata: Any
+    note: CheckpointNote | None
+    created_ns: int
+
+    @property
+    def where(self) -> str:
+        """How to name it in errors."""
+        return self.store.where(inside(self.directory, metadata_file(self.rank)))
+
+    @property
+    def format(self) -> str:
+        """Who wrote it: ``tierfs``, or ``dcp`` for torch's own writers."""
+        return "dcp" if self.note is None else "tierfs"
+
+    @property
+    def tensors(self) -> dict[str, Any]:
+        """Torch's `TensorStorageMetadata` by name, sorted."""
+        items = self.metadata.state_dict_metadata.items()
+        return {fqn: item for fqn, item in sorted(items) if isinstance(item, TensorStorageMetadata)}
+
+    @property
+    def objects(self) -> dict[str, Place]:
+        """Where each value that is no tensor lies, by name, sorted.
+
+        Raises:
+            CorruptionError: The metadata does not say where one is.
+        """
+        items = sorted(self.metadata.state_dict_metadata.items())
+        return {fqn: self.object(fqn) for fqn, item in items if not isinstance(item, TensorStorageMetadata)}
+
+    def object(self, fqn: str) -> Place:
+        """Where one of them lies. Raises as `objects` does."""
+        return self._place(fqn, MetadataIndex(fqn))
+
+    def shards(self, fqn: str) -> list[Shard]:
+        """The shards of a tensor.
+
+        Raises:
+            CorruptionError: The metadata does not say where one is.
+        """
+        return [
+            Shard(tuple(chunk.offsets), tuple(chunk.sizes), self._place(fqn, MetadataIndex(fqn, chunk.offsets)))
+            for chunk in self.metadata.state_dict_metadata[fqn].chunks
+        ]
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        """The name of every tensor and object with where a shard of it, or it, lies."""
+        for fqn in self.tensors:
+            for shard in self.shards(fqn):
+                yield fqn, shard.place
+        yield from self.objects.items()
+
+    @property
+    def length(self) -> int:
+        """Bytes of all tensors' elements and of all objects."""
+        elements: int = sum(
+            math.prod(shard.sizes) * item.properties.dtype.itemsize
+            for fqn, item in self.tensors.items()
+            for shard in self.shards(fqn)
+        )
+        return elements + sum(place.length for place in self.objects.values())
+
+    def files(self) -> dict[str, int]:
+        """How long each file has to be, in bytes: exactly so where tierfs wrote it, else at least."""
+        if self.note is not None:
+            return dict(self.note.files)
+        found: dict[str, int] = {}
+        for _, place in self.places():
+            found[place.file] = max(found.get(place.file, 0), place.at + place.length)
+        return found
+
+    def problem_of(self, fqn: str) -> str:
+        """What keeps a tensor's shards from making up the whole of it, in words; empty for nothing."""
+        return _gap_or_overlap(self.shards(fqn), tuple(self.metadata.state_dict_metadata[fqn].size))
+
+    def check_whole(self, names: Iterable[str] | None = None) -> None:
+        """Check that the shards of tensors make up the whole of them, each element once.
+
+        Args:
+            names: Which tensors; by default all.
+
+        Raises:
+            CorruptionError: Those of one do not.
+            InvalidInputError: The same, where other ranks may have saved the rest.
+        """
+        for fqn in self.tensors if names is None else names:
+            if not (problem := self.problem_of(fqn)):
+                continue
+            if self.rank is not None:
+                raise InvalidInputError(
+                    f"{self.where}: {fqn!r}: {problem}: rank {self.rank} saved no more of it, on its own; load it with as many "
+                    "ranks and use_collectives=False",
+                    path=self.directory,
+                )
+            raise CorruptionError(f"{self.where}: {fqn!r}: {problem}", path=self.directory)
+
+    def _place(self, fqn: str, index: Any) -> Place:
+        place = self.metadata.storage_data.get(index)
+        if not isinstance(place, Place):
+            raise CorruptionError(f"{self.where}: does not say where {fqn!r} is", path=self.directory)
+        return place
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose own metadata a file of this name is; ``None`` for any other name."""
+    match = _RANK_FILE.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) -> Checkpoint:
+    """Read the metadata of a checkpoint.
+
+    Args:
+        store: That holds it.
+        directory: Its path there.
+        rank: Whose part is meant, where ranks saved on their own.
+
+    Raises:
+        NotFoundError: No checkpoint is there.
+        CorruptionError, FormatError: Its metadata is damaged, or of another version.
+        InvalidInputError: Its metadata is a pickle with more in it than torch's; nothing of it was run. Or ranks saved on
+            their own, and none was named.
+        TierfsError: It failed.
+    """
+    path = inside(directory, metadata_file(rank))
+    try:
+        return _read(store, path, directory, rank)
+    except NotFoundError as error:
+        raise _missing(store, directory, rank) from error
+
+
+def open_announced(store: Store, path: str) -> Checkpoint:
+    """Read the metadata of a save that has been announced, and is not published yet.
+
+    Args:
+        store: That holds it.
+        path: Of the file that announces it.
+
+    Raises:
+        NotFoundError: It is not there any more: it was published, or superseded.
+        CorruptionError, FormatError, InvalidInputError, TierfsError: As for `open_checkpoint`.
+    """
+    return _read(store, path, path.rpartition(f"{PENDING}/")[0].rstrip("/"), None)
+
+
+def _read(store: Store, path: str, directory: str, rank: int | None) -> Checkpoint:
+    where = store.where(path)
+    entry = stat(store, path)
+    reader = open_entry(store, entry)
+    if reader.length > METADATA_BYTES_MAX:
+        raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
+    data = bytearray(reader.length)
+    reader.read_into(0, memoryview(data))
+    if data.startswith(_PICKLE):
+        modified_ns = (
+            entry.manifest.modified_ns if entry.manifest else entry.foreign.modified_ns if entry.foreign else 0
+        )
+        return Checkpoint(store, directory, rank, decode_pickle(bytes(data), where), None, modified_ns)
+    metadata, note = decode(bytes(data), where)
+    return Checkpoint(store, directory, rank, metadata, note, note.created_ns)
+
+
+def _missing(store: Store, directory: str, rank: int | None) -> InvalidInputError | NotFoundError:
+    try:
+        names = [entry.path.rpartition("/")[2] for entry in list_directory(store, directory, detail=False)]
+    except NotFoundError:
+        names = []
+    ranks = sorted(found for found in map(rank_of, names) if found is not None)
+    listed = ", ".join(map(str, ranks))
+    if ranks and rank is None:
+        return InvalidInputError(
+            f"{store.where(directory)}: its ranks saved on their own: choose one with --rank: {listed}", path=directory
+        )
+    if ranks:
+        return NotFoundError(
+            f"{store.where(directory)}: rank {rank} saved nothing there, but {listed} did", path=directory
+        )
+    return NotFoundError(
+        f"no checkpoint is at {store.where(directory)}: {metadata_file(rank)} is not there; a save that has not come to its "
+        "end has none, and `tierfs checkpoint ls` shows what is there",
+        path=directory,
+    )
+
+
+def _gap_or_overlap(shards: Sequence[Shard], shape: tuple[int, ...]) -> str:
+    """What keeps boxes from making up a tensor, in words; empty for nothing."""
+    full = [shard for shard in shards if 0 not in shard.sizes]
+    if any(
+        offset + size > whole
+        for shard in full
+        for offset, size, whole in zip(shard.offsets, shard.sizes, shape, strict=True)
+    ):
+        return f"a shard does not lie in {list(shape)}"
+    missing = math.prod(shape) - sum(math.prod(shard.sizes) for shard in full)
+    # Swept along the dimension that tells most of them apart, so that few are held against each other.
+    along = max(range(len(shape)), key=lambda axis: len({shard.offsets[axis] for shard in full}), default=None)
+    open_: list[Shard] = []
+    for shard in sorted(full, key=lambda shard: 0 if along is None else shard.offsets[along]):
+        if along is not None:
+            open_ = [other for other in open_ if other.offsets[along] + other.sizes[along] > shard.offsets[along]]
+        for other in open_:
+            if _meet(shard, other):
+                return f"its shards at {list(other.offsets)} and {list(shard.offsets)} overlap"
+        open_.append(shard)
+    return f"{missing} of its elements are in no shard" if missing else ""
+
+
+def _meet(one: Shard, other: Shard) -> bool:
+    return all(
+        first < second + second_size and second < first + first_size
+        for first, first_size, second, second_size in zip(
+            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
+        )
+    )

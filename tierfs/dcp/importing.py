@@ -1,0 +1,163 @@
+"""From what others wrote to a checkpoint: a DCP directory, a safetensors file, a file of ``torch.save``.
+
+Nothing of a pickle is run. Objects of a DCP directory go across as the bytes they are, tensors of a local file from its
+mapping.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+
+from tierfs.codec.safetensors import read_table
+from tierfs.dcp.boxes import Box, BoxReader, in_batches
+from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.planner import unpickle_safely
+from tierfs.dcp.tensorbytes import DTYPES_BY_NAME, tensor_in
+from tierfs.dcp.writer import TierWriter
+from tierfs.errors import FormatError, InvalidInputError, TierfsError
+
+__all__ = ["import_checkpoint", "import_file"]
+
+_ZIP = b"PK\x03\x04"
+_PICKLE = b"\x80"
+_TABLE_AT = 8
+
+
+def import_checkpoint(
+    source: Checkpoint, url: str, *, overwrite: bool, progress: Callable[[int], object] | None = None
+) -> None:
+    """Save what a checkpoint holds as one of tierfs's own, with the same names, paths and bytes.
+
+    All of it is held in memory.
+
+    Args:
+        source: What is imported.
+        url: The directory to save to, as for `TierWriter`.
+        overwrite: Whether a checkpoint that is there may be replaced.
+        progress: Called with bytes of tensors as they are read.
+
+    Raises:
+        AlreadyExistsError: There is a checkpoint, and it may not be replaced.
+        CorruptionError: Stored bytes are wrong or missing.
+        TierfsError: It failed; what was there before is there still.
+    """
+    source.check_whole()
+    reader = BoxReader(source)
+    state: dict[str, Any] = {fqn: _Raw(reader.object(fqn)) for fqn in source.objects}
+    boxes = [
+        Box(fqn, item.properties.dtype, (0,) * len(item.size), tuple(item.size)) for fqn, item in source.tensors.items()
+    ]
+    for batch in in_batches(boxes):
+        for box, tensor in zip(batch, reader.read(batch), strict=True):
+            state[box.fqn] = tensor
+            if progress is not None:
+                progress(box.length)
+    _save(state, url, _AsItWas(source.metadata), overwrite=overwrite)
+
+
+def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -> None:
+    """Save what a safetensors file, or a file of ``torch.save``, holds as a checkpoint.
+
+    Args:
+        source: The path of a local file, or a file's content.
+        url: The directory to save to, as for `TierWriter`.
+        where: How to name the file in errors.
+        overwrite: Whether a checkpoint that is there may be replaced.
+
+    Raises:
+        AlreadyExistsError: There is a checkpoint, and it may not be replaced.
+        InvalidInputError: It is neither, or is made with something that ``weights_only=True`` does not allow, which was not
+            run.
+        CorruptionError, FormatError: It is damaged, or has a dtype that this tierfs does not know.
+        TierfsError, OSError: It failed; what was there before is there still.
+    """
+    data = _mapped(source) if isinstance(source, str) else bytearray(source)
+    head = bytes(data[: _TABLE_AT + 1])
+    if head[_TABLE_AT:] == b"{":
+        _save(_tensors_in(data, where), url, DefaultSavePlanner(flatten_state_dict=False), overwrite=overwrite)
+        return
+    if not head.startswith((_ZIP, _PICKLE)):
+        raise InvalidInputError(f"{where} is neither a safetensors file nor one that torch.save wrote", path=where)
+    # What torch.save wrote long ago is no archive, and cannot be mapped.
+    is_archive = head.startswith(_ZIP)
+    stream = source if isinstance(source, str) else io.BytesIO(source)
+    state = unpickle_safely(where, stream, map_location="cpu", mmap=is_archive and isinstance(source, str))
+    if not isinstance(state, Mapping):
+        raise InvalidInputError(
+            f"{where} holds no state dict, but a {type(state).__name__}: put it into a dict", path=where
+        )
+    _save(dict(state), url, DefaultSavePlanner(), overwrite=overwrite)
+
+
+class _Raw(bytes):
+    """An object as it was serialised, which is how it is stored again."""
+
+    __slots__ = ()
+
+
+class _AsItWas(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
+    """Saves names and paths as another checkpoint has them, and serialised objects without looking into them."""
+
+    def __init__(self, source: Metadata) -> None:
+        super().__init__(flatten_state_dict=False)
+        self._source = source
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        for fqn, item in metadata.state_dict_metadata.items():
+            if isinstance(item, TensorStorageMetadata):
+                item.properties = self._source.state_dict_metadata[fqn].properties
+        return plans, replace(metadata, planner_data=self._source.planner_data)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return io.BytesIO(object) if isinstance(object, _Raw) else super().transform_object(write_item, object)
+
+
+def _save(state: dict[Any, Any], url: str, planner: Any, *, overwrite: bool) -> None:
+    writer = TierWriter(url, ack="object", overwrite=overwrite)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        (cause, _), *_ = error.failures.values()
+        if isinstance(cause, (TierfsError, OSError)):
+            raise cause from error
+        raise InvalidInputError(f"it cannot be saved as a checkpoint: {cause}") from error
+
+
+def _mapped(path: str) -> Any:
+    """A local file's content, mapped: changes would stay in this process."""
+    with open(path, "rb") as file:
+        try:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        except ValueError:  # an empty file
+            return bytearray()
+
+
+def _tensors_in(data: Any, where: str) -> dict[str, torch.Tensor]:
+    view = memoryview(data)
+
+    def read_into(at: int, out: memoryview) -> None:
+        out[:] = view[at : at + len(out)]
+
+    entries, begin = read_table(read_into, len(view), where)
+    for entry in entries.values():
+        if entry.dtype not in DTYPES_BY_NAME:
+            raise FormatError(f"{where}: {entry.name!r} is {entry.dtype}, which this tierfs does not know", path=where)
+    return {
+        name: tensor_in(view[begin + entry.at :][: entry.length], DTYPES_BY_NAME[entry.dtype], entry.shape)
+        for name, entry in entries.items()
+    }

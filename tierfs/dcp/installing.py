@@ -1,0 +1,155 @@
+"""`install`: stock ``dcp.save``, ``async_save`` and ``load`` use tierfs' writer, reader and planner for tierfs' URLs.
+
+torch has a fixed list of what a ``checkpoint_id`` may lead to, so three of its functions are replaced, in every module that
+refers to them by name:
+
+- ``_storage_setup`` picks writer and reader.
+- ``_load_state_dict`` picks the planner of a load.
+- ``async_save`` picks the stager before there is a writer. The writer that is made here goes along to the process that
+  saves in process mode, so nothing has to be installed there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tierfs.dcp.planner import TierLoadPlanner
+from tierfs.dcp.reader import TierReader
+from tierfs.dcp.writer import TierWriter
+from tierfs.errors import InvalidInputError
+
+__all__ = ["install", "uninstall"]
+
+_PACKAGE = "torch.distributed.checkpoint"
+_KNOWN = "2.11 to 2.13"
+_SETUP = ("storage", "checkpoint_id", "reader")
+_HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("_storage_utils", "_storage_setup", _SETUP),
+    ("state_dict_saver", "_storage_setup", _SETUP),
+    ("state_dict_loader", "_storage_setup", _SETUP),
+    ("state_dict_loader", "_load_state_dict", ("state_dict", "storage_reader", "planner")),
+    ("state_dict_saver", "async_save", ("state_dict", "checkpoint_id", "storage_writer")),
+)
+_lock = threading.Lock()
+_replaced: list[tuple[Any, Any]] = []
+
+
+def install() -> None:
+    """From now on a ``checkpoint_id`` that begins with ``tierfs:`` is saved by `TierWriter` and loaded by `TierReader`.
+
+    ``tierfs::/absolute/path`` and ``tierfs::relative/path``, which torch takes for local directories of that name, are
+    paths of this host. A save returns at the level that is configured (``ack``), not at `TierWriter`'s own default. A load
+    without a planner has a `TierLoadPlanner`. A writer, reader, stager or planner that is handed over is used as ever, and
+    so are other ids. Doing it again changes nothing.
+
+    ``TIERFS_DCP=1`` does it when torch is imported.
+
+    Raises:
+        InvalidInputError: This torch has not what would have to be replaced. Nothing was.
+    """
+    with _lock:
+        if _replaced:
+            return
+        found = {(module, name): _look_up(module, name, names) for module, name, names in _HOOKS}
+        setup = found["_storage_utils", "_storage_setup"]
+        if {found[module, "_storage_setup"] for module in ("state_dict_saver", "state_dict_loader")} != {setup}:
+            raise _unknown(
+                f"{_PACKAGE}.state_dict_saver and .state_dict_loader have another _storage_setup than its own"
+            )
+        for old, new in (
+            (setup, _setup(setup)),
+            (load := found["state_dict_loader", "_load_state_dict"], _load(load)),
+            (save := found["state_dict_saver", "async_save"], _async_save(save)),
+        ):
+            _replace(old, new)
+            _replaced.append((old, new))
+
+
+def uninstall() -> None:
+    """Undo `install`, if it was done."""
+    with _lock:
+        while _replaced:
+            old, new = _replaced.pop()
+            _replace(new, old)
+
+
+class _Reader(TierReader):
+    """One that was made for a URL, so that the planner is ours to choose, too."""
+
+
+def _is_ours(checkpoint_id: Any) -> bool:
+    return isinstance(checkpoint_id, (str, os.PathLike)) and TierWriter.validate_checkpoint_id(checkpoint_id)
+
+
+def _writer(checkpoint_id: str | os.PathLike[str]) -> TierWriter:
+    return TierWriter(checkpoint_id, ack=None)
+
+
+def _setup(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def storage_setup(storage: Any, checkpoint_id: Any, reader: bool = False) -> Any:
+        if storage or not _is_ours(checkpoint_id):
+            return stock(storage, checkpoint_id, reader)
+        return _Reader(checkpoint_id) if reader else _writer(checkpoint_id)
+
+    return storage_setup
+
+
+def _load(stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def load_state_dict(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        if isinstance(given["storage_reader"], _Reader) and given.get("planner") is None:
+            given["planner"] = TierLoadPlanner()
+        return stock(**given)
+
+    return load_state_dict
+
+
+def _async_save(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def async_save(*args: Any, **kwargs: Any) -> Any:
+        if not kwargs.get("storage_writer") and _is_ours(kwargs.get("checkpoint_id")):
+            writer = _writer(kwargs["checkpoint_id"])
+            kwargs.update(storage_writer=writer, checkpoint_id=writer.checkpoint_id)
+        return stock(*args, **kwargs)
+
+    return async_save
+
+
+def _look_up(module: str, name: str, parameters: tuple[str, ...]) -> Any:
+    path = f"{_PACKAGE}.{module}"
+    try:
+        function = getattr(importlib.import_module(path), name)
+        there = inspect.signature(function).parameters
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise _unknown(f"there is no function {path}.{name}") from error
+    if not there.keys() >= set(parameters):
+        raise _unknown(f"{path}.{name} takes {', '.join(there)} and not {', '.join(parameters)}")
+    return function
+
+
+def _unknown(problem: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"tierfs.dcp.install() (TIERFS_DCP=1) cannot change torch {torch.__version__}: {problem}. It is known to work with torch "
+        f"{_KNOWN}; elsewhere hand storage_writer=TierWriter(url) and storage_reader=TierReader(url) over instead"
+    )
+
+
+def _replace(old: Any, new: Any) -> None:
+    """Wherever a loaded module has the one by a name of its own."""
+    for module in list(sys.modules.values()):
+        names = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(names.items()) if value is old]:
+            names[name] = new

@@ -1,0 +1,126 @@
+"""A staged state dict, which goes to another process by where its tensors lie: the shard file is lent to that one.
+
+torch sends each tensor's storage as a file descriptor of its own, two of them while they are on their way: a state of a few
+hundred tensors would have more than a process may hold open. Where the file cannot be lent, all tensors go in one piece of
+shared memory. For `pickle` and `copy` it is a dict.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tierfs.dcp.shardfile import LentShard, ShardFile
+
+__all__ = ["StagedState"]
+
+ALIGN_BYTES = 64
+# Of a tensor: where its bytes are, its dtype and its shape.
+_Place = tuple[Any, torch.dtype, torch.Size]
+
+
+class StagedState(dict[str, Any]):
+    """A state dict.
+
+    Args:
+        content: What is in it.
+        views: Those tensors in there that were staged: contiguous, on the CPU, each with a storage of its own. They may be
+            anywhere in it, and be the local parts of DTensors and ShardedTensors.
+        file: In which they lie.
+    """
+
+    def __init__(self, content: Mapping[str, Any], views: Sequence[torch.Tensor], file: ShardFile) -> None:
+        super().__init__(content)
+        self._views = views
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+    def _to_a_process(self) -> tuple[Any, ...]:
+        lent = self._file.lend()
+        if lent is None:
+            return self._copied()
+        numbers = self._file.numbers()
+        found = [(view, self._file.find(view)) for view in self._views]
+        places: dict[int, _Place] = {
+            id(view): (numbers.get(id(placed)), view.dtype, view.shape)
+            for view, placed in found
+            if id(placed) in numbers or not view.numel()
+        }
+        return _borrowed, (self._pickled(places), lent)
+
+    def _copied(self) -> tuple[Any, ...]:
+        places: dict[int, _Place] = {}
+        end = 0
+        for view in self._views:
+            places[id(view)] = end, view.dtype, view.shape
+            end += -(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        shared = torch.UntypedStorage._new_shared(max(end, 1))
+        for view in self._views:
+            _tensor_in(shared, places[id(view)][0], torch.uint8, (view.nbytes,)).copy_(
+                view.reshape(-1).view(torch.uint8)
+            )
+        return _received, (self._pickled(places), shared)
+
+    def _pickled(self, places: Mapping[int, _Place]) -> bytes:
+        stream = io.BytesIO()
+        _Pickler(stream, places).dump(dict(self))
+        return stream.getvalue()
+
+
+class _Pickler(ForkingPickler):
+    """Says of each staged tensor where it lies, and pickles the rest as torch does between processes."""
+
+    def __init__(self, stream: io.BytesIO, places: Mapping[int, _Place]) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._places = places
+
+    def persistent_id(self, value: Any) -> Any:
+        """Where it lies, and for a DTensor, of which its local part does, what else makes it."""
+        if type(value) is DTensor and id(value._local_tensor) in self._places:
+            return self._places[id(value._local_tensor)], value._spec
+        if type(value) is torch.Tensor and id(value) in self._places:
+            return self._places[id(value)], None
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tensors of what `_Pickler` says."""
+
+    def __init__(self, stream: io.BytesIO, make: Callable[[Any, torch.dtype, torch.Size], torch.Tensor]) -> None:
+        super().__init__(stream)
+        self._make = make
+
+    def persistent_load(self, said: Any) -> torch.Tensor:
+        """A tensor that is a view of the shared memory."""
+        (at, dtype, shape), spec = said
+        view = self._make(at, dtype, shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+        return view if spec is None else DTensor(view, spec, requires_grad=False)
+
+
+def _received(data: bytes, shared: torch.UntypedStorage) -> dict[str, Any]:
+    found: dict[str, Any] = _Unpickler(io.BytesIO(data), lambda *said: _tensor_in(shared, *said)).load()
+    return found
+
+
+def _borrowed(data: bytes, lent: LentShard) -> dict[str, Any]:
+    file = ShardFile.borrow(lent)
+    found: dict[str, Any] = _Unpickler(io.BytesIO(data), file.tensor).load()
+    return found
+
+
+def _tensor_in(shared: torch.UntypedStorage, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    length = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.empty(0, dtype=torch.uint8).set_(shared, at, (length,))
+    return raw.view(dtype).view(shape)
+
+
+# `multiprocessing` asks this, others ask `__reduce__`.
+ForkingPickler.register(StagedState, StagedState._to_a_process)

@@ -1,0 +1,126 @@
+"""Files of a store as streams, for what reads and writes streams: ``torch.save`` and ``torch.load``."""
+
+from __future__ import annotations
+
+import io
+from types import TracebackType
+from typing import Any
+
+from tierfs.store import Reader, Writer
+
+__all__ = ["ReadStream", "SaveSink", "SaveStream"]
+
+
+class SaveSink(io.RawIOBase):
+    """Takes what is written; publishing is its owner's business.
+
+    Args:
+        writer: Where it goes.
+
+    Attributes:
+        error: What kept a write from being done. torch covers it with an error about the end of its own file.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__()
+        self._writer = writer
+        self.error: Exception | None = None
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Add bytes at the end. They are copied."""
+        try:
+            return self._writer.write(data)
+        except Exception as error:
+            self.error = self.error or error
+            raise
+
+
+class SaveStream(SaveSink):
+    """A file that is published when it is closed; not if an exception leaves its ``with``, nor if it is never closed.
+
+    Args:
+        writer: Where it goes.
+    """
+
+    def close(self) -> None:
+        """Publish what was written, the first time.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer.commit` does.
+        """
+        if self.closed:
+            return
+        super().close()
+        self._writer.commit()
+
+    def discard(self) -> None:
+        """Publish nothing."""
+        super().close()
+        self._writer.abort()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self.discard()
+        if self.error is not None and self.error is not error:
+            raise self.error from None
+
+    def __del__(self) -> None:
+        if not self.closed:
+            self.discard()
+
+
+class ReadStream(io.RawIOBase):
+    """A range of a file. Every byte is verified.
+
+    Args:
+        reader: Of the file.
+        at: Where the range begins, in bytes.
+        length: Of the range; by default to the file's end.
+    """
+
+    def __init__(self, reader: Reader, at: int = 0, length: int | None = None) -> None:
+        super().__init__()
+        self._reader = reader
+        self._begin = at
+        self._length = reader.length - at if length is None else length
+        self._at = 0
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def seekable(self) -> bool:
+        """It is."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to an offset in the range."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(0, base + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill a buffer, as far as there is something.
+
+        Raises:
+            CorruptionError, StoreError: See `Reader.read_into`.
+        """
+        out = memoryview(buffer).cast("B")
+        count = max(0, min(len(out), self._length - self._at))
+        self._reader.read_into(self._begin + self._at, out[:count])
+        self._at += count
+        return count
+
+    def readall(self) -> bytes:
+        """What is left, read at once."""
+        content = bytearray(max(0, self._length - self._at))
+        self.readinto(content)
+        return bytes(content)
