@@ -141,7 +141,7 @@ def test_without_a_command_the_help_is_shown_on_stderr(capsys):
     assert main([]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert all(f"\n    {name} " in shown.err for name in frame.COMMANDS)
+    assert all(re.search(rf"^    {name}\s", shown.err, flags=re.MULTILINE) for name in frame.COMMANDS)
 
 
 @pytest.mark.parametrize(

@@ -192,7 +192,8 @@ def test_cat_never_holds_the_whole_file(url, capsysbinary, monkeypatch):
 def test_du_counts_what_is_held_and_what_is_stored(url, tell):
     told = json.loads(tell("du", url, "--json"))
     assert list(told) == [
-        "files", "logical_bytes", "stored_bytes", "deduplicated_bytes", "chunks", "foreign_files", "foreign_bytes",
+        "files", "logical_bytes", "stored_bytes", "shared_bytes", "freed_bytes", "deduplicated_bytes", "chunks",
+        "foreign_files", "foreign_bytes", "requests",
     ]  # fmt: skip
     assert (told["files"], told["logical_bytes"]) == (3, 2 * len(BIG) + 5)
     assert (told["deduplicated_bytes"], told["chunks"]) == (len(BIG), 2)
@@ -202,6 +203,22 @@ def test_du_counts_what_is_held_and_what_is_stored(url, tell):
     shown = tell("du", url)
     assert re.search(rf"^logical bytes +34 MiB +\({told['logical_bytes']}\)$", shown, flags=re.MULTILINE)
     assert re.search(r"^foreign bytes +8 B$", shown, flags=re.MULTILINE)
+    assert "requests" not in shown
+
+
+def test_du_tells_what_is_shared_and_what_deleting_would_free(url, tell):
+    told = json.loads(tell("du", f"{url}/run/copy", "--json"))
+    assert told["shared_bytes"] > len(BIG)
+    assert told["freed_bytes"] == told["stored_bytes"] - told["shared_bytes"] < 1000
+    assert set(told["requests"]) <= {"put", "get", "read", "head", "list", "delete", "delete_version"}
+    assert all(isinstance(count, int) for count in told["requests"].values())
+    assert told["requests"]["read"] >= 1
+    tell("rm", f"{url}/run/big")
+    told = json.loads(tell("du", f"{url}/run/copy", "--json"))
+    assert (told["shared_bytes"], told["freed_bytes"]) == (0, told["stored_bytes"])
+    shown = tell("du", f"{url}/run/copy")
+    assert re.search(rf"^freed bytes +17 MiB +\({told['freed_bytes']}\)$", shown, flags=re.MULTILINE)
+    assert re.search(r"^shared bytes +0 B$", shown, flags=re.MULTILINE)
 
 
 def test_no_error_of_a_store_becomes_a_traceback(url, capsys, monkeypatch):

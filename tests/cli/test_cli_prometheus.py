@@ -12,7 +12,11 @@ REPORT = {
     "uuid": "1ef826db",
     "ack": "local",
     "tiers": {
-        "object": {"url": "s3://bucket/run", "gives": "object", "host_local": False, "survives": "loss of this host"},
+        "object": {
+            "url": "s3://bucket/run", "gives": "object", "host_local": False, "survives": "loss of this host",
+            "reads_back": False, "fallbacks": {"flusher_throttled": 5},
+            "requests": {"process_delete_version": {"requests": 8, "errors": 1, "bytes": 99, "seconds": 0.5}},
+        },
         "ram": {
             "budget_bytes": 64, "host_bytes": 48, "store_bytes": 40, "used_bytes": 9, "dirty_bytes": 6, "clean_bytes": 3,
             "segments": 2, "memfd_segments": 0, "waits": 4, "waited_s": 1.5, "evicted_bytes": 7, "gives": "staged",
@@ -92,6 +96,12 @@ def test_what_the_status_says_comes_back_under_names_in_base_units():
     assert value(families, "tierfs_tier_dirty_bytes", tier="nvme") == 1
     assert value(families, "tierfs_tier_waited_seconds_total", tier="ram") == 1.5
     assert value(families, "tierfs_tier_fallbacks_total", tier="nvme", fallback="buffered_io") == 2
+    assert value(families, "tierfs_tier_fallbacks_total", tier="object", fallback="flusher_throttled") == 5
+    asked = {"tier": "object", "by": "process", "method": "delete_version"}
+    assert value(families, "tierfs_tier_requests_total", **asked) == 8
+    assert value(families, "tierfs_tier_request_errors_total", **asked) == 1
+    assert value(families, "tierfs_tier_request_bytes_total", **asked) == 99
+    assert value(families, "tierfs_tier_request_seconds_total", **asked) == 0.5
     assert value(families, "tierfs_flusher_uploaded_bytes_total") == 12
     assert value(families, "tierfs_process_waits_for_room_total") == 2
 

@@ -174,6 +174,8 @@ def test_status_shows_the_flusher_and_what_it_counted(url, tell):
     assert f"runs, pid {told['flusher']['pid']}" in shown
     assert re.search(r"^  flusher published files +2$", shown, flags=re.MULTILINE)
     assert re.search(r"^  flusher uploaded bytes +2 MiB$", shown, flags=re.MULTILINE)
+    assert told["tiers"]["object"]["requests"]["flusher_put"]["requests"] >= 4  # two chunks, two records
+    assert re.search(r"^  flusher put +\d+ +0 +2(\.\d+)? MiB +\d+\.\d{3}$", shown, flags=re.MULTILINE)
     metrics = tell("status", url, "--prometheus")
     assert f'tierfs_flusher_published_files_total{{store="{url.removeprefix("tierfs::")}"}} 2\n' in metrics
 
@@ -196,11 +198,12 @@ def test_status_watched_by_a_program_is_one_line_each_time(url):
 def test_status_watched_on_a_terminal_is_painted_in_place_and_gives_the_cursor_back(url):
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 8, 40, 0, 0))
-    seen = ""
+    there, seen = select.poll(), ""
+    there.register(ours, select.POLLIN)
 
     def read():
         nonlocal seen
-        while select.select([ours], [], [], 0)[0]:
+        while there.poll(0):
             try:
                 seen += os.read(ours, 1 << 16).decode()
             except OSError:  # the other end is closed
@@ -269,6 +272,17 @@ def test_fallbacks_of_a_tier_are_shown():
         "nvme": {"used_bytes": 1, "budget_bytes": 2, "dirty_bytes": 0, "clean_bytes": 1, "fallbacks": {"buffered": 3}}
     }
     assert any(re.fullmatch(r"  nvme fallback buffered +3", line) for line in table(report(tiers=tiers), None))
+
+
+def test_of_an_object_tier_it_is_shown_what_was_asked_and_that_writes_are_read_back():
+    put = {"requests": 3, "errors": 1, "bytes": 2 * MIB, "seconds": 0.25}
+    tier = {"gives": "object", "survives": "loss of this host", "reads_back": True}
+    tier |= {"requests": {"flusher_put": put}, "fallbacks": {"flusher_throttled": 2, "flusher_retried": 0}}
+    shown = table(report(tiers={"object": tier}), None)
+    assert any(re.fullmatch(r"object .* survives the loss of this host, writes are read back", line) for line in shown)
+    assert any(re.fullmatch(r"  flusher put +3 +1 +2 MiB +0\.250", line) for line in shown)
+    assert any(re.fullmatch(r"  object fallback flusher throttled +2", line) for line in shown)
+    assert not any("retried" in line for line in shown)
 
 
 def test_a_flusher_that_does_not_answer_is_shown_as_such():

@@ -11,7 +11,7 @@ from typing import BinaryIO, cast
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["known_size", "replacing", "walk"]
+__all__ = ["default_mode", "known_size", "replacing", "walk"]
 
 
 def known_size(path: str) -> int | None:
@@ -67,7 +67,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:
-        mode = stat.S_IFREG | (0o666 & ~_UMASK)
+        mode = stat.S_IFREG | default_mode(0o666)
     if stat.S_ISDIR(mode):
         raise InvalidInputError(f"{path} is a directory, and a file cannot replace it", path=path)
     if not stat.S_ISREG(mode):
@@ -86,6 +86,11 @@ def replacing(path: str) -> Iterator[BinaryIO]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary.name)
             raise
+
+
+def default_mode(wanted: int) -> int:
+    """The rights that something new has by this process's umask."""
+    return wanted & ~_UMASK
 
 
 def _read_umask() -> int:

@@ -15,6 +15,7 @@ from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.store import Entry, Store, find, make_directory, open_store, parse_url, stat
+from tierfs.store.asked import asked
 from tierfs.store.url import asks_to_create
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "any_place",
     "find_store",
     "kind_of",
+    "requests_of",
     "store_place",
 ]
 
@@ -250,6 +252,11 @@ def any_place(text: str, *, write: bool = False) -> Place:
             path=text,
         )
     return LocalPlace(text)
+
+
+def requests_of(store: Store) -> dict[str, int]:
+    """How many requests this process has sent to the store's object tier, by method."""
+    return {method: int(counts["requests"]) for method, counts in asked(store.objects)["object_requests"].items()}
 
 
 def find_store(text: str) -> StorePlace | None:

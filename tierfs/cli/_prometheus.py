@@ -51,6 +51,13 @@ _TIER_GAUGES = {
     "store_bytes": "Bytes that this store's segments take.",
     "used_bytes": "Bytes that the tier holds.",
 }
+# What is said of what a tier was asked, by who asked and by method.
+_REQUEST_COUNTERS = {
+    "requests": ("requests", "Requests to the tier."),
+    "errors": ("request_errors", "Requests that failed after all attempts."),
+    "bytes": ("request_bytes", "Bytes of objects in requests that succeeded."),
+    "seconds": ("request_seconds", "How long requests were waited for, added up."),
+}
 
 
 @dataclass(slots=True)
@@ -91,6 +98,10 @@ def exposition(report: Mapping[str, Any]) -> str:
         text = "How often the tier did what it does in a lesser way than it is meant to."
         for what, count in values.get("fallbacks", {}).items():
             add("tier_fallbacks_total", "counter", text, count, tier=tier, fallback=what)
+        for asked, counts in values.get("requests", {}).items():
+            who, _, method = asked.partition("_")
+            for key, (name, text) in _REQUEST_COUNTERS.items():
+                add(f"tier_{name}_total", "counter", text, counts.get(key), tier=tier, by=who, method=method)
     for key, count in report.get("counters", {}).items():
         who, _, what = key.partition("_")
         by = "the flusher" if who == "flusher" else f"the {who} that was asked"

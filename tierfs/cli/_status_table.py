@@ -64,7 +64,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
-    return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_counters(report)]
+    return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
 
 
 def one_line(report: Mapping[str, Any], rate: float | None) -> str:
@@ -105,6 +105,7 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
             for key in ("used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes")
         ]
         note = f"survives the {values['survives']}" if "survives" in values else ""
+        note += ", writes are read back" if values.get("reads_back") else ""
         if values.get("host_bytes"):
             note = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
         rows.append((tier, sizes[0], sizes[1], sizes[2], sizes[3], str(values.get("gives", "")), note))
@@ -136,6 +137,15 @@ def _conflicts(report: Mapping[str, Any]) -> int:
 
 def _errors(report: Mapping[str, Any]) -> int:
     return int(report.get("failing_files", len(report["errors"])))
+
+
+def _requests(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = [("asked of the object tier", "requests", "errors", "bytes", "seconds")]
+    for name, counts in report["tiers"].get("object", {}).get("requests", {}).items():
+        size, seconds = format_bytes(counts["bytes"]), f"{counts['seconds']:.3f}"
+        rows.append((f"  {name.replace('_', ' ')}", str(counts["requests"]), str(counts["errors"]), size, seconds))
+    if len(rows) > 1:
+        yield from ("", *align(rows, right=(1, 2, 3, 4)))
 
 
 def _counters(report: Mapping[str, Any]) -> Iterator[str]:

@@ -164,14 +164,14 @@ class _Demo:
                 raise AlreadyExistsError(
                     f"{self._url}/{name} exists, from an earlier demo: remove it or give another --url", path=self._url
                 )
-        stored = [usage(store, path).stored_bytes if filesystem.exists(root) else 0]
+        stored = [usage(store, path, shared=False).stored_bytes if filesystem.exists(root) else 0]
         plan = self._plan
         began = time.monotonic()
 
         _say(f"1/3 {plan.steps} steps without interruption, {_WORLD_SIZE} ranks, saving every {plan.every}")
         straight, resumed = _Run(), _Run()
         self._follow("uninterrupted run", straight, "straight")
-        stored.append(usage(store, path).stored_bytes)
+        stored.append(usage(store, path, shared=False).stored_bytes)
 
         _say(f"2/3 the same again, killed in the middle of the save of step {plan.killed_at}")
         self._follow_until_killed(resumed)
@@ -189,7 +189,7 @@ class _Demo:
             for name, one in (("straight", straight), ("resumed", resumed))
             for step, blocked_s in sorted(one.blocked_s.items())
         ]
-        stored.append(usage(store, path).stored_bytes)
+        stored.append(usage(store, path, shared=False).stored_bytes)
         return Report(
             url=self._url,
             parameters=straight.parameters,

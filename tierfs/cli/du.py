@@ -1,4 +1,4 @@
-"""``tierfs du``: how much a store or a part of it holds."""
+"""``tierfs du``: how much a store or a part of it holds, and what deleting it would free."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from tierfs.cli._output import add_json_argument, align, print_json
-from tierfs.cli._places import add_url_argument, store_place
+from tierfs.cli._places import add_url_argument, requests_of, store_place
 from tierfs.errors import NotFoundError
 from tierfs.store import usage
 from tierfs.units import format_bytes
@@ -14,7 +14,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "du"
-HELP = "show how many bytes are held, and how many of them are stored"
+HELP = "show how many bytes are held, how many of them are stored or shared, and what deleting would free"
 EXAMPLES = """\
 tierfs du tierfs::s3://bucket/run
 tierfs du /data/checkpoints --json"""
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     except NotFoundError:
         raise place.missing() from None
     if arguments.json:
-        print_json(counts)
+        print_json({**counts, "requests": requests_of(place.store)})
         return 0
     rows = [
         (name.replace("_", " "), format_bytes(count) if name.endswith("bytes") else str(count), _exactly(name, count))

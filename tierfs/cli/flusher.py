@@ -25,7 +25,7 @@ from tierfs.units import format_bytes, parse_size
 if TYPE_CHECKING:
     from tierfs.flush.draft import Draft
     from tierfs.flush.engine import FlushEngine
-    from tierfs.flush.publisher import Publisher
+    from tierfs.flush.publisher import Hint, Publisher, ReadRow
     from tierfs.flush.service import Service
     from tierfs.format.manifest import Row
     from tierfs.store import Location, Store
@@ -44,7 +44,7 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
 PIECE_BYTES = 16 << 20
-_ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "linger", "log_format")
+_ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "codecs", "linger", "log_format")
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--nvme", metavar="BYTES", help="for run: budget of the nvme tier, like 1TiB")
     parser.add_argument(
         "--bandwidth", metavar="BYTES", help="for run: per second to the object tier at most, like 500MB"
+    )
+    parser.add_argument(
+        "--codecs", metavar="CODECS", help="for run: auto, all, off, or names like zstd,plane (default: auto)"
     )
     parser.add_argument(
         "--linger",
@@ -107,7 +110,11 @@ def _location(arguments: argparse.Namespace) -> Location:
 
     location = parse_url(arguments.url)
     given = TierOptions(
-        ram=arguments.ram, nvme=arguments.nvme, state_dir=arguments.state_dir, bandwidth=arguments.bandwidth
+        ram=arguments.ram,
+        nvme=arguments.nvme,
+        state_dir=arguments.state_dir,
+        bandwidth=arguments.bandwidth,
+        codecs=arguments.codecs,
     )
     return replace(location, tiers=given.over(location.tiers))
 
@@ -185,7 +192,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
     engine = build_engine(
-        host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options))
+        host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options), arguments.codecs)
     )
     return engine, host.store_directory(uuid)
 
@@ -200,26 +207,43 @@ class _Budgets:
 class _LatePublisher:
     """The way to the object tier, loaded at first use. See `tierfs.flush.publisher.Publisher`."""
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, connect: Callable[[], Store], codecs: str | None) -> None:
         self._connect = connect
+        self._codecs = codecs
         self._lock = threading.Lock()
         self._loaded: Publisher | None = None
 
-    def put_chunk(self, raw: memoryview) -> Row:
-        return self._load().put_chunk(raw)
+    def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
+        return self._load().plan(draft, read)
+
+    def put_chunk(
+        self,
+        raw: memoryview,
+        hint: Hint,
+        rows: Sequence[Row | None],
+        *,
+        read: ReadRow,
+        pace: Callable[[int], None],
+    ) -> Row:
+        return self._load().put_chunk(raw, hint, rows, read=read, pace=pace)
 
     def find_chunk(self, row: Row) -> Row:
         return self._load().find_chunk(row)
 
-    def publish(self, draft: Draft, rows: Sequence[Row]) -> None:
-        self._load().publish(draft, rows)
+    def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
+        self._load().publish(draft, rows, read=read)
+
+    def asked(self) -> dict[str, Any]:
+        return {} if self._loaded is None else self._loaded.asked()
 
     def _load(self) -> Publisher:
         with self._lock:
             if self._loaded is None:
+                from tierfs.store.codecs import AUTO, Codecs  # noqa: PLC0415
                 from tierfs.store.publishing import StorePublisher  # noqa: PLC0415 - see `_spawned`
 
-                self._loaded = StorePublisher(self._connect)
+                codecs = AUTO if self._codecs is None else Codecs.parse(self._codecs)
+                self._loaded = StorePublisher(self._connect, codecs)
             return self._loaded
 
 
@@ -249,7 +273,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     if not (settings.ram_bytes or settings.nvme_bytes):
         raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
     host, uuid = Host(settings.directory), store.descriptor.uuid
-    publisher = StorePublisher(lambda: store)
+    publisher = StorePublisher(lambda: store, settings.codecs)
     engine = build_engine(host, uuid, settings, lambda _: publisher, publisher=publisher)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"

@@ -38,7 +38,9 @@ COMMANDS = (
     "wait",
     "prefetch",
     "evict",
+    "probe",
     "flusher",
+    "checkpoint",
     "demo",
     "version",
 )

@@ -7,7 +7,9 @@ parts, each in a file of its own: `PathSpace`, `Looking`, `Reading`, `Changing`,
 from __future__ import annotations
 
 import io
+import logging
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,6 +28,7 @@ from tierfs.fs.tiering import Tiering
 from tierfs.fs.wrapped import CompressedFile, TextFile
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import WriteMode, Writer
+from tierfs.store.url import TRUE
 
 __all__ = ["TierFileSystem"]
 
@@ -44,6 +47,8 @@ class TierFileSystem(Tiering):
         state_dir: The state directory.
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; that of whoever starts it counts.
+        codecs: What the flusher encodes with: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
+            codecs, ``"zstd,plane"``; that of whoever starts it counts.
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.
@@ -160,3 +165,17 @@ def _pieces(file: Any, callback: Any) -> Iterable[memoryview]:
     while count := file.readinto(buffer):
         yield buffer[:count]
         callback.relative_update(count)
+
+
+def _warn_if_torch_was_kept_from_asking() -> None:
+    """Say so where torch, which calls tierfs at the end of its import, did not: ``TIERFS_DCP`` has done nothing then."""
+    asked = os.environ.get("TIERFS_DCP", "").lower() in TRUE
+    if asked and "torch.distributed.checkpoint" in sys.modules and "tierfs.dcp.installing" not in sys.modules:
+        logging.getLogger("tierfs.fs").warning(
+            "TIERFS_DCP is set, but torch did not load it when it was imported (TORCH_DEVICE_BACKEND_AUTOLOAD is %s): torch's "
+            "distributed checkpoint uses its own writer and reader; call tierfs.dcp.install()",
+            os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "not set"),
+        )
+
+
+_warn_if_torch_was_kept_from_asking()

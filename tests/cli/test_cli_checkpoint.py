@@ -1,0 +1,559 @@
+"""``checkpoint``: list, show, verify, compare, export and import, with the exit codes and messages of each."""
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+
+import tierfs
+from tierfs.cli import main
+from tierfs.dcp import TierWriter
+from tierfs.format.checkpoint import SaveMark
+from tierfs.format.keys import chunk_key
+from tierfs.store import delete, find, load, open_store, parse_url, save, stat
+from tierfs.store.commit import Commits
+from tierfs.testing import flip_bit
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def host(tmp_path, monkeypatch):
+    """A host of its own, without local tiers."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TIERFS_RAM", "0")
+    monkeypatch.setenv("TIERFS_NVME", "0")
+
+
+@pytest.fixture
+def url(tmp_path):
+    tierfs.init(str(tmp_path / "store"))
+    return f"tierfs::file://{tmp_path}/store"
+
+
+@pytest.fixture
+def store(url):
+    return open_store(parse_url(url))[0]
+
+
+def state(seed=0):
+    torch.manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(300, 100), "b": torch.arange(5).bfloat16()},
+        "groups": [{"lr": torch.tensor(0.5)}],
+        "step": 3,
+    }
+
+
+def save_state(url, value):
+    dcp.save(value, storage_writer=TierWriter(url, ack="object"), no_dist=True)
+
+
+@pytest.fixture
+def step_10(url):
+    save_state(f"{url}/run/step_10", state())
+    return f"{url}/run/step_10"
+
+
+def told(capsys, *words, code=0):
+    """What a command says as JSON."""
+    assert main(["checkpoint", *words, "--json"]) == code
+    shown = capsys.readouterr()
+    document = json.loads(shown.out)
+    assert ("error" in document) == bool(shown.err)
+    return document
+
+
+def shown(capsys, *words, code=0):
+    assert main(["checkpoint", *words]) == code
+    return capsys.readouterr().out
+
+
+# -- ls ------------------------------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_listed_in_the_order_of_their_steps(url, step_10, store, capsys):
+    save_state(f"{url}/run/step_9", state())
+    dcp.save(state(), checkpoint_id=f"{url}/run/step_11", no_dist=True)
+    save(store, "run/step_12/__0_0.distcp", b"x")
+    listed = told(capsys, "ls", f"{url}/run")["checkpoints"]
+    assert [(item["name"], item["step"], item["state"], item["format"]) for item in listed] == [
+        ("step_9", 9, "complete", "tierfs"),
+        ("step_10", 10, "complete", "tierfs"),
+        ("step_11", 11, "complete", "dcp"),
+        ("step_12", 12, "incomplete", None),
+    ]
+    assert listed[0].keys() == {
+        "name", "step", "state", "level", "size", "stored", "shared", "freed", "tensors", "objects", "files", "format",
+        "created", "problems", "waiting",
+    }  # fmt: skip
+    assert (listed[0]["level"], listed[0]["tensors"], listed[0]["problems"]) == ("object", 3, [])
+    assert listed[0]["size"] > 120_000
+    lines = shown(capsys, "ls", f"{url}/run").splitlines()
+    assert lines[0].split() == [
+        "step",
+        "state",
+        "level",
+        "size",
+        "stored",
+        "tensors",
+        "files",
+        "format",
+        "created",
+        "name",
+    ]
+    assert lines[1].split()[:3] == ["9", "complete", "object"]
+    assert ".metadata is not there" in lines[5]
+    assert [item["name"] for item in told(capsys, "ls", f"{url}/run", "--limit", "2")["checkpoints"]] == [
+        "step_11",
+        "step_12",
+    ]
+    assert told(capsys, "ls", f"{url}/run", "--limit", "0")["checkpoints"] == []
+    assert [item["name"] for item in told(capsys, "ls", step_10)["checkpoints"]] == ["step_10"]
+
+
+def test_what_checkpoints_cost_and_share_is_told(url, store, capsys):
+    frozen = state()
+    save_state(f"{url}/run/step_1", frozen)
+    save_state(f"{url}/run/step_2", {**frozen, "extra": torch.randn(100_000)})
+    save_state(f"{url}/elsewhere/step_1", frozen)
+    first, second = told(capsys, "ls", f"{url}/run")["checkpoints"]
+    assert 50_000 < first["stored"] < first["size"] + 20_000
+    assert (first["shared"], first["freed"]) == (second["shared"], second["freed"]) == (None, None)
+    document = told(capsys, "ls", f"{url}/run", "--usage")
+    assert document["requests"]["list"] >= 2
+    first, second = document["checkpoints"]
+    assert first["stored"] == first["shared"] + first["freed"]
+    # All tensors lie in the other run, too.
+    assert first["freed"] < 20_000 < first["shared"]
+    assert second["freed"] > 200_000
+    lines = shown(capsys, "ls", f"{url}/run", "--usage").splitlines()
+    assert lines[0].split()[3:7] == ["size", "stored", "shared", "freed"]
+    assert len({line.rindex("  step_") for line in lines[1:]} | {lines[0].rindex("  name")}) == 1
+    # What is left of a checkpoint that others share is what they need.
+    delete(store, "elsewhere/step_1/.metadata")
+    for item in find(store, "elsewhere/step_1"):
+        delete(store, item.path)
+    (alone, _) = told(capsys, "ls", f"{url}/run", "--usage")["checkpoints"]
+    assert alone["stored"] == first["stored"]
+    assert alone["shared"] < first["shared"]
+
+
+def test_a_checkpoint_that_tierfs_did_not_write_costs_its_files(url, tmp_path, capsys):
+    theirs = tmp_path / "store" / "run" / "step_1"
+    dcp.save(state(), checkpoint_id=theirs, no_dist=True)
+    (item,) = told(capsys, "ls", f"{url}/run", "--usage")["checkpoints"]
+    size = sum(path.stat().st_size for path in theirs.iterdir())
+    assert (item["format"], item["stored"], item["shared"], item["freed"]) == ("dcp", size, 0, size)
+
+
+def test_a_damaged_checkpoint_is_listed_beside_the_others_and_is_exit_code_6(url, step_10, store, capsys):
+    save_state(f"{url}/run/step_9", state())
+    save(store, "run/step_9/.metadata", b"{}")
+    listed = told(capsys, "ls", url, code=6)["checkpoints"]
+    assert [(item["name"], item["state"]) for item in listed] == [
+        ("run/step_9", "damaged"),
+        ("run/step_10", "complete"),
+    ]
+    assert "step_9/.metadata" in listed[0]["problems"][0]
+    assert "  file://" in shown(capsys, "ls", url, code=6)
+
+
+def test_where_nothing_is_the_list_is_empty_or_an_error(url, store, capsys):
+    save(store, "run/notes", b"x")
+    assert told(capsys, "ls", f"{url}/run")["checkpoints"] == []
+    assert shown(capsys, "ls", f"{url}/run") == ""
+    assert told(capsys, "ls", f"{url}/nothing", code=3)["error"]["kind"] == "not-found"
+
+
+# -- show ----------------------------------------------------------------------------------------------------------------
+
+
+def test_show_names_tensors_and_where_they_lie(step_10, capsys):
+    found = told(capsys, "show", step_10)
+    assert (found["step"], found["format"], found["rank"]) == (10, "tierfs", None)
+    assert [
+        (item["name"], item["dtype"], item["shape"], item["size"], item["shards"]) for item in found["tensors"]
+    ] == [
+        ("groups.0.lr", "float32", [], 4, 1),
+        ("model.b", "bfloat16", [5], 10, 1),
+        ("model.w", "float32", [300, 100], 120_000, 1),
+    ]
+    assert [item["name"] for item in found["objects"]] == ["step"]
+    found = told(capsys, "show", step_10, "*.w", "--shards")
+    ((shard,),) = [item["shards"] for item in found["tensors"]]
+    assert found["objects"] == []
+    assert (shard["offsets"], shard["shape"], shard["length"]) == ([0, 0], [300, 100], 120_000)
+    assert (shard["level"], shard["tiers"]) == ("object", ["object"])
+    text = shown(capsys, "show", step_10, "--shards")
+    assert "bfloat16  [5]         model.b\n    at [0]  [5]  rank-00000-" in text
+    assert text.endswith("object    -           step\n")
+    assert "model" not in shown(capsys, "show", step_10, "nothing*")
+
+
+def test_show_tells_what_a_tier_of_this_host_holds(url, capsys, monkeypatch, tmp_path):
+    from tierfs.dcp.checkpoint import open_checkpoint
+    from tierfs.dcp.placement import Placement
+
+    monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
+    options = {"ram": "64MiB", "nvme": "0", "state_dir": str(tmp_path / "other")}
+    writer = TierWriter(f"{url}/run/1", ack="object", **options)
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    opened, path = writer._address.open()
+    try:
+        checkpoint = open_checkpoint(opened, path)
+        (shard,) = checkpoint.shards("model.w")
+        load(opened, f"{path}/{shard.place.file}")
+        assert Placement(checkpoint).tiers(shard.place) == ["ram", "object"]
+    finally:
+        opened.tiers.close()
+
+
+def test_show_tells_how_tensors_are_encoded_and_why(url, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
+    writer = TierWriter(
+        f"{url}/run", ack="staged", codecs="all", ram="64MiB", nvme="0", state_dir=str(tmp_path / "other")
+    )
+    torch.manual_seed(0)
+    weight, moment = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    for step in (1, 2):
+        saved = {"weight": weight, "moment": moment, "working": weight.bfloat16(), "zeros": torch.zeros(1 << 20)}
+        dcp.save(saved, storage_writer=writer, checkpoint_id=f"{url}/run/{step}", no_dist=True)
+        writer.wait("object")
+        weight, moment = weight + 1e-6 * torch.randn(1024, 1024), torch.randn(1024, 1024)
+    found = {}
+    for step in (1, 2):
+        tensors = told(capsys, "show", f"{url}/run/{step}", "--codecs")["tensors"]
+        found[step] = {item["name"]: (item["codecs"], item["reasons"]) for item in tensors}
+    assert found[1] == {
+        "moment": ({"plane": 4}, {"no base": 4}),
+        "weight": ({"plane": 4}, {"no base": 4}),
+        "working": ({"derive": 2}, {"derived": 2}),
+        "zeros": ({"const": 4}, {"no base": 4}),
+    }
+    assert found[2] == {
+        "moment": ({"plane": 4}, {"delta too large": 4}),
+        "weight": ({"dplane": 4}, {"delta": 4}),
+        "working": ({"derive": 2}, {"derived": 2}),
+        "zeros": ({"const": 4}, {"no base": 4}),  # the same chunk
+    }
+    sizes = {item["name"]: item["stored"] for item in tensors}
+    assert sizes["working"] == 2
+    assert sizes["weight"] < 0.85 * sizes["moment"] < 0.85 * (4 << 20)
+    text = shown(capsys, "show", f"{url}/run/2", "--codecs")
+    assert "dplane  delta            weight" in text
+
+
+# -- verify --------------------------------------------------------------------------------------------------------------
+
+
+def test_verify_passes_or_names_the_damaged_tensors(step_10, store, capsys):
+    report = told(capsys, "verify", step_10)
+    assert (report["damage"], report["tensors"], report["objects"], report["files"]) == ([], 3, 1, 1)
+    assert shown(capsys, "verify", step_10).endswith(f"of {step_10}: all sound\n")
+    (file,) = [item["name"] for item in told(capsys, "show", step_10)["files"]]
+    (tensor,) = told(capsys, "show", step_10, "model.w", "--shards")["tensors"]
+    at, row = 0, None
+    for row in stat(store, f"run/step_10/{file}").manifest.rows:
+        at += row.raw_length
+        if at > tensor["shards"][0]["at"]:
+            break
+    flip_bit(store.objects, chunk_key(row.name), 8 * (row.stored_length - 50))
+    assert main(["checkpoint", "verify", step_10, "--json"]) == 6
+    (damage,) = json.loads(capsys.readouterr().out)["damage"]
+    assert "model.w" in damage["names"]
+    assert (damage["file"], damage["tier"], damage["kind"]) == (file, "object", "corruption")
+    assert main(["checkpoint", "verify", step_10]) == 6
+    text = capsys.readouterr().out
+    assert text.startswith("damaged  ")
+    assert f"  file     {file}, bytes " in text
+    assert text.endswith(": 1 damaged\n")
+    delete(store, f"run/step_10/{file}")
+    assert "missing" in shown(capsys, "verify", step_10, code=6)
+
+
+def test_verify_shows_progress(step_10, capsys):
+    assert main(["checkpoint", "verify", step_10, "--progress"]) == 0
+    assert "100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format_", list(SerializationFormat))
+def test_a_plain_directory_is_verified_shown_and_compared(tmp_path, step_10, capsys, format_):
+    writer = dcp.FileSystemWriter(tmp_path / "plain", serialization_format=format_)
+    value = {"w": torch.ones(30, 7), "b": torch.zeros(3).bfloat16()}
+    dcp.save(value, storage_writer=writer, no_dist=True)
+    plain = str(tmp_path / "plain")
+    report = told(capsys, "verify", plain)
+    assert (report["damage"], report["tensors"]) == ([], 2)
+    assert report["undigested"] == [os.path.basename(name) for name in os.listdir(plain) if name != ".metadata"]
+    assert "no digests" in shown(capsys, "verify", plain)
+    assert [item["name"] for item in told(capsys, "show", plain)["tensors"]] == ["b", "w"]
+    made = step_10.replace("step_10", "plain")
+    assert main(["checkpoint", "import", plain, made]) == 0
+    capsys.readouterr()
+    assert told(capsys, "diff", plain, made)["equal"]
+
+
+def test_ranks_that_saved_on_their_own_are_verified_together_and_shown_one_by_one(url, store, step_10, capsys):
+    metadata = load(store, "run/step_10/.metadata")
+    delete(store, "run/step_10/.metadata")
+    for rank in (0, 1):
+        save(store, f"run/step_10/__{rank}.metadata", metadata)
+    assert told(capsys, "ls", url)["checkpoints"][0]["state"] == "complete"
+    assert told(capsys, "verify", step_10)["tensors"] == 6
+    assert told(capsys, "verify", step_10, "--rank", "1")["tensors"] == 3
+    assert "--rank: 0, 1" in told(capsys, "show", step_10, code=2)["error"]["message"]
+    assert told(capsys, "show", step_10, "--rank", "1")["rank"] == 1
+
+
+# -- diff ----------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_says_what_differs_and_by_how_much(url, step_10, capsys):
+    save_state(f"{url}/same", state())
+    found = told(capsys, "diff", step_10, f"{url}/same")
+    assert (found["equal"], found["equal_count"]) == (True, 4)
+    other = state()
+    other["model"]["w"][3, 4:7] += 2
+    other["model"]["b"] = other["model"]["b"].float()
+    other["step"], other["new"] = 4, torch.ones(1)
+    del other["groups"]
+    save_state(f"{url}/other", other)
+    found = told(capsys, "diff", step_10, f"{url}/other", code=1)
+    assert (found["equal"], found["only_a"], found["only_b"]) == (False, ["groups.0.lr"], ["new"])
+    assert found["unlike"] == [{"name": "model.b", "a": "bfloat16 [5]", "b": "float32 [5]"}]
+    assert found["objects"] == ["step"]
+    (tensor,) = found["tensors"]
+    assert (tensor["name"], tensor["differing"], tensor["elements"]) == ("model.w", 3, 30_000)
+    assert tensor["fraction"] == 1e-4
+    assert tensor["max_abs"] == pytest.approx(2, abs=1e-6)
+    lines = shown(capsys, "diff", step_10, f"{url}/other", code=1).splitlines()
+    assert lines[:3] == [
+        "only in A  groups.0.lr",
+        "only in B  new",
+        "unlike     model.b: bfloat16 [5] in A, float32 [5] in B",
+    ]
+    assert lines[3].split() == ["max", "abs", "differing", "of", "not", "finite", "name"]
+    assert lines[4].split() == ["differs", "2", "0.010%", "30000", "-", "model.w"]
+    assert lines[5] == "differs    step (object)"
+    assert lines[6].startswith("0 equal, 5 different: A is ")
+
+
+# -- export and import ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("format_", ["dcp", "torch", "safetensors"])
+def test_what_is_exported_comes_back(url, step_10, tmp_path, capsys, format_):
+    target = str(tmp_path / "new" / "out")
+    words = ["--skip-objects"] if format_ == "safetensors" else []
+    done = told(capsys, "export", step_10, target, "--format", format_, *words)
+    assert (done["format"], done["target"], done["tensors"]) == (format_, target, 3)
+    assert os.listdir(tmp_path / "new") == ["out"]
+    done = told(capsys, "import", target, f"{url}/back")
+    assert (done["url"], done["tensors"]) == (f"{url}/back", 3)
+    found = told(capsys, "diff", step_10, f"{url}/back", code=1 if words else 0)
+    assert found["only_a"] == (["step"] if words else [])
+    assert found["equal_count"] == (3 if words else 4)
+
+
+def test_the_format_follows_from_the_targets_name(step_10, tmp_path, capsys):
+    assert told(capsys, "export", step_10, f"{tmp_path}/a.safetensors", "--skip-objects")["format"] == "safetensors"
+    assert torch.equal(load_file(f"{tmp_path}/a.safetensors")["model.w"], state()["model"]["w"])
+    assert told(capsys, "export", step_10, f"{tmp_path}/a.pt")["format"] == "torch"
+    assert torch.load(f"{tmp_path}/a.pt", weights_only=True)["step"] == 3
+    assert told(capsys, "export", step_10, f"{tmp_path}/a")["format"] == "dcp"
+    assert "exported 3 tensors and 1 objects" in shown(capsys, "export", step_10, f"{tmp_path}/b.pth")
+
+
+def test_a_store_takes_and_gives_files(url, step_10, capsys):
+    told(capsys, "export", step_10, f"{url}/out/model.pt")
+    told(capsys, "export", step_10, f"{url}/out/model.safetensors", "--skip-objects")
+    told(capsys, "import", f"{url}/out/model.pt", f"{url}/back")
+    assert told(capsys, "diff", step_10, f"{url}/back")["equal"]
+    told(capsys, "import", f"{url}/out/model.safetensors", f"{url}/tensors")
+    assert told(capsys, "diff", step_10, f"{url}/tensors", code=1)["only_a"] == ["step"]
+    assert told(capsys, "export", step_10, f"{url}/out/dcp", code=2)["error"]["kind"] == "invalid-input"
+    assert told(capsys, "export", step_10, f"{url}/out/model.pt", code=4)["error"]["kind"] == "already-exists"
+
+
+def test_a_checkpoint_in_a_store_is_imported_into_another_place(url, step_10, capsys):
+    dcp.save(state(), checkpoint_id=f"{url}/stock", no_dist=True)
+    told(capsys, "import", f"{url}/stock", f"{url}/made")
+    assert told(capsys, "show", f"{url}/made")["format"] == "tierfs"
+    assert told(capsys, "diff", f"{url}/made", step_10)["equal"]
+
+
+def test_what_lies_on_another_filesystem_is_imported(url, step_10, tmp_path, capsys):
+    elsewhere = f"memory://elsewhere-{uuid.uuid4().hex}"
+    dcp.save(state(), storage_writer=FsspecWriter(f"{elsewhere}/dcp"), no_dist=True)
+    told(capsys, "export", step_10, f"{tmp_path}/model.pt")
+    fsspec.filesystem("memory").put(f"{tmp_path}/model.pt", f"{elsewhere}/model.pt")
+    for name in ("dcp", "model.pt"):
+        told(capsys, "import", f"{elsewhere}/{name}", f"{url}/{name}")
+        assert told(capsys, "diff", step_10, f"{url}/{name}")["equal"]
+    assert told(capsys, "diff", step_10, f"{elsewhere}/dcp")["equal"]
+    assert told(capsys, "verify", f"{elsewhere}/dcp")["damage"] == []
+    assert told(capsys, "import", f"{elsewhere}/nothing", f"{url}/x", code=3)["error"]["kind"] == "not-found"
+    fsspec.filesystem("memory").rm(elsewhere, recursive=True)
+
+
+def test_what_is_there_is_replaced_only_by_force(url, step_10, tmp_path, capsys):
+    for name, words in (("a.pt", []), ("a", []), ("a.safetensors", ["--skip-objects"])):
+        target = f"{tmp_path}/{name}"
+        told(capsys, "export", step_10, target, *words)
+        assert "--force" in told(capsys, "export", step_10, target, *words, code=4)["error"]["message"]
+        told(capsys, "export", step_10, target, *words, "--force")
+        assert main(["checkpoint", "import", target, f"{url}/back", "--force"]) == 0
+        capsys.readouterr()
+    assert "--force" in told(capsys, "import", f"{tmp_path}/a", f"{url}/back", code=4)["error"]["message"]
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(("a", "."))) == [
+        "a",
+        "a.pt",
+        "a.safetensors",
+    ]
+
+
+def test_a_directory_that_is_no_checkpoint_is_never_replaced(step_10, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years")
+    error = told(capsys, "export", step_10, f"{tmp_path}/mine", "--force", code=4)["error"]
+    assert "thesis.tex" in error["message"]
+    assert (
+        "a directory"
+        in told(capsys, "export", step_10, f"{tmp_path}/mine", "--force", "--format", "torch", code=4)["error"][
+            "message"
+        ]
+    )
+    assert (tmp_path / "mine" / "thesis.tex").read_text() == "years"
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("format_", ["dcp", "torch", "safetensors"])
+@pytest.mark.parametrize("there", [False, True])
+def test_an_export_that_fails_leaves_what_was_there(step_10, store, tmp_path, capsys, format_, there):
+    target = tmp_path / "out"
+    words = [step_10, str(target), "--format", format_, "--skip-objects"]
+    if there:
+        told(capsys, "export", *words)
+    before = {path.name: path.read_bytes() for path in tmp_path.rglob("out*") if path.is_file()}
+    (file,) = [item["name"] for item in told(capsys, "show", step_10)["files"]]
+    delete(store, f"run/step_10/{file}")
+    assert told(capsys, "export", *words, "--force", code=6)["error"]["kind"] == "corruption"
+    assert {path.name: path.read_bytes() for path in tmp_path.rglob("out*") if path.is_file()} == before
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert target.exists() == there
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux")
+@pytest.mark.parametrize("format_", ["torch", "safetensors"])
+def test_a_full_disk_is_exit_code_9(step_10, capsys, format_):
+    words = ["export", step_10, "/dev/full", "--format", format_, "--skip-objects", "--force"]
+    assert told(capsys, *words, code=9)["error"]["kind"] == "capacity"
+
+
+def test_an_interrupted_export_leaves_nothing(step_10, tmp_path, capsys, monkeypatch):
+    def interrupt(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tierfs.cli._progress.Progress.advance", interrupt)
+    before = sorted(os.listdir(tmp_path))
+    for name in ("a", "a.pt", "a.safetensors"):
+        assert main(["checkpoint", "export", step_10, f"{tmp_path}/{name}", "--skip-objects"]) == 130
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_dtype_and_an_object_are_refused_by_name(url, tmp_path, capsys):
+    save_state(f"{url}/1", {"odd": torch.ones(3, dtype=torch.complex128), "n": 1})
+    message = told(capsys, "export", f"{url}/1", f"{tmp_path}/x.safetensors", code=2)["error"]["message"]
+    assert "'odd' (complex128)" in message
+    save_state(f"{url}/2", {"w": torch.ones(3), "n": 1})
+    assert "'n'" in told(capsys, "export", f"{url}/2", f"{tmp_path}/x.safetensors", code=2)["error"]["message"]
+    assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_what_cannot_be_imported_is_an_error(url, tmp_path, capsys):
+    (tmp_path / "file").write_bytes(b"nonsense")
+    assert told(capsys, "import", f"{tmp_path}/file", f"{url}/x", code=2)["error"]["kind"] == "invalid-input"
+    assert told(capsys, "import", f"{tmp_path}/nothing", f"{url}/x", code=3)["error"]["kind"] == "not-found"
+    assert (
+        told(capsys, "import", f"{tmp_path}/file", f"{tmp_path}/no-store/x", code=3)["error"]["kind"]
+        == "store-not-found"
+    )
+    assert told(capsys, "ls", url)["checkpoints"] == []
+
+
+# -- usage ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["ls"], "--help` shows examples"),
+        (["dance", "x"], "--help` shows examples"),
+        (["ls", "x", "y"], "nothing else: 'y'"),
+        (["verify", "x", "y"], "nothing else: 'y'"),
+        (["diff", "x"], "OTHER"),
+        (["export", "x"], "TARGET"),
+        (["import", "x"], "URL"),
+        (["show", ""], "empty"),
+        (["show", "x", "--usage"], "--usage is not for `tierfs checkpoint show`"),
+        (["ls", "x", "--shards"], "--shards is not for `tierfs checkpoint ls`"),
+        (["show", "x", "--limit", "3"], "--limit is not for"),
+        (["ls", "x", "--limit", "-3"], "from 0 on"),
+        (["diff", "x", "y", "--force"], "--force is not for"),
+        (["verify", "x", "--skip-objects"], "--skip-objects is not for"),
+        (["ls", "x", "--progress"], "--progress is not for"),
+    ],
+)
+def test_wrong_usage_says_what_is_wrong(words, text, capsys):
+    assert text in told(capsys, *words, code=2)["error"]["message"]
+
+
+def test_without_torch_the_error_says_how_to_get_it(url, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert "pip install 'tierfs[torch]'" in told(capsys, "ls", url, code=2)["error"]["message"]
+
+
+def test_commit_publishes_what_is_complete_and_names_what_is_not(url, store, capsys):
+    """A save of two hosts, the second of which has not published its part."""
+    save(store, "run/rank-0", b"part")
+    document = json.dumps({"files": {"rank-0": {"length": 4}, "rank-1": {"length": 4}}}).encode()
+    Commits(store).announce("run", document, SaveMark(7, "ab" * 16))
+    assert main(["checkpoint", "commit", f"{url}/run"]) == 11
+    assert "waits for 1 of 2 files: rank-1" in capsys.readouterr().err
+    save(store, "run/rank-1", b"part")
+    assert main(["checkpoint", "commit", f"{url}/run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"url": f"{url}/run", "save_id": "ab" * 16}
+    assert load(store, "run/.metadata") == document
+    assert main(["checkpoint", "commit", f"{url}/run"]) == 0
+    assert f"is complete: save {'ab' * 16}" in capsys.readouterr().out
+    assert main(["checkpoint", "commit", f"{url}/nothing"]) == 3
+    assert "no save to it is announced" in capsys.readouterr().err
+    assert main(["checkpoint", "commit", f"{url}/run", "--timeout", "nan"]) == 2
+    assert main(["checkpoint", "ls", f"{url}/run", "--timeout", "1"]) == 2
+
+
+def test_help_is_shown_without_loading_torch():
+    code = """
+import sys
+from tierfs.cli import main
+assert main(["checkpoint", "--help"]) == 0
+assert main(["checkpoint", "ls", "x", "--shards"]) == 2
+assert not {"torch", "numpy", "fsspec"} & set(sys.modules), sys.modules.keys()
+assert main(["--help"]) == 0
+assert not {"torch", "numpy"} & set(sys.modules), sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

@@ -1,0 +1,47 @@
+"""``tierfs probe``: what an endpoint keeps, and that the store notes it."""
+
+from __future__ import annotations
+
+import json
+
+import tierfs
+from tierfs.cli import main
+
+
+def test_it_says_what_a_place_without_a_store_keeps(tmp_path, capsys):
+    assert main(["probe", str(tmp_path / "store")]) == 0
+    printed = capsys.readouterr().out
+    assert "kept  conditional create" in printed
+    assert f"make one with: tierfs init file://{tmp_path}/store" in printed
+    assert not [path for path in (tmp_path / "store/.tierfs/probe").rglob("*") if path.is_file()]
+
+
+def test_a_store_is_found_from_below_and_stays_as_it_was(tmp_path, capsys):
+    store = tierfs.init(str(tmp_path))
+    before = (tmp_path / ".tierfs/store.json").read_bytes()
+    assert main(["probe", str(tmp_path / "run/step_1"), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["url"], told["has_store"], told["noted"]) == (store.url, True, False)
+    assert told["single_writer"] is False
+    assert all(test["kept"] for test in told["tests"])
+    assert (tmp_path / ".tierfs/store.json").read_bytes() == before
+
+
+def test_what_has_changed_is_noted_in_the_store(tmp_path, capsys, monkeypatch):
+    tierfs.init(str(tmp_path))
+    from tierfs.objects import OVERWRITE, LocalObjects
+
+    put = LocalObjects.put
+    monkeypatch.setattr(
+        LocalObjects, "put", lambda self, key, data, *, mode=OVERWRITE, checksum=None: put(self, key, data)
+    )
+    assert main(["probe", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["noted"]
+    assert told["single_writer"]
+    assert "conditional updates" in told["cannot_promise"]
+    found = json.loads((tmp_path / ".tierfs/store.json").read_text())
+    assert found["single_writer"]
+    assert found["endpoint"]["checksums"] == []
+    assert main(["probe", str(tmp_path)]) == 0
+    assert "as it was noted" in capsys.readouterr().out
