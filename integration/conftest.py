@@ -1,15 +1,21 @@
 """No test touches what this host keeps for its user."""
 
 import os
+import signal
 import tempfile
 
 import pytest
 from leftovers import end_flushers
 
 
-@pytest.fixture(autouse=True, scope="session")
+def pytest_configure():
+    # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def state_of_its_own():
-    """Processes that tests start inherit it too."""
+    """Processes that tests start inherit it too. What one module's tests leave unflushed is in no other's way."""
     with (
         tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory,
         tempfile.TemporaryDirectory(prefix="tierfs-test-", dir="/dev/shm") as shared,
@@ -20,4 +26,5 @@ def state_of_its_own():
         yield
         # One that a test left has work for a server that is gone, and would go on trying.
         end_flushers(directory)
-        del os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"]
+        for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
+            os.environ.pop(name, None)

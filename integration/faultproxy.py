@@ -20,11 +20,14 @@ class FaultProxy:
     Attributes:
         port: Where it listens; the same in every mode.
         mode: ``"pass"``, ``"hang"``: requests are read and never answered, ``"unavailable"``: they are answered 503,
-            ``"no-puts"``: those that would store something are, ``"lose"``: those that ``loses`` selects are carried out, and the connection is dropped instead of an answer.
+            ``"no-puts"``: those that would store something are, ``"no-chunks"``: those that would store a chunk are, ``"lose"``: those that ``loses`` selects are carried out, and
+            the connection is dropped instead of an answer.
         loses: By method and path.
         seen: Requests by method, whatever became of them.
         lost: How many answers were lost.
         stored: How often each path was stored.
+        fetched: How often content of each path was fetched, in whole or in part.
+        fetched_bytes: Of all of these together.
     """
 
     def __init__(self, server_port: int) -> None:
@@ -35,6 +38,8 @@ class FaultProxy:
         self.seen: Counter[str] = Counter()
         self.lost = 0
         self.stored: Counter[str] = Counter()
+        self.fetched: Counter[str] = Counter()
+        self.fetched_bytes = 0
         self._lock = threading.Lock()
         self._server: _Server | None = None
 
@@ -61,11 +66,19 @@ class FaultProxy:
         if self._server is None:
             self.start()
 
-    def note(self, method: str, path: str, status: int) -> None:
+    def note(self, method: str, path: str, status: int, length: int) -> None:
         """Count a request that was carried out."""
         with self._lock:
             if method == "PUT" and status < 300:
                 self.stored[path] += 1
+            if method == "GET" and status < 300:
+                self.fetched[path.partition("?")[0]] += 1
+                self.fetched_bytes += length
+
+    def refuses(self, method: str, path: str) -> bool:
+        """Whether to answer 503."""
+        puts = {"no-puts": "", "no-chunks": "/.tierfs/chunks/"}.get(self.mode)
+        return self.mode == "unavailable" or (puts is not None and method == "PUT" and puts in path)
 
     def loses_answer(self, method: str, path: str) -> bool:
         """Whether to lose the answer to this request."""
@@ -142,7 +155,7 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(0.05)
             self.close_connection = True
             return
-        if proxy.mode == "unavailable" or (proxy.mode == "no-puts" and self.command == "PUT"):
+        if proxy.refuses(self.command, self.path):
             self.send_response(503)
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -156,7 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
             content = answer.read()
         finally:
             server.close()
-        proxy.note(self.command, self.path, answer.status)
+        proxy.note(self.command, self.path, answer.status, len(content))
         if proxy.loses_answer(self.command, self.path):
             self.close_connection = True
             return

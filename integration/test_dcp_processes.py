@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import fsspec
-
-# ruff: noqa: E402 - nothing of torch can be imported before it is known to be there
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")

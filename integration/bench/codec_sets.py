@@ -1,0 +1,155 @@
+"""What `codec.py` measures of sizes: states saved into a store, and what its object tier holds then."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import codec_peers as peers
+import fsspec
+import safetensors.torch
+import torch
+from codec_states import NAMES, bytes_of, changed, load, same, steps_of
+from object_moves import end_flusher, private_slabs
+
+import tierfs
+
+RAM_STATES = 3
+SPARE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Set:
+    """A state and what became of it some steps later, saved one after the other.
+
+    Attributes:
+        name: In the report.
+        run: Of `snapshots.py`.
+        first: Which of its states is the first, counted in the order of steps.
+        second: Which is the second.
+        later: Steps between them.
+        classes: Of which tensors the state is made.
+        limits: The most of the raw bytes that the first save, and the second, may take; None for no aim.
+        of_changed: Whether the second limit is on the bytes of the tensors that changed.
+    """
+
+    name: str
+    run: str
+    first: int
+    second: int
+    later: int
+    classes: tuple[str, ...] = tuple(NAMES)
+    limits: tuple[float | None, float | None] = (None, None)
+    of_changed: bool = False
+
+
+SETS = (
+    Set("fp32 master, late", "fp32master", 4, 6, 10, limits=(0.72, 0.65)),
+    Set("fp32 master, early", "fp32master", 0, 2, 10),
+    Set("pure bf16, late", "purebf16", 4, 6, 10, limits=(0.66, 0.47)),
+    Set("LoRA, frozen base", "lora", 0, 2, 10, limits=(None, 0.75), of_changed=True),
+    Set("bf16 weights, lr 1e-6", "finetune", 3, 4, 1, classes=("w16",), limits=(None, 0.02)),
+    Set("fine-tuning, lr 1e-6", "finetune", 3, 5, 10),
+    Set("experts, sparse embedding", "sparse", 0, 2, 10),
+)
+
+
+class Saved:
+    """A store of its own in a directory, and states saved there, each as one safetensors file.
+
+    Args:
+        root: Empty.
+        size: Of a state in bytes.
+    """
+
+    def __init__(self, root: Path, size: int) -> None:
+        self._root = root
+        self._url = f"tierfs::file://{root}/store"
+        tierfs.init(f"file://{root}/store")
+        # By default nothing is encoded for a directory of this host, which takes raw bytes in less time.
+        self._fs, self._path = fsspec.url_to_fs(
+            self._url,
+            ack="staged",
+            ram=size * RAM_STATES + SPARE_BYTES,
+            nvme=0,
+            state_dir=str(root / "host"),
+            codecs="all",
+        )
+
+    def save(self, step: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Save a state, until the object tier has it; gives the bytes that the store grew by, and seconds."""
+        data = safetensors.torch.save(state)
+        before = self._stored()
+        begin = time.perf_counter()
+        with self._fs.open(f"{self._path}/{self._file(step)}", "wb") as file:
+            file.write(data)
+        self._fs.wait(self._path, "object")
+        return {"seconds": time.perf_counter() - begin, "raw": len(data), "stored": self._stored() - before}
+
+    def check(self, step: int, state: dict[str, torch.Tensor]) -> None:
+        """Load a state where no local tier has it, and compare every tensor bit for bit.
+
+        Raises:
+            RuntimeError: One is something else.
+        """
+        elsewhere = str(self._root / "elsewhere")
+        fs, path = fsspec.url_to_fs(f"{self._url}/{self._file(step)}", ram=0, nvme=0, state_dir=elsewhere)
+        loaded = safetensors.torch.load(fs.cat(path))
+        wrong = [name for name in state if name not in loaded or not same(state[name], loaded[name])]
+        if wrong or len(loaded) != len(state):
+            raise RuntimeError(f"{path}: what was loaded is not what was saved: {wrong}")
+
+    def stop(self) -> None:
+        """End the flusher."""
+        end_flusher(self._fs.status(self._path))
+
+    def _file(self, step: int) -> str:
+        return f"run/step_{step}/state.safetensors"
+
+    def _stored(self) -> int:
+        """All that the object tier holds: chunks, manifests, and what little else there is."""
+        found = (os.path.join(base, name) for base, _, names in os.walk(self._root / "store") for name in names)
+        return sum(os.stat(path).st_size for path in found)
+
+
+def measured(one: Set, snapshots: Path, root: Path) -> dict[str, dict[str, float]]:
+    """Raw and stored bytes of both saves, by who stores: tierfs, and peers that have the same bytes.
+
+    Of the second save the peers are given the tensors that changed, and nothing for the others.
+    """
+    steps = steps_of(snapshots / one.run)
+    first, second = (load(steps[number], one.classes) for number in (one.first, one.second))
+    with private_slabs():
+        saved = Saved(root, bytes_of(first))
+        try:
+            found = {"static": saved.save(0, first), "delta": saved.save(one.later, second)}
+            saved.check(0, first)
+            saved.check(one.later, second)
+        finally:
+            saved.stop()
+    new = changed(second, first)
+    found["static"] |= _peers(first) | {"changed": bytes_of(first)}
+    found["delta"] |= _peers(new) | {"changed": bytes_of(new), "zstd-3 patch-from": peers.zstd_from(new, first)}
+    return found
+
+
+def _peers(state: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {"zstd-3": peers.zstd(state), "zipnn": peers.zipnn(state)}
+
+
+def report(snapshots: Path, root: Path, names: list[str]) -> dict[str, Any]:
+    """Everything about sizes, by set; each is measured by a process of its own, which takes its slabs with it."""
+    found = {}
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as processes:
+        for number, one in enumerate(SETS):
+            if not names or one.name in names:
+                directory = root / str(number)
+                directory.mkdir()
+                found[one.name] = processes.apply(measured, (one, snapshots, directory)) | {"later": one.later}
+                shutil.rmtree(directory, ignore_errors=True)  # its flusher may be about to end
+    return found

@@ -1,0 +1,220 @@
+"""What `codec.py` measures of speed: blocks of real states encoded and decoded by one thread and by two, digests included."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from codec_states import steps_of
+from dcp_session import timed
+
+from tierfs.codec import Codec, Coding, decode_block, encode_block
+from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
+
+# By class of tensors; all of them together are more than the processor's caches hold.
+BLOCKS = 24
+COPY_BYTES = 256 << 20
+WARM_UPS = 2
+# A machine that is shared is quiet now and then; a round counts when two threads of sha256 made so much of one.
+QUIET_GAIN = 1.8
+QUIET_ROUNDS_MIN = 5
+TRIES = 4
+SCALE = 10.0
+RUN = "fp32master"
+LATE, LATER = 4, 6
+# What each codec is for: a moment has nothing of what it was ten steps before.
+CASES = {
+    Codec.PLANE: {"w32": 4, "m": 4, "v": 4, "w16": 2},
+    Codec.DPLANE: {"w32": 4, "v": 4, "w16": 2},
+}
+Key = tuple[str, str, str]
+Taken = dict[Key, tuple[int, float, float]]
+digest_of = partial(hash_bytes, DigestKind.XXH3_128)
+
+
+@dataclass
+class Case:
+    """Blocks of one class of tensors, for one codec.
+
+    Attributes:
+        coding: How they are encoded.
+        raws: The blocks.
+        bases: What each is encoded against.
+        digests: Of the blocks.
+        encoded: Codec and bytes of each.
+        outs: Where each is decoded to.
+    """
+
+    coding: Coding
+    raws: list[memoryview]
+    bases: Sequence[memoryview | None]
+    digests: list[bytes] = field(default_factory=list)
+    encoded: list[tuple[Codec, memoryview]] = field(default_factory=list)
+    outs: list[memoryview] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        room = memoryview(bytearray(BLOCK_BYTES))
+        target = memoryview(np.ones(len(self.raws) * BLOCK_BYTES, np.uint8))
+        for number, (raw, base) in enumerate(zip(self.raws, self.bases, strict=True)):
+            codec, length = encode_block(raw, self.coding, base, room)
+            self.digests.append(digest_of(raw))
+            self.encoded.append((codec, memoryview(bytes(raw if codec == Codec.STORE else room[:length]))))
+            self.outs.append(target[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.raws))
+
+    @property
+    def ratio(self) -> float:
+        """Encoded over raw."""
+        return sum(len(data) for _, data in self.encoded) / self.size
+
+    def encode(self, room: memoryview, begin: int, step: int) -> None:
+        """Encode every so many blocks, as who flushes does."""
+        for number in range(begin, len(self.raws), step):
+            assert digest_of(self.raws[number]) == self.digests[number]
+            encode_block(self.raws[number], self.coding, self.bases[number], room)
+
+    def decode(self, room: memoryview, begin: int, step: int) -> None:
+        """Decode every so many, as who reads does."""
+        for number in range(begin, len(self.raws), step):
+            codec, data = self.encoded[number]
+            decode_block(codec, data, self.outs[number], self.bases[number], "bench")
+            assert digest_of(self.outs[number]) == self.digests[number], "what was decoded is not what was encoded"
+
+
+@dataclass
+class Sample:
+    """A round.
+
+    Attributes:
+        gain: What two threads made of sha256, which needs nothing but processors, as a multiple of one.
+        copy: Bytes per second of memcpy.
+        taken: Bytes, seconds of one thread, and of two.
+    """
+
+    gain: float
+    copy: float
+    taken: Taken
+
+    @property
+    def is_quiet(self) -> bool:
+        return self.gain >= QUIET_GAIN
+
+
+class Threads:
+    """Two threads that live on, each with memory of its own that is warm."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(2)
+        self._rooms = [memoryview(np.ones(BLOCK_BYTES, np.uint8)) for _ in range(2)]
+
+    def seconds(self, task: Callable[[memoryview, int, int], None], count: int) -> float:
+        """What it takes that many threads to do a task that is shared out."""
+
+        def all_of_it() -> None:
+            begun = [self._pool.submit(task, self._rooms[number], number, count) for number in range(count)]
+            for future in begun:
+                future.result()
+
+        return timed(all_of_it)
+
+    def gain(self) -> float:
+        """Of two threads over one where both do nothing but hash: says how quiet the machine is."""
+
+        def hash_blocks(room: memoryview, begin: int, step: int) -> None:
+            for _ in range(begin, BLOCKS, step):
+                hashlib.sha256(room).digest()
+
+        return self.seconds(hash_blocks, 1) / self.seconds(hash_blocks, 2)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+def blocks(step: Path, kind: str) -> list[memoryview]:
+    """The first whole blocks of a class's large tensors, in the order of their names."""
+    found: list[memoryview] = []
+    for path in sorted(step.glob(f"{kind}.*.npy")):
+        data = memoryview(np.load(path).reshape(-1).view(np.uint8))
+        whole = len(data) // BLOCK_BYTES * BLOCK_BYTES
+        found += [data[at : at + BLOCK_BYTES] for at in range(0, whole, BLOCK_BYTES)]
+    return found[:BLOCKS]
+
+
+def cases(snapshots: Path) -> dict[tuple[str, str], Case]:
+    """By codec and class."""
+    steps = steps_of(snapshots / RUN)
+    kinds = {kind for widths in CASES.values() for kind in widths}
+    late, later = ({kind: blocks(steps[number], kind) for kind in kinds} for number in (LATE, LATER))
+    found = {}
+    for codec, widths in CASES.items():
+        for kind, width in widths.items():
+            bases = late[kind] if codec == Codec.DPLANE else [None] * len(later[kind])
+            found[codec.name, kind] = Case(Coding(codec, width), later[kind], bases)
+    return found
+
+
+def report(snapshots: Path, rounds: int) -> dict[str, Any]:
+    """GB/s of raw bytes, by codec, class and direction: by one thread, that where memcpy makes 10, and two threads over one.
+
+    The class "all" is the time of all classes over the bytes of all. Ratios are taken within a round; all are medians of as many
+    quiet rounds, those before and after which two threads were worth two, or of all rounds where there are not enough.
+    """
+    everything = cases(snapshots)
+    source, target = (np.ones(COPY_BYTES, np.uint8) for _ in range(2))
+    samples: list[Sample] = []
+    threads = Threads()
+    try:
+        for number in range(WARM_UPS + TRIES * rounds):
+            before = threads.gain()
+            copy = COPY_BYTES / timed(partial(np.copyto, target, source))
+            taken = _round(threads, everything)
+            if number >= WARM_UPS:
+                samples.append(Sample(min(before, threads.gain()), copy, taken))
+            if sum(sample.is_quiet for sample in samples) == rounds:
+                break
+    finally:
+        threads.close()
+    quiet = [sample for sample in samples if sample.is_quiet]
+    used = quiet if len(quiet) >= QUIET_ROUNDS_MIN else samples
+    return {
+        "rounds": len(samples),
+        "quiet rounds": len(quiet),
+        "memcpy": statistics.median(sample.copy for sample in used) / 1e9,
+        "sha256, 2 threads over 1": statistics.median(sample.gain for sample in used),
+        "ratio": {f"{codec} {kind}": case.ratio for (codec, kind), case in everything.items()},
+        "rows": {" ".join(key): _medians(key, used) for key in used[0].taken},
+    }
+
+
+def _medians(key: Key, samples: list[Sample]) -> dict[str, float]:
+    taken = [(sample.taken[key], sample.copy) for sample in samples]
+    return {
+        "GB/s": statistics.median(size / one for (size, one, _), _ in taken) / 1e9,
+        "where memcpy makes 10": statistics.median(SCALE * size / one / copy for (size, one, _), copy in taken),
+        "2 threads over 1": statistics.median(one / two for (_, one, two), _ in taken),
+    }
+
+
+def _round(threads: Threads, everything: dict[tuple[str, str], Case]) -> Taken:
+    taken: Taken = {}
+    for way in ("encode", "decode"):
+        for codec, widths in CASES.items():
+            of_all = []
+            for kind in widths:
+                case = everything[codec.name, kind]
+                task = getattr(case, way)
+                of_all.append((case.size, threads.seconds(task, 1), threads.seconds(task, 2)))
+                taken[codec.name, kind, way] = of_all[-1]
+            size, one, two = (sum(column) for column in zip(*of_all, strict=True))
+            taken[codec.name, "all", way] = (int(size), one, two)
+    return taken

@@ -1,0 +1,50 @@
+"""What `snapshots.py` made, as states that a user would save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+# As users call them, by the classes of `snapshots.py`.
+NAMES = {"w16": "model", "w32": "master", "m": "exp_avg", "v": "exp_avg_sq"}
+
+
+def steps_of(run: Path) -> list[Path]:
+    """The states of a run, in order.
+
+    Raises:
+        FileNotFoundError: There are none.
+    """
+    found = sorted(path for path in run.glob("*") if path.is_dir() and any(path.iterdir()))
+    if not found:
+        raise FileNotFoundError(f"{run} has no states: python integration/bench/snapshots.py {run.parent} {run.name}")
+    return found
+
+
+def load(step: Path, classes: tuple[str, ...] = tuple(NAMES)) -> dict[str, torch.Tensor]:
+    """A state by the names of its tensors, those of these classes; what is uint16 is bfloat16."""
+    state = {}
+    for path in sorted(step.glob("*.npy")):
+        kind, _, tensor = path.stem.partition(".")
+        if kind in classes:
+            array = torch.from_numpy(np.load(path))
+            state[f"{NAMES[kind]}.{tensor}"] = array.view(torch.bfloat16) if array.dtype == torch.uint16 else array
+    return state
+
+
+def bytes_of(state: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in state.values())
+
+
+def changed(state: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors that are not, bit for bit, what they were."""
+    return {name: tensor for name, tensor in state.items() if not same(tensor, before[name])}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether shape, type and all bits are."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))

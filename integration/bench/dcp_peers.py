@@ -1,0 +1,172 @@
+"""Who saves a state in `dcp.py`, all in the same way: `begin` returns when training may go on, and what it returned when called
+returns when the checkpoint is durable on the disk.
+
+Everybody flushes: stock DCP with its own ``sync_files``, the others by an fsync of each file when they have written it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_states import tensors_of
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from tierfs.dcp import TierWriter
+
+MIB = 1 << 20
+RAM_GENERATIONS = 2.5
+NVME_GENERATIONS = 2.5
+SPARE_BYTES = 256 * MIB
+
+
+@dataclass
+class Peer:
+    """Somebody who saves.
+
+    Attributes:
+        name: In the report.
+        begin: Starts to save a state into a directory.
+        is_async: Whether training goes on before it is saved.
+    """
+
+    name: str
+    begin: Callable[[Any, Path], Callable[[], object]]
+    is_async: bool
+
+
+class Tierfs:
+    """tierfs with both local tiers in front of a directory on the same disk.
+
+    Args:
+        url: Of the store.
+        size: Of the state in bytes.
+    """
+
+    def __init__(self, url: str, size: int, **options: Any) -> None:
+        self.options = {
+            "ram": int(size * RAM_GENERATIONS) + SPARE_BYTES,
+            "nvme": int(size * NVME_GENERATIONS) + SPARE_BYTES,
+        }
+        self.url = url
+        self.writer = TierWriter(url, ack="staged", **self.options, **options)
+
+    def checkpoint(self, directory: Path) -> str:
+        return f"{self.url}/{directory.name}"
+
+    def begin(self, state: Any, directory: Path) -> Callable[[], object]:
+        future = dcp.async_save(state, storage_writer=self.writer, checkpoint_id=self.checkpoint(directory))
+
+        def wait() -> None:
+            future.result()
+            self.writer.wait("local")
+
+        return wait
+
+
+def kept_stager() -> DefaultStager:
+    """torch's own, kept from save to save, so that its memory is warm. Pinning needs CUDA."""
+    return DefaultStager(StagingOptions(False, False, False, False))
+
+
+def stock(threads: int) -> Peer:
+    def begin(state: Any, directory: Path) -> Callable[[], object]:
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(directory, thread_count=threads))
+        return nothing
+
+    return Peer(f"stock save, {threads} thread{'s' * (threads > 1)}", begin, is_async=False)
+
+
+def stock_async() -> Peer:
+    def begin(state: Any, directory: Path) -> Callable[[], object]:
+        return dcp.async_save(state, checkpoint_id=str(directory)).result
+
+    return Peer("stock async_save", begin, is_async=True)
+
+
+def stock_async_kept() -> Peer:
+    stager = kept_stager()
+
+    def begin(state: Any, directory: Path) -> Callable[[], object]:
+        writer = dcp.FileSystemWriter(directory, thread_count=2)
+        return dcp.async_save(state, storage_writer=writer, async_stager=stager).result
+
+    return Peer("stock async_save, kept stager, 2 threads", begin, is_async=True)
+
+
+def torch_save() -> Peer:
+    def begin(state: Any, directory: Path) -> Callable[[], object]:
+        directory.mkdir()
+        with open(directory / "state.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        return nothing
+
+    return Peer("torch.save", begin, is_async=False)
+
+
+def safetensors() -> Peer:
+    """Tensors alone: the format has nothing else."""
+    from safetensors.torch import save_file
+
+    def begin(state: Any, directory: Path) -> Callable[[], object]:
+        directory.mkdir()
+        save_file(
+            {str(number): tensor for number, tensor in enumerate(tensors_of(state))}, directory / "state.safetensors"
+        )
+        flush(directory)
+        return nothing
+
+    return Peer("safetensors", begin, is_async=False)
+
+
+def torchsnapshot() -> Peer | None:
+    """None where it is not installed."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            from torchsnapshot import Snapshot, StateDict
+    except ImportError:
+        return None
+
+    def begin(state: Any, directory: Path) -> Callable[[], object]:
+        pending = Snapshot.async_take(str(directory), {"state": StateDict(**state)})
+
+        def wait() -> None:
+            pending.wait()
+            flush(directory)
+
+        return wait
+
+    return Peer("torchsnapshot async_take", begin, is_async=True)
+
+
+def flush(directory: Path) -> None:
+    """Make the files below a directory durable."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.fsync(fd)
+            os.close(fd)
+
+
+def nothing() -> None:
+    """What is left to do for who has done it all."""
+
+
+@contextlib.contextmanager
+def one_rank(directory: Path):
+    """A gloo group of this process alone, as async_save wants one."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()

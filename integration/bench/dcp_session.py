@@ -1,0 +1,177 @@
+"""What `dcp.py` measures of one state, in one process: saves, loads, and training while a save drains."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dcp_peers as peers
+import dcp_states as states
+import fsspec
+import torch
+import torch.distributed.checkpoint as stock
+from dcp_slices import SlicePlanner
+from dcp_training import Training, after, when_done
+
+import tierfs
+from tierfs.dcp import TierLoadPlanner, TierReader
+
+WARM_UPS = 3
+IDLE_S = 2.0
+
+
+def timed(function: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+class Rows:
+    """Figures by name, round by round."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[str, list[float]]] = {}
+
+    def note(self, name: str, **values: float) -> None:
+        for key, value in values.items():
+            self._values.setdefault(name, {}).setdefault(key, []).append(value)
+
+    def clear(self) -> None:
+        self._values.clear()
+
+    def medians(self) -> dict[str, dict[str, float]]:
+        return {
+            name: {key: statistics.median(values) for key, values in row.items()} for name, row in self._values.items()
+        }
+
+
+class Session:
+    """One state, and everybody who saves it.
+
+    Args:
+        root: On the disk that is measured.
+        name: Of the state.
+        size: In bytes, where the state has no size of its own.
+        rounds: That count.
+    """
+
+    def __init__(self, root: Path, name: str, size: int, rounds: int) -> None:
+        self._root = root
+        self._rounds = rounds
+        self._number = 0
+        makers = {"blocks": partial(states.blocks, size), "transformer": partial(states.transformer, size)}
+        self.state = makers.get(name, states.small)()
+        tierfs.init(f"file://{root}/store")
+        self._ours = peers.Tierfs(f"tierfs::file://{root}/store", states.bytes_in(self.state))
+        self._tierfs = peers.Peer("tierfs", self._ours.begin, is_async=True)
+
+    def _begin(self, peer: peers.Peer) -> tuple[Path, float, Callable[[], object]]:
+        self._number += 1
+        directory = self._root / f"step_{self._number}"
+        gc.collect()  # nobody pays for what those before left
+        begin = time.perf_counter()
+        wait = peer.begin(self.state, directory)
+        return directory, time.perf_counter() - begin, wait
+
+    def saves(self) -> dict[str, dict[str, float]]:
+        """Seconds blocked and until durable, by who saves."""
+        state, rows = self.state, Rows()
+        warm = [torch.zeros_like(tensor) for tensor in states.tensors_of(state)]
+        everyone = [self._tierfs, peers.stock(1), peers.stock(2), peers.stock_async(), peers.stock_async_kept()]
+        others = [peers.torch_save(), peers.safetensors(), peers.torchsnapshot()]
+        everyone += [peer for peer in others if peer is not None]
+        for number in range(WARM_UPS + self._rounds):
+            if number == WARM_UPS:
+                rows.clear()
+            for peer in everyone:
+                states.renew(state, self._number)
+                states.copy_into(warm, state)
+                rows.note("copy_ into warm memory", blocked=timed(partial(states.copy_into, warm, state)))
+                directory, blocked, wait = self._begin(peer)
+                durable = blocked + timed(wait)
+                rows.note(peer.name, blocked=blocked if peer.is_async else durable, durable=durable)
+                if peer.name == "tierfs":
+                    rows.note("tierfs", object=durable + timed(partial(self._ours.writer.wait, "object")))
+                shutil.rmtree(directory, ignore_errors=True)
+        return rows.medians()
+
+    def loads(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Seconds by who loads from where, and what a load of an eighth of the rows reads."""
+        state, ours = self.state, self._ours
+        self._number += 1
+        plain = self._root / f"step_{self._number}"
+        ours.begin(state, plain)()
+        ours.writer.wait("object")
+        url = ours.checkpoint(plain)
+        fs, path = fsspec.url_to_fs(url, **ours.options)
+        stock.save(state, storage_writer=stock.FileSystemWriter(plain))
+        target = states.empty_like(state)
+        reader: Callable[[], Any] = partial(TierReader, url, **ours.options)
+
+        def load_ours() -> None:
+            stock.load(target, storage_reader=reader(), planner=TierLoadPlanner())
+
+        def load_stock() -> None:
+            stock.load(target, storage_reader=stock.FileSystemReader(plain))
+
+        def cold() -> None:
+            fs.evict(path, "ram")
+            states.drop_page_cache(self._root)
+
+        rows = Rows()
+        for number in range(1 + self._rounds):
+            if number == 1:
+                rows.clear()
+            for name, load, prepare in (
+                ("tierfs, ram", load_ours, partial(fs.prefetch, path, "ram")),
+                ("stock, page cache", load_stock, None),
+                ("tierfs, nvme cold", load_ours, cold),
+                ("stock, cold", load_stock, cold),
+            ):
+                if prepare is not None:
+                    prepare()
+                for tensor in states.tensors_of(target):
+                    tensor.zero_()
+                rows.note(name, seconds=timed(load))
+                assert states.same(target, state)
+        slices = {}
+        for name, make in (("tierfs", reader), ("stock", partial(stock.FileSystemReader, plain))):
+            cold()
+            planner = SlicePlanner(3)
+            before = states.proc_number("self", "io", "rchar")
+            stock.load({}, storage_reader=make(), planner=planner)
+            read = states.proc_number("self", "io", "rchar") - before
+            slices[name] = {"read": read, "needed": planner.needed_bytes, "ranges": planner.ranges}
+        shutil.rmtree(plain)
+        return {name: row["seconds"] for name, row in rows.medians().items()}, slices
+
+    def training(self) -> dict[str, dict[str, float]]:
+        """What a drain costs a training loop, by who saves."""
+        rows = Rows()
+        training = Training()
+        training.seconds_per_step(after(IDLE_S))
+        everyone = [self._tierfs, peers.stock_async(), peers.stock_async_kept()]
+        for number in range(1 + self._rounds):
+            if number == 1:
+                rows.clear()
+            for peer in everyone:
+                idle, _ = training.seconds_per_step(after(IDLE_S))
+                states.renew(self.state, self._number)
+                directory, blocked, wait = self._begin(peer)
+                step, drain = training.seconds_per_step(when_done(wait))
+                lost = drain * (1 - idle / step)
+                if peer.name == "tierfs":
+                    step_object, upload = training.seconds_per_step(
+                        when_done(partial(self._ours.writer.wait, "object"))
+                    )
+                    rows.note("tierfs", lost_object=lost + upload * (1 - idle / step_object))
+                rows.note(peer.name, slowdown=step / idle - 1, drain=drain, lost=lost, blocked=blocked)
+                shutil.rmtree(directory, ignore_errors=True)
+        return rows.medians()

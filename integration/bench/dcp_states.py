@@ -1,0 +1,146 @@
+"""The states that `dcp.py` saves, their content new for each save, and what of a process `dcp.py` reads from /proc."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SEED = 1
+BLOCK_TENSORS = 64
+LAYERS = 24
+HEAD = 64
+SMALL_TENSORS = 900
+SMALL_ELEMENTS = 1024
+
+
+def blocks(
+    size: int, count: int = BLOCK_TENSORS, make: Callable[[int, int], torch.Tensor] = torch.randn
+) -> dict[str, Any]:
+    """``count`` matrices of float32, ``size`` bytes in all."""
+    rows = 8
+    columns = size // (count * rows * 4)
+    return {"model": {f"tensor.{number:04d}": make(rows, columns) for number in range(count)}}
+
+
+def transformer(size: int) -> dict[str, Any]:
+    """About 300 parameters of a decoder with AdamW's state, ``size`` bytes or a little less: four in five tensors are small."""
+    width = max(int(math.sqrt(size / (3 * 4 * (12 * LAYERS + 12)))) // HEAD * HEAD, HEAD)
+    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (8 * width, width), "position.weight": (1024, width)}
+    for layer in range(LAYERS):
+        for name, rows, columns in (
+            ("attention.qkv", 3 * width, width),
+            ("attention.out", width, width),
+            ("mlp.up", 4 * width, width),
+            ("mlp.down", width, 4 * width),
+        ):
+            shapes[f"layers.{layer}.{name}.weight"] = (rows, columns)
+            shapes[f"layers.{layer}.{name}.bias"] = (rows,)
+        for norm in ("norm1", "norm2"):
+            shapes[f"layers.{layer}.{norm}.weight"] = shapes[f"layers.{layer}.{norm}.bias"] = (width,)
+    shapes["norm.weight"] = shapes["norm.bias"] = (width,)
+    moments = {
+        name: {"step": torch.tensor(1.0), "exp_avg": torch.randn(shape), "exp_avg_sq": torch.rand(shape)}
+        for name, shape in shapes.items()
+    }
+    return {
+        "model": {name: torch.randn(shape) for name, shape in shapes.items()},
+        "optimizer": {"state": moments, "param_groups": [{"lr": 3e-4, "betas": (0.9, 0.95), "params": list(shapes)}]},
+        "step": 1,
+    }
+
+
+def small() -> dict[str, Any]:
+    """900 tensors of 4 KiB."""
+    return {"model": {f"tensor.{number:04d}": torch.randn(SMALL_ELEMENTS) for number in range(SMALL_TENSORS)}}
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    """All tensors in it, in order."""
+    if isinstance(state, torch.Tensor):
+        return [state]
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [tensor for value in inner for tensor in tensors_of(value)]
+
+
+def bytes_in(state: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(state))
+
+
+def renew(state: Any, number: int) -> None:
+    """Change every element in place, so that no chunk is one that was stored before."""
+    for tensor in tensors_of(state):
+        tensor.view(torch.int32).bitwise_xor_(0x5DEECE66 ^ (number * 0x9E37 & 0x7FFFFFFF))
+
+
+def empty_like(state: Any) -> Any:
+    """The same structure with other tensors, of zeros, their memory warm."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    if isinstance(state, dict):
+        return {key: empty_like(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(empty_like(value) for value in state)
+    return state
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether all tensors have the same bytes."""
+    pairs = zip(tensors_of(one), tensors_of(other), strict=True)
+    return all(torch.equal(left.view(torch.int32), right.view(torch.int32)) for left, right in pairs)
+
+
+def copy_into(targets: list[torch.Tensor], state: Any) -> None:
+    """Tensor by tensor: what no staging can be faster than on one thread."""
+    for target, tensor in zip(targets, tensors_of(state), strict=True):
+        target.copy_(tensor)
+
+
+def proc_number(pid: int | str, file: str, name: str) -> int:
+    """A number that /proc tells of a process: in bytes where it tells kB."""
+    for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key == name:
+            number, *unit = value.split()
+            return int(number) * (1024 if unit == ["kB"] else 1)
+    raise KeyError(name)
+
+
+def drop_page_cache(directory: Path) -> None:
+    """Have the kernel forget what it caches of the files below a directory, which were flushed before."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDONLY)
+                try:
+                    os.fsync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                finally:
+                    os.close(fd)
+
+
+@contextlib.contextmanager
+def peaks(**probes: Callable[[], int]) -> Iterator[dict[str, int]]:
+    """Ask each probe every 2 ms, and keep the highest answers."""
+    highest = {name: probe() for name, probe in probes.items()}
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            for name, probe in probes.items():
+                with contextlib.suppress(OSError):
+                    highest[name] = max(highest[name], probe())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield highest
+    finally:
+        ended.set()
+        thread.join()

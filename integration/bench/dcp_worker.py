@@ -1,0 +1,172 @@
+"""What `dcp.py` measures, each in a process of its own: saves and loads of a state, a first save, descriptors and memory, and replicas on four ranks.
+
+    python dcp_worker.py state DIRECTORY BYTES NAME ROUNDS TRAINING
+    python dcp_worker.py first DIRECTORY BYTES
+    python dcp_worker.py footprint DIRECTORY BYTES PEER TENSORS
+    python dcp_worker.py replicas DIRECTORY BYTES RANK RANKS
+
+Prints one JSON document. The environment names the state directory and where shared memory lies.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import dcp_peers as peers
+import dcp_states as states
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp_session import Session
+
+import tierfs
+from tierfs.dcp import TierWriter
+
+SAVES = 4
+
+
+def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bool) -> dict[str, Any]:
+    """Everything about one state."""
+    session = Session(directory, name, size, rounds)
+    state = session.state
+    found: dict[str, Any] = {"bytes_of": states.bytes_in(state), "tensors_of": len(states.tensors_of(state))}
+    with peers.one_rank(directory):
+        found["saves"] = session.saves()
+        if name != "small":
+            found["loads"], found["slices"] = session.loads()
+        if training:
+            found["training"] = session.training()
+    return found
+
+
+def first(directory: Path, size: int) -> dict[str, float]:
+    """Seconds that the first save of a process blocks, on a host that had none, and that a clone of each tensor takes."""
+    state = states.transformer(size)
+    begin = time.perf_counter()
+    copies = [tensor.clone() for tensor in states.tensors_of(state)]
+    fresh = time.perf_counter() - begin
+    del copies
+    tierfs.init(f"file://{directory}/store")
+    ours = peers.Tierfs(f"tierfs::file://{directory}/store", states.bytes_in(state))
+    with peers.one_rank(directory):
+        begin = time.perf_counter()
+        wait = ours.begin(state, Path("step"))
+        blocked = time.perf_counter() - begin
+        wait()
+        durable = time.perf_counter() - begin
+        stock = peers.stock_async()
+        begin = time.perf_counter()
+        wait = stock.begin(state, directory / "stock")
+        stock_blocked = time.perf_counter() - begin
+        wait()
+    ours.writer.wait("object")
+    return {
+        "fresh": fresh,
+        "blocked": blocked,
+        "durable": durable,
+        "stock_blocked": stock_blocked,
+    }
+
+
+def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, int]:
+    """Descriptors and memory that saves take at their peak, beyond what the process had before the first one."""
+    state = states.blocks(size, count)
+    tierfs.init(f"file://{directory}/store")
+    ours = peers.Tierfs(f"tierfs::file://{directory}/store", size)
+    peer = {
+        "tierfs": peers.Peer("tierfs", ours.begin, is_async=True),
+        "stock": peers.stock_async_kept(),
+    }[name]
+    probes = {
+        "descriptors": lambda: len(list(Path("/proc/self/fd").iterdir())),
+        "memory": lambda: states.proc_number("self", "status", "RssAnon"),
+    }
+    with peers.one_rank(directory):
+        before = {probe: read() for probe, read in probes.items()}
+        flusher = 0
+        with states.peaks(**probes) as highest:
+            for number in range(SAVES):
+                wait = peer.begin(state, directory / f"step_{number}")
+                wait()
+                states.renew(state, number)
+                if name == "tierfs":
+                    pid = ours.writer.status()["flusher"].get("pid")
+                    flusher = max(flusher, states.proc_number(pid, "status", "RssAnon") if pid else 0)
+                    ours.writer.wait("object")
+    found = {probe: highest[probe] - before[probe] for probe in probes}
+    if name == "tierfs":
+        found["flusher"] = flusher
+        found["slabs"] = ours.writer.status()["tiers"]["ram"]["store_bytes"]
+    return found
+
+
+class Watched(TierWriter):
+    """Takes note of how many bytes all ranks have staged when all of them have."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        super().__init__(url, **options)
+        self.staged: list[int] = []
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        dist.barrier()
+        before = filling(self)
+        dist.barrier()
+        found = super().stage(state_dict)
+        dist.barrier()
+        self.staged.append(filling(self) - before)
+        dist.barrier()
+        return found
+
+
+def filling(writer: TierWriter) -> int:
+    """Bytes in the ram tier that are not sealed yet."""
+    ram = writer.status()["tiers"]["ram"]
+    return ram["used_bytes"] - ram["dirty_bytes"] - ram["clean_bytes"]
+
+
+def replicas(directory: Path, size: int, rank: int, ranks: int) -> dict[str, Any]:
+    """Bytes that ranks with the same tensors stage in all, save by save, over those of the state."""
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks)
+    torch.manual_seed(states.SEED)
+    state = states.transformer(size)
+    url = f"tierfs::file://{directory}/store"
+    total = states.bytes_in(state)
+    options = {"ram": 3 * ranks * total + ranks * peers.SPARE_BYTES, "nvme": 4 * total}
+    writer = Watched(url, ack="staged", **options)
+    for number in range(SAVES):
+        states.renew(state, number)
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=f"{url}/step_{number}").result()
+        writer.wait("object")
+        dist.barrier()
+    if rank == 0:
+        # Whatever was not staged has to be in the checkpoint all the same.
+        loaded = states.empty_like(state)
+        dcp.load(loaded, storage_reader=tierfs.dcp.TierReader(f"{url}/step_{SAVES - 1}", **options), no_dist=True)
+        assert states.same(loaded, state)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"staged": [staged / total for staged in writer.staged]}
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    what, directory, size, *rest = sys.argv[1:]
+    torch.manual_seed(states.SEED)
+    if what == "state":
+        found: Any = state_of(Path(directory), int(size), rest[0], int(rest[1]), training=rest[2] == "1")
+    elif what == "first":
+        found = first(Path(directory), int(size))
+    elif what == "footprint":
+        found = footprint(Path(directory), int(size), rest[0], int(rest[1]))
+    else:
+        found = replicas(Path(directory), int(size), int(rest[0]), int(rest[1]))
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

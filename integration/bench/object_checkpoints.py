@@ -1,0 +1,192 @@
+"""What `object.py` measures of checkpoints on S3: saves until `object`, cold loads, requests."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import dcp_states as states
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_peers import NVME_GENERATIONS, RAM_GENERATIONS, SPARE_BYTES
+from dcp_session import Rows, timed
+from object_clients import torch_client
+from object_moves import end_flusher, private_slabs
+from object_servers import REGION, Server
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+
+from tierfs import digest
+from tierfs.dcp import TierReader, TierWriter
+
+GIB = 1 << 30
+REQUESTS_BYTES_MAX = GIB
+TENSOR_BYTES = 32 << 20
+HERE = Path(__file__).parent
+STOCK = "FsspecWriter over s3fs"
+TORCH = "s3torchconnector's S3StorageWriter"
+THREADS = 4
+
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+
+
+class Savers:
+    """Everybody who saves to a server and loads from it.
+
+    Args:
+        server: Where to.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def reader(self, who: str, url: str) -> Callable[[], Any]:
+        """Makes what loads the checkpoint at a URL, which is the one that ``who`` saved to. All it needs is imported."""
+        import s3fs  # noqa: F401 - otherwise by who loads first
+
+        if who.startswith("tierfs"):
+            return partial(TierReader, url, s3=self._server.options())
+        if who.startswith(STOCK):
+            return partial(FsspecReader, url, **self._server.options())
+        from s3torchconnector.dcp import S3StorageReader
+
+        def make() -> Any:
+            reader = S3StorageReader(REGION, url)
+            reader.fs._client = torch_client(self._server)
+            return reader
+
+        return make
+
+    def writer(self, who: str, url: str, threads: int) -> Any:
+        """What saves one checkpoint."""
+        if who == STOCK:
+            return FsspecWriter(url, thread_count=threads, **self._server.options())
+        from s3torchconnector.dcp import S3StorageWriter
+
+        writer = S3StorageWriter(REGION, url, thread_count=threads)
+        writer.fs._client = torch_client(self._server)
+        return writer
+
+
+def state_of(size: int, make: Callable[[int, int], torch.Tensor] = torch.randn) -> Any:
+    """Matrices that are as large as those of 2 GiB in 64, so that requests per GiB tell something."""
+    return states.blocks(size, min(max(size // TENSOR_BYTES, 1), states.BLOCK_TENSORS), make)
+
+
+def content(state: Any) -> str:
+    """Tells states apart."""
+    return digest.checksum(*(memoryview(tensor.numpy()).cast("B") for tensor in states.tensors_of(state))).hex()
+
+
+class Checkpoints:
+    """One state, and everybody who saves it to a server.
+
+    Args:
+        server: Where to.
+        size: Of the state in bytes.
+        rounds: That count.
+        root: On the disk of the nvme tier.
+    """
+
+    def __init__(self, server: Server, size: int, rounds: int, root: Path) -> None:
+        self._server = server
+        self._size = size
+        self._rounds = rounds
+        self._root = root
+        self._number = 0
+
+    def saves_and_loads(self) -> dict[str, Any]:
+        """Seconds until a save is in the object tier, and of a cold load, by who does it; who could not."""
+        state, rows = state_of(self._size), Rows()
+        savers = Savers(self._server)
+        everyone = [("tierfs", 0), (STOCK, 1), (STOCK, THREADS)]
+        unable = {}
+        try:
+            import s3torchconnector.dcp  # noqa: F401
+        except ImportError as error:
+            unable[TORCH] = str(error)
+        else:
+            everyone += [(TORCH, 1), (TORCH, THREADS)]
+        with private_slabs():
+            writer, store = self._tierfs(self._server, "saves")
+            for number in range(1 + self._rounds):
+                if number == 1:
+                    rows.clear()
+                for who, threads in everyone:
+                    name = f"{who}, {threads} threads" if threads > 1 else who
+                    self._number += 1
+                    states.renew(state, self._number)
+                    place = f"saves/step_{self._number}" if threads == 0 else f"others/step_{self._number}"
+                    url = f"s3://{self._server.bucket}/{place}"
+                    if threads == 0:
+                        url = f"{store}/step_{self._number}"
+                    gc.collect()
+                    if threads == 0:
+                        save = partial(dcp.save, storage_writer=writer, checkpoint_id=url)
+                    else:
+                        save = partial(dcp.save, storage_writer=savers.writer(who, url, threads))
+                    rows.note(name, save=timed(partial(save, state, no_dist=True)))
+                    found = self._load(self._server, who, url)
+                    assert found["content"] == content(state), f"{name} loaded something else"
+                    rows.note(name, load=found["seconds"])
+                    self._server.empty("saves/.tierfs/chunks" if threads == 0 else "others")
+            end_flusher(writer.status())
+        return {"rows": rows.medians(), "unable": unable}
+
+    def requests(self) -> dict[str, Any]:
+        """Requests per GiB that the server sees, of a save by a writer that saved before, and of a cold load.
+
+        And what the loading process counted itself.
+        """
+        size = min(self._size, REQUESTS_BYTES_MAX)
+        state = state_of(size)
+        with self._server.proxied() as (server, proxy), private_slabs():
+            writer, store = self._tierfs(server, "requests")
+            seen = {}
+            for step in ("first save", "save"):
+                self._number += 1
+                states.renew(state, self._number)
+                proxy.seen.clear()
+                dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=f"{store}/{self._number}")
+                seen[step] = dict(proxy.seen)
+            end_flusher(writer.status())
+            proxy.seen.clear()
+            found = self._load(server, "tierfs", f"{store}/{self._number}", size)
+            seen["load"] = dict(proxy.seen)
+        self._server.empty("requests")
+        per_gib = {step: sum(methods.values()) * GIB / size for step, methods in seen.items()}
+        return {"bytes": size, "seen": seen, "per GiB": per_gib, "counted by who loads": found["requests"]}
+
+    def _tierfs(self, server: Server, name: str) -> tuple[TierWriter, str]:
+        store = server.make_store(name)
+        ram, nvme = (int(self._size * share) + SPARE_BYTES for share in (RAM_GENERATIONS, NVME_GENERATIONS))
+        options = {"ram": ram, "nvme": nvme, "state_dir": str(self._root / name), "s3": server.options()}
+        return TierWriter(store, ack="object", **options), store
+
+    def _load(self, server: Server, who: str, url: str, size: int = 0) -> dict[str, Any]:
+        """Load by a process and on a host that have nothing."""
+        with (
+            tempfile.TemporaryDirectory(dir=self._root) as directory,
+            tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as shared,
+        ):
+            environment = os.environ | {"TIERFS_STATE_DIR": directory, "TIERFS_SHM_DIR": shared}
+            command = [sys.executable, HERE / "object_load.py", who, url, size or self._size, server.url]
+            process = subprocess.Popen(
+                list(map(str, command)), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            output, _ = process.communicate("go\n")
+        if process.returncode:
+            raise SystemExit(f"a load by {who} failed")
+        found: dict[str, Any] = json.loads(output)
+        return found

