@@ -1,9 +1,15 @@
 """No test touches what this host keeps for its user."""
 
 import os
+import signal
 import tempfile
 
 import pytest
+
+
+def pytest_configure():
+    # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -17,4 +23,5 @@ def state_of_its_own():
         for name in ("TIERFS_CONFIG", "TIERFS_CREATE", "TIERFS_RAM", "TIERFS_NVME"):
             os.environ.pop(name, None)
         yield
-        del os.environ["TIERFS_STATE_DIR"], os.environ["TIERFS_SHM_DIR"]
+        for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
+            os.environ.pop(name, None)

@@ -30,7 +30,7 @@ ALLOWED = {
     "fs": GROUND | PURE | BACKENDS | {"flush", "store"},
     "dcp": GROUND | PURE | BACKENDS | {"flush", "store"},
     "mount": GROUND | PURE | BACKENDS | {"flush", "store"},
-    "cli": GROUND | PURE | BACKENDS | {"flush", "store"},
+    "cli": GROUND | PURE | BACKENDS | {"flush", "store", "dcp"},
     "train": GROUND | PURE | BACKENDS | {"flush", "store", "dcp"},
     "testing": None,  # anything; nothing imports it
     "__init__": {"errors", "store", "fs"},  # lazily
