@@ -1,5 +1,6 @@
 """What s3fs raises, over the wire, becomes the error that says what to do."""
 
+import contextlib
 import http.server
 import socket
 import threading
@@ -139,6 +140,25 @@ def test_an_endpoint_that_asks_for_fewer_requests_gets_fewer(answering):
     assert objects.limit == 16
 
 
+@contextlib.contextmanager
+def saying(answer):
+    """A server that says this to the first request, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            thread.join()
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -156,20 +176,15 @@ def test_an_endpoint_that_asks_for_fewer_requests_gets_fewer(answering):
     ids=["get", "read"],
 )
 def test_an_answer_that_broke_off_may_be_asked_for_again(answer, ask):
-    with socket.create_server(("127.0.0.1", 0)) as server:
+    head = b'HTTP/1.1 206 Partial Content\r\nETag: "1"\r\nContent-Range: bytes 0-99/100\r\n'
+    with saying(head + answer) as port, pytest.raises(StoreError) as caught:
+        ask(connect("s3", "bucket/run", s3server.options(port), attempts=1))
+    assert caught.value.transient
 
-        def serve():
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1 << 16)
-                head = b'HTTP/1.1 206 Partial Content\r\nETag: "1"\r\nContent-Range: bytes 0-99/100\r\n'
-                connection.sendall(head + answer)
 
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            with pytest.raises(StoreError) as caught:
-                ask(connect("s3", "bucket/run", s3server.options(server.getsockname()[1]), attempts=1))
-        finally:
-            thread.join()
+@pytest.mark.parametrize("head", [b"", b"Content-Type: application/xml\r\nx-amz-i"], ids=["before", "within a line"])
+def test_a_listing_whose_answer_broke_off_in_its_head_is_not_empty(head):
+    # The HTTP client takes the head for ended, and botocore an answer without a body for one that says nothing.
+    with saying(b"HTTP/1.1 200 OK\r\n" + head) as port, pytest.raises(StoreError) as caught:
+        list(connect("s3", "bucket/run", s3server.options(port), attempts=1).list(""))
     assert caught.value.transient

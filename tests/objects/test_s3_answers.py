@@ -33,7 +33,16 @@ def _objects(*answers: dict[str, Any]):
 
 
 def _listed(*names: str, **more: object) -> dict[str, Any]:
-    return {"Contents": [{"Key": f"base/{name}", "Size": 1, "ETag": f'"{name}"'} for name in names], **more}
+    contents = [{"Key": f"base/{name}", "Size": 1, "ETag": f'"{name}"'} for name in names]
+    return {"Contents": contents, "IsTruncated": False, **more}
+
+
+def _part(content: bytes, span: str | None) -> dict[str, Any]:
+    """An answer to a request for a range; without ``span``, one by a server that sends the whole object."""
+    answer: dict[str, Any] = {"ETag": '"1"', "ContentLength": len(content), "Body": io.BytesIO(content)}
+    if span is None:
+        return {**answer, "ResponseMetadata": {"HTTPStatusCode": 200}}
+    return {**answer, "ContentRange": f"bytes {span}", "ResponseMetadata": {"HTTPStatusCode": 206}}
 
 
 def test_pages_follow_one_another_until_the_last() -> None:
@@ -47,26 +56,35 @@ def test_a_page_that_is_not_the_last_and_leads_to_no_other_is_no_whole_listing()
         list(objects.list(""))
 
 
+def test_an_answer_without_a_body_is_no_listing_of_nothing() -> None:
+    with pytest.raises(StoreError) as caught:
+        list(_objects({"ResponseMetadata": {"HTTPStatusCode": 200}}).list(""))
+    assert caught.value.transient
+    assert list(_objects({"IsTruncated": False}).list("")) == []
+
+
 @pytest.mark.parametrize(
-    ("answer", "content", "wanted"),
-    [
-        ({"ContentRange": "bytes 2-4/10", "ContentLength": 3}, b"234", b"234"),
-        ({"ContentRange": "bytes 0-9/10", "ContentLength": 10}, b"0123456789", b"234"),
-        ({"ContentLength": 10}, b"0123456789", b"234"),
-    ],
+    ("content", "span"),
+    [(b"234", "2-4/10"), (b"0123456789", "0-9/10"), (b"0123456789", None)],
     ids=["as-asked", "more", "all-of-it"],
 )
-def test_bytes_are_taken_from_where_the_answer_says_it_begins(answer, content, wanted) -> None:
-    objects = _objects({**answer, "ETag": '"1"', "Body": io.BytesIO(content)})
+def test_bytes_are_taken_from_where_the_answer_says_it_begins(content, span) -> None:
     out = memoryview(bytearray(3))
-    assert objects.get("a", [(2, out)]).size == 10
-    assert out == wanted
+    assert _objects(_part(content, span)).get("a", [(2, out)]).size == 10
+    assert out == b"234"
 
 
 def test_an_answer_that_begins_later_is_refused() -> None:
-    objects = _objects({"ContentRange": "bytes 4-6/10", "ContentLength": 3, "ETag": '"1"', "Body": io.BytesIO(b"456")})
     with pytest.raises(StoreError, match="begins at byte 4, behind byte 2"):
-        objects.get("a", [(2, memoryview(bytearray(3)))])
+        _objects(_part(b"456", "4-6/10")).get("a", [(2, memoryview(bytearray(3)))])
+
+
+def test_a_part_that_does_not_say_where_it_begins_is_no_whole_object() -> None:
+    answer = _part(b"012", "0-2/10")
+    del answer["ContentRange"]
+    with pytest.raises(StoreError) as caught:
+        _objects(answer).get("a", [(0, memoryview(bytearray(3)))])
+    assert caught.value.transient
 
 
 @pytest.mark.parametrize(

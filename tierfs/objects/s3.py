@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import ConflictError, InvalidInputError
@@ -164,7 +165,9 @@ class _S3Client:
             arguments["IfMatch"] = f'"{version}"'
         answer = self._call("get_object", key, **arguments)
         with answer["Body"] as body:
-            sent, _, size = str(answer.get("ContentRange") or f"bytes 0-/{answer['ContentLength']}").partition("/")
+            is_part = answer["ResponseMetadata"].get("HTTPStatusCode") == HTTPStatus.PARTIAL_CONTENT
+            span = answer["ContentRange"] if is_part else f"bytes 0-/{answer['ContentLength']}"
+            sent, _, size = str(span).partition("/")
             begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
             yield Content(_info(key, int(size), answer), begins, _pieces(body))
 
@@ -184,7 +187,9 @@ class _S3Client:
             if not each["Key"].endswith("/")  # a placeholder that some tools put where a directory would be
         ]
         listed += [Prefix(each["Prefix"][skip:]) for each in answer.get("CommonPrefixes", [])]
-        return listed, answer["NextContinuationToken"] if answer.get("IsTruncated") else None
+        # Looked up, not asked for: an answer that broke off within its head is one without a body, and botocore would have
+        # it as a listing of nothing.
+        return listed, answer["NextContinuationToken"] if answer["IsTruncated"] else None
 
     async def delete(self, keys: Sequence[str]) -> None:
         from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
