@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -279,24 +279,10 @@ def _planes(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
 def _sparse(fields: _Encoded, size: int, base: bytes) -> bytes:
     width = fields.width()
     fields.reserved(1)
-    count = size // width
-    changed = fields.number("I", 0, count, "how many elements differ")
-    gap_bytes = fields.number("I", 0, changed + (count - changed) // 255, "the number of gap bytes")
-    heads = [fields.head(gap_bytes), *(fields.head(changed) for _ in range(width))]
-    fields.all_fit(heads, size % width)
-    gaps = fields.plane(*heads[0])
-    ends = len(gaps) - gaps.count(255)
-    _sound(ends == changed and gaps[-1:] != b"\xff", f"{fields.what}: {ends} gaps for {changed} elements")
-    _sound(sum(gaps) + changed <= count, f"{fields.what}: gaps beyond the last element")
-    found, mask, at = list(_elements(base, width)), (1 << 8 * width) - 1, 0
-    differences = iter(fields.elements(width, heads[1:]))
-    for gap in gaps:
-        at += gap
-        if gap < 255:
-            zigzag = next(differences)
-            found[at] = (found[at] + ((zigzag >> 1) ^ -(zigzag & 1))) & mask
-            at += 1
-    return struct.pack(f"<{count}{ELEMENTS[width]}", *found) + fields.take(size % width)
+    found, mask = list(_elements(base, width)), (1 << 8 * width) - 1
+    for at, zigzag in _placed(fields, size, width):
+        found[at] = (found[at] + ((zigzag >> 1) ^ -(zigzag & 1))) & mask
+    return struct.pack(f"<{len(found)}{ELEMENTS[width]}", *found) + fields.take(size % width)
 
 
 def _derive(fields: _Encoded, size: int, base: bytes) -> bytes:
@@ -305,7 +291,28 @@ def _derive(fields: _Encoded, size: int, base: bytes) -> bytes:
         0x7FFF if x & 0x7FFFFFFF > 0x7F800000 else (x + 0x7FFF + (x >> 16 & 1)) >> 16
         for x in _elements(base[: size // 2 * 4], 4)
     ]
+    for at, value in _placed(fields, size, 2):
+        found[at] = value
     return struct.pack(f"<{size // 2}H", *found) + fields.take(size % 2)
+
+
+def _placed(fields: _Encoded, size: int, width: int) -> Iterator[tuple[int, int]]:
+    """Some elements of a block: where, and the number that is stored for each."""
+    count = size // width
+    some = fields.number("I", 0, count, "how many elements are given")
+    gap_bytes = fields.number("I", 0, some + (count - some) // 255, "the number of gap bytes")
+    heads = [fields.head(gap_bytes), *(fields.head(some) for _ in range(width))]
+    fields.all_fit(heads, size % width)
+    gaps = fields.plane(*heads[0])
+    ends = len(gaps) - gaps.count(255)
+    _sound(ends == some and gaps[-1:] != b"\xff", f"{fields.what}: {ends} gaps for {some} elements")
+    _sound(sum(gaps) + some <= count, f"{fields.what}: gaps beyond the last element")
+    numbers, at = iter(fields.elements(width, heads[1:])), 0
+    for gap in gaps:
+        at += gap
+        if gap < 255:
+            yield at, next(numbers)
+            at += 1
 
 
 def _decode(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:

@@ -40,7 +40,12 @@ FLOATS = struct.pack(
 ROUNDED = struct.pack(
     "<11H", 0x3F80, 0x3F82, 0x3F81, 0x7F80, 0xFF80, 0x8000, 0x0000, 0x8002, 0x7FFF, 0x7FFF, 0x3F80
 )  # fmt: skip
-
+ALL_FOLLOW = b"\x01" + bytes(8) + head(0, 0) * 3
+# Of nine times those numbers, elements 5 (-0) and 11 (one) do not follow: gaps of 5 and 5; what they are is stored.
+OTHERS = FLOATS[:20] + bytes(4) + FLOATS[24:] + b"some" + FLOATS[4:] + FLOATS * 7 + b"??"
+TWO_DO_NOT_FOLLOW = (
+    b"\x01" + struct.pack("<II", 2, 2) + head(1, 1) + head(0, 2) * 2 + b"\x05" + b"\x80\x3f" + b"\x00\x80T"
+)
 
 # A frame of 40 bytes that are kept as they are: longer than what is in it.
 STORED_FRAME = b"\x28\xb5\x2f\xfd\x20\x28" + (40 << 3 | 1).to_bytes(3, "little") + bytes(40)
@@ -60,8 +65,9 @@ STORED_FRAME = b"\x28\xb5\x2f\xfd\x20\x28" + (40 << 3 | 1).to_bytes(3, "little")
         (Coding(Codec.PLANE, 2), SHORTS, None, 3, SHORTS_PLANE),
         (Coding(Codec.DPLANE, 2), DIFFERENT, DIFFERENT_BASE, 4, DPLANE),
         (Coding(Codec.SPARSE, 2), FEW, SPARSE_BASE, 5, SPARSE),
-        (Coding(Codec.DERIVE), ROUNDED, FLOATS, 6, b"\x01"),
-        (Coding(Codec.DERIVE), ROUNDED + b"T", FLOATS + b"??", 6, b"\x01T"),
+        (Coding(Codec.DERIVE), ROUNDED * 3, FLOATS * 3, 6, ALL_FOLLOW),
+        (Coding(Codec.DERIVE), ROUNDED * 3 + b"T", FLOATS * 3 + b"??", 6, ALL_FOLLOW + b"T"),
+        (Coding(Codec.DERIVE), ROUNDED * 9 + b"T", OTHERS, 6, TWO_DO_NOT_FOLLOW),
     ],
 )
 def test_a_block_is_written_and_read_byte_by_byte(

@@ -65,11 +65,25 @@ def test_few_differences_are_sparse_and_many_are_not() -> None:
 def test_what_does_not_follow_from_its_base_is_made_of_planes() -> None:
     raw = block("bfloat16", BLOCK_BYTES, 2, 9)
     floats = b"".join(b"\0\0" + raw[at : at + 2] for at in range(0, BLOCK_BYTES, 2))
-    assert encode(raw, Coding(Codec.DERIVE), floats) == (Codec.DERIVE, b"\x01")
+    assert encode(raw, Coding(Codec.DERIVE), floats) == (Codec.DERIVE, b"\x01" + bytes(23))
     changed = bytearray(raw)
     changed[-2] ^= 1
+    assert encode(bytes(changed), Coding(Codec.DERIVE), floats)[0] is Codec.DERIVE
+    changed[: len(raw) // 3] = bytes(len(raw) // 3)
     assert encode(bytes(changed), Coding(Codec.DERIVE), floats) == encode(bytes(changed), Coding(Codec.PLANE, 2))
     assert encode(bytes(changed), Coding(Codec.DERIVE), floats)[0] is Codec.PLANE
+
+
+def test_what_is_stored_of_a_derived_block_does_not_depend_on_a_base_it_does_not_follow_from() -> None:
+    raw = block("bfloat16", BLOCK_BYTES, 2, 9)
+    floats = bytearray(b"".join(b"\0\0" + raw[at : at + 2] for at in range(0, BLOCK_BYTES, 2)))
+    sound = bytes(floats)
+    floats[4003] ^= 0x40
+    floats[80_000:88_000] = bytes(8000)
+    codec, encoded = encode(raw, Coding(Codec.DERIVE), bytes(floats))
+    assert codec is Codec.DERIVE
+    for base in (bytes(floats), sound):
+        assert decode(codec, encoded, len(raw), base) == raw
 
 
 def test_a_block_that_would_only_get_as_short_as_it_is_stays() -> None:

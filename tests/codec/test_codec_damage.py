@@ -34,7 +34,10 @@ def sound() -> list[tuple[int, bytes, int, bytes]]:
                 base = base_of(raw, "few" if asked is Codec.SPARSE else "near", width, index)
                 codec, encoded = encode(raw, Coding(asked, width), base if asked.base_factor else None)
                 found.append((int(codec), encoded, len(raw), base))
-    found.append((int(Codec.DERIVE), b"\x01", 2000, bytes(4000)))
+    narrow = block("bfloat16", 2000, 2, 1)
+    wide = b"".join(b"\0\0" + narrow[at : at + 2] for at in range(0, 2000, 2))
+    base = wide[:400] + bytes(100) + wide[500:]
+    found.append((int(Codec.DERIVE), encode(narrow, Coding(Codec.DERIVE), base)[1], 2000, base))
     assert {entry[0] for entry in found} == set(Codec)
     return found
 

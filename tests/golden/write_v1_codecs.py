@@ -78,6 +78,10 @@ def coded_files() -> dict[str, Coded]:
             narrow = b"".join(packed([bfloat16(value)], 2) for value in elements) + b"!"
             parts = (Part(path, 0, 4 * count), Part("codecs/const-2.bin", 3, 2))
             files["codecs/derived.bin"] = Coded(narrow, [Coding(Codec.DERIVE, 2)], parts)
+            # Nine elements of something else among them, for which any bytes of the base stand in.
+            parts = (Part(path, 0, 1200), Part(path, 0, 36), Part(path, 1200, 1200), Part("codecs/const-2.bin", 3, 2))
+            mixed = narrow[:600] + b"something of 18 by" + narrow[600:]
+            files["codecs/derived-mostly.bin"] = Coded(mixed, [Coding(Codec.DERIVE, 2)], parts)
     files["codecs/sparse-none.bin"] = Coded(
         files["codecs/plane-2.bin"].raw[:-1] + b"T", [Coding(Codec.SPARSE, 2)], files["codecs/sparse-2.bin"].parts
     )
@@ -299,7 +303,12 @@ def damaged_chunks() -> Iterator[Case]:
         lambda data: data[:10] + b"\x01" + u32(1) + data[15:25] + b"\0" + data[25:],
     )
     yield encoded("derive-function-2", derived, bytes_at(0, b"\x02"))
-    yield encoded("derive-without-its-tail", derived, lambda data: data[:1])
+    yield encoded("derive-without-its-tail", derived, lambda data: data[:-1])
+    yield encoded("derive-cut-in-its-heads", derived, lambda data: data[:8])
+    mostly = "codecs/derived-mostly.bin"
+    yield encoded("derive-more-than-all-do-not-follow", mostly, bytes_at(1, u32(610)))
+    yield encoded("derive-too-many-gap-bytes", mostly, bytes_at(5, u32(9 + 3)))
+    yield encoded("derive-too-few-values", mostly, bytes_at(1, u32(8)))
     yield encoded("derive-a-byte-more", derived, lambda data: data + b"x")
     yield block("dplane-without-bases", plane, Codec.DPLANE)
     yield block("derive-in-a-delta", sparse, Codec.DERIVE)

@@ -106,6 +106,26 @@ def test_what_would_need_more_chunks_than_a_row_may_name_is_not_derived(flushing
     assert load(flushing.bare(), path_of(2)) == data
 
 
+@pytest.mark.parametrize(("frozen", "derived"), [(300, True), (9000, False)], ids=["a little", "too much"])
+def test_a_chunk_with_a_little_else_in_it_is_derived(flushing, training, frozen, derived):
+    def adapters(training):
+        # Of each layer the adapter's working copy, and a norm that nobody trains and that is a copy of nothing.
+        tensors = {"model.head": ("BF16", bytes(range(256)) * 8192)}
+        for number in range(10):
+            piece = training.master[20_000 * number : 20_000 * (number + 1)]
+            tensors = {f"master.{number}": ("F32", piece.tobytes()), **tensors}
+            tensors[f"model.{number}.adapter"] = ("BF16", bfloat16(piece))
+            tensors[f"model.{number}.norm"] = ("BF16", bytes([63, number]) * frozen)
+        return safetensors(tensors)
+
+    flushing.save(path_of(1), adapters(training))
+    data = adapters(training.step())
+    rows = flushing.save(path_of(2), data)
+    assert (flushing.codecs_of(rows)["DERIVE"] > 0) == derived
+    assert load(flushing.bare(), path_of(2)) == data
+    assert not verify(flushing.bare()).damage
+
+
 def test_a_given_parent_counts(flushing, training):
     base = flushing.save("elsewhere/pretrained.safetensors", training.file())
     rows = flushing.save("runs/tuned/model", training.step().file(), {"parent": "elsewhere/pretrained.safetensors"})

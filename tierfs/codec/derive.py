@@ -1,39 +1,49 @@
-"""Elements that follow from those of a base: nothing of them is stored. FORMAT.md, "Codecs"."""
+"""Elements that follow from those of a base: nothing of them is stored, but of those that do not follow. FORMAT.md, "Codecs"."""
 
 from __future__ import annotations
+
+import struct
 
 import numpy as np
 
 from tierfs.codec.damage import DamageError
+from tierfs.codec.gaps import check_gaps, gaps_of, positions_of
+from tierfs.codec.planes import limit_for, merge, put_planes, put_tail, take_planes, take_tail
 from tierfs.codec.scratch import Elements, elements_of, scratch
 
-__all__ = ["decode_derived", "encode_derived"]
+__all__ = ["decode_derived", "derive", "encode_derived"]
 
+_HEAD = struct.Struct("<BII")
 _BFLOAT16 = 1
 _WIDTH = 2
 _NAN = 0x7FFF
 _PIECE = 1 << 18
+# Where more do not follow, it is no copy: a few small tensors among others that are, or nothing but chance.
+_DENSE = 0.25
 
 
 def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | None:
     """Encode bfloat16 numbers that are the rounded float32 ones of ``base``, twice as long, as DERIVE.
 
+    What is stored of the others is what they are, so that wrong bytes in ``base`` lead to a longer block, not to a wrong one.
+
     Returns:
-        The encoded length; ``None`` where any of them is not.
+        The encoded length; ``None`` where too many of them are not.
     """
-    elements, sources = elements_of(raw, _WIDTH), elements_of(base, 2 * _WIDTH)
-    tail = len(raw) % _WIDTH
-    if 1 + tail >= len(raw):
+    elements = elements_of(raw, _WIDTH)
+    limit = limit_for(raw, _WIDTH)
+    derived = scratch("elements", _WIDTH, elements.size)
+    derive(base, derived)
+    differs = np.not_equal(elements, derived, out=scratch("differs", 1, elements.size).view(np.bool_))
+    count = int(np.count_nonzero(differs))
+    if limit < _HEAD.size or count > _DENSE * elements.size:
         return None
-    for at in range(0, elements.size, _PIECE):
-        piece = elements[at : at + _PIECE]
-        rounded = scratch("elements", _WIDTH, piece.size)
-        _round(sources[at : at + _PIECE], rounded)
-        if np.not_equal(piece, rounded, out=scratch("plane", 1, piece.size).view(np.bool_)).any():
-            return None
-    out[0] = _BFLOAT16
-    out[1 : 1 + tail] = raw[len(raw) - tail :]
-    return 1 + tail
+    positions = np.flatnonzero(differs)
+    gaps = gaps_of(positions)
+    values = np.take(elements, positions, out=scratch("values", _WIDTH, count), mode="clip")
+    _HEAD.pack_into(out, 0, _BFLOAT16, count, gaps.size)
+    end = put_planes([gaps, values], out, _HEAD.size, limit)
+    return None if end is None else put_tail(raw, _WIDTH, out, end)
 
 
 def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -42,13 +52,27 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
     Raises:
         DamageError: It is none, or not of this size.
     """
-    tail = len(out) % _WIDTH
-    if len(encoded) != 1 + tail or encoded[0] != _BFLOAT16:
+    if len(encoded) < _HEAD.size:
+        raise DamageError("cut short")
+    function, count, gap_bytes = _HEAD.unpack_from(encoded)
+    if function != _BFLOAT16:
         raise DamageError("not derived by a function that is known")
-    elements, sources = elements_of(out, _WIDTH), elements_of(base, 2 * _WIDTH)
+    elements = elements_of(out, _WIDTH)
+    check_gaps(count, gap_bytes, elements.size)
+    planes = take_planes(encoded, [gap_bytes, count, count], _HEAD.size, len(out) % _WIDTH)
+    positions = positions_of(next(planes), count, elements.size)
+    values = scratch("values", _WIDTH, count)
+    merge(planes, values)
+    derive(base, elements)
+    elements[positions] = values
+    take_tail(encoded, _WIDTH, out)
+
+
+def derive(base: memoryview, elements: Elements) -> None:
+    """Fill in the elements that follow from those of ``base``, of which there are as many."""
+    sources = elements_of(base, 2 * _WIDTH)
     for at in range(0, elements.size, _PIECE):
         _round(sources[at : at + _PIECE], elements[at : at + _PIECE])
-    out[len(out) - tail :] = encoded[1:]
 
 
 def _round(sources: Elements, target: Elements) -> None:

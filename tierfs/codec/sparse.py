@@ -8,17 +8,16 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierfs.codec.damage import DamageError
 from tierfs.codec.differences import difference, unzigzag, zigzag
+from tierfs.codec.gaps import check_gaps, gaps_of, positions_of
 from tierfs.codec.planes import WIDTHS, limit_for, merge, put_planes, put_tail, take_planes, take_tail
-from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.codec.scratch import elements_of, scratch
 
 __all__ = ["decode_sparse", "encode_sparse"]
 
 _HEAD = struct.Struct("<BBII")
-_SKIP = 255
 # Measured on bfloat16 weights: from somewhere between 10 and 30 % on, planes of all differences are smaller and faster.
 _DENSE = 0.25
 
@@ -32,7 +31,7 @@ def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview
     if limit < _HEAD.size or count > _DENSE * numbers.size:
         return None
     positions = np.flatnonzero(differs)
-    gaps = _gaps(positions)
+    gaps = gaps_of(positions)
     values = np.take(numbers, positions, out=scratch("values", width, count), mode="clip")
     _HEAD.pack_into(out, 0, width, 0, count, gaps.size)
     end = put_planes([gaps, zigzag(values)], out, _HEAD.size, limit)
@@ -51,31 +50,11 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
     if width not in WIDTHS or reserved:
         raise DamageError("not sparse")
     elements = elements_of(out, width)
-    if count > elements.size or gap_bytes > count + (elements.size - count) // _SKIP:
-        raise DamageError(f"{count} differences with {gap_bytes} gaps in {elements.size} elements")
+    check_gaps(count, gap_bytes, elements.size)
     planes = take_planes(encoded, [gap_bytes] + [count] * width, _HEAD.size, len(out) % width)
-    positions = _positions(next(planes), count, elements.size)
+    positions = positions_of(next(planes), count, elements.size)
     values = scratch("values", width, count)
     merge(planes, values)
     out[:] = base
     elements[positions] += unzigzag(values)
     take_tail(encoded, width, out)
-
-
-def _gaps(positions: NDArray[np.intp]) -> Elements:
-    """How many elements lie before each position, back to the one before: 255 for so many, then what is left."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    ends = np.cumsum(gaps // _SKIP + 1) - 1
-    encoded = np.full(ends[-1] + 1 if ends.size else 0, _SKIP, np.uint8)
-    encoded[ends] = gaps % _SKIP
-    return encoded
-
-
-def _positions(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
-    ends = gaps != _SKIP
-    after = np.cumsum(gaps + ends, dtype=np.intp)
-    if int(np.count_nonzero(ends)) != count or (gaps.size and (not ends[-1] or after[-1] > size)):
-        raise DamageError("gaps that do not fit")
-    positions: NDArray[np.intp] = after[ends]
-    positions -= 1
-    return positions

@@ -152,18 +152,10 @@ class Encoder:
             return None
         reference = scratch("reference", 2 * CHUNK_BYTES)[: 2 * len(raw)]
         at = 0
-        held: Row | None = None  # the chunk in `whole`: parts of one mostly follow each other
         for row, offset, length in sources:
-            out = reference[at : at + length]
-            if length == row.raw_length:
-                if not self._read_verified(row, out, read):
-                    return None
-            else:
-                whole = scratch("base", CHUNK_BYTES)[: row.raw_length]
-                if row != held and not self._read_verified(row, whole, read):
-                    return None
-                held = row
-                out[:] = whole[offset : offset + length]
+            # As they are: they are compared with the copy, and where they are something else, the copy itself is stored.
+            if not read(row, offset, reference[at : at + length]):
+                return None
             at += length
         blocks = encode_blocks(raw, itertools.repeat(_DERIVE), reference, self.codecs.allowed)
         return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None

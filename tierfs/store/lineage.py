@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from tierfs.codec import Codec, Span, decode_block, spans
+from tierfs.codec import Span, spans
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.flush.draft import Draft
@@ -37,10 +37,11 @@ KEYFRAME_SAVES = 10
 LINEAGES_MAX = 10_000
 ANCHORS_MAX = 200_000
 SOURCE_SAMPLE = 2048
+# The share of a chunk that may be derived from nothing: more than that, in a block, DERIVE does not take.
+LACKING_MAX = 0.25
 # Reading a delta takes a request more: a header, which is what is read first of a file, does not get so much smaller.
 DELTA_BYTES_MIN = 64 << 10
 NARROW, WIDE = 2, 4  # bytes of an element
-_BFLOAT16 = memoryview(b"\1")  # DERIVE: bfloat16 of float32
 _DIGITS = re.compile(r"\d+")
 _COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
 _RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # names a save apart from all others
@@ -345,6 +346,10 @@ def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row],
 
 def _sample(file: _LocalFile, span: Span) -> bytes | None:
     """Some numbers from the middle of a tensor, in two bytes each; ``None`` where it is not on this host."""
+    # They bring numpy, which importing the package must not.
+    from tierfs.codec.derive import derive  # noqa: PLC0415
+    from tierfs.codec.scratch import elements_of  # noqa: PLC0415
+
     count = (span.stop - span.start) // span.width
     length = min(SOURCE_SAMPLE, count)
     raw = memoryview(bytearray(span.width * length))
@@ -356,24 +361,36 @@ def _sample(file: _LocalFile, span: Span) -> bytes | None:
     if span.width == NARROW:
         return bytes(raw)
     rounded = memoryview(bytearray(NARROW * length))
-    decode_block(Codec.DERIVE, _BFLOAT16, rounded, raw, span.name)
+    derive(raw, elements_of(rounded, NARROW))
     return bytes(rounded)
 
 
 def _derived_parts(
     file: _LocalFile, inside: Iterable[Span], start: int, stop: int, sources: Mapping[str, Span]
 ) -> list[Part]:
-    """What all of a chunk is a copy of; nothing if some of it is a copy of nothing."""
+    """What a chunk is a copy of; nothing if too much of it is a copy of nothing.
+
+    What little is has its place in the reference as well, where any bytes will do: those of a tensor beside it.
+    """
     ranges: list[list[int]] = []
+    lacking: list[tuple[int, int]] = []  # where in `ranges` something is to stand in, for so many bytes
     for span in inside:
         source = sources.get(span.name)
         begin, end = max(start, span.start) - span.start, min(stop, span.stop) - span.start
         if source is None or begin % 2 or end % 2:
-            return []
-        if ranges and ranges[-1][1] == source.start + 2 * begin:
+            lacking.append((len(ranges), 2 * (end - begin)))
+            ranges.append([0, 0])
+        elif ranges and ranges[-1][1] == source.start + 2 * begin:
             ranges[-1][1] = source.start + 2 * end
         else:
             ranges.append([source.start + 2 * begin, source.start + 2 * end])
+    longest = max(ranges, key=lambda each: each[1] - each[0])
+    if sum(length for _, length in lacking) > LACKING_MAX * 2 * (stop - start):
+        return []
+    for at, length in lacking:
+        if length > longest[1] - longest[0]:
+            return []
+        ranges[at] = [longest[0], longest[0] + length]
     return [part for begin, end in ranges for part in file.parts(begin, end)]
 
 

@@ -1,0 +1,47 @@
+"""Where in a block some elements are: how far apart. FORMAT.md, "Codecs", SPARSE and DERIVE."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierfs.codec.damage import DamageError
+from tierfs.codec.scratch import Elements
+
+__all__ = ["check_gaps", "gaps_of", "positions_of"]
+
+_SKIP = 255
+
+
+def gaps_of(positions: NDArray[np.intp]) -> Elements:
+    """How many elements lie before each position, back to the one before: 255 for so many, then what is left."""
+    gaps = np.diff(positions, prepend=-1) - 1
+    ends = np.cumsum(gaps // _SKIP + 1) - 1
+    encoded = np.full(ends[-1] + 1 if ends.size else 0, _SKIP, np.uint8)
+    encoded[ends] = gaps % _SKIP
+    return encoded
+
+
+def check_gaps(count: int, gap_bytes: int, size: int) -> None:
+    """Check that so many positions among ``size`` elements can take so many bytes, before anything is allocated for them.
+
+    Raises:
+        DamageError: They cannot.
+    """
+    if count > size or gap_bytes > count + (size - count) // _SKIP:
+        raise DamageError(f"{count} positions with {gap_bytes} gaps in {size} elements")
+
+
+def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
+    """The positions, in order.
+
+    Raises:
+        DamageError: They are not so many, or not among ``size`` elements.
+    """
+    ends = gaps != _SKIP
+    after = np.cumsum(gaps + ends, dtype=np.intp)
+    if int(np.count_nonzero(ends)) != count or (gaps.size and (not ends[-1] or after[-1] > size)):
+        raise DamageError("gaps that do not fit")
+    positions: NDArray[np.intp] = after[ends]
+    positions -= 1
+    return positions
