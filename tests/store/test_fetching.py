@@ -241,6 +241,15 @@ def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, 
     assert found == row
 
 
+def test_a_delta_whose_base_is_gone_is_not_found(saved, flushing):
+    row = rows_of(flushing.store, PATHS[1])[1]
+    remove(flushing.store.objects, *row.bases)
+    with pytest.raises(CorruptionError, match="in no tier"):
+        find_chunk(
+            flushing.bare(), dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0), "f"
+        )
+
+
 def test_what_stands_there_tells_what_it_needs(saved, flushing):
     for row in rows_of(flushing.store, PATHS[1]):
         found = inspect(flushing.bare(), row.name, row.raw_length)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tierfs import digest
 from tierfs.digest import Buffer
-from tierfs.errors import AlreadyExistsError, CorruptionError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
 from tierfs.flush.publisher import ReadRow
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
@@ -17,7 +17,7 @@ from tierfs.objects.checksums import checksum_for
 from tierfs.objects.promised import PromisedObjects
 from tierfs.objects.protocol import CREATE
 from tierfs.store.encoding import Encoded, Plain, Sending, blocks_of
-from tierfs.store.fetching import DAMAGED, GENERATIONS_MAX, fetch, fetch_object, inspect
+from tierfs.store.fetching import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.store import Store
 
 __all__ = ["rescue", "store_chunk"]
@@ -132,7 +132,7 @@ def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> R
     try:
         if not any(store.presence.is_unusable(name) for name in (row.name, *row.bases)):
             found = inspect(store, row.name, row.raw_length)
-            if found is not None and found.stored_length == row.stored_length and _are_there(store, found.bases):
+            if found is not None and found.stored_length == row.stored_length and are_there(store, found.bases):
                 store.presence.learn(term, [found], named=True)
                 return found
             if row.bases:
@@ -154,12 +154,3 @@ def _digests_of(store: Store, raw: memoryview) -> tuple[list[bytes], bytes]:
     kind = store.descriptor.digest_kind
     digests = [digest.hash_bytes(kind, block) for block in blocks_of(raw)]
     return digests, digest.combine(kind, len(raw), digests)
-
-
-def _are_there(store: Store, names: Sequence[ChunkName]) -> bool:
-    try:
-        for name in names:
-            store.objects.head(keys.chunk_key(name))
-    except NotFoundError:
-        return False
-    return True

@@ -6,6 +6,7 @@ FORMAT.md, "Reading a file" and "Chunk envelope".
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from tierfs import digest
 from tierfs.codec import Codec, decode_block
@@ -19,7 +20,7 @@ from tierfs.format.manifest import Row
 from tierfs.format.ranges import BlockTargets
 from tierfs.store.store import Store
 
-__all__ = ["DAMAGED", "GENERATIONS_MAX", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
+__all__ = ["DAMAGED", "GENERATIONS_MAX", "are_there", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
 
 GENERATIONS_MAX = 64
 DAMAGED = Row(ChunkName(b""), 0, 0)
@@ -86,7 +87,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
         name = keys.parse_chunk_key(item.key, kind)
         if name.recipe != NO_RECIPE and not store.presence.is_unusable(name):
             found = inspect(store, name, row.raw_length)
-            if found is not None and found is not DAMAGED:
+            if found is not None and found is not DAMAGED and are_there(store, found.bases):
                 return found
     raise CorruptionError(
         f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
@@ -123,6 +124,20 @@ def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
                 return DAMAGED
             needs |= dict.fromkeys(found.bases)
     return Row(name, raw_length, info.size, tuple(needs))
+
+
+def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
+    """Whether there are objects under all these names.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    try:
+        for name in names:
+            store.objects.head(keys.chunk_key(name))
+    except NotFoundError:
+        return False
+    return True
 
 
 def _fetch_verified(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> None:
