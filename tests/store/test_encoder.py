@@ -260,6 +260,7 @@ def test_a_link_that_is_faster_than_encoding_gets_raw_bytes(host, codecs):
 def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, encoded):
     clock = Ticking(20)
     encoder, raw = encoder_for("auto", clock), numbers(count=1 << 14).tobytes()
+    encode(encoder, host, raw)  # a thread's first one does not count
     (block,) = encode(encoder, host, raw).blocks
     saved_s_per_byte = 0.5 * MARGIN * 10 / len(raw)  # encoding takes twice what would pay
     put(encoder, clock, saved_s_per_byte / (1 - len(block.data) / len(raw)) * EVIDENCE_BYTES - 10)

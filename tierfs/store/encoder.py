@@ -84,6 +84,7 @@ class Encoder:
         self._put = _Speed()
         self._encode: dict[Codec, _Speed] = {}
         self._counts: Counter[str] = Counter()
+        self._begun = threading.local()  # codecs that this thread has encoded with
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -134,8 +135,7 @@ class Encoder:
         if sources and self.derives():
             start = self._clock.monotonic()
             encoded = self._derive(raw, sources, read)
-            with self._lock:
-                self._encode.setdefault(Codec.DERIVE, _Speed()).add(len(raw), self._clock.monotonic() - start)
+            self._took(Codec.DERIVE, len(raw), start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, read, fetch)
         with self._lock:
@@ -193,12 +193,19 @@ class Encoder:
     def _timed(self, raw: memoryview, plans: Sequence[Plan], base: memoryview | None) -> list[EncodedBlock]:
         start = self._clock.monotonic()
         blocks = encode_blocks(raw, plans, base, self.codecs.allowed)
-        seconds = self._clock.monotonic() - start
         codecs = {plan.coding.codec for plan in plans}
         if len(codecs) == 1 and codecs != {Codec.STORE}:  # of a mixture nobody knows what took how long
-            with self._lock:
-                self._encode.setdefault(codecs.pop(), _Speed()).add(len(raw), seconds)
+            self._took(codecs.pop(), len(raw), start)
         return blocks
+
+    def _took(self, codec: Codec, count: int, start: float) -> None:
+        """Learn from a chunk of so many bytes, begun at ``start``, unless it is this thread's first, which waits for memory to work in."""
+        seconds = self._clock.monotonic() - start
+        begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
+        if codec in begun:
+            with self._lock:
+                self._encode.setdefault(codec, _Speed()).add(count, seconds)
+        begun.add(codec)
 
     def _with_bases(self, blocks: list[EncodedBlock], pieces: Sequence[Piece]) -> Encoded:
         bases = tuple(
