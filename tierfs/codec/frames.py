@@ -30,7 +30,7 @@ def pack_plane(data: Buffer) -> bytes:
     packer: zstandard.ZstdCompressor | None = getattr(_local, "packer", None)
     if packer is None:
         parameters = zstandard.ZstdCompressionParameters(
-            window_log=17,
+            window_log=15,  # and so blocks of 32 KiB, each with a code of its own: small tensors in a row have other exponents
             hash_log=6,
             chain_log=6,
             search_log=1,
