@@ -26,6 +26,7 @@ from tierfs.errors import ConflictError, InvalidInputError
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.direct import Direct
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
+from tierfs.objects.wholeheads import refuse_broken_heads
 
 if TYPE_CHECKING:
     import s3fs
@@ -120,6 +121,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
         )
     except (TypeError, ValueError, KeyError) as error:
         raise InvalidInputError(f"s3:// refuses its options: {error}") from error
+    refuse_broken_heads(client)
     fs._kwargs_helper = ParamKwargsHelper(client)
     return S3Session(fs, client)
 
@@ -187,8 +189,7 @@ class _S3Client:
             if not each["Key"].endswith("/")  # a placeholder that some tools put where a directory would be
         ]
         listed += [Prefix(each["Prefix"][skip:]) for each in answer.get("CommonPrefixes", [])]
-        # Looked up, not asked for: an answer that broke off within its head is one without a body, and botocore would have
-        # it as a listing of nothing.
+        # Looked up, not asked for: of an answer without a body botocore makes a listing of nothing.
         return listed, answer["NextContinuationToken"] if answer["IsTruncated"] else None
 
     async def delete(self, keys: Sequence[str]) -> None:

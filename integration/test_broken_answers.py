@@ -1,0 +1,156 @@
+"""An answer that breaks off at any of its bytes is no other answer: what is told is right, or may be asked for again."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import servers
+
+import tierfs
+from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
+from tierfs.objects import connect
+from tierfs.objects.protocol import CREATE, Update
+from tierfs.testing import TcpFault, TcpFaultProxy
+
+pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(300)]
+
+HEAD_BYTES = 1200
+STRIDE = 61  # behind the head
+CONTENT = bytes(range(256)) * 2
+NAMES = [f"run/{number}" for number in range(5)]
+
+
+@contextlib.contextmanager
+def unless_lost(*lost):
+    """Let what says that it may be asked for again pass, and these errors."""
+    try:
+        yield
+    except lost:
+        pass
+    except StoreError as error:
+        if not error.transient:
+            raise
+
+
+@pytest.fixture(scope="module", params=["ministack", "azurite", "gcs_fake"])
+def server(request):
+    with servers.running(request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def cut(server):
+    """Objects behind a proxy that cuts answers short; gives the same ones as they are, and what calls with every cut."""
+    root = server.new_root()
+    tierfs.init(f"{server.protocol}://{root}", options=server.options)
+    sound = connect(server.protocol, root, server.options)
+    for name in NAMES:
+        sound.put(name, [CONTENT])
+    with TcpFaultProxy("127.0.0.1", server.port) as proxy:
+        broken = connect(server.protocol, root, server.options_at(proxy.port), attempts=1)
+        broken.head(NAMES[0])
+
+        def each(call, right, lost=()):
+            at = 0
+            while True:
+                struck = len(proxy.fired)
+                proxy.clear()
+                proxy.inject(TcpFault.TRUNCATED, at=at)
+                is_right = False
+                with unless_lost(*lost):
+                    is_right = right(call(broken))
+                    assert is_right, f"cut at byte {at}"
+                if len(proxy.fired) == struck:
+                    assert is_right, "a whole answer is right"
+                    return
+                at += 1 if at < HEAD_BYTES else STRIDE
+
+        yield sound, each
+
+
+def test_what_an_object_is(cut):
+    sound, each = cut
+    info = sound.head(NAMES[0])
+    each(lambda objects: objects.head(NAMES[0]), lambda found: found == info)
+
+
+def test_what_is_in_it(cut):
+    sound, each = cut
+    whole = sound.read(NAMES[0], 1000)
+    each(lambda objects: objects.read(NAMES[0], 1000), lambda found: found == whole)
+
+
+def test_a_range_of_it(cut):
+    sound, each = cut
+
+    def get(objects):
+        out = bytearray(100)
+        return objects.get(NAMES[0], [(100, memoryview(out))]), out
+
+    right = get(sound)
+    each(get, lambda found: found == right)
+
+
+@pytest.mark.parametrize("delimiter", [False, True])
+def test_what_is_there(cut, delimiter):
+    sound, each = cut
+    listed = set(sound.list("", delimiter=delimiter))
+    assert listed
+    each(lambda objects: set(objects.list("", delimiter=delimiter)), lambda found: found == listed)
+
+
+def test_what_was_put(cut):
+    sound, each = cut
+    each(lambda objects: objects.put("put", [CONTENT]), lambda found: found == sound.head("put"))
+
+
+def test_what_was_created(cut):
+    sound, each = cut
+
+    def create(objects):
+        sound.delete(["created"])
+        return objects.put("created", [CONTENT], mode=CREATE)
+
+    # A client that sends it again on its own meets what it has made, as one does that is sent again by us.
+    each(create, lambda found: found == sound.head("created"), (AlreadyExistsError,))
+
+
+def test_what_was_updated(cut):
+    sound, each = cut
+    sound.put("updated", [b"before"])
+
+    def update(objects):
+        return objects.put(
+            "updated", [CONTENT, str(sound.head("updated")).encode()], mode=Update(sound.head("updated").version)
+        )
+
+    each(update, lambda found: found == sound.head("updated"), (ConflictError,))
+
+
+def test_what_was_refused(cut):
+    sound, each = cut
+    sound.put("there", [CONTENT])
+
+    def refused(objects, mode, error):
+        try:
+            return objects.put("there", [b"other"], mode=mode)
+        except error:
+            return None
+
+    each(lambda objects: refused(objects, CREATE, AlreadyExistsError), lambda found: found is None)
+    stale = Update(sound.head(NAMES[0]).version)
+    sound.put("there", [b"another"])
+    each(lambda objects: refused(objects, stale, ConflictError), lambda found: found is None)
+    assert sound.read("there", 10)[0] == b"another"
+
+
+def test_what_was_deleted(cut):
+    sound, each = cut
+
+    def delete(objects):
+        sound.put("deleted", [CONTENT])
+        objects.delete(["deleted"])
+        return list(sound.list("deleted"))
+
+    each(delete, lambda found: found == [])
