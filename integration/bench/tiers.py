@@ -35,7 +35,7 @@ from tierfs.clock import SystemClock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.local.host import Host
 from tierfs.local.nvme import NvmeTier
-from tierfs.store.transfers import transfers
+from tierfs.store.processors import processors
 
 PIECE = 16 << 20
 SEED = 1
@@ -198,7 +198,7 @@ def main() -> None:
         for number in range(options.rounds + 1):
             fresh(source, generator)
             note("memcpy", timed(partial(np.copyto, target, source)))
-            note("copy into warm slab", timed(partial(copy_into_slab, tiers, source, transfers().share_out)))
+            note("copy into warm slab", timed(partial(copy_into_slab, tiers, source, processors().share_out)))
             note("copy into warm slab, one thread", timed(partial(copy_into_slab, tiers, source, one_by_one)))
             handle = fs.open(parts[0], "wb")
             note("write()", timed(partial(handle.write, source)))

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import threading
+import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ import pytest
 from saving import Flushing, Training, condemn, remove
 from tiered import MIB, Host
 
-from tierfs.codec import Codec, Coding, Reason
+from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
@@ -197,13 +198,108 @@ def test_a_chunk_that_stands_in_two_ways_is_read_by_the_one_that_is_named(flushi
         flushing.objects.put(keys.chunk_key(gone), [kept])
 
 
+# -- many threads ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request, monkeypatch):
+    """So many processors."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(request.param)))
+    return request.param
+
+
+def chunk_of(flushing, blocks):
+    """A chunk of so many blocks of numbers, and one more of noise; its row and its bytes."""
+    raw = Training(blocks * MIB // 4).master.tobytes() + os.urandom(MIB)
+
+    class Planes(Plain):
+        def encode(self, raw, digest):
+            del digest
+            return Encoded(encode_blocks(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE)] * 99, None))
+
+    return store_chunk(flushing.store, memoryview(raw), Planes()), raw
+
+
+def test_any_range_comes_out_the_same_on_however_many_threads(saved, flushing, threads):
+    store = flushing.bare()
+    for path, data in saved.items():
+        reader = open_entry(store, stat(store, path))
+        for start, end in ranges(len(data), threads):
+            out = bytearray(b"?" * (end - start))
+            reader.read_into(start, memoryview(out))
+            assert out == data[start:end]
+
+
+def test_blocks_are_decoded_on_many_threads(flushing, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    row, raw = chunk_of(flushing, 8)
+    seen, both = set(), threading.Event()
+
+    def meet(*args):
+        seen.add(threading.get_ident())
+        if len(seen) > 1:
+            both.set()
+        assert both.wait(20)
+        decode_block(*args)
+
+    monkeypatch.setattr("tierfs.store.fetching.decode_block", meet)
+    out = bytearray(8 * MIB)
+    fetch(flushing.bare(), row, 0, memoryview(out), "file")
+    assert out == raw[: 8 * MIB]
+    assert len(seen) == 2
+    assert threading.get_ident() in seen
+
+
+@pytest.mark.parametrize(("blocks", "start", "length"), [(3, MIB, MIB), (3, 5, 10), (1, 0, 2 * MIB), (0, 0, MIB)])
+def test_what_takes_little_is_decoded_here(flushing, monkeypatch, blocks, start, length):
+    row, raw = chunk_of(flushing, blocks)
+    monkeypatch.setattr("tierfs.store.fetching.processors", None)
+    out = bytearray(length)
+    fetch(flushing.bare(), row, start, memoryview(out), "file")
+    assert out == raw[start : start + length]
+
+
+def test_the_first_damaged_block_is_named_and_nothing_is_written_any_more(flushing, objects, threads, monkeypatch):
+    row, _ = chunk_of(flushing, 12)
+    damage(objects, row.name, *(at * row.stored_length // 13 for at in (4, 6, 9)))
+    going, messages, store = [], set(), flushing.bare()
+
+    def slowly(*args):
+        going.append(1)
+        time.sleep(random.random() / 500)
+        decode_block(*args)
+        going.pop()
+
+    monkeypatch.setattr("tierfs.store.fetching.decode_block", slowly)
+    for _ in range(5):
+        out = bytearray(row.raw_length)
+        with pytest.raises(CorruptionError) as failed:
+            fetch(store, row, 0, memoryview(out), "file")
+        assert not going
+        messages.add(str(failed.value))
+    (message,) = messages
+    assert "block 4 " in message
+
+
+def test_deltas_are_read_at_once_with_few_helpers(saved, flushing, threads):
+    def read(path):
+        return load(flushing.bare(), path)
+
+    def read_all():
+        with ThreadPoolExecutor(2 * threads) as pool:
+            return list(pool.map(read, PATHS * 4))
+
+    assert deadline(read_all, 60) == [saved[path] for path in PATHS * 4]
+
+
 # -- what is missing or damaged ----------------------------------------------------------------------------------------
 
 
-def damage(objects, name):
+def damage(objects, name, *places):
     key = keys.chunk_key(name)
     data = bytearray(objects.read(key, 1 << 30)[0])
-    data[-1] ^= 1
+    for place in places or [-1]:
+        data[place] ^= 1
     objects.put(key, [bytes(data)])
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-import time
 
 import pytest
 
@@ -81,56 +80,3 @@ def test_garbage_that_gives_a_buffer_back_may_be_collected_at_any_time():
     transfers._free = Collecting([bytearray(1)])
     assert transfers.take_buffer() == bytearray(1)
     assert transfers._free
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 50])
-def test_what_is_shared_out_is_done_once_each_here_and_elsewhere(count, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    done, threads = [], set()
-
-    def task(number):
-        done.append(number)
-        threads.add(threading.get_ident())
-        time.sleep(0.002)
-
-    Transfers(workers=2).share_out(task, range(count))
-    assert sorted(done) == list(range(count))
-    assert len(threads) <= 2
-    # Of two things the other thread may do both, while this one is held up.
-    assert threading.get_ident() in threads or count in {0, 2}
-
-
-def test_what_is_shared_out_waits_for_no_busy_thread():
-    transfers, gate = Transfers(workers=1), threading.Event()
-    busy = transfers.submit(lambda _: gate.wait(10), None)
-    done = []
-    transfers.share_out(done.append, range(5))
-    assert done == list(range(5))
-    gate.set()
-    assert busy.result(10)
-
-
-def test_the_first_error_of_what_is_shared_out_is_raised_when_all_have_ended(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    here, started, ended = threading.get_ident(), threading.Event(), []
-
-    def task(number):
-        if threading.get_ident() != here:
-            started.set()
-            time.sleep(0.05)
-            ended.append(number)
-            return
-        assert started.wait(10)
-        raise IndexError("here")
-
-    with pytest.raises(IndexError, match="here"):
-        Transfers(workers=4).share_out(task, range(100))
-    assert len(ended) == 1
-
-    def elsewhere(number):
-        time.sleep(0.01)
-        if threading.get_ident() != here:
-            raise ValueError(number)
-
-    with pytest.raises(ValueError, match=r"\d+"):
-        Transfers(workers=4).share_out(elsewhere, range(20))

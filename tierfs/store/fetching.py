@@ -18,6 +18,7 @@ from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, en
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.format.ranges import BlockTargets
+from tierfs.store.processors import processors
 from tierfs.store.store import Store
 
 __all__ = ["DAMAGED", "GENERATIONS_MAX", "are_there", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
@@ -193,6 +194,7 @@ def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str
     standalone = row.name.recipe == NO_RECIPE
     head_bytes = envelope_bytes(kind, block_count(row.raw_length), 0 if standalone else 1)
     targets = BlockTargets(row.raw_length, start, out)
+    encoded: dict[int, tuple[memoryview, memoryview | None]] = {}
     if standalone and row.stored_length == head_bytes + row.raw_length:
         # Nothing in it is compressed, so every block's place is known and whole blocks go straight to the caller.
         head = memoryview(bytearray(head_bytes))
@@ -214,15 +216,25 @@ def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str
             at = 0
         bases = _Bases(store, envelope, targets.blocks, place, depth)
         for index in targets.blocks:
-            piece = stored[at : at + sizes[index]]
-            block = envelope.blocks[index]
-            decode_block(block.codec, piece, targets.view(index), bases.of(index), place)
+            encoded[index] = (stored[at : at + sizes[index]], bases.of(index))
             at += sizes[index]
-    for index in targets.blocks:
-        if digest.hash_bytes(kind, targets.view(index)) != envelope.blocks[index].digest:
+
+    def settle(index: int) -> None:
+        block, view = envelope.blocks[index], targets.view(index)
+        if index in encoded:
+            piece, base = encoded[index]
+            decode_block(block.codec, piece, view, base, place)
+        if digest.hash_bytes(kind, view) != block.digest:
             raise CorruptionError(
                 f"{place} is damaged: block {index} does not have its digest", path=place, tier="object"
             )
+
+    # What is stored as it is takes less time than another thread takes to begin.
+    if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
+        processors().share_out(settle, targets.blocks)
+    else:
+        for index in targets.blocks:
+            settle(index)
     targets.finish()
 
 

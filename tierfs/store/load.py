@@ -14,6 +14,7 @@ from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.fetching import fetch
 from tierfs.store.listing import Entry, stat
+from tierfs.store.processors import processors
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -201,4 +202,4 @@ class _ChunkReader:
             (near if is_near else far).append(piece)
         # What takes waiting goes on many threads, what takes copying on as many as there are processors.
         transfers().map(fill, far)
-        transfers().share_out(fill, near)
+        processors().share_out(fill, near)

@@ -14,6 +14,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.chunks import store_chunk
 from tierfs.store.cuts import Cutter
+from tierfs.store.processors import processors
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -194,7 +195,7 @@ class SlabSink:
             with contextlib.suppress(CapacityError):
                 self._fill(first + number, self._writer.begin_chunk(len(pieces[number]), wait=False), pieces[number])
 
-        transfers().share_out(write_one, range(len(pieces)))
+        processors().share_out(write_one, range(len(pieces)))
         for number, piece in enumerate(pieces):
             if self._rows[first + number] is None:
                 self._fill(first + number, self._begin(len(piece)), piece)

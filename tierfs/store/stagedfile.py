@@ -24,6 +24,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.chunks import store_chunk
 from tierfs.store.lentfile import BorrowedFile, LentChunk, LentFile, LentSegment
+from tierfs.store.processors import processors
 from tierfs.store.save import Writer
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
@@ -113,7 +114,7 @@ class StagedFile:
             return
         # Not before: training waits for the copy, and not for this.
         self._writer.expect()
-        transfers().share_out(self._seal_chunk, waiting)
+        processors().share_out(self._seal_chunk, waiting)
 
     def _put(self, view: memoryview) -> Row:
         return store_chunk(self._store, view)

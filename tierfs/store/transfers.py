@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tierfs.digest import CHUNK_BYTES
 
@@ -81,38 +80,6 @@ class Transfers:
             raise errors[0]
         return [future.result() for future in futures]
 
-    def share_out(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:
-        """Run ``task``, which is bound by the processor, on every argument: here, and on a thread for each other processor.
-
-        Threads that are busy with something else are not waited for. More of them than processors would only get in each
-        other's way: measured on two, sixteen copy and hash a tenth slower than two.
-
-        Raises:
-            BaseException: The first error of a task, after every task has ended. Some were not begun then.
-        """
-        waiting = deque(arguments)
-
-        def work(_: None = None) -> None:
-            while True:
-                try:
-                    item = waiting.popleft()
-                except IndexError:
-                    return
-                task(item)
-
-        others = min(len(os.sched_getaffinity(0)), self.workers, len(waiting)) - 1
-        futures: list[Future[None]] = []
-        try:
-            futures += [self.submit(work, None) for _ in range(others)]
-            work()
-        except BaseException:
-            waiting.clear()
-            raise
-        finally:
-            errors = _outcomes(futures, waiting)
-        for error in errors:
-            raise error
-
     def take_buffer(self) -> bytearray:
         """A buffer of one chunk's size. Its content is undefined; give it back with `give_buffer`."""
         with self._lock:
@@ -123,26 +90,6 @@ class Transfers:
         with self._lock:
             if len(self._free) < self._buffers_max:
                 self._free.append(buffer)
-
-
-def _outcomes(futures: Iterable[Future[None]], waiting: deque[Any]) -> list[BaseException]:
-    """Wait for tasks to end, those that were not begun excepted, and return their errors.
-
-    An interrupt is raised only after that: what they work on must not be taken from under them.
-    """
-    errors: list[BaseException] = []
-    for future in futures:
-        while True:
-            try:
-                error = None if future.cancel() else future.exception()
-            except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised by the caller, when all have ended
-                waiting.clear()
-                errors.insert(0, interrupt)
-            else:
-                break
-        if error is not None:
-            errors.append(error)
-    return errors
 
 
 _shared = Transfers()

@@ -1,0 +1,215 @@
+"""What is shared out among processors is done once, by no more threads than there are, and nobody waits for a free one."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tierfs.store.processors import Processors
+
+
+@pytest.fixture(autouse=True)
+def three_processors(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 50])
+def test_everything_is_done_once_here_and_elsewhere(count):
+    done, threads = [], set()
+
+    def task(number):
+        done.append(number)
+        threads.add(threading.get_ident())
+        time.sleep(0.002)
+
+    Processors(threads_max=2).share_out(task, range(count))
+    assert sorted(done) == list(range(count))
+    assert len(threads) <= 2
+    # Of two things the other thread may do both, while this one is held up.
+    assert threading.get_ident() in threads or count in {0, 2}
+
+
+def test_one_thing_is_done_here():
+    processors, threads = Processors(), []
+    processors.share_out(lambda _: threads.append(threading.get_ident()), [1])
+    assert threads == [threading.get_ident()]
+    assert processors._helpers is None
+
+
+def test_many_calls_at_once_have_no_more_helpers_than_other_processors():
+    processors, lock = Processors(), threading.Lock()
+    going, most, helpers = 0, 0, set()
+
+    def task(_):
+        nonlocal going, most
+        name = threading.current_thread().name
+        with lock:
+            going += 1
+            most = max(most, going)
+            if name.startswith("tierfs-share"):
+                helpers.add(name)
+        time.sleep(0.001)
+        with lock:
+            going -= 1
+
+    with ThreadPoolExecutor(6) as callers:
+        list(callers.map(lambda _: processors.share_out(task, range(20)), range(30)))
+    assert most <= 6 + 2
+    assert processors._busy == 0
+    processors.share_out(task, range(20))
+    assert helpers
+
+
+@pytest.mark.parametrize("threads_max", [1, 2, 3])
+def test_calls_within_calls_come_to_an_end(threads_max):
+    processors, done = Processors(threads_max=threads_max), []
+
+    def share(depth):
+        if depth:
+            processors.share_out(share, [depth - 1] * 3)
+        else:
+            done.append(1)
+
+    with ThreadPoolExecutor(4) as callers:
+        list(callers.map(share, [4] * 8, timeout=60))
+    assert len(done) == 8 * 3**4
+
+
+def test_nobody_waits_for_a_busy_helper():
+    processors, gate, done = Processors(threads_max=2), threading.Event(), []
+    busy = [processors._threads().submit(gate.wait, 10) for _ in range(2)]
+    processors.share_out(done.append, range(5))
+    assert done == list(range(5))
+    gate.set()
+    assert [future.result(10) for future in busy] == [True, True]
+
+
+def test_the_error_of_the_first_in_order_is_raised_whoever_failed_first():
+    failed = threading.Event()
+
+    def task(number):
+        if number == 1:
+            failed.set()
+            raise ValueError(number)
+        assert failed.wait(10)
+        raise IndexError(number)
+
+    with pytest.raises(IndexError, match="0"):
+        Processors().share_out(task, range(2))
+
+
+def test_an_error_is_raised_when_all_that_was_begun_has_ended():
+    here, started, ended = threading.get_ident(), threading.Event(), []
+
+    def task(number):
+        if threading.get_ident() != here:
+            started.set()
+            time.sleep(0.05)
+            ended.append(number)
+            return
+        assert started.wait(10)
+        raise IndexError("here")
+
+    with pytest.raises(IndexError, match="here"):
+        Processors(threads_max=2).share_out(task, range(100))
+    assert len(ended) == 1
+
+
+def test_an_interrupt_waits_for_what_was_begun_and_comes_before_errors():
+    here, started, ended = threading.get_ident(), threading.Event(), []
+    processors = Processors(threads_max=2)
+
+    def task(_):
+        if threading.get_ident() == here:
+            assert started.wait(10)
+            raise KeyboardInterrupt
+        started.set()
+        time.sleep(0.05)
+        ended.append(1)
+        raise ValueError
+
+    with pytest.raises(KeyboardInterrupt):
+        processors.share_out(task, range(100))
+    assert ended == [1]
+    assert processors._busy == 0
+
+
+def test_an_error_keeps_nothing_alive():
+    class Memory:
+        pass
+
+    def failing():
+        memory = Memory()
+
+        def task(number):
+            assert memory
+            if number == 1:
+                raise ValueError(number)
+
+        with pytest.raises(ValueError, match="1"):
+            Processors().share_out(task, range(3))
+        return weakref.ref(memory)
+
+    gc.disable()
+    try:
+        lives = failing()
+        until = time.monotonic() + 10
+        while lives() is not None and time.monotonic() < until:
+            time.sleep(0.01)  # a helper lets go of its work when it has said that it ended
+        assert lives() is None
+    finally:
+        gc.enable()
+
+
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
+    def fail(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    done = []
+    Processors().share_out(done.append, range(5))
+    assert done == list(range(5))
+
+
+def test_a_forked_child_has_helpers_of_its_own():
+    code = """
+import os, threading, time
+from tierfs.store.processors import processors
+os.sched_getaffinity = lambda _: {0, 1, 2}
+def threads():
+    found = set()
+    def task(_):
+        found.add(threading.get_ident())
+        time.sleep(0.01)
+    processors().share_out(task, range(20))
+    return len(found)
+assert threads() == 3
+child = os.fork()
+if not child:
+    os._exit(threads())
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+assert threads() == 3
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, timeout=60, env=dict(os.environ))
+
+
+def test_the_end_of_the_interpreter_is_no_error():
+    code = """
+import atexit, os
+from tierfs.store.processors import processors
+os.sched_getaffinity = lambda _: {0, 1, 2}
+done = []
+processors().share_out(done.append, range(9))
+@atexit.register
+def late():
+    processors().share_out(done.append, range(9))
+    print(len(done))
+"""
+    found = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+    assert (found.stdout, found.stderr) == ("18\n", "")

@@ -1,0 +1,158 @@
+"""Work that is bound by the processor, shared out among as many threads as there are processors; one set per process.
+
+A call never waits for a thread to be free, only for what one has begun of it: calls within calls cannot wait for each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+__all__ = ["Processors", "processors"]
+
+_In = TypeVar("_In")
+
+THREADS_MAX = 16
+
+
+class Processors:
+    """Threads that help whoever calls `share_out`. Safe for use by many threads.
+
+    Args:
+        threads_max: Threads that work at once, if there are so many processors; callers count as well.
+    """
+
+    def __init__(self, threads_max: int = THREADS_MAX) -> None:
+        self.threads_max = threads_max
+        self._lock = threading.Lock()
+        self._busy = 0
+        self._helpers: ThreadPoolExecutor | None = None
+
+    def __repr__(self) -> str:
+        return f"Processors(threads_max={self.threads_max}, busy={self._busy})"
+
+    def share_out(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:
+        """Run ``task`` on every argument: here, and on a helper for each processor on which nothing is shared out by now.
+
+        However many calls there are at once, and within each other, a process has no more helpers than other processors,
+        and a call that gets none goes on alone. More threads would only get in each other's way: measured on two processors,
+        sixteen copy and hash a tenth slower than two.
+
+        Raises:
+            BaseException: Of the errors of tasks that of the first in order, after every task has ended. Some were not
+                begun then, but all before that one.
+        """
+        job = _Job(task, arguments)
+        helpers = self._take(len(job) - 1)
+        try:
+            # None can be started where memory runs out, or at the interpreter's end.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(helpers):
+                    self._threads().submit(job.help)
+            job.work()
+        finally:
+            job.end()
+            self._give_back(helpers)
+        job.raise_first()
+
+    def _take(self, wanted: int) -> int:
+        """How many helpers a caller may have, who works as well."""
+        count = min(len(os.sched_getaffinity(0)), self.threads_max)
+        with self._lock:
+            helpers = max(0, min(wanted, count - self._busy - 1))
+            self._busy += helpers + 1
+        return helpers
+
+    def _give_back(self, helpers: int) -> None:
+        with self._lock:
+            self._busy -= helpers + 1
+
+    def _threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._helpers is None:
+                # Not those of `Transfers`: who waits for requests would keep helpers waiting.
+                self._helpers = ThreadPoolExecutor(self.threads_max, thread_name_prefix="tierfs-share")
+            return self._helpers
+
+
+class _Job(Generic[_In]):
+    """What one call shares out."""
+
+    def __init__(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:
+        self._task = task
+        self._waiting = deque(enumerate(arguments))
+        self._errors: dict[int, BaseException] = {}
+        self._helping = 0
+        self._changed = threading.Condition(threading.Lock())
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def work(self) -> None:
+        """Do what nobody else does, until an error ends it all."""
+        while True:
+            try:
+                number, argument = self._waiting.popleft()
+            except IndexError:
+                return
+            try:
+                self._task(argument)
+            except Exception as error:  # noqa: BLE001 - raised by the caller
+                self._errors[number] = error
+                self._waiting.clear()
+
+    def help(self) -> None:
+        """Work on another thread than the caller's, unless it is done."""
+        with self._changed:
+            if not self._waiting:
+                return
+            self._helping += 1
+        try:
+            self.work()
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            self._errors[-1] = error
+        finally:
+            with self._changed:
+                self._helping -= 1
+                self._changed.notify()
+
+    def end(self) -> None:
+        """Let nothing more be begun, and wait for what was: an interrupt must not take from under it what it works on."""
+        self._waiting.clear()
+        while True:
+            try:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._helping)
+            except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised by the caller
+                self._errors[-1] = interrupt
+            else:
+                return
+
+    def raise_first(self) -> None:
+        """Raise the error of the first task that failed; an interrupt comes before them all."""
+        try:
+            if self._errors:
+                raise self._errors[min(self._errors)]
+        finally:
+            self._errors.clear()  # errors refer to the job, which would keep the caller's memory until garbage is collected
+
+
+_shared = Processors()
+
+
+def processors() -> Processors:
+    """This process's `Processors`."""
+    return _shared
+
+
+def _renew() -> None:
+    global _shared  # noqa: PLW0603 - a forked child has none of the parent's threads, and maybe a held lock
+    _shared = Processors()
+
+
+os.register_at_fork(after_in_child=_renew)
