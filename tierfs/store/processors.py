@@ -122,7 +122,10 @@ class _Job(Generic[_In]):
                 self._changed.notify()
 
     def end(self) -> None:
-        """Let nothing more be begun, and wait for what was: an interrupt must not take from under it what it works on."""
+        """Let nothing more be begun, and wait for what was: an interrupt must not take from under it what it works on.
+
+        Then forget the task: a helper refers to the job for a moment longer, and the caller's memory is only lent.
+        """
         self._waiting.clear()
         while True:
             try:
@@ -131,7 +134,8 @@ class _Job(Generic[_In]):
             except BaseException as interrupt:  # noqa: BLE001, PERF203 - raised by the caller
                 self._errors[-1] = interrupt
             else:
-                return
+                break
+        del self._task
 
     def raise_first(self) -> None:
         """Raise the error of the first task that failed; an interrupt comes before them all."""
@@ -139,7 +143,7 @@ class _Job(Generic[_In]):
             if self._errors:
                 raise self._errors[min(self._errors)]
         finally:
-            self._errors.clear()  # errors refer to the job, which would keep the caller's memory until garbage is collected
+            self._errors.clear()  # they refer to the job, and to the caller's memory, which would live on until garbage is collected
 
 
 _shared = Processors()
