@@ -265,8 +265,8 @@ def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, enc
     saved_s_per_byte = 0.5 * MARGIN * 10 / len(raw)  # encoding takes twice what would pay
     put(encoder, clock, saved_s_per_byte / (1 - len(block.data) / len(raw)) * EVIDENCE_BYTES - 10)
     clock.seconds = seconds
-    codecs = [encode(encoder, host, raw).blocks[0].codec for _ in range(7_100)]
-    assert set(codecs[:6_900]) == {Codec.STORE}
+    codecs = [encode(encoder, host, raw).blocks[0].codec for _ in range(8_300)]
+    assert set(codecs[:7_700]) == {Codec.STORE}
     assert codecs.count(Codec.PLANE) > 100 if encoded else codecs.count(Codec.PLANE) == 1
 
 

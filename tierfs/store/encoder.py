@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,15 +35,18 @@ REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
 # So much has to have been sent before speeds count: a few small puts say little.
 EVIDENCE_BYTES = 64 << 20
-# How much of a measured speed the newest chunk makes up.
+# How much of a measured speed the newest chunk makes up, and of what is typical the newest tensor.
 NEWEST = 0.1
 # What a base has to save, of its own size, to be fetched for that from the object tier.
 FETCH_WORTH = 0.5
 # How much more than it costs encoding has to save: it takes processors from what sends, and from training.
-MARGIN = 1.5
-# What is left of a speed that keeps from encoding with each block that is not encoded: half of it after 7 GB.
-FORGETTING = 0.9999
+MARGIN = 1.25
+# With each block that is not encoded, the speed that keeps from it comes so much nearer to the best there was, and that to
+# nothing: what was slow for a while is measured again after 1 GB, what never was faster after 7.
+FORGETTING = 0.001
+FORGETTING_BEST = 0.0001
 _STORE = Coding(Codec.STORE)
+_LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
 _DERIVE = Plan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
 _logger = logging.getLogger("tierfs.store")
 
@@ -81,6 +85,7 @@ class Encoder:
         self._clock = clock
         self._lock = threading.Lock()
         self._choices: dict[str, tuple[int, Choice]] = {}  # with the save that it was made at
+        self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
         self._put = _Speed()
         self._encode: dict[Codec, _Speed] = {}
         self._counts: Counter[str] = Counter()
@@ -163,14 +168,19 @@ class Encoder:
     def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:
         tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
+        # What is not known is found out about where others of its kind pay; else even that is only in the way.
+        known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
         base = self._base(hint.base, known, read, fetch) if hint.base is not None else None
         plans, begin = [], 0
         for block, tensor in zip(blocks_of(raw), tensors, strict=True):
-            choice = known[tensor]
-            if choice is None:
-                choice = self._choose(block, tensor, hint.save, None if base is None else base[begin:])
-                known[tensor] = choice if tensor.name else None
-            plans.append(self._plan(choice, has_base=base is not None))
+            if tensor in known:
+                choice = known[tensor]
+                if choice is None:
+                    choice = self._choose(block, tensor, hint.save, None if base is None else base[begin:])
+                    known[tensor] = choice if tensor.name else None
+                plans.append(self._plan(choice, has_base=base is not None))
+            else:
+                plans.append(_LINK_IS_FASTER)
             begin += len(block)
         blocks = self._timed(raw, plans, base)
         self._learn(tensors, hint.save, plans, blocks, raw)
@@ -186,9 +196,7 @@ class Encoder:
             reason = Reason.DELTA_TOO_LARGE
         else:
             reason = Reason.NO_BASE
-        if not self._pays(coding.codec, ratio):
-            return Plan(_STORE, Reason.LINK_IS_FASTER)
-        return Plan(coding, reason)
+        return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
     def _timed(self, raw: memoryview, plans: Sequence[Plan], base: memoryview | None) -> list[EncodedBlock]:
         start = self._clock.monotonic()
@@ -236,8 +244,9 @@ class Encoder:
             allowed=self.codecs.allowed,
             out=scratch("out", CHUNK_BYTES),
         )
-        if tensor.name:
-            with self._lock:
+        with self._lock:
+            self._typical.setdefault((tensor.kind, tensor.width), _Typical()).add(choice)
+            if tensor.name:
                 self._choices.pop(tensor.name, None)
                 self._choices[tensor.name] = (save, choice)
                 while len(self._choices) > CHOICES_MAX:
@@ -260,6 +269,12 @@ class Encoder:
                     if known is not None and len(block.data) > DELTA_WORTH * known.static_ratio * len(source):
                         self._choices[tensor.name] = (save - REPROBE_SAVES + 1, known)
 
+    def _may_pay(self, tensor: Tensor) -> bool:
+        """Whether encoding would pay, were this tensor like most of its kind."""
+        with self._lock:
+            typical = self._typical.get((tensor.kind, tensor.width))
+        return typical is None or self._pays(typical.codec, typical.ratio)
+
     def _pays_as_delta(self, choice: Choice) -> bool:
         return (
             choice.delta is not None
@@ -275,7 +290,7 @@ class Encoder:
                 return True
             pays = MARGIN * encode.s_per_byte < (1 - ratio) * self._put.s_per_byte
             if not pays:
-                encode.s_per_byte *= FORGETTING  # it is measured no more, and may have been slow for a while only
+                encode.forget()  # it is measured no more, and may have been slow for a while only
             return pays
 
     def _base(
@@ -323,14 +338,37 @@ def _needs(pieces: Iterable[Piece]) -> tuple[ChunkName, ...]:
     return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))
 
 
+class _Typical:
+    """What tensors of a kind mostly come to, the newest counting most."""
+
+    def __init__(self) -> None:
+        self.codec = Codec.STORE
+        self.ratio = 1.0
+
+    def add(self, choice: Choice) -> None:
+        coding, ratio = choice.static, choice.static_ratio
+        if choice.delta is not None and choice.delta_ratio is not None:
+            coding, ratio = choice.delta, choice.delta_ratio
+        if coding.codec is not Codec.STORE:
+            self.ratio += (ratio - self.ratio) * (1 if self.codec is Codec.STORE else NEWEST)
+            self.codec = coding.codec
+
+
 class _Speed:
     """Seconds that a byte takes on one thread, the newest chunks counting most."""
 
     def __init__(self) -> None:
         self.count = 0
         self.s_per_byte = 0.0
+        self._best = math.inf
+
+    def forget(self) -> None:
+        """See `FORGETTING`."""
+        self._best *= 1 - FORGETTING_BEST
+        self.s_per_byte += (self._best - self.s_per_byte) * FORGETTING
 
     def add(self, count: int, seconds: float) -> None:
         weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
         self.s_per_byte += (seconds / count - self.s_per_byte) * weight
+        self._best = min(self._best, self.s_per_byte)
         self.count += count
