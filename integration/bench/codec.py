@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import codec_links
+import codec_processes
 import codec_sets
 import codec_speed
 import torch
@@ -105,6 +106,8 @@ def show(report: dict[str, Any]) -> None:
                 f"{name:28} {row['GB/s']:6.2f} {row['where memcpy makes 10']:22.2f} {row['2 threads over 1']:14.2f}"
                 + ("" if ratio is None else f" {ratio:6.3f}")
             )
+        for codec, ratio in speed["2 processes over 2 threads"].items():
+            print(f"{codec} encode of float32 weights: two processes {ratio:.2f} times as fast as two threads")
     if report["links"]:
         what = f"flush of {report['links']['bytes'] / 2**20:.0f} MiB"
         print(f"\n{what:20} way      seconds    MB/s   cpu s  stored")
@@ -141,7 +144,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=options.directory, ignore_cleanup_errors=True) as root:
         if "speed" in options.only:
-            report["speed"] = codec_speed.report(options.snapshots, options.rounds)
+            cases = codec_speed.cases(options.snapshots)
+            processes = codec_processes.report(cases, options.rounds)
+            report["speed"] = codec_speed.report(cases, options.rounds) | {"2 processes over 2 threads": processes}
         if "sets" in options.only:
             report["sets"] = codec_sets.report(options.snapshots, Path(root), options.set)
         if "links" in options.only:

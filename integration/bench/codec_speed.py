@@ -163,13 +163,12 @@ def cases(snapshots: Path) -> dict[tuple[str, str], Case]:
     return found
 
 
-def report(snapshots: Path, rounds: int) -> dict[str, Any]:
+def report(everything: dict[tuple[str, str], Case], rounds: int) -> dict[str, Any]:
     """GB/s of raw bytes, by codec, class and direction: by one thread, that where memcpy makes 10, and two threads over one.
 
     The class "all" is the time of all classes over the bytes of all. Ratios are taken within a round; all are medians of as many
     quiet rounds, those before and after which two threads were worth two, or of all rounds where there are not enough.
     """
-    everything = cases(snapshots)
     source, target = (np.ones(COPY_BYTES, np.uint8) for _ in range(2))
     samples: list[Sample] = []
     threads = Threads()
