@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import logging
 import math
-import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,8 +89,6 @@ class Encoder:
         self._put = _Speed()
         self._encode: dict[Codec, _Speed] = {}
         self._counts: Counter[str] = Counter()
-        # Chunks are put side by side, and end together; were they encoded so, each would take as much longer.
-        self._processors = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
         self._begun = threading.local()  # codecs that this thread has encoded with
 
     def __repr__(self) -> str:
@@ -141,11 +138,9 @@ class Encoder:
             hint = replace(hint, base=None)  # not to be read for nothing
         encoded = None
         if sources and self.derives():
-            with self._processors:
-                start = self._clock.monotonic()
-                encoded = self._derive(raw, sources, read)
-                seconds = self._clock.monotonic() - start
-            self._took(Codec.DERIVE, len(raw), seconds)
+            start = self._clock.monotonic()
+            encoded = self._derive(raw, sources, read)
+            self._took(Codec.DERIVE, len(raw), start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, read, fetch)
         with self._lock:
@@ -204,17 +199,16 @@ class Encoder:
         return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
     def _timed(self, raw: memoryview, plans: Sequence[Plan], base: memoryview | None) -> list[EncodedBlock]:
-        with self._processors:
-            start = self._clock.monotonic()
-            blocks = encode_blocks(raw, plans, base, self.codecs.allowed)
-            seconds = self._clock.monotonic() - start
+        start = self._clock.monotonic()
+        blocks = encode_blocks(raw, plans, base, self.codecs.allowed)
         codecs = {plan.coding.codec for plan in plans}
         if len(codecs) == 1 and codecs != {Codec.STORE}:  # of a mixture nobody knows what took how long
-            self._took(codecs.pop(), len(raw), seconds)
+            self._took(codecs.pop(), len(raw), start)
         return blocks
 
-    def _took(self, codec: Codec, count: int, seconds: float) -> None:
-        """Learn from a chunk of so many bytes, unless it is this thread's first, which waits for memory to work in."""
+    def _took(self, codec: Codec, count: int, start: float) -> None:
+        """Learn from a chunk of so many bytes, begun at ``start``, unless it is this thread's first, which waits for memory to work in."""
+        seconds = self._clock.monotonic() - start
         begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
