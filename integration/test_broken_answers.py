@@ -6,9 +6,10 @@ import contextlib
 
 import pytest
 import servers
+from saying import saying
 
 import tierfs
-from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
 from tierfs.objects import connect
 from tierfs.objects.protocol import CREATE, Update
 from tierfs.testing import TcpFault, TcpFaultProxy
@@ -48,10 +49,11 @@ def cut(server):
     for name in NAMES:
         sound.put(name, [CONTENT])
     with TcpFaultProxy("127.0.0.1", server.port) as proxy:
-        broken = connect(server.protocol, root, server.options_at(proxy.port), attempts=1)
-        broken.head(NAMES[0])
+        connected = connect(server.protocol, root, server.options_at(proxy.port), attempts=1)
+        connected.head(NAMES[0])
 
-        def each(call, right, lost=()):
+        def each(call, right, lost=(), root=root):
+            broken = connect(server.protocol, root, server.options_at(proxy.port), attempts=1)
             at = 0
             while True:
                 struck = len(proxy.fired)
@@ -154,3 +156,56 @@ def test_what_was_deleted(cut):
         return list(sound.list("deleted"))
 
     each(delete, lambda found: found == [])
+
+
+@pytest.mark.parametrize("ask", [lambda objects: objects.head("absent"), lambda objects: objects.read("absent", 10)])
+def test_what_is_not_there(cut, ask):
+    _, each = cut
+
+    def is_absent(objects):
+        try:
+            ask(objects)
+        except NotFoundError:
+            return True
+
+    each(is_absent, lambda found: found)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda objects: list(objects.list("")),
+        lambda objects: objects.read("absent", 10),
+        lambda objects: objects.put("absent", [CONTENT]),
+    ],
+    ids=["list", "read", "put"],
+)
+def test_a_bucket_that_is_not_there(cut, ask):
+    _, each = cut
+
+    def is_told(objects):
+        try:
+            ask(objects)
+        except StoreError as error:
+            if error.transient:
+                raise
+            return True
+
+    each(is_told, lambda told: told, root="absent-bucket/run")
+
+
+@pytest.mark.parametrize("body", [b"", b'{"kind": "stor', b"<?xml version='1.0'?><Enum", b"<html></html>"])
+def test_a_listing_of_no_told_length_that_broke_off_is_not_empty(server, body):
+    with saying(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + body) as port, pytest.raises(StoreError):
+        list(connect(server.protocol, "bucket/run", server.options_at(port), attempts=1).list(""))
+
+
+def test_a_part_that_does_not_say_of_what_is_none(server):
+    head = (
+        b'HTTP/1.1 206 Partial Content\r\nETag: "1"\r\nX-Goog-Generation: 1\r\n'
+        b"Last-Modified: Sat, 21 Nov 2026 08:31:47 GMT\r\nContent-Length: 20\r\n\r\n"
+    )
+    with saying(head + bytes(20)) as port, pytest.raises(StoreError) as caught:
+        objects = connect(server.protocol, "bucket/run", server.options_at(port), attempts=1)
+        objects.get("a", [(10, memoryview(bytearray(5)))])
+    assert caught.value.transient

@@ -463,6 +463,24 @@ def test_a_message_stays_short_and_on_one_line() -> None:
     assert "\n" not in message
 
 
+class HttpProcessingError(Exception):
+    """Named like aiohttp's base of those for an answer that is none of HTTP; it makes a status 400 of them."""
+
+
+class DecodeError(AzureError):
+    """Named like azure.core.exceptions.DecodeError."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [_caused(AiohttpError(400), type("BadStatusLine", (HttpProcessingError,), {})()), DecodeError(200)],
+    ids=["of aiohttp", "of azure.core"],
+)
+def test_an_answer_that_makes_no_sense_is_asked_for_again(error: Exception) -> None:
+    translation = translate_client_error(error, "a")
+    assert (type(translation), getattr(translation, "transient", None)) == (StoreError, True)
+
+
 def test_an_answer_that_broke_off_within_its_head_is_sent_for_again():
     error = translate_client_error(KeyError("ContentLength"), "a/b")
     assert (type(error), error.transient) == (StoreError, True)

@@ -239,6 +239,21 @@ def test_a_faithful_endpoint_keeps_everything(memory: MemoryObjects) -> None:
     ]
 
 
+def test_a_client_that_sends_a_request_twice_does_not_pass_for_an_endpoint_that_refuses(memory: MemoryObjects) -> None:
+    class SendsTwice(WrappedObjects):
+        """As HTTP clients do where a connection that they had kept is lost; once for each kind of request."""
+
+        sent: set[type] = set()
+
+        def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+            if type(mode) not in self.sent:
+                self.sent.add(type(mode))
+                self.inner.put(key, data, mode=mode, checksum=checksum)
+            return self.inner.put(key, data, mode=mode, checksum=checksum)
+
+    assert probe(SendsTwice(memory)).capabilities == memory.capabilities
+
+
 def test_what_cannot_be_asked_for_is_not_tried(memory: MemoryObjects) -> None:
     class Plain(WrappedObjects):
         @property

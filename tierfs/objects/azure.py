@@ -120,7 +120,8 @@ class _AzureClient:
             answer = response.headers
             if answer.get("x-ms-meta-hdi_isfolder") == "true":
                 raise NotFoundError(f"{key} is a directory", path=key)
-            spans = answer.get("Content-Range")  # bytes 0-9/100
+            is_part = response.status_code == HTTPStatus.PARTIAL_CONTENT
+            spans = answer["Content-Range"] if is_part else ""  # bytes 0-9/100
             size = int(spans.rpartition("/")[2]) if spans else int(answer["Content-Length"])
             modified_ns = _nanoseconds(parsedate_to_datetime(answer["Last-Modified"]))
             info = ObjectInfo(key, size, _version(answer["ETag"]), modified_ns)

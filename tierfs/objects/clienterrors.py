@@ -60,6 +60,7 @@ _LOST_CONNECTION = frozenset({
     # aiohttp
     "ClientConnectionError",
     "ClientPayloadError",
+    "HttpProcessingError",
     "ServerTimeoutError",
     # botocore
     "ChecksumError",
@@ -71,6 +72,7 @@ _LOST_CONNECTION = frozenset({
     "IncompleteReadError",
     "ReadTimeoutError",
     # azure.core
+    "DecodeError",
     "ServiceRequestError",
     "ServiceResponseError",
     # google.auth, requests, http.client, paramiko
@@ -231,8 +233,8 @@ def _region(error: BaseException) -> str:
 
 def _http_status(error: BaseException) -> int | None:
     """The status that aiohttp, azure.core, gcsfs or botocore keeps with its error."""
-    if any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__):
-        return None  # aiohttp's own 400 for an answer that broke off
+    if any(_is_http_processing_error(each) for each in (error, error.__cause__)):
+        return None  # aiohttp's own 400 for an answer that broke off, or is none of HTTP
     response = getattr(error, "response", None)
     if isinstance(response, dict):
         metadata = response.get("ResponseMetadata")
@@ -244,6 +246,10 @@ def _http_status(error: BaseException) -> int | None:
         if text.isdecimal() and 400 <= int(text) < 600:  # noqa: PLR2004 - the statuses that tell of errors
             return int(text)
     return None
+
+
+def _is_http_processing_error(error: BaseException | None) -> bool:
+    return any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__)
 
 
 def _translate_status(status: int, reason: str, key: str, retry_after_s: float | None) -> TierfsError:

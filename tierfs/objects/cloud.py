@@ -148,6 +148,9 @@ class CloudObjects:
     def _translated(self, key: str) -> AbstractContextManager[None]:
         return translated_client(key or self._name, bucket=self._bucket)
 
+    def _no_bucket(self, key: str) -> StoreError:
+        return StoreError(f"{key or self._name}: there is no {self._name}: make the bucket first", path=key)
+
     @property
     def capabilities(self) -> Capabilities:
         """See `ObjectTier.capabilities`."""
@@ -170,9 +173,7 @@ class CloudObjects:
         except NotFoundError as error:
             if isinstance(mode, Update):
                 raise ConflictError(f"{key} is not there any more", path=key) from error
-            raise StoreError(
-                f"{key}: there is no {self._name} to write it to: make the bucket first", path=key
-            ) from error
+            raise self._no_bucket(key) from error
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
@@ -238,10 +239,13 @@ class CloudObjects:
         """See `ObjectTier.list`."""
         after: str | None = None
         while True:
-            with self._translated(prefix):
-                page, after = self._sessions.run(
-                    lambda session, after=after: self._client(session).list_page(prefix, delimiter, after)  # type: ignore[misc]
-                )
+            try:
+                with self._translated(prefix):
+                    page, after = self._sessions.run(
+                        lambda session, after=after: self._client(session).list_page(prefix, delimiter, after)  # type: ignore[misc]
+                    )
+            except NotFoundError as error:  # whose answer did not come far enough to say what is not there
+                raise self._no_bucket(prefix) from error
             yield from page
             if after is None:
                 return

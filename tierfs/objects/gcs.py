@@ -184,7 +184,8 @@ class _GCSClient:
             params["ifGenerationMatch"] = version
         async with self._request("GET", key, params=params, headers=headers) as answer:
             told, pieces = answer.headers, answer.content.iter_any()
-            spans = told.get("Content-Range", "")  # bytes 0-9/100
+            is_part = answer.status == HTTPStatus.PARTIAL_CONTENT
+            spans = told["Content-Range"] if is_part else ""  # bytes 0-9/100
             size = spans.rpartition("/")[2] or told.get("X-Goog-Stored-Content-Length") or told.get("Content-Length")
             if size and "X-Goog-Generation" in told:
                 stamp = told.get("Last-Modified")
@@ -259,8 +260,8 @@ async def _once(content: bytes) -> AsyncIterator[bytes]:
 
 async def _document(answer: aiohttp.ClientResponse) -> dict[str, Any]:
     try:
-        return dict(await answer.json())
-    except ValueError as error:
+        return {**json.loads(await answer.read())}
+    except (ValueError, TypeError) as error:  # no JSON, or no object of it
         raise StoreError(f"the answer makes no sense: {error}", transient=True, tier="object") from error
 
 

@@ -68,5 +68,9 @@ def probe_store(location: Location, options: Mapping[str, object] | None = None)
         try:
             objects.put(keys.DESCRIPTOR, [data], mode=Update(info.version), checksum=checksum)
         except ConflictError as error:
-            raise ConflictError(f"{url}: the store's descriptor changed meanwhile: probe it again", path=url) from error
+            # By somebody else, unless it is our own put whose answer was lost.
+            if objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)[0] != data:
+                raise ConflictError(
+                    f"{url}: the store's descriptor changed meanwhile: probe it again", path=url
+                ) from error
     return ProbeReport(url, found.tests, descriptor.endpoint, endpoint)

@@ -1,0 +1,24 @@
+"""A server that gives one answer."""
+
+import contextlib
+import socket
+import threading
+
+
+@contextlib.contextmanager
+def saying(answer):
+    """A server that says this to the first request, and hangs up."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            thread.join()
