@@ -104,7 +104,7 @@ class _AzureClient:
             headers[_CHECKSUMS[checksum.algorithm]] = base64.b64encode(value).decode()
         # "overwrite" adds no condition to those in the headers.
         answer = await self._blob(key).upload_blob(content, overwrite=True, headers=headers, **self._session.options)
-        return ObjectInfo(key, len(content), _version(answer["etag"]), _nanoseconds(answer["last_modified"]))
+        return ObjectInfo(key, len(content), _version(_told(answer, "etag")), _nanoseconds(answer["last_modified"]))
 
     @asynccontextmanager
     async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
@@ -121,11 +121,10 @@ class _AzureClient:
             if answer.get("x-ms-meta-hdi_isfolder") == "true":
                 raise NotFoundError(f"{key} is a directory", path=key)
             is_part = response.status_code == HTTPStatus.PARTIAL_CONTENT
-            spans = answer["Content-Range"] if is_part else ""  # bytes 0-9/100
-            size = int(spans.rpartition("/")[2]) if spans else int(answer["Content-Length"])
-            modified_ns = _nanoseconds(parsedate_to_datetime(answer["Last-Modified"]))
-            info = ObjectInfo(key, size, _version(answer["ETag"]), modified_ns)
-            yield Content(info, start if spans else 0, response.iter_raw())
+            size = _told(answer, "Content-Range" if is_part else "Content-Length").rpartition("/")[2]  # bytes 0-9/100
+            modified_ns = _nanoseconds(parsedate_to_datetime(_told(answer, "Last-Modified")))
+            info = ObjectInfo(key, int(size), _version(_told(answer, "ETag")), modified_ns)
+            yield Content(info, start if is_part else 0, response.iter_raw())
 
     async def head(self, key: str) -> ObjectInfo:
         blob = await self._blob(key).get_blob_properties(**self._session.options)
@@ -178,6 +177,14 @@ class _AzureClient:
 
 def _if_match(version: Version) -> dict[str, str]:
     return {"If-Match": f'"{version}"'}
+
+
+def _told(answer: Mapping[str, Any], name: str) -> str:
+    """What an answer says; where it does not, Azure's client has nothing under that name."""
+    value: str | None = answer[name]
+    if not value:
+        raise KeyError(name)
+    return value
 
 
 def _is_directory(blob: Any) -> bool:
