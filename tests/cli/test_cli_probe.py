@@ -45,3 +45,25 @@ def test_what_has_changed_is_noted_in_the_store(tmp_path, capsys, monkeypatch):
     assert found["endpoint"]["checksums"] == []
     assert main(["probe", str(tmp_path)]) == 0
     assert "as it was noted" in capsys.readouterr().out
+
+
+def test_what_is_noted_while_the_answer_is_lost_is_no_conflict(tmp_path, monkeypatch):
+    tierfs.init(str(tmp_path))
+    from tierfs.errors import StoreError
+    from tierfs.format import keys
+    from tierfs.objects import OVERWRITE, LocalObjects
+
+    put = LocalObjects.put
+    lost = []
+
+    def heed_no_checksum(self, key, data, *, mode=OVERWRITE, checksum=None):
+        info = put(self, key, data, mode=mode)
+        if key == keys.DESCRIPTOR and not lost:
+            lost.append(key)
+            raise StoreError("the answer was lost", transient=True)
+        return info
+
+    monkeypatch.setattr(LocalObjects, "put", heed_no_checksum)
+    assert main(["probe", str(tmp_path)]) == 0
+    assert lost
+    assert json.loads((tmp_path / ".tierfs/store.json").read_text())["endpoint"]["checksums"] == []

@@ -243,7 +243,9 @@ def test_a_client_that_sends_a_request_twice_does_not_pass_for_an_endpoint_that_
     class SendsTwice(WrappedObjects):
         """As HTTP clients do where a connection that they had kept is lost; once for each kind of request."""
 
-        sent: set[type] = set()
+        def __init__(self, inner: MemoryObjects) -> None:
+            super().__init__(inner)
+            self.sent: set[type] = set()
 
         def put(self, key, data, *, mode=OVERWRITE, checksum=None):
             if type(mode) not in self.sent:
