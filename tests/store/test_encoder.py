@@ -300,6 +300,21 @@ def test_what_is_not_derived_after_all_is_encoded_otherwise(host):
     assert decoded(encoded, raw) == raw
 
 
+def test_a_source_that_is_damaged_on_this_host_is_none(host):
+    master = numbers()
+    raw = bfloat16(master)
+    source = host.chunk(master.tobytes() + b"more", host.local)
+    pieces = [Piece(source, 0, 2 * len(raw))]
+    encoder = encoder_for()
+    assert encode(encoder, host, raw, sources=pieces, tensor=Tensor("w", "float", 2)).bases
+    sound = host.local[source.name.digest]
+    host.local[source.name.digest] = bytes(len(sound))
+    other = host.chunk(numbers(seed=9).tobytes() + b"else", host.local)
+    encode(encoder, host, raw, sources=[Piece(other, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    # Where its zeros happen to be what a copy has, the copy would be derived from what no reader will get.
+    assert not encode(encoder, host, bytes(len(raw) - 2) + b"ab", sources=pieces, tensor=Tensor("z", "float", 2)).bases
+
+
 def test_a_source_that_is_not_on_this_host_is_none(host):
     master = numbers()
     source = host.chunk(master.tobytes(), host.remote)

@@ -25,7 +25,7 @@ _DENSE = 0.25
 def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | None:
     """Encode bfloat16 numbers that are the rounded float32 ones of ``base``, twice as long, as DERIVE.
 
-    What is stored of the others is what they are, so that wrong bytes in ``base`` lead to a longer block, not to a wrong one.
+    What is stored of the others is what they are.
 
     Returns:
         The encoded length; ``None`` where too many of them are not.

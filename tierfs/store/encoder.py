@@ -89,7 +89,7 @@ class Encoder:
         self._put = _Speed()
         self._encode: dict[Codec, _Speed] = {}
         self._counts: Counter[str] = Counter()
-        self._begun = threading.local()  # codecs that this thread has encoded with
+        self._thread = threading.local()  # which codecs it has encoded with, and the last chunk that it read parts of
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -158,12 +158,35 @@ class Encoder:
         reference = scratch("reference", 2 * CHUNK_BYTES)[: 2 * len(raw)]
         at = 0
         for row, offset, length in sources:
-            # As they are: they are compared with the copy, and where they are something else, the copy itself is stored.
-            if not read(row, offset, reference[at : at + length]):
-                return None
+            out = reference[at : at + length]
+            if length == row.raw_length:
+                if not self._read_verified(row, out, read):
+                    return None
+            else:
+                whole = self._read_source(row, read)
+                if whole is None:
+                    return None
+                out[:] = whole[offset : offset + length]
             at += length
         blocks = encode_blocks(raw, itertools.repeat(_DERIVE), reference, self.codecs.allowed)
         return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
+
+    def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
+        """All bytes of a chunk, verified, if it is on this host.
+
+        This thread keeps those of the last one: small copies that follow each other are derived from parts of the same.
+        """
+        mine = self._thread.__dict__
+        buffer: memoryview | None = mine.get("source")
+        if buffer is None:
+            buffer = mine["source"] = memoryview(bytearray(CHUNK_BYTES))
+        whole = buffer[: row.raw_length]
+        if mine.get("source_name") != row.name:
+            mine["source_name"] = None
+            if not self._read_verified(row, whole, read):
+                return None
+            mine["source_name"] = row.name
+        return whole
 
     def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:
         tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
@@ -209,7 +232,7 @@ class Encoder:
     def _took(self, codec: Codec, count: int, start: float) -> None:
         """Learn from a chunk of so many bytes, begun at ``start``, unless it is this thread's first, which waits for memory to work in."""
         seconds = self._clock.monotonic() - start
-        begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
+        begun: set[Codec] = self._thread.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
                 self._encode.setdefault(codec, _Speed()).add(count, seconds)
