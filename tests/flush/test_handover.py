@@ -8,16 +8,25 @@ from types import SimpleNamespace
 import pytest
 from fake_flusher import Running, until
 
+from tierfs import digest
 from tierfs.clock import SystemClock
-from tierfs.errors import InvalidInputError
+from tierfs.digest import DigestKind
+from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.flush import wire
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.counters import Counters
+from tierfs.flush.draft import Base, Draft, SlotRef, local_name
 from tierfs.flush.engine import FlushEngine
+from tierfs.flush.entries import Entry
 from tierfs.flush.handover import Handover, copies_of
+from tierfs.flush.settling import Settler
+from tierfs.flush.state import FlushState, NotHandedOverError
+from tierfs.flush.uploading import Uploader
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Kind, Manifest, Row, content_digest
 from tierfs.local.host import Host
 from tierfs.local.ram import RamTier
-from tierfs.local.slab import SlotKind
+from tierfs.local.slab import Segment, SlotKind
 
 STORE = uuid.uuid4().hex
 MIB = 1 << 20
@@ -241,3 +250,111 @@ def test_a_segment_that_is_closed_while_it_is_copied_never_leads_to_another_file
         patch.setattr(os, "dup", dup)
         assert copies_of([segment]) == []
     wire.close_all(opened)
+
+
+# -- a flusher that has not got a draft's memory yet -------------------------------------------------------------------
+
+
+def named(data):
+    return digest.hash_bytes(DigestKind.XXH3_128, data)
+
+
+class Pending:
+    """A draft whose one chunk lies in memory without a file, and a flusher that did not get that yet; its publisher, too."""
+
+    def __init__(self, make, stored=b"trained"):
+        self.writer, self.own = make(), make()
+        name = named(b"trained")
+        content = content_digest(DigestKind.XXH3_128, 7, [name])
+        rows = (Row(ChunkName(name), 7, 0),)
+        record = Manifest(Kind.FILE, bytes(16), 7, 0, 0, DigestKind.XXH3_128, content, rows=rows)
+        slot = self.writer.ram.take(SlotKind.CHUNK, 7, timeout_s=0)
+        slot.segment.view(slot)[:] = stored
+        self.slot = slot.segment.seal(slot, local_name(DigestKind.XXH3_128, name), b"", stamp_ns=1)
+        draft = Draft("run/a", record, Base(), (SlotRef(slot.segment.id, slot.index, slot.serial),))
+        self.entry = Entry(draft, draft.turn(""), 0.0, slot=self.slot, settled=True)
+        self.state = FlushState(self.own.ram, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
+        self.state.entries.add(self.entry)
+        self.state.publisher = self
+        self.uploader = Uploader(self.state, uploads=1, bandwidth=0)
+        self.while_asked = lambda: None
+
+    def hand_over(self):
+        for descriptor in copies_of([self.slot.segment]):
+            self.own.ram.add(Segment.attach_fd(descriptor))
+            os.close(descriptor)
+
+    def attempt(self):
+        self.uploader.advance(self.entry)
+        return self.entry.error
+
+    def plan(self, draft, read):
+        return ()
+
+    def put_chunk(self, raw, hint, rows, *, read, pace):
+        return Row(ChunkName(named(bytes(raw))), len(raw), len(raw))
+
+    def find_chunk(self, row):
+        self.while_asked()
+        raise CorruptionError("it is not in the object tier")
+
+    def publish(self, draft, rows, *, read):
+        self.published = rows
+
+
+@pytest.fixture
+def pending(process, caplog):
+    made = []
+
+    def make(**arguments):
+        made.append(Pending(process, **arguments))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.uploader.stop()
+        vars(one).clear()
+    caplog.get_records("call").clear()  # a logged error keeps what it met
+
+
+def test_a_chunk_whose_memory_was_not_handed_over_yet_is_waited_for(pending):
+    draft = pending()
+    assert isinstance(draft.attempt(), NotHandedOverError)
+    draft.hand_over()
+    draft.attempt()
+    assert [row.stored_length for row in draft.published] == [7]
+
+
+def test_a_chunk_whose_memory_is_handed_over_while_the_other_tiers_are_asked_is_not_lost(pending):
+    draft = pending()
+    draft.while_asked = draft.hand_over
+    assert isinstance(draft.attempt(), NotHandedOverError)
+    draft.attempt()
+    assert draft.published
+
+
+@pytest.mark.parametrize("what", ["damaged", "reused", "its process ended"])
+def test_a_chunk_that_is_not_to_be_had_is_said_to_be_lost(pending, monkeypatch, what):
+    draft = pending(stored=b"another" if what == "damaged" else b"trained")
+    if what == "its process ended":
+        monkeypatch.setattr(draft.own.ram.host, "is_alive", lambda _: False)
+    else:
+        draft.hand_over()
+    if what == "reused":
+        draft.slot.segment.give(draft.slot)
+    error = draft.attempt()
+    assert isinstance(error, CorruptionError)
+    assert "no tier has a sound copy" in str(error)
+
+
+def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_memory_and_keeps_those_behind_it_waiting(pending):
+    draft = pending()
+    draft.state.nvme = SimpleNamespace(has=lambda _: False, commit=lambda: None)
+    draft.state.nvme_bytes = MIB
+    draft.entry.settled = False
+    settler = Settler(draft.state, draft.uploader.put)
+    assert not settler.settle([draft.entry])
+    assert isinstance(draft.entry.error, NotHandedOverError)
+    assert not draft.entry.settled
+    assert not draft.state.counters["nvme_failures"]
+    settler.stop()

@@ -11,7 +11,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.flush.entries import Entry
 from tierfs.flush.localchunk import check_block, envelope_of
-from tierfs.flush.state import RETRY_S_MIN, FlushState
+from tierfs.flush.state import RETRY_S_MIN, FlushState, NotHandedOverError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.nvme import ChunksGoneError, NvmeTier
 from tierfs.local.slab import Slot, SlotState
@@ -116,6 +116,9 @@ class Settler:
     def _give_up(self, entry: Entry, error: TierfsError) -> bool:
         """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
         state = self._state
+        if isinstance(error, NotHandedOverError):
+            state.fail(entry, error, wait_s=RETRY_S_MIN)
+            return False
         if not isinstance(error, CapacityError):
             _logger.warning("the nvme tier failed, so %s goes to the object tier from memory: %s", entry.path, error)
             state.counters["nvme_failures"] += 1

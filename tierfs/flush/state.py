@@ -20,11 +20,15 @@ from tierfs.local.nvme import NvmeTier
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotState
 
-__all__ = ["FlushState"]
+__all__ = ["FlushState", "NotHandedOverError"]
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
 _logger = logging.getLogger("tierfs.flush")
+
+
+class NotHandedOverError(StoreError):
+    """A chunk lies in memory without a file whose process, which lives, has not handed it over: wait for that."""
 
 
 class FlushState:
@@ -107,16 +111,19 @@ class FlushState:
         return slot if slot is not None and slot.serial == reference.serial else None
 
     def missing(self, entry: Entry, reference: SlotRef | None, error: TierfsError) -> TierfsError:
-        """What it means that no tier has a chunk: ``error``, unless its process lives and has not handed its memory over yet.
+        """What it means that no tier has a chunk whose slot was not to be seen: ``error``, or that it has to be tried again.
 
-        That does so with its next message; until then the draft keeps its place before those that were closed later.
+        A process that lives hands memory without a file over with its next message, which may have come meanwhile. Until
+        then the draft keeps its place before those that were closed later.
         """
-        if reference is None or entry.slot is None or self.ram.segment(reference.segment) is not None:
+        if reference is None or entry.slot is None:
             return error
-        if not self.ram.host.is_alive(entry.slot.segment.owner):
-            return error
+        if self.chunk(reference) is None:
+            is_here = self.ram.segment(reference.segment) is not None
+            if is_here or not self.ram.host.is_alive(entry.slot.segment.owner):
+                return error
         text = f"{entry.path}: a chunk of it lies in memory without a file, which its process has not handed over yet"
-        return StoreError(text, transient=True, path=entry.path, tier="ram")
+        return NotHandedOverError(text, transient=True, path=entry.path, tier="ram")
 
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
         """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.

@@ -143,6 +143,7 @@ class Uploader:
         assert isinstance(entry.draft.record, Manifest)
         name = local_name(entry.draft.record.digest_kind, row.name.digest)
         reference = entry.draft.slots[index]
+        seen = reference is not None and state.chunk(reference) is not None
         buffer = self._take_buffer()
         try:
             raw = memoryview(buffer)[: row.raw_length]
@@ -167,7 +168,7 @@ class Uploader:
                 f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
                 path=entry.path,
             )
-            raise state.missing(entry, reference, lost) from error
+            raise (lost if seen else state.missing(entry, reference, lost)) from error
 
     def _sources(self, name: bytes, reference: SlotRef | None) -> Iterator[Callable[[int, memoryview], bool]]:
         """Where a chunk may be read from, the nearest first. What is read is checked by whoever uses it."""
