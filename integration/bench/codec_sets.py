@@ -14,10 +14,12 @@ import codec_peers as peers
 import fsspec
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 from codec_states import NAMES, bytes_of, changed, load, same, steps_of
 from object_moves import end_flusher, private_slabs
 
 import tierfs
+from tierfs.dcp import TierReader, TierWriter
 
 RAM_STATES = 3
 SPARE_BYTES = 256 << 20
@@ -36,6 +38,7 @@ class Set:
         classes: Of which tensors the state is made.
         limits: The most of the raw bytes that the first save, and the second, may take; None for no aim.
         of_changed: Whether the second limit is on the bytes of the tensors that changed.
+        dcp: Whether it is saved by `torch.distributed.checkpoint`, and not as a safetensors file.
     """
 
     name: str
@@ -46,13 +49,15 @@ class Set:
     classes: tuple[str, ...] = tuple(NAMES)
     limits: tuple[float | None, float | None] = (None, None)
     of_changed: bool = False
+    dcp: bool = False
 
 
 SETS = (
     Set("fp32 master, late", "fp32master", 4, 6, 10, limits=(0.72, 0.65)),
     Set("fp32 master, early", "fp32master", 0, 2, 10),
     Set("pure bf16, late", "purebf16", 4, 6, 10, limits=(0.66, 0.47)),
-    Set("LoRA, frozen base", "lora", 0, 2, 10, limits=(None, 0.75), of_changed=True),
+    Set("LoRA, frozen base, DCP", "lora", 0, 2, 10, limits=(None, 0.75), of_changed=True, dcp=True),
+    Set("LoRA, frozen base, one file", "lora", 0, 2, 10),
     Set("bf16 weights, lr 1e-6", "finetune", 3, 4, 1, classes=("w16",), limits=(None, 0.02)),
     Set("fine-tuning, lr 1e-6", "finetune", 3, 5, 10),
     Set("experts, sparse embedding", "sparse", 0, 2, 10),
@@ -60,36 +65,42 @@ SETS = (
 
 
 class Saved:
-    """A store of its own in a directory, and states saved there, each as one safetensors file.
+    """A store of its own in a directory, and states saved there, each as one safetensors file or as a checkpoint of DCP's.
 
     Args:
         root: Empty.
         size: Of a state in bytes.
+        dcp: Whether by DCP.
     """
 
-    def __init__(self, root: Path, size: int) -> None:
+    def __init__(self, root: Path, size: int, *, dcp: bool) -> None:
         self._root = root
         self._url = f"tierfs::file://{root}/store"
         tierfs.init(f"file://{root}/store")
         # By default nothing is encoded for a directory of this host, which takes raw bytes in less time.
-        self._fs, self._path = fsspec.url_to_fs(
-            self._url,
-            ack="staged",
-            ram=size * RAM_STATES + SPARE_BYTES,
-            nvme=0,
-            state_dir=str(root / "host"),
-            codecs="all",
-        )
+        options = {
+            "ack": "staged",
+            "ram": size * RAM_STATES + SPARE_BYTES,
+            "nvme": 0,
+            "state_dir": str(root / "host"),
+            "codecs": "all",
+        }
+        self._fs, self._path = fsspec.url_to_fs(self._url, **options)
+        self._writer = TierWriter(self._url, **options) if dcp else None
 
     def save(self, step: int, state: dict[str, torch.Tensor]) -> dict[str, float]:
         """Save a state, until the object tier has it; gives the bytes that the store grew by, and seconds."""
-        data = safetensors.torch.save(state)
+        data = safetensors.torch.save(state) if self._writer is None else b""
         before = self._stored()
         begin = time.perf_counter()
-        with self._fs.open(f"{self._path}/{self._file(step)}", "wb") as file:
-            file.write(data)
+        if self._writer is None:
+            with self._fs.open(f"{self._path}/{self._file(step)}", "wb") as file:
+                file.write(data)
+        else:
+            dcp.save(state, storage_writer=self._writer, checkpoint_id=self._checkpoint(step), no_dist=True)
         self._fs.wait(self._path, "object")
-        return {"seconds": time.perf_counter() - begin, "raw": len(data), "stored": self._stored() - before}
+        seconds = time.perf_counter() - begin
+        return {"seconds": seconds, "raw": len(data) or bytes_of(state), "stored": self._stored() - before}
 
     def check(self, step: int, state: dict[str, torch.Tensor]) -> None:
         """Load a state where no local tier has it, and compare every tensor bit for bit.
@@ -97,12 +108,16 @@ class Saved:
         Raises:
             RuntimeError: One is something else.
         """
-        elsewhere = str(self._root / "elsewhere")
-        fs, path = fsspec.url_to_fs(f"{self._url}/{self._file(step)}", ram=0, nvme=0, state_dir=elsewhere)
-        loaded = safetensors.torch.load(fs.cat(path))
+        elsewhere: dict[str, Any] = {"ram": 0, "nvme": 0, "state_dir": str(self._root / "elsewhere")}
+        if self._writer is None:
+            fs, path = fsspec.url_to_fs(f"{self._url}/{self._file(step)}", **elsewhere)
+            loaded = safetensors.torch.load(fs.cat(path))
+        else:
+            loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            dcp.load(loaded, storage_reader=TierReader(self._checkpoint(step), **elsewhere), no_dist=True)
         wrong = [name for name in state if name not in loaded or not same(state[name], loaded[name])]
         if wrong or len(loaded) != len(state):
-            raise RuntimeError(f"{path}: what was loaded is not what was saved: {wrong}")
+            raise RuntimeError(f"{self._url}, step {step}: what was loaded is not what was saved: {wrong}")
 
     def stop(self) -> None:
         """End the flusher."""
@@ -110,6 +125,9 @@ class Saved:
 
     def _file(self, step: int) -> str:
         return f"run/step_{step}/state.safetensors"
+
+    def _checkpoint(self, step: int) -> str:
+        return f"{self._url}/run/step_{step}"
 
     def _stored(self) -> int:
         """All that the object tier holds: chunks, manifests, and what little else there is."""
@@ -125,7 +143,7 @@ def measured(one: Set, snapshots: Path, root: Path) -> dict[str, dict[str, float
     steps = steps_of(snapshots / one.run)
     first, second = (load(steps[number], one.classes) for number in (one.first, one.second))
     with private_slabs():
-        saved = Saved(root, bytes_of(first))
+        saved = Saved(root, bytes_of(first), dcp=one.dcp)
         try:
             found = {"static": saved.save(0, first), "delta": saved.save(one.later, second)}
             saved.check(0, first)

@@ -2,8 +2,8 @@
 
 A large tensor begins a chunk of its own and lies in chunks of 16 MiB, so that one that did not change is not stored again,
 whatever happened to those before it. Small ones of one dtype are packed, those of one role (the last part of their names) side by
-side. In memory a pack or a large tensor is one *run*: side by side, aligned for its dtype. In the file the runs follow
-each other without gaps, behind the header that the format has at its front.
+side; a role that comes behind 1 MiB of others begins a chunk. In memory a pack or a large tensor is one *run*: side by side,
+aligned for its dtype. In the file the runs follow each other without gaps, behind the header that the format has at its front.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
 """
@@ -63,9 +63,12 @@ def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
             packs.setdefault(piece.kind, []).append(number)
     runs = []
     for kind in sorted(packs):
-        numbers = sorted(packs[kind], key=lambda number: pieces[number].name.rpartition(".")[2])
-        runs += _pack(pieces, numbers)
+        runs += _pack(pieces, sorted(packs[kind], key=lambda number: _role(pieces[number])))
     return [*runs, *(RunPlan((number,), _cut(pieces[number].length)) for number in large)]
+
+
+def _role(piece: Piece) -> str:
+    return piece.name.rpartition(".")[2]
 
 
 def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
@@ -73,7 +76,8 @@ def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
     pack: list[int] = []
     length = 0
     for number in numbers:
-        if length + pieces[number].length > CHUNK_BYTES:
+        is_other = length >= LARGE_BYTES and _role(pieces[number]) != _role(pieces[pack[-1]])
+        if is_other or length + pieces[number].length > CHUNK_BYTES:
             runs.append(RunPlan(tuple(pack), (length,)))
             pack, length = [], 0
         pack.append(number)

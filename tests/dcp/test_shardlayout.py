@@ -1,0 +1,43 @@
+"""How small tensors are packed into chunks."""
+
+import pytest
+
+from tierfs.dcp.shardlayout import Piece, plan_runs
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def packs(*pieces):
+    """The names in each run, with the lengths of its chunks."""
+    return [
+        ([pieces[number].name for number in run.pieces], run.lengths)
+        for run in plan_runs([Piece(piece.name, piece.kind, piece.length) for piece in pieces])
+    ]
+
+
+def f32(name, length):
+    return Piece(name, "float32", length)
+
+
+def test_small_tensors_of_a_dtype_are_packed_those_of_a_role_side_by_side():
+    found = packs(f32("1.weight", 8), f32("0.weight", 4), Piece("0.mask", "bool", 1), f32("0.bias", 4))
+    assert found == [(["0.mask"], (1,)), (["0.bias", "0.weight", "1.weight"], (16,))]
+
+
+@pytest.mark.parametrize("length", [MIB - 1, MIB])
+def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
+    """So adapters that are trained share no chunk with matrices that are not."""
+    lora = [f32("0.A", length // 2), f32("1.A", length - length // 2)]
+    frozen = [f32("0.weight", KIB), f32("1.weight", KIB)]
+    runs = [run for run, _ in packs(*lora, *frozen)]
+    together = ["0.A", "1.A", "0.weight", "1.weight"]
+    assert runs == ([together] if length < MIB else [together[:2], together[2:]])
+
+
+def test_a_pack_ends_where_a_chunk_does():
+    pieces = [f32(f"{number:02}.weight", MIB - 1) for number in range(20)]
+    assert [lengths for _, lengths in packs(*pieces)] == [(16 * (MIB - 1),), (4 * (MIB - 1),)]
+
+
+def test_a_large_tensor_lies_in_chunks_of_its_own():
+    assert packs(f32("b", 33 * MIB), f32("a", 4))[1] == (["b"], (16 * MIB, 16 * MIB, MIB))
