@@ -436,6 +436,19 @@ def test_a_save_reuses_the_memory_of_the_one_before(open_tier):
     assert tier.usage().segments == 1
 
 
+def test_a_copy_takes_the_place_of_others_only_when_the_budget_is_used_up(open_tier):
+    tier = open_tier(budget=16 * MIB, segment=4 * MIB)
+    names = []
+    while not tier.usage().evicted_bytes:
+        assert len(names) < 100
+        names.append(b"%d" % len(names))
+        slot = tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=0, spares_copies=True)
+        slot.segment.seal(slot, names[-1], b"", state=SlotState.CLEAN, stamp_ns=len(names))
+    assert len(names) * 256 * KIB > 0.8 * tier.budget_bytes
+    left = sum(tier.find(name) is not None for name in names)
+    assert 0.7 * len(names) < left < len(names)
+
+
 def test_room_in_pieces_is_made_whole_by_evicting_what_lies_between(open_tier):
     tier = open_tier(budget=int(2.2 * MIB), segment=MIB)
     fill(tier, clean=True)

@@ -119,7 +119,7 @@ class ChunkCache:
         Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
         """
         try:
-            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0)
+            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=True)
         except TierfsError:
             self._counters["ram_insert_refused"] += 1
             return None

@@ -109,6 +109,7 @@ class RamTier:
         *,
         timeout_s: float | None,
         on_wait: Callable[[], None] | None = None,
+        spares_copies: bool = False,
     ) -> Slot:
         """Take a slot in a segment of this process, to be filled and sealed or given back there.
 
@@ -117,12 +118,16 @@ class RamTier:
             length: Of that, in bytes.
             timeout_s: How long to wait for room while everything is dirty; None for as long as it takes.
             on_wait: Called once when it comes to that.
+            spares_copies: Evict clean copies only when the budget is used up: for what is one of them. What is written rather
+                takes the place of what was written before, in memory that is warm.
 
         Raises:
             CapacityError: There was no room in that time; or there never will be, which is said at once.
             InvalidInputError: The tier was closed.
         """
-        ((slot,),) = self.take_runs(kind, [[length]], timeout_s=timeout_s, on_wait=on_wait)
+        ((slot,),) = self.take_runs(
+            kind, [[length]], timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies
+        )
         return slot
 
     def take_runs(
@@ -132,6 +137,7 @@ class RamTier:
         *,
         timeout_s: float | None,
         on_wait: Callable[[], None] | None = None,
+        spares_copies: bool = False,
     ) -> list[list[Slot]]:
         """Take runs: slots that lie side by side in one segment, each from a whole page on. All of them or none; see `take`."""
         longest = max((sum(map(padded, lengths)) for lengths in runs), default=0)
@@ -142,7 +148,9 @@ class RamTier:
                 tier="ram",
             )
         wanted = self._neighbours.is_wanted()
-        found = self._supply.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted)
+        found = self._supply.take(
+            kind, runs, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted, spares_copies=spares_copies
+        )
         taken = [slots for slots in found if slots is not None]
         if len(taken) < len(runs):
             give_back(taken)

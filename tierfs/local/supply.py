@@ -83,6 +83,7 @@ class Supply:
         timeout_s: float | None,
         on_wait: Callable[[], None] | None,
         wanted: bool,
+        spares_copies: bool,
     ) -> list[list[Slot] | None]:
         """Take runs of slots; see `RamTier.take_runs`.
 
@@ -92,6 +93,7 @@ class Supply:
             timeout_s: How long to wait for room for a run; None for as long as it takes.
             on_wait: Called once for each for which it comes to that.
             wanted: Whether other processes wait for room.
+            spares_copies: See `RamTier.take`.
 
         Returns:
             For each its slots; None from the first on for which there was no room in that time.
@@ -105,7 +107,7 @@ class Supply:
                     continue
                 left = [runs[other] for other, slots in enumerate(found) if slots is None]
                 known = sum(map(padded, itertools.chain.from_iterable(left))) if len(left) > 1 else 0
-                slots = self._make_room(kind, lengths, known)
+                slots = self._make_room(kind, lengths, known, spares_copies=spares_copies)
                 if slots is None and (timeout_s is None or timeout_s > 0):
                     slots = self._wait(kind, lengths, timeout_s, on_wait)
                 found[number] = slots
@@ -221,10 +223,13 @@ class Supply:
                     for number, slots in zip(left, taken, strict=True):
                         found[number] = slots
 
-    def _make_room(self, kind: SlotKind, lengths: Sequence[int], known: int = 0) -> list[Slot] | None:
+    def _make_room(
+        self, kind: SlotKind, lengths: Sequence[int], known: int = 0, *, spares_copies: bool = False
+    ) -> list[Slot] | None:
         """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
         self.make_room_for_others()
-        self._evict_to_watermark()
+        if not spares_copies:
+            self._evict_to_watermark()
         slots = self._fit(kind, lengths)
         if slots is not None:
             return slots
@@ -232,6 +237,9 @@ class Supply:
             slots = self._fit(kind, lengths)  # another thread was first
             if slots is None and self._grow(sum(map(padded, lengths)), known):
                 slots = self._fit(kind, lengths)
+        if slots is None and spares_copies:
+            self._evict_to_watermark()  # room for several, so that not each of them asks for a segment
+            slots = self._fit(kind, lengths)
         return slots or self._evict_until(kind, lengths, known)
 
     def _wait(
