@@ -103,6 +103,26 @@ def test_ranks_of_a_host_fetch_each_chunk_once(port, checkpoint, tmp_path, at_on
     assert set(chunks.values()) == {1}
 
 
+def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch):
+    """By a writer that saved before: the shard file's record, the checkpoint's, and what stands in its directory."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "writer"))
+    with proxy_to(port) as proxy:
+        options = s3server.options(proxy.port)
+        url = f"s3://{s3server.new_bucket(port)}/run"
+        tierfs.init(url, options=options)
+        writer = TierWriter(f"tierfs::{url}", ack="object", ram="1GiB", s3=options)
+        for step in range(3):
+            proxy.seen.clear()
+            proxy.stored.clear()
+            state = {"w": torch.randn(ROWS, 1024)}
+            dcp.save(state, storage_writer=writer, checkpoint_id=f"tierfs::{url}/step_{step}", no_dist=True)
+            chunks = sum("/chunks/" in path for path in proxy.stored)
+            assert chunks >= 2
+            if step:
+                others = proxy.seen - Counter(PUT=chunks)
+                assert others == Counter(PUT=2, GET=3, HEAD=1), proxy.seen
+
+
 @pytest.mark.parametrize("part", range(0, 8, 3))
 def test_a_slice_fetches_what_it_needs(port, checkpoint, tmp_path, monkeypatch, part):
     """An eighth of the rows of every tensor, on a host that has nothing: 1.1 times that, and a block for each range."""

@@ -12,7 +12,7 @@ from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
 from tierfs.format.keys import record_key
 from tierfs.objects.memory import MemoryObjects
 from tierfs.store import commit, delete, find, load, stat
-from tierfs.store.commit import PART, PENDING, ROOT, Commits
+from tierfs.store.commit import PART, PART_IN_PLACE, PENDING, ROOT, Commits, part_of
 from tierfs.store.publishing import StorePublisher
 from tierfs.store.save import Writer
 from tierfs.store.store import Store
@@ -20,9 +20,9 @@ from tierfs.store.store import Store
 ALL = pytest.mark.parametrize("directory", ["run/step_1", ""])
 
 
-def put(host, path, data=b"x" * 100_000, level=Level.STAGED):
+def put(host, path, data=b"x" * 100_000, level=Level.STAGED, metadata=PART, staged=False):
     """A part, as a rank writes it."""
-    writer = Writer(host.store, path, metadata=PART, level=level)
+    writer = Writer(host.store, path, metadata=metadata, level=level, staged=staged)
     writer.write(data)
     writer.commit()
 
@@ -89,6 +89,26 @@ def test_parts_that_are_there_already(hosts):
     Commits(first.store).announce("run", document("rank-0", "rank-1"), mark(1))
     assert is_there(second.store, f"run/{ROOT}")
     assert not announced(second.store, "run")
+
+
+def test_nobody_looks_for_a_save_that_waits_for_a_part_of_which_nobody_was_told_before(make_host, monkeypatch):
+    looks = []
+    monkeypatch.setattr(Commits, "advance", lambda _, directory: looks.append(directory))
+    for name, level, seen in (("object", Level.OBJECT, []), ("local", Level.LOCAL, ["run"])):
+        host = make_host(name, ack=level)
+        put(host, f"run/rank-{name}", level=Level.OBJECT, metadata=part_of(host.store), staged=True)
+        assert looks == seen
+
+
+def test_a_part_that_is_in_place_completes_a_save_like_any(hosts):
+    first, second = hosts
+    put(second, "run/rank-1", level=Level.OBJECT, metadata=PART_IN_PLACE, staged=True)
+    with first.held():
+        put(first, "run/rank-0")
+    Commits(second.store).announce("run", document("rank-0", "rank-1"), mark(1))
+    first.tiers.wait("run", Level.OBJECT, 20)
+    Commits(second.store).wait("run", 20)
+    assert is_there(second.store, f"run/{ROOT}")
 
 
 def test_a_large_document(hosts):

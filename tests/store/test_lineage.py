@@ -156,6 +156,42 @@ def test_a_flusher_that_begins_anew_finds_the_save_before_and_fetches_it_once(ob
     assert load(flushing.bare(), path_of(2)) == data
 
 
+def test_a_flusher_that_knows_the_save_before_asks_for_nothing_of_it(objects, training):
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+    first = flushing.save(path_of(1), training.file())
+    draft = flushing.draft(path_of(2), training.step().file())
+    before = measured.snapshot()
+    rows = flushing.upload(draft)
+    after = measured.snapshot()
+    asked = {name: after[name]["requests"] - before[name]["requests"] for name in ("head", "read", "list")}
+    assert not any(asked.values()), asked
+    assert {name for row in rows for name in row.bases} <= names(first)
+
+
+def test_a_flusher_that_begins_anew_lists_the_saves_and_not_what_is_in_each(objects, training):
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+    for step in range(1, 7):
+        rows = flushing.save(path_of(step), training.file())
+    flushing.restart()
+    before = measured.snapshot()["list"]["requests"]
+    second = flushing.save(path_of(9), training.step().file())
+    # The directories, the files of the newest; leases and condemned chunks.
+    assert measured.snapshot()["list"]["requests"] - before == 4
+    assert needs(second) <= names(rows)
+
+
+def test_a_flusher_that_begins_anew_passes_over_saves_that_were_deleted(flushing, training):
+    first = flushing.save(path_of(1), training.file())
+    flushing.save(path_of(2), training.file())
+    delete(flushing.store, path_of(2))
+    flushing.restart()
+    second = flushing.save(path_of(3), training.step().file())
+    assert needs(second)
+    assert needs(second) <= names(first)
+
+
 def test_a_parent_that_was_deleted_is_none_once_the_lease_in_which_it_was_seen_is_over(flushing, objects, training):
     first = flushing.save(path_of(1), training.file())
     delete(flushing.store, path_of(1))

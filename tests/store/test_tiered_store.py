@@ -9,11 +9,12 @@ import time
 import pytest
 from tiered import BIG, MIB, Gate, Host, content, save_at
 
-from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError
+from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
 from tierfs.flush.draft import local_name
 from tierfs.flush.engine import FlushEngine
 from tierfs.flush.levels import Level
 from tierfs.format.keys import chunk_key
+from tierfs.local import growth
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.slab import SlotKind, SlotState
 from tierfs.store import (
@@ -54,6 +55,36 @@ def test_a_staged_file_is_listed_at_once(host):
         assert [entry.path for entry in list_directory(host.store, "run")] == ["run/sub"]
         assert [entry.path for entry in find(host.store, "run")] == ["run/sub", "run/sub/a"]
         assert stat(host.store, "run").is_directory
+
+
+def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stands(host):
+    asked = []
+    writer = None
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("head", "read", "list"):
+            patch.setattr(host.objects, name, lambda *given, name=name, **_: asked.append((name, given)), raising=False)
+        writer = Writer(host.store, "a", level=Level.OBJECT, is_new=True)
+    assert not asked
+    save(host.plain(), "a", b"theirs")
+    writer.write(b"ours")
+    with pytest.raises(ConflictError):
+        writer.commit()
+    assert load(host.plain(), "a") == b"theirs"
+
+
+def test_what_is_read_is_kept_until_the_budget_is_used_up(host, make_host, monkeypatch):
+    monkeypatch.setattr(growth, "FIRST_DATA_BYTES", 16 * MIB)
+    data = content(3 * 16 * MIB)
+    save(host.plain(), "a", data)
+    reader = make_host("reader", nvme=0)
+    reader.tiers.cache.keeps_reads = True
+    whole = open_entry(reader.store, stat(reader.store, "a"))
+    for at in range(0, len(data), 16 * MIB):  # one chunk after the other: those before it could be evicted
+        out = bytearray(16 * MIB)
+        whole.read_into(at, memoryview(out))
+        assert out == data[at : at + 16 * MIB]
+    usage = reader.tiers.ram.usage()
+    assert (usage.clean_bytes, usage.evicted_bytes) == (len(data), 0)
 
 
 def test_levels_are_reported_as_they_are_reached(host):

@@ -23,7 +23,7 @@ from tierfs.dcp.shardlayout import Piece, header, plan_runs
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
 from tierfs.errors import CapacityError
 from tierfs.store import Store
-from tierfs.store.commit import PART
+from tierfs.store.commit import part_of
 from tierfs.store.lentfile import BorrowedFile, LentFile
 from tierfs.store.stagedfile import Run, StagedFile, borrowed_runs
 from tierfs.units import format_bytes
@@ -328,7 +328,7 @@ class ShardFile:
         """Give the file its name. What lies in runs in which nothing is wanted is left out.
 
         Args:
-            path: Relative to the store.
+            path: Relative to the store; drawn at random.
             wanted: What the checkpoint refers to.
             note: Strings for the header.
 
@@ -338,6 +338,7 @@ class ShardFile:
         Raises:
             TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
         """
+        assert self._store is not None
         assert self._file is not None
         self._is_over = True
         wanted = list(wanted)
@@ -362,7 +363,7 @@ class ShardFile:
         first.view[:] = head
         memory = [first, *(run.memory for run in runs)]
         self._file.seal(memory)
-        self._file.commit(path, memory, metadata=PART)
+        self._file.commit(path, memory, metadata=part_of(self._store), is_new=True)
         if self._borrowed is not None:
             self._borrowed.release()
         offsets = {

@@ -27,7 +27,7 @@ def write_archives(
 
     Args:
         store: Where to.
-        path: Relative to it.
+        path: Relative to it; drawn at random.
         items: Tensors on any device; what has to be copied for it is one at a time.
 
     Returns:
@@ -37,7 +37,7 @@ def write_archives(
         StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
     """
     begins, sizes = [], []
-    writer = Writer(store, path)
+    writer = Writer(store, path, is_new=True)
     try:
         for item in items:
             begins.append(writer.length)

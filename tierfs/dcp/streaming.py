@@ -11,7 +11,7 @@ from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.dcp.shardlayout import header
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.store import Store, Writer
-from tierfs.store.commit import PART
+from tierfs.store.commit import part_of
 
 __all__ = ["Part", "object_part", "stream", "tensor_part"]
 
@@ -52,7 +52,7 @@ def stream(store: Store, path: str, parts: Sequence[Part], *, note: Mapping[str,
 
     Args:
         store: Where to.
-        path: Relative to it.
+        path: Relative to it; drawn at random.
         parts: In the order of the file.
         note: Strings for the header.
 
@@ -69,7 +69,7 @@ def stream(store: Store, path: str, parts: Sequence[Part], *, note: Mapping[str,
         entries.append(Entry(name, part.dtype, part.shape, at, part.length))
         at += part.length
     head = header(entries, note)
-    writer = Writer(store, path, metadata=PART)
+    writer = Writer(store, path, metadata=part_of(store), is_new=True)
     try:
         writer.write(head)
         for part in parts:

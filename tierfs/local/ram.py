@@ -125,9 +125,7 @@ class RamTier:
             CapacityError: There was no room in that time; or there never will be, which is said at once.
             InvalidInputError: The tier was closed.
         """
-        ((slot,),) = self.take_runs(
-            kind, [[length]], timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies
-        )
+        ((slot,),) = self.take_runs(kind, [[length]], timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
         return slot
 
     def take_runs(

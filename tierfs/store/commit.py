@@ -32,12 +32,14 @@ from tierfs.store.records import (
 from tierfs.store.save import WriteMode, Writer, learn_rows, settle
 from tierfs.store.store import Store
 
-__all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting"]
+__all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting", "part_of"]
 
 ROOT = ".metadata"
 PENDING = ".pending"
-# In the manifest of a file that a checkpoint may wait for.
+# In the manifest of a file that a checkpoint may wait for; and of one of which nobody is told before it is in the object tier:
+# then no checkpoint that names it waits for it.
 PART: Mapping[str, object] = {"checkpoint_part": True}
+PART_IN_PLACE: Mapping[str, object] = {"checkpoint_part": "in place"}
 ATTEMPTS_MAX = 8
 NAMED_MAX = 3  # in a message
 DOCUMENTS_MAX = 8
@@ -358,6 +360,11 @@ class Commits:
             else:
                 return True
         return False
+
+
+def part_of(store: Store) -> Mapping[str, object]:
+    """What to say in the manifest of a part that is saved at a store's level."""
+    return PART_IN_PLACE if store.ack is Level.OBJECT else PART
 
 
 def _inside(directory: str, name: str) -> str:

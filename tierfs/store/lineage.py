@@ -8,6 +8,7 @@ no chain is longer than one, until the anchor is old and the next one is to stan
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import logging
 import re
@@ -19,12 +20,12 @@ from typing import NamedTuple
 
 from tierfs.codec import Span, spans
 from tierfs.digest import BLOCK_BYTES
-from tierfs.errors import NotFoundError, StoreError, TierfsError
+from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, Part, ReadRow, Tensor
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
-from tierfs.store.listing import list_directory
+from tierfs.store.listing import names_in
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import observe
 from tierfs.store.store import Store
@@ -36,6 +37,7 @@ PARENT = "parent"
 KEYFRAME_SAVES = 10
 LINEAGES_MAX = 10_000
 ANCHORS_MAX = 200_000
+PARENTS_TRIED_MAX = 4
 SOURCE_SAMPLE = 2048
 # The share of a chunk that may be derived from nothing: more than that, in a block, DERIVE does not take.
 LACKING_MAX = 0.25
@@ -191,7 +193,9 @@ class Lineages:
         try:
             if lineage is None:
                 parent = given if isinstance(given, str) else self._parent(draft)
-                lineage = Lineage(draft.path) if parent is None else self._read(parent)
+                lineage = (
+                    Lineage(draft.path, term=self._store.presence.ensure()) if parent is None else self._read(parent)
+                )
                 with self._lock:
                     self._remember(draft.path, lineage)
             elif lineage.term != self._store.presence.ensure():
@@ -212,27 +216,28 @@ class Lineages:
         if not numbered:
             return self._newest("/".join(parts[:-1]), group)
         for at in reversed(numbered):
-            names = [name for name in self._names("/".join(parts[:at])) if _numbers(name) < _numbers(parts[at])]
+            names = [
+                name for name in names_in(self._store, "/".join(parts[:at])) if _numbers(name) < _numbers(parts[at])
+            ]
             alike = [name for name in names if _group("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
-            if alike:
-                name = max(alike, key=_numbers)
+            # All of it may have been deleted in the newest ones.
+            for name in heapq.nlargest(PARENTS_TRIED_MAX, alike, key=_numbers):
                 # The same number may be in the names below: checkpoint-20/global_step20.
                 below = [part.replace(_last(parts[at]), _last(name)) for part in parts[at + 1 :]]
                 before = [*parts[:at], name, *below]
-                return self._newest("/".join(before[:-1]), group) if below else "/".join(before)
+                found = self._newest("/".join(before[:-1]), group) if below else "/".join(before)
+                if found is not None:
+                    return found
         return None
 
     def _newest(self, directory: str, group: str) -> str | None:
         """The file of a group that lies in a directory."""
-        found = [path for name in self._names(directory) if _group(path := f"{directory}/{name}".lstrip("/")) == group]
+        found = [
+            path
+            for name in names_in(self._store, directory)
+            if _group(path := f"{directory}/{name}".lstrip("/")) == group
+        ]
         return max(found, default=None)
-
-    def _names(self, directory: str) -> list[str]:
-        try:
-            entries = list_directory(self._store, directory, detail=False)
-        except NotFoundError:
-            return []
-        return [entry.path.rpartition("/")[2] for entry in entries]
 
     def _read(self, path: str) -> Lineage:
         """What the object tier tells of a save."""

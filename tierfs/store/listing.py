@@ -27,6 +27,7 @@ __all__ = [
     "is_directory",
     "list_directory",
     "live_records",
+    "names_in",
     "read_manifests",
     "stat",
 ]
@@ -196,6 +197,19 @@ def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tupl
         live = _parse(item) if isinstance(item, ObjectInfo) else None
         if live is not None:
             yield live.path, live.info
+
+
+def names_in(store: Store, path: str) -> list[str]:
+    """Names of the live files in a directory in the object tier, and of the directories there, live or not; one listing."""
+    names = []
+    for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
+        live = _parse(item) if isinstance(item, ObjectInfo) else None
+        name = live.path.rpartition("/")[2] if live is not None else None
+        if isinstance(item, Prefix):
+            name = _directory_name(item.key)
+        if name:
+            names.append(name)
+    return names
 
 
 def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:

@@ -22,6 +22,7 @@ from tierfs.store.store import Store
 
 __all__ = [
     "Observed",
+    "nothing_at",
     "observe",
     "observe_listed",
     "observe_marker",
@@ -64,6 +65,15 @@ class Observed:
     def previous(self) -> str:
         """What a record that replaces this one notes as the version before it."""
         return self.version or ""
+
+
+def nothing_at(path: str) -> Observed:
+    """What is at a path where nothing can be. Asks nobody.
+
+    Raises:
+        InvalidInputError: The path is no good.
+    """
+    return Observed(path, keys.record_key(path), None, None)
 
 
 def observe(store: Store, path: str) -> Observed:
@@ -134,7 +144,7 @@ def last_seen(store: Store, path: str) -> Observed:
     if seen is None and store.host_records is not None:
         kept = store.host_records.newest(key)
         seen = None if kept is None else (kept[0], _decode(store, kept[1], path, key))
-    return Observed(path, key, None, None) if seen is None else Observed(path, key, seen[1], seen[0])
+    return nothing_at(path) if seen is None else Observed(path, key, seen[1], seen[0])
 
 
 def observe_marker(store: Store, path: str) -> Observed:

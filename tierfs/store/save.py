@@ -28,7 +28,7 @@ from tierfs.store.away import ask_briefly
 from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.cuts import Cutter
 from tierfs.store.load import expand_rows, open_manifest
-from tierfs.store.records import observe, observe_to_replace, observe_to_stage, publish
+from tierfs.store.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.sinks import ObjectSink, SlabSink
 from tierfs.store.staging import follow, is_staged, seal
 from tierfs.store.store import Store
@@ -75,6 +75,8 @@ class Writer:
         level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
             to the flusher.
         staged: Leave it to the flusher at any level.
+        is_new: The path was drawn at random, so nothing is there. It is not asked for: should there be a record after all, the
+            commit is a conflict.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -92,12 +94,15 @@ class Writer:
         metadata: Mapping[str, object] | None = None,
         level: Level | None = None,
         staged: bool = False,
+        is_new: bool = False,
     ) -> None:
         self._store = store
         self._mode = mode
         self._level = store.ack if level is None else level
         self._staged = staged or is_staged(store, path, self._level)
-        if mode is WriteMode.OVERWRITE:
+        if is_new:
+            self._observed = nothing_at(path)
+        elif mode is WriteMode.OVERWRITE:
             self._observed = observe_to_stage(store, path) if self._staged else observe_to_replace(store, path)
         else:
             self._observed = observe(store, path)
@@ -115,7 +120,7 @@ class Writer:
         old = self._observed.manifest
         if old is not None and mode is WriteMode.CREATE:
             raise AlreadyExistsError(f"{store.where(path)} exists: an exclusive create needs a new name", path=path)
-        if old is None:
+        if old is None and not is_new:
             self._refuse_foreign()
         if old is not None and mode is WriteMode.APPEND:
             self._continue(old)

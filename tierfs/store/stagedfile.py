@@ -182,6 +182,7 @@ class StagedFile:
         *,
         level: Level | None = None,
         metadata: Mapping[str, object] | None = None,
+        is_new: bool = False,
     ) -> Manifest:
         """Make these runs, in this order, the content of the file at ``path``. What is in no run of them is given back.
 
@@ -190,6 +191,7 @@ class StagedFile:
             runs: Sealed.
             level: What is waited for; by default the store's.
             metadata: See `Writer`.
+            is_new: See `Writer`.
 
         Raises:
             StoreError: It was committed, lent or given up before.
@@ -200,7 +202,8 @@ class StagedFile:
         rows = [chunk.row for chunk in chunks if chunk.row is not None]
         slots = [chunk.slot for chunk in chunks]
         assert len(rows) == len(chunks), "not sealed"
-        writer = Writer(self._store, path, metadata=metadata, level=level, staged=self._writer is not None)
+        staged = self._writer is not None
+        writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new)
         writer.adopt(rows, slots)
         try:
             return writer.commit()
