@@ -72,8 +72,10 @@ def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stan
     assert load(host.plain(), "a") == b"theirs"
 
 
-def test_what_is_read_is_kept_until_the_budget_is_used_up(host, make_host, monkeypatch):
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_other_ranks_want_as_well_is_kept_until_the_budget_is_used_up(host, make_host, monkeypatch, ranks):
     monkeypatch.setattr(growth, "FIRST_DATA_BYTES", 16 * MIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     data = content(3 * 16 * MIB)
     save(host.plain(), "a", data)
     reader = make_host("reader", nvme=0)
@@ -84,7 +86,7 @@ def test_what_is_read_is_kept_until_the_budget_is_used_up(host, make_host, monke
         whole.read_into(at, memoryview(out))
         assert out == data[at : at + 16 * MIB]
     usage = reader.tiers.ram.usage()
-    assert (usage.clean_bytes, usage.evicted_bytes) == (len(data), 0)
+    assert (usage.clean_bytes, usage.evicted_bytes == 0) == ((len(data), True) if ranks > 1 else (16 * MIB, False))
 
 
 def test_levels_are_reported_as_they_are_reached(host):

@@ -7,7 +7,6 @@ in two processes: then the file is lent to the one that saves it.
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 from bisect import bisect_right
@@ -25,6 +24,7 @@ from tierfs.errors import CapacityError
 from tierfs.store import Store
 from tierfs.store.commit import part_of
 from tierfs.store.lentfile import BorrowedFile, LentFile
+from tierfs.store.settings import ranks_here
 from tierfs.store.stagedfile import Run, StagedFile, borrowed_runs
 from tierfs.units import format_bytes
 
@@ -159,7 +159,7 @@ class ShardFile:
 
     def _begin_at(self, store: Store) -> None:
         self._store, self._file = store, StagedFile(store)
-        self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // _ranks_here()
+        self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
 
     # -- in two processes ------------------------------------------------------------------------------------------------
 
@@ -452,12 +452,6 @@ def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] 
         if placed is not None and file.is_for(store):
             return file, placed
     return None
-
-
-def _ranks_here() -> int:
-    """How many processes share the ram tier, as torchrun says."""
-    said = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(said), 1) if said.isdigit() else 1
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -38,6 +38,8 @@ class ChunkCache:
         kind: The store's digests.
         has_nvme: Whether the nvme tier is on.
         keeps_reads: Whether chunks that were read from the object tier are kept.
+        shares_reads: Whether other processes of this host are about to want them as well. Then each is kept until the ram tier's
+            budget is used up. Otherwise each takes the place of one before it soon, since new memory takes longer than a copy.
 
     Attributes:
         keeps_reads: As given; may be changed.
@@ -55,8 +57,10 @@ class ChunkCache:
         kind: DigestKind,
         has_nvme: bool,
         keeps_reads: bool,
+        shares_reads: bool = False,
     ) -> None:
         self.keeps_reads = keeps_reads
+        self._shares_reads = shares_reads
         self._ram = ram
         self._reader = reader
         self._writer = writer
@@ -119,7 +123,7 @@ class ChunkCache:
         Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
         """
         try:
-            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=True)
+            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self._shares_reads)
         except TierfsError:
             self._counters["ram_insert_refused"] += 1
             return None

@@ -42,6 +42,7 @@ class Tiers:
         gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
         keeps_reads: Whether chunks that were read from the object tier are kept in the local ones: not where it is a
             directory of this host.
+        shares_reads: See `ChunkCache`.
         passes_by: Whether a write that is to survive a crash of the host passes the local tiers by, because the object tier
             is the next one down and a directory of this host.
         capacity_timeout_s: How long a writer waits for room; ``None`` for as long as it takes.
@@ -68,6 +69,7 @@ class Tiers:
         has_nvme: bool,
         gives_local: bool,
         keeps_reads: bool,
+        shares_reads: bool = False,
         passes_by: bool,
         capacity_timeout_s: float | None,
         clock: Clock,
@@ -109,6 +111,7 @@ class Tiers:
             kind=kind,
             has_nvme=has_nvme,
             keeps_reads=keeps_reads,
+            shares_reads=shares_reads,
         )
 
     def __repr__(self) -> str:

@@ -32,7 +32,7 @@ from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
 from tierfs.store.exit import finish_at_exit
 from tierfs.store.publishing import StorePublisher
-from tierfs.store.settings import ResolvedTiers
+from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 
 __all__ = ["Launcher", "Target", "tiers_for"]
@@ -100,6 +100,7 @@ def tiers_for(
         has_nvme=bool(settings.nvme_bytes),
         gives_local=is_durable(filesystem_of(directory)),
         keeps_reads=bool(settings.ram_bytes) and not target.host_local,
+        shares_reads=ranks_here() > 1,
         passes_by=target.host_local and not settings.nvme_bytes,
         capacity_timeout_s=settings.timeout_s,
         clock=clock,

@@ -20,7 +20,7 @@ from tierfs.local.stored import ARENA_FILE
 from tierfs.store.codecs import AUTO, Codecs
 from tierfs.units import parse_share, parse_size
 
-__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "resolve"]
+__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve"]
 
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"
@@ -146,6 +146,12 @@ def from_environment() -> TierOptions:
         nvme=os.environ.get("TIERFS_NVME") or None,
         state_dir=os.environ.get("TIERFS_STATE_DIR") or None,
     )
+
+
+def ranks_here() -> int:
+    """How many processes share the ram tier, as torchrun says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(said), 1) if said.isdigit() else 1
 
 
 def _default_ack() -> Level:
