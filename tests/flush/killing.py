@@ -450,9 +450,39 @@ class Mode:
 
     def after_a_loss(self, done):
         """The same, when what was not in the nvme tier went, too: up to what was `local`, nothing is missing before it."""
-        local = [number for number, one in enumerate(self.operations[:done]) if one[-1] in {"local", "object"}]
-        first = local[-1] + 1 if local else 0
-        return [state for number in range(first, done + 1) for state in self.after_a_crash(number)]
+        return [state for number in range(self.local_after(done), done + 1) for state in self.after_a_crash(number)]
+
+    def local_after(self, done):
+        """How many operations are safe from such a loss when so many were acknowledged."""
+        return max(
+            (at + 1 for at, one in enumerate(self.operations[:done]) if one[-1] in {"local", "object"}), default=0
+        )
+
+    def after_a_loss_while_publishing(self, done):
+        """The same, where of what went there is what was published.
+
+        That is a change only behind those before it in its directory and below, see `tierfs.flush.order`.
+        """
+        first = self.local_after(done)
+        found = [(self.states[first], set())]  # with the numbers of the changes that were published
+        paths = []
+        for number in range(first, min(done + 1, len(self.operations))):
+            for path in self.changed_by(number):
+                value, directory = self.states[number + 1].get(path), path.rpartition("/")[0]
+                before = {at for at, other in enumerate(paths) if not directory or other.startswith(f"{directory}/")}
+                if path != self.changed_by(number)[0]:
+                    before.add(len(paths) - 1)  # what is moved goes when it has arrived
+                for state, published in list(found):
+                    if published >= before:
+                        changed = {name: held for name, held in {**state, path: value}.items() if held is not None}
+                        found.append((changed, {*published, len(paths)}))
+                paths.append(path)
+        return [state for state, _ in found]
+
+    def changed_by(self, number):
+        """The paths that an operation changes, in the order in which it does."""
+        what, *arguments = self.operations[number]
+        return {"rename": arguments[1::-1], "await": []}.get(what, arguments[:1])
 
     def is_at_least(self, path, value, number):
         """Whether a path that holds ``value`` holds what it did after operation ``number``, or later."""
@@ -661,7 +691,7 @@ def kill_both(case, point, *, first="flusher"):
     flusher.kill()
     case.check_right_now(trainer)
     mode = case.mode
-    after = mode.after_a_crash if mode.shm_room is None else mode.after_a_loss
+    after = mode.after_a_crash if mode.shm_room is None else mode.after_a_loss_while_publishing
     case.check_all_went_down(after(case.done(trainer)), case.start("flusher"))
     return reached
 
