@@ -270,6 +270,20 @@ def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, enc
     assert codecs.count(Codec.PLANE) > 100 if encoded else codecs.count(Codec.PLANE) == 1
 
 
+def test_deriving_that_was_slow_for_a_while_is_measured_again_by_what_was_not_derived(host):
+    """Whole files are not looked into while it is, and a file asks once."""
+    clock = Ticking(20)
+    encoder, master = encoder_for("auto", clock), numbers()
+    source, raw = host.chunk(master.tobytes(), host.local), bfloat16(master)
+    about = {"sources": [Piece(source, 0, 2 * len(raw))], "tensor": Tensor("w", "float", 2)}
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw, **about)
+    put(encoder, clock, 0.5 * MARGIN * 10 / len(raw) * EVIDENCE_BYTES - 10)
+    asked = [encoder.derives(400 << 20) for _ in range(30)]
+    assert asked == sorted(asked)
+    assert 10 < asked.index(True) < 25
+
+
 def test_a_put_that_fails_says_nothing_of_the_link(host):
     clock = Ticking(1)
     encoder = encoder_for("auto", clock)

@@ -23,7 +23,8 @@ WRITES_MAX = 3
 # What goes together in one commit, which costs as much for one small file as for all of them.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
-FULL_ATTEMPTS_MAX = 40
+# For room, or for memory that its process has not handed over yet: about ten seconds.
+WAITS_MAX = 40
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -116,15 +117,17 @@ class Settler:
     def _give_up(self, entry: Entry, error: TierfsError) -> bool:
         """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
         state = self._state
-        if isinstance(error, NotHandedOverError):
+        if isinstance(error, NotHandedOverError) and entry.failures < WAITS_MAX:
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
         if not isinstance(error, CapacityError):
-            _logger.warning("the nvme tier failed, so %s goes to the object tier from memory: %s", entry.path, error)
+            _logger.warning(
+                "%s cannot be put into the nvme tier, and goes to the object tier from memory: %s", entry.path, error
+            )
             state.counters["nvme_failures"] += 1
             self._pass_by([entry], error)
             return True
-        if entry.failures < FULL_ATTEMPTS_MAX and self._may_get_room():
+        if entry.failures < WAITS_MAX and self._may_get_room():
             # Full of what is dirty: room comes as that reaches the object tier, which the other threads go on with.
             state.counters["nvme_full_waits"] += 1
             state.fail(entry, error, wait_s=RETRY_S_MIN)

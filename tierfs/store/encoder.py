@@ -118,9 +118,9 @@ class Encoder:
         with self._lock:
             self._put.add(count, self._clock.monotonic() - start)
 
-    def derives(self) -> bool:
-        """Whether it is of use to know what a chunk may be derived from."""
-        return Codec.DERIVE in self.codecs.allowed and self._pays(Codec.DERIVE, 0.0)
+    def derives(self, count: int) -> bool:
+        """Whether it is of use to know what chunks may be derived from, in so many bytes."""
+        return Codec.DERIVE in self.codecs.allowed and self._pays(Codec.DERIVE, 0.0, block_count(count))
 
     def encode(
         self, raw: memoryview, hint: Hint, sources: Sequence[Piece], *, read: ReadRow, fetch: FetchRow
@@ -137,7 +137,7 @@ class Encoder:
         if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
             hint = replace(hint, base=None)  # not to be read for nothing
         encoded = None
-        if sources and self.derives():
+        if sources and self.derives(len(raw)):
             start = self._clock.monotonic()
             encoded = self._derive(raw, sources, read)
             self._took(Codec.DERIVE, len(raw), start)
@@ -305,15 +305,18 @@ class Encoder:
             and self._pays(choice.delta.codec, choice.delta_ratio)
         )
 
-    def _pays(self, codec: Codec, ratio: float) -> bool:
-        """Whether encoding takes less time than it saves in sending, on a thread that does one after the other."""
+    def _pays(self, codec: Codec, ratio: float, blocks: int = 1) -> bool:
+        """Whether encoding takes less time than it saves in sending, on a thread that does one after the other.
+
+        Asked of so many blocks at once.
+        """
         with self._lock:
             encode = self._encode.get(codec)
             if self.codecs.always or encode is None or self._put.count < EVIDENCE_BYTES:
                 return True
             pays = MARGIN * encode.s_per_byte < (1 - ratio) * self._put.s_per_byte
             if not pays:
-                encode.forget()  # it is measured no more, and may have been slow for a while only
+                encode.forget(blocks)  # it is measured no more, and may have been slow for a while only
             return pays
 
     def _base(
@@ -385,10 +388,10 @@ class _Speed:
         self.s_per_byte = 0.0
         self._best = math.inf
 
-    def forget(self) -> None:
+    def forget(self, blocks: int) -> None:
         """See `FORGETTING`."""
-        self._best *= 1 - FORGETTING_BEST
-        self.s_per_byte += (self._best - self.s_per_byte) * FORGETTING
+        self._best *= (1 - FORGETTING_BEST) ** blocks
+        self.s_per_byte += (self._best - self.s_per_byte) * (1 - (1 - FORGETTING) ** blocks)
 
     def add(self, count: int, seconds: float) -> None:
         weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))

@@ -59,7 +59,7 @@ class StorePublisher:
         self._open()
         assert self._lineages is not None
         assert self._encoder is not None
-        plan = self._lineages.plan(draft, read, derives=self._encoder.derives())
+        plan = self._lineages.plan(draft, read, derives=self._encoder.derives(draft.length))
         if plan is None:
             return ()
         with self._lock:
