@@ -7,6 +7,25 @@ import tempfile
 import pytest
 from leftovers import end_flushers
 
+# Files that take minutes, the longest first: two processes that share the files out are done at the same time then.
+LONG = (
+    "test_tier_kills",
+    "test_dcp_kills",
+    "test_tier_load",
+    "test_cloud_faults",
+    "test_broken_answers",
+    "test_clouds",
+    "test_tier_faults",
+    "test_dcp_meshes",
+    "test_dcp_processes",
+    "test_dcp_s3",
+)
+
+
+def pytest_collection_modifyitems(items):
+    places = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
 
 def pytest_configure():
     # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
