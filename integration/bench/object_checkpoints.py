@@ -128,7 +128,8 @@ class Checkpoints:
                     place = f"saves/step_{self._number}" if threads == 0 else f"others/step_{self._number}"
                     url = f"s3://{self._server.bucket}/{place}"
                     if threads == 0:
-                        url = f"{store}/step_{self._number}"
+                        # A directory of its own, so that it is the child of none: those before are taken away below.
+                        url = f"{store}/run_{self._number}/step_1"
                     gc.collect()
                     if threads == 0:
                         save = partial(dcp.save, storage_writer=writer, checkpoint_id=url)
