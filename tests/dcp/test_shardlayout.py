@@ -9,10 +9,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 def packs(*pieces):
     """The names in each run, with the lengths of its chunks."""
-    return [
-        ([pieces[number].name for number in run.pieces], run.lengths)
-        for run in plan_runs([Piece(piece.name, piece.kind, piece.length) for piece in pieces])
-    ]
+    return [([pieces[number].name for number in run.pieces], run.lengths) for run in plan_runs(pieces)]
 
 
 def f32(name, length):
