@@ -178,7 +178,7 @@ def through_fsspec(spec, hook):
 
 def flusher(spec):
     from tierfs import __version__
-    from tierfs.flush import building
+    from tierfs.flush import building, uploading
     from tierfs.flush.service import Service
     from tierfs.local.host import Host
     from tierfs.store.publishing import StorePublisher
@@ -191,6 +191,7 @@ def flusher(spec):
     options = TierOptions(ram=spec["ram"], nvme=spec["nvme"], state_dir=spec["state"])
     budgets = resolve(options, spec["uuid"], host_local=True, process_local=False)
     hook, open_nvme = Hook(spec), building._nvme_tier
+    uploading.AHEAD_BYTES_MIN = 0  # small drafts, too, are uploaded while they are on their way to the nvme tier
 
     def open_and_say(*arguments):
         tier = open_nvme(*arguments)

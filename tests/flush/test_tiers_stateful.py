@@ -114,13 +114,14 @@ class Setup:
     ram: int = 16 << 20
     nvme: int = 0
     passed_by_over: int = 1 << 30
+    ahead_from: int = 1 << 30
     keeps_reads: bool = True
     passes_by: bool = False
 
 
 SETUPS = {
-    "both": Setup(nvme=8 << 20),
-    "both, little": Setup(ram=600 << 10, nvme=12 * (64 << 10), passed_by_over=3 * CHUNK),
+    "both": Setup(nvme=8 << 20, ahead_from=2 * CHUNK),
+    "both, little": Setup(ram=600 << 10, nvme=12 * (64 << 10), passed_by_over=3 * CHUNK, ahead_from=CHUNK),
     "nvme only": Setup(nvme=8 << 20, keeps_reads=False),
     "ram only": Setup(),
     "ram only, little": Setup(ram=600 << 10),

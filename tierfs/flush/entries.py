@@ -32,6 +32,7 @@ class Entry:
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
         hints: What is known of each chunk; ``None`` before that was asked for.
         settled: Whether it has left the slab for the nvme tier, or does not need to.
+        ahead: Whether it was uploaded, or that was tried, before it was settled.
         uploaded: Whether every row is there.
         published: Whether its record stands, and only the local tiers are still to be told.
         busy: Whether a thread is at work on it.
@@ -50,6 +51,7 @@ class Entry:
     rows: list[Row | None] = field(default_factory=list)
     hints: Sequence[Hint] | None = None
     settled: bool = False
+    ahead: bool = False
     uploaded: bool = False
     published: bool = False
     busy: bool = False

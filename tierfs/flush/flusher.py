@@ -9,7 +9,8 @@ the last thing that ever happens; whoever comes next finds in slabs, ``nvme.db``
 4. its record, in closing order and on condition of its base;
 5. its row in ``nvme.db`` removed, or where there is no nvme tier its slots marked clean: level ``object``.
 
-Drafts that follow each other share the commits of steps 1 and 5. The next draft of a path is not published before
+Drafts that follow each other share the commits of steps 1 and 5. Step 3 of a large draft goes on beside step 1 while
+nobody waits for ``local``. The next draft of a path is not published before
 step 5, so a draft whose record stands already is known by its write id alone. Finding drafts is the business of
 `tierfs.flush.finding`, steps 1 and 2 of `tierfs.flush.settling`, 3 to 5 of `tierfs.flush.uploading`; here they are run,
 waited for and reported, on a few threads.
@@ -198,19 +199,32 @@ class Flusher:
                 if not entry.conflict:
                     entry.retry_at = 0.0  # somebody waits for it now
             state.changed.notify_all()
-            while True:
-                waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
-                kept = [entry for entry in state.entries if entry.conflict]
-                for entry in waiting:
-                    self._raise_hopeless(entry, level, kept)
-                if not waiting or is_gone():
-                    return
-                left = None if deadline is None else deadline - state.clock.monotonic()
-                if left is not None and left <= 0:
-                    raise TimeoutError(self._describe(waiting, level))
-                if state.stopping:
-                    raise StoreError("the flusher is ending", transient=True)
-                state.changed.wait(SWEEP_S if left is None else min(left, SWEEP_S))
+            is_local = level <= state.local_level
+            state.local_waits += is_local
+            try:
+                self._wait_for(waiting, level, deadline, is_gone)
+            finally:
+                state.local_waits -= is_local
+                state.changed.notify_all()
+
+    def _wait_for(
+        self, waiting: list[Entry], level: Level, deadline: float | None, is_gone: Callable[[], bool]
+    ) -> None:
+        """See `wait`. The lock is held."""
+        state = self._state
+        while True:
+            waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
+            kept = [entry for entry in state.entries if entry.conflict]
+            for entry in waiting:
+                self._raise_hopeless(entry, level, kept)
+            if not waiting or is_gone():
+                return
+            left = None if deadline is None else deadline - state.clock.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(self._describe(waiting, level))
+            if state.stopping:
+                raise StoreError("the flusher is ending", transient=True)
+            state.changed.wait(SWEEP_S if left is None else min(left, SWEEP_S))
 
     def _raise_hopeless(self, entry: Entry, level: Level, kept: list[Entry]) -> None:
         if entry.conflict and entry.error is not None:

@@ -24,6 +24,9 @@ __all__ = ["FlushState", "NotHandedOverError"]
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
+# How long drafts on their way to the nvme tier, which somebody waits for, keep all from being uploaded: that is over soon,
+# where this takes as long as it takes.
+SETTLING_FIRST_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -41,6 +44,7 @@ class FlushState:
         stopping: Whether the flusher is about to end.
         nudged: Whether there may be something new in a slab, or room for what had to wait.
         settling_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
+        local_waits: How many wait for drafts to be in the nvme tier.
         holders: Files that are being written and have chunks in the nvme tier already.
         counters: What happened, by name.
         local_level: What a draft in the nvme tier has reached.
@@ -68,6 +72,7 @@ class FlushState:
         self.stopping = False
         self.nudged = True
         self.settling_since: float | None = None
+        self.local_waits = 0
         self.holders: set[str] = set()
         self.counters: Counter[str] = Counter()
         usage = nvme.usage() if nvme is not None else None
@@ -84,6 +89,11 @@ class FlushState:
         if publisher is None:
             raise StoreError("the flusher has no way to the object tier yet", transient=True)
         return publisher
+
+    def settles_first(self) -> bool:
+        """Whether nothing is uploaded now, for the sake of what somebody waits for. The lock is held."""
+        since = self.settling_since
+        return since is not None and self.local_waits > 0 and self.clock.monotonic() - since < SETTLING_FIRST_S
 
     def fail(self, entry: Entry, error: TierfsError, wait_s: float | None = None) -> None:
         """Note that an attempt failed, and when the next one is due; by default later each time, and said."""

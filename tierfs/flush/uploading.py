@@ -21,9 +21,8 @@ __all__ = ["UPLOADS_MAX", "Uploader"]
 
 UPLOADS_MAX = 4
 DRAFTS_AT_ONCE_MAX = 4
-# How long drafts on their way to the nvme tier keep others from being uploaded: somebody may be waiting for that, and it
-# is over soon, where this takes as long as it takes.
-SETTLING_FIRST_S = 10.0
+# What is uploaded while it is on its way to the nvme tier: less is there before it would have been worth it.
+AHEAD_BYTES_MIN = 64 << 20
 PACE_S = 1.0
 NO_HINT = Hint()
 RATE_S = 10  # what "now" means for the rate of uploads
@@ -67,37 +66,50 @@ class Uploader:
     def next(self) -> Entry | None:
         """A draft that something can be done for now. The lock is held."""
         state = self._state
-        if state.publisher is None:
+        if state.publisher is None or state.settles_first():
             return None
         now = state.clock.monotonic()
-        if state.settling_since is not None and now - state.settling_since < SETTLING_FIRST_S:
-            return None
         busy = 0
         for entry in state.entries:
             busy += entry.busy
             if busy >= DRAFTS_AT_ONCE_MAX:
                 return None
-            if entry.busy or entry.conflict or entry.published or not entry.settled or now < entry.retry_at:
+            if entry.busy or entry.conflict or entry.published or now < entry.retry_at:
                 continue
-            if not entry.uploaded or state.entries.is_first(entry):
+            if self._may_go_ahead(entry) if not entry.settled else not entry.uploaded or state.entries.is_first(entry):
                 return entry
         return None
 
+    @staticmethod
+    def _may_go_ahead(entry: Entry) -> bool:
+        """Whether a draft's chunks are uploaded before it is in the nvme tier. The lock is held."""
+        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN
+
     def advance(self, entry: Entry) -> None:
-        """Put what is missing of a draft into the object tier, and publish it if it is its turn."""
+        """Put what is missing of a draft into the object tier, and publish it if it is its turn.
+
+        One that is on its way to the nvme tier is tried once: what goes wrong then is not to keep it from there.
+        """
         state = self._state
+        with state.changed:
+            entry.ahead = not entry.settled
         try:
             publisher = state.connected()
             if not entry.uploaded:
                 self._upload(publisher, entry)
             with state.changed:
-                turn = state.entries.is_first(entry)
+                turn = entry.settled and state.entries.is_first(entry)
             if turn:
                 self._publish(publisher, entry)
         except ConflictError as error:
             self._keep(entry, error)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
-            state.fail(entry, state.known(error, entry.path))
+            known = state.known(error, entry.path)
+            if not entry.settled:
+                state.counters["ahead_failures"] += 1
+                _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, known)
+            else:
+                state.fail(entry, known)
         with state.changed:
             entry.busy = False
             state.changed.notify_all()
@@ -131,10 +143,14 @@ class Uploader:
             raise errors[0]
         with self._state.changed:
             entry.uploaded = True
-            entry.clear()
+            if entry.settled:
+                entry.clear()
 
     def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint) -> None:
         state = self._state
+        with state.changed:
+            while state.settles_first() and not state.stopping:
+                state.changed.wait(PACE_S)
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
         if row.stored_length:

@@ -1,0 +1,106 @@
+"""Chunks of large drafts go to the object tier while they are on their way to the nvme tier."""
+
+import threading
+import time
+
+import pytest
+from tiered import MIB, content
+
+from tierfs.flush import state, uploading
+from tierfs.flush.levels import Level
+from tierfs.flush.uploading import Uploader
+from tierfs.local.nvme import NvmeTier
+from tierfs.store import find, load, save, status, wait
+
+SIZE = 3 * MIB
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setattr(uploading, "AHEAD_BYTES_MIN", SIZE)
+
+
+@pytest.fixture
+def commits(monkeypatch):
+    """Commits of drafts to the nvme tier go on only when this is set."""
+    go_on, commit = threading.Event(), NvmeTier.commit
+
+    def wait_and_commit(tier, drafts=(), **options):
+        if drafts:
+            assert go_on.wait(20)
+        return commit(tier, drafts=drafts, **options)
+
+    monkeypatch.setattr(NvmeTier, "commit", wait_and_commit)
+    yield go_on
+    go_on.set()
+
+
+def chunks_of(host):
+    return list(host.objects.list(".tierfs/chunks/"))
+
+
+def until(happens, seconds=10.0):
+    ends = time.monotonic() + seconds
+    while not (found := happens()) and time.monotonic() < ends:
+        time.sleep(0.02)
+    return bool(found)
+
+
+def test_chunks_are_uploaded_before_the_nvme_tier_has_them_and_the_record_is_not(host, small, commits):
+    data = content(SIZE)
+    save(host.store, "a", data)
+    assert until(lambda: chunks_of(host))
+    assert status(host.store)["queue_files"] == 1
+    assert find(host.plain(), "") == []
+    commits.set()
+    wait(host.store, "a", Level.OBJECT, 20)
+    assert load(host.plain(), "a") == data
+    assert status(host.store)["counters"]["flusher_uploaded_bytes"] == SIZE
+
+
+def test_a_smaller_draft_is_uploaded_when_it_is_there(host, small, commits):
+    save(host.store, "a", content(SIZE - 1))
+    assert not until(lambda: chunks_of(host), seconds=0.5)
+    commits.set()
+    wait(host.store, "a", Level.OBJECT, 20)
+    assert len(chunks_of(host)) == 1
+
+
+@pytest.mark.parametrize("patience", [60, 0])
+def test_nothing_is_uploaded_for_a_while_where_somebody_waits_for_local(host, small, commits, monkeypatch, patience):
+    monkeypatch.setattr(state, "SETTLING_FIRST_S", patience)
+    with monkeypatch.context() as held:
+        held.setattr(Uploader, "next", lambda _: None)
+        save(host.store, "a", content(SIZE))
+        waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
+        waiting.start()
+        time.sleep(0.5)
+    try:
+        assert until(lambda: chunks_of(host), seconds=3 if patience == 0 else 1.5) == (patience == 0)
+    finally:
+        commits.set()
+        waiting.join()
+    wait(host.store, "a", Level.OBJECT, 20)
+    assert len(chunks_of(host)) == 1
+
+
+def test_an_object_tier_that_is_away_keeps_nothing_from_the_nvme_tier(host, small):
+    data = content(SIZE)
+    with host.held():
+        save(host.store, "a", data)
+        wait(host.store, "a", Level.LOCAL, 10)
+        report = status(host.store)
+        assert report["tiers"]["nvme"]["drafts"] == 1
+    wait(host.store, "a", Level.OBJECT, 40)
+    assert load(host.plain(), "a") == data
+
+
+def test_what_fails_ahead_is_tried_again_and_is_no_failure_of_the_draft(host, small, commits):
+    with host.held():
+        save(host.store, "a", content(SIZE))
+        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_failures"))
+        report = status(host.store)
+        assert (report["failing_files"], report["counters"].get("flusher_failures", 0)) == (0, 0)
+    commits.set()
+    wait(host.store, "a", Level.OBJECT, 20)
+    assert status(host.store)["counters"]["flusher_ahead_failures"] == 1
