@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tierfs"
 
 ABOVE_NOTHING = {"errors"}
-GROUND = ABOVE_NOTHING | {"digest", "clock", "units", "forks"}
+GROUND = ABOVE_NOTHING | {"digest", "buffers", "processors", "clock", "units", "forks"}
 PURE = {"format", "codec"}
 BACKENDS = {"objects", "local", "device"}
 FACES = {"fs", "dcp", "mount", "cli"}
@@ -17,6 +17,8 @@ FACES = {"fs", "dcp", "mount", "cli"}
 ALLOWED = {
     "errors": set(),
     "digest": {"errors"},
+    "buffers": {"errors", "digest"},
+    "processors": set(),
     "clock": {"errors"},
     "units": {"errors"},
     "forks": set(),

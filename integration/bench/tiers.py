@@ -35,7 +35,7 @@ from tierfs.clock import SystemClock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.local.host import Host
 from tierfs.local.nvme import NvmeTier
-from tierfs.store.processors import processors
+from tierfs.processors import processors
 
 PIECE = 16 << 20
 SEED = 1

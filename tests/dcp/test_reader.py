@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfs
+from tierfs.buffers import buffers
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, items
 from tierfs.dcp.tensorbytes import bytes_of, tensor_in
 from tierfs.dcp.torchnames import DTYPES
@@ -205,7 +206,7 @@ def test_what_lies_in_order_in_memory_is_read_there_without_a_buffer(made, check
     def refuse():
         raise AssertionError("a buffer was taken")
 
-    monkeypatch.setattr(items.transfers(), "take_buffer", refuse)
+    monkeypatch.setattr(buffers(), "take", refuse)
     wanted = {("w", (0, 0)): torch.zeros(5000, 1000), ("w", (1000, 0)): torch.zeros(3000, 1000)}
     read_boxes(checkpoint, wanted)
     assert same(wanted["w", (0, 0)], tensor)

@@ -88,13 +88,12 @@ SEED = os.environ.get("TIERFS_STATEFUL_SEED")
 INLINE = 256
 
 CUT_IN_CHUNKS = (
-    "flush.uploading",
+    "buffers",
     "flush.slabwriter",
     "local.growth",
     "local.supply",
     "store.cuts",
     "store.save",
-    "store.transfers",
 )
 PATHS = ("a", "b", "d/a", "d/b", "d/e/a")
 LEVELS = (Level.STAGED, Level.LOCAL, Level.OBJECT)

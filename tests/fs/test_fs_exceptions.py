@@ -12,10 +12,10 @@ import threading
 import fsspec
 import pytest
 
+from tierfs.buffers import Buffers
 from tierfs.errors import CapacityError, ReadOnlyError, StoreError
 from tierfs.objects import WrappedObjects
 from tierfs.store import Writer
-from tierfs.store.transfers import Transfers
 from tierfs.testing import Fault, FaultyObjects
 
 CHUNK = 16 << 20
@@ -321,7 +321,7 @@ def test_an_interrupted_write_cannot_be_published(place, monkeypatch, random_byt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Transfers, "take_buffer", interrupt)
+        patch.setattr(Buffers, "take", interrupt)
         with pytest.raises(KeyboardInterrupt):
             file.write(random_bytes(CHUNK, 4))
     with pytest.raises(StoreError, match="interrupted"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import itertools
 import threading
 import weakref
@@ -57,6 +58,7 @@ class Cloud:
         heeds_ranges: Otherwise the whole object comes.
         heeds_pins: Otherwise the current version comes.
         piece_bytes: How much of an answer comes at a time.
+        reads_into: Whether the client fills buffers.
         breaks_off_after: How many bytes of an answer come at most.
         before_fetch: Called before each.
     """
@@ -66,6 +68,7 @@ class Cloud:
     heeds_ranges: bool = True
     heeds_pins: bool = True
     piece_bytes: int = 1000
+    reads_into: bool = False
     breaks_off_after: int | None = None
     before_fetch: Callable[[], None] = lambda: None
     has_bucket: bool = True
@@ -133,14 +136,15 @@ class Client:
             raise AnswerError(416)
         cloud.open_answers += 1
         try:
-            yield Content(info, start, self._pieces(content[start:end]))
+            body = io.BytesIO(content[start:end][: cloud.breaks_off_after])
+            read_into = lambda out: body.readinto(out[: cloud.piece_bytes])  # noqa: E731
+            yield Content(info, start, self._pieces(body), read_into if cloud.reads_into else None)
         finally:
             cloud.open_answers -= 1
 
-    async def _pieces(self, content: bytes) -> AsyncIterator[bytes]:
-        content = content[: self.cloud.breaks_off_after]
-        for at in range(0, len(content), self.cloud.piece_bytes):
-            yield content[at : at + self.cloud.piece_bytes]
+    async def _pieces(self, body: io.BytesIO) -> AsyncIterator[bytes]:
+        while piece := body.read(self.cloud.piece_bytes):
+            yield piece
 
     async def head(self, key: str) -> ObjectInfo:
         return self.cloud.at(key)[1]
@@ -175,9 +179,9 @@ class Client:
             del self.cloud.objects[key]
 
 
-@pytest.fixture
-def cloud() -> Cloud:
-    return Cloud()
+@pytest.fixture(params=["pieces", "reads-into"])
+def cloud(request: pytest.FixtureRequest) -> Cloud:
+    return Cloud(reads_into=request.param == "reads-into")
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+from random import Random
 from typing import Any
 
 import pytest
+import urllib3
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
 from tierfs.objects.direct import Direct
@@ -72,6 +74,33 @@ def test_bytes_are_taken_from_where_the_answer_says_it_begins(content, span) -> 
     out = memoryview(bytearray(3))
     assert _objects(_part(content, span)).get("a", [(2, out)]).size == 10
     assert out == b"234"
+
+
+@pytest.mark.parametrize("come", [300_000, 299_999, 100_000, 0])
+def test_bytes_go_from_the_connection_to_where_they_belong(come: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = Random(come).randbytes(300_000)
+    body = urllib3.HTTPResponse(io.BytesIO(content[:come]), preload_content=False)
+    monkeypatch.setattr(body, "read", lambda *_: pytest.fail("memory of its own was filled"))
+    objects = _objects({**_part(content, "0-299999/300000"), "Body": body})
+    first, last = memoryview(bytearray(100_000)), memoryview(bytearray(180_000))
+    if come < 300_000:
+        with pytest.raises(StoreError, match="broke off") as caught:
+            objects.get("a", [(120_000, last), (0, first)])
+        assert caught.value.transient
+        return
+    objects.get("a", [(120_000, last), (0, first)])
+    assert (first, last) == (content[:100_000], content[120_000:])
+
+
+def test_a_connection_that_ends_while_bytes_are_read_is_to_be_used_again_by_nobody() -> None:
+    class Broken(io.BytesIO):
+        def readinto(self, out: memoryview) -> int:  # type: ignore[override]
+            raise ConnectionResetError(104, "reset")
+
+    body = urllib3.HTTPResponse(Broken(), preload_content=False)
+    with pytest.raises(StoreError) as caught:
+        _objects({**_part(b"0123456789", "0-9/10"), "Body": body}).get("a", [(0, memoryview(bytearray(10)))])
+    assert caught.value.transient
 
 
 def test_an_answer_that_begins_later_is_refused() -> None:

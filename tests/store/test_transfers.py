@@ -1,6 +1,5 @@
 """What moves chunks has bounds, and never waits for itself."""
 
-import gc
 import threading
 
 import pytest
@@ -59,24 +58,3 @@ def test_every_task_ends_before_the_first_error_is_raised():
     with pytest.raises(ValueError, match="first"):
         transfers.map(task, range(20))
     assert sorted(done) == list(range(1, 20))
-
-
-def test_garbage_that_gives_a_buffer_back_may_be_collected_at_any_time():
-    transfers = Transfers(workers=2)
-
-    class Held:
-        def __init__(self):
-            self.cycle = self
-
-        def __del__(self):
-            transfers.give_buffer(bytearray(1))
-
-    class Collecting(list):
-        def pop(self):
-            Held()
-            gc.collect()
-            return super().pop()
-
-    transfers._free = Collecting([bytearray(1)])
-    assert transfers.take_buffer() == bytearray(1)
-    assert transfers._free

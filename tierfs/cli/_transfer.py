@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
+from tierfs.buffers import buffers
 from tierfs.cli._local import replacing
+from tierfs.digest import CHUNK_BYTES
 from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
-from tierfs.store.transfers import transfers
 
 __all__ = [
     "LocalSource",
@@ -46,7 +47,7 @@ class Source(Protocol):
 class RawInput(Protocol):
     """What a binary file offers that is read."""
 
-    def readinto(self, buffer: bytearray, /) -> int | None:
+    def readinto(self, buffer: memoryview, /) -> int | None:
         """Fill the buffer from its start, and say how far; 0 at the end."""
 
 
@@ -190,9 +191,6 @@ def _write_all(stream: BinaryIO, piece: memoryview) -> None:
 
 
 def _read_file(file: RawInput) -> Iterator[memoryview]:
-    buffer = transfers().take_buffer()
-    try:
+    with buffers().lend(CHUNK_BYTES) as buffer:
         while count := file.readinto(buffer):
-            yield memoryview(buffer)[:count]
-    finally:
-        transfers().give_buffer(buffer)
+            yield buffer[:count]

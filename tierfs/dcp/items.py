@@ -6,6 +6,7 @@ What lies in order in the destination's memory is read straight there. The rest 
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,13 +14,13 @@ from typing import Any
 
 import torch
 
+from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of, grouped
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import writable_bytes
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError
-from tierfs.store.transfers import BUFFERS_MAX, transfers
 
 __all__ = ["ItemReader", "Saved", "put_in"]
 
@@ -27,10 +28,8 @@ STRAIGHT_BYTES_MIN = 1 << 20
 """A part of this length is worth a read of its own; below, what it shares blocks with is read along and copied."""
 WAVE_BYTES_MAX = 1 << 30
 """Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
-BUFFERS_BYTES_MAX = BUFFERS_MAX * CHUNK_BYTES
-"""What `transfers` keeps, so that no load but the first takes new memory."""
-POOLED_BYTES_MIN = 1 << 20
-"""From here on a buffer of the pool, which is warm, is better than new memory."""
+BUFFERS_BYTES_MAX = KEPT_MAX * CHUNK_BYTES
+"""What `buffers` keeps, so that no load but the first takes new memory."""
 DENSE_BYTES_MAX = 1 << 62
 NAMES_MAX = 3
 
@@ -174,17 +173,14 @@ class ItemReader:
     def _read_groups(self, groups: list[list[_Part]]) -> None:
         ranges: list[FileRange] = []
         buffered: list[tuple[list[_Part], memoryview]] = []
-        lent = []
-        try:
+        with contextlib.ExitStack() as lent:
             for group in groups:
                 first = group[0]
                 if len(group) == 1 and first.straight is not None:
                     out = first.straight
                 else:
                     length = max(part.at + part.length for part in group) - first.at
-                    if length >= POOLED_BYTES_MIN:
-                        lent.append(transfers().take_buffer())
-                    out = memoryview(lent[-1] if length >= POOLED_BYTES_MIN else bytearray(length))[:length]
+                    out = lent.enter_context(buffers().lend(length))
                     buffered.append((group, out))
                 ranges.append(FileRange(first.file, first.at, out, _label(group)))
             self._files.read(ranges)
@@ -192,9 +188,6 @@ class ItemReader:
                 for part in group:
                     start = part.at - group[0].at
                     part.put(out[start : start + part.length])
-        finally:
-            for buffer in lent:
-                transfers().give_buffer(buffer)
 
 
 def put_in(target: Any, source: Any) -> None:

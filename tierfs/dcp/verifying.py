@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tierfs.buffers import buffers
 from tierfs.codec.safetensors import Entry, read_table
 from tierfs.dcp.address import inside
 from tierfs.dcp.boxes import Box, BoxReader
@@ -180,14 +181,12 @@ def _read(
 
     def check(piece: tuple[int, int]) -> None:
         at, count = piece
-        buffer = transfers().take_buffer()
         try:
-            file.reader.read_into(at, memoryview(buffer)[:count])
+            with buffers().lend(count) as out:
+                file.reader.read_into(at, out)
         except (CorruptionError, ConflictError, FormatError) as error:
             with lock:
                 found.append((at, count, error))
-        finally:
-            transfers().give_buffer(buffer)
         with lock:
             report.length += count
         if progress is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -54,14 +54,25 @@ class ChunkBuffer:
         self.filled += count
         return count
 
-    def fill(self, data: memoryview) -> None:
-        """Copy all that the chunk will hold, and hash each block while it is in the processor's cache: once for memory."""
+    def fill(self, data: memoryview, digests: Sequence[bytes] = ()) -> None:
+        """Copy all that the chunk will hold.
+
+        Each block is hashed while it is in the processor's cache, once for memory; unless it is known what comes of that.
+
+        Args:
+            data: What it holds.
+            digests: Of its blocks. If they are not, the chunk is damaged, and will be found to be when it is read.
+        """
         source = np.frombuffer(data, dtype=np.uint8)
         self._fault("before chunk.copy")
-        for at in range(0, len(data), BLOCK_BYTES):
-            block = source[at : at + BLOCK_BYTES]
-            np.copyto(self._target[at : at + len(block)], block)
-            self._digests.append(digest.hash_bytes(self._kind, self.view[at : at + len(block)]))
+        if digests:
+            np.copyto(self._target[: len(data)], source)
+            self._digests = list(digests)
+        else:
+            for at in range(0, len(data), BLOCK_BYTES):
+                block = source[at : at + BLOCK_BYTES]
+                np.copyto(self._target[at : at + len(block)], block)
+                self._digests.append(digest.hash_bytes(self._kind, self.view[at : at + len(block)]))
         self._fault("after chunk.copy")
         self.filled = len(data)
 

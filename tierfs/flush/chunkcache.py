@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.caller import Caller
@@ -16,6 +17,7 @@ from tierfs.flush.singleflight import SingleFlight
 from tierfs.flush.slabwriter import NAMES_MAX, SlabWriter
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
+from tierfs.processors import processors
 
 __all__ = ["ChunkCache"]
 
@@ -81,7 +83,7 @@ class ChunkCache:
         raw_length: int,
         start: int,
         out: memoryview,
-        fetch: Callable[[int, memoryview], None],
+        fetch: Callable[[int, memoryview], Sequence[bytes]],
         *,
         flight: bytes | None = None,
         exact: bool = False,
@@ -96,8 +98,8 @@ class ChunkCache:
             raw_length: See there.
             start: See there.
             out: See there.
-            fetch: Fills a buffer with the chunk's bytes from an offset on, verified, from the object tier. What it
-                raises is passed on. It may read through others, as long as those never lead back to this ``flight``.
+            fetch: Fills a buffer with the chunk's bytes from an offset on, verified, from the object tier, and returns the
+                digests of the blocks that it touched, or nothing where there are none. What it raises is passed on. It may read through others, as long as those never lead back to this ``flight``.
             flight: Names what is fetched, for those who want it at once; ``name`` by default.
             exact: Fetch a chunk whole only if next to all of it is wanted.
         """
@@ -111,29 +113,32 @@ class ChunkCache:
             # Somebody may have fetched it since the first look, whether or not that had to be waited for.
             if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, start, out) is not None:
                 return
-            whole = out if len(out) == raw_length else memoryview(bytearray(raw_length))
-            fetch(0, whole)
-            if whole is not out:
+            if len(out) == raw_length:
+                self.insert(name, out, fetch(0, out))
+                return
+            with buffers().lend(raw_length) as whole:
+                digests = fetch(0, whole)
                 out[:] = whole[start : start + len(out)]
-            self.insert(name, whole)
+                self.insert(name, whole, digests)
 
-    def insert(self, name: bytes, data: memoryview) -> Slot | None:
-        """Keep a clean copy of a chunk in the ram tier, if there is room without waiting.
+    def insert(self, name: bytes, data: memoryview, digests: Sequence[bytes] = ()) -> Slot | None:
+        """Keep a clean copy of a chunk in the ram tier, if there is room without waiting. See `ChunkBuffer.fill`.
 
         Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
         """
-        try:
-            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self._shares_reads)
-        except TierfsError:
-            self._counters["ram_insert_refused"] += 1
-            return None
-        chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
-        try:
-            chunk.fill(data)
-            slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
-        except BaseException:
-            self._writer.drop(slot)
-            raise
+        with processors().turn():
+            try:
+                slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self._shares_reads)
+            except TierfsError:
+                self._counters["ram_insert_refused"] += 1
+                return None
+            chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
+            try:
+                chunk.fill(data, digests)
+                slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
+            except BaseException:
+                self._writer.drop(slot)
+                raise
         if self._has_nvme and self._flusher.is_running():
             self._keeper.add(slot)
         return slot

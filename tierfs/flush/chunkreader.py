@@ -10,6 +10,7 @@ import logging
 
 import numpy as np
 
+from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.flush.caller import Caller
@@ -99,17 +100,23 @@ class ChunkReader:
     def _read_nvme(self, name: bytes, raw_length: int, start: int, out: memoryview) -> bool:
         targets = BlockTargets(raw_length, start, out)
         first, end = targets.blocks.start * BLOCK_BYTES, min(targets.blocks.stop * BLOCK_BYTES, raw_length)
-        whole = first == start and end == start + len(out)
-        buffer = out if whole else memoryview(bytearray(end - first))
-        meta = self._nvme.read(name, first, buffer)
+        if first == start and end == start + len(out):
+            return self._read_nvme_blocks(name, raw_length, targets.blocks, out)
+        with buffers().lend(end - first) as whole:
+            found = self._read_nvme_blocks(name, raw_length, targets.blocks, whole)
+            if found:
+                out[:] = whole[start - first : start - first + len(out)]
+        return found
+
+    def _read_nvme_blocks(self, name: bytes, raw_length: int, blocks: range, out: memoryview) -> bool:
+        first = blocks.start * BLOCK_BYTES
+        meta = self._nvme.read(name, first, out)
         if meta is None:
             return False
         envelope = envelope_of(name, raw_length, meta, "nvme")
-        for index in targets.blocks:
+        for index in blocks:
             begin = index * BLOCK_BYTES - first
-            check_block(envelope, index, buffer[begin : begin + BLOCK_BYTES], "nvme")
-        if not whole:
-            out[:] = buffer[start - first : start - first + len(out)]
+            check_block(envelope, index, out[begin : begin + BLOCK_BYTES], "nvme")
         return True
 
     def _quarantine(self, tier: str, name: bytes, raw_length: int, error: Exception) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.flush.entries import Entry
@@ -307,16 +308,16 @@ class Settler:
 
 def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool:
     """Whether a chunk's bytes have the digests that its meta says; true if it is not there any more."""
-    raw = memoryview(bytearray(raw_length))
-    if not nvme.read_into(name, 0, raw):
+    with buffers().lend(raw_length) as raw:
+        if not nvme.read_into(name, 0, raw):
+            return True
+        try:
+            envelope = envelope_of(name, raw_length, meta, "nvme")
+            for index in range(len(envelope.blocks)):
+                check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
+        except (CorruptionError, FormatError):
+            return False
         return True
-    try:
-        envelope = envelope_of(name, raw_length, meta, "nvme")
-        for index in range(len(envelope.blocks)):
-            check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
-    except (CorruptionError, FormatError):
-        return False
-    return True
 
 
 def _raise_first(tasks: Sequence[Future[None]]) -> None:

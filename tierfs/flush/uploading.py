@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tierfs.digest import CHUNK_BYTES
+from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.flush.entries import Entry
@@ -50,7 +50,6 @@ class Uploader:
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
         self._published: list[Entry] = []  # whose rows are still there
-        self._buffers: list[bytearray] = []
         self._uploaded: Counter[int] = Counter()  # bytes, by the second in which they arrived, of the last RATE_S
 
     def stop(self) -> None:
@@ -160,9 +159,7 @@ class Uploader:
         name = local_name(entry.draft.record.digest_kind, row.name.digest)
         reference = entry.draft.slots[index]
         seen = reference is not None and state.chunk(reference) is not None
-        buffer = self._take_buffer()
-        try:
-            raw = memoryview(buffer)[: row.raw_length]
+        with buffers().lend(row.raw_length) as raw:
             for read in self._sources(name, reference if entry.slot is not None else None):
                 if not read(0, raw):
                     continue
@@ -175,8 +172,6 @@ class Uploader:
                     return
                 state.counters["bad_local_copies"] += 1
                 _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
-        finally:
-            self._give_buffer(buffer)
         try:
             entry.rows[index] = publisher.find_chunk(row)
         except CorruptionError as error:
@@ -215,9 +210,7 @@ class Uploader:
     def put(self, chunk: Slot) -> None:
         """Put a slot's chunk into the object tier, ahead of any record that names it."""
         publisher = self._state.connected()
-        buffer = self._take_buffer()
-        try:
-            raw = memoryview(buffer)[: chunk.length]
+        with buffers().lend(chunk.length) as raw:
             chunk.segment.read(chunk, 0, raw)
             self._state.fault("before upload.chunk")
             stored = publisher.put_chunk(raw, NO_HINT, (), read=lambda *_: False, pace=self._pace)
@@ -225,8 +218,6 @@ class Uploader:
             if stored.name.digest != chunk.name[1:]:
                 raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
             self._count(chunk.length)
-        finally:
-            self._give_buffer(buffer)
 
     def rate(self) -> float:
         """Bytes of chunks per second that went to the object tier lately. The lock is held."""
@@ -251,14 +242,6 @@ class Uploader:
             self._paced_until = start + count / self._bandwidth
         while not state.stopping and (left := start - state.clock.monotonic()) > 0:
             state.clock.sleep(min(left, PACE_S))
-
-    def _take_buffer(self) -> bytearray:
-        with self._state.changed:
-            return self._buffers.pop() if self._buffers else bytearray(CHUNK_BYTES)
-
-    def _give_buffer(self, buffer: bytearray) -> None:
-        with self._state.changed:
-            self._buffers.append(buffer)
 
     # -- records -------------------------------------------------------------------------------------------------------
 

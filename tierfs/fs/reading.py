@@ -13,10 +13,10 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fsspec.utils import isfilelike
 
 from tierfs import store as verbs
+from tierfs.buffers import buffers
 from tierfs.errors import TierfsError
 from tierfs.fs.looking import Looking
 from tierfs.fs.threads import run_in_thread
-from tierfs.store.transfers import transfers
 
 __all__ = ["Reading"]
 
@@ -120,14 +120,11 @@ class Reading(Looking):
 
     def _download(self, reader: Any, file: Any, callback: Any) -> None:
         callback.set_size(reader.length)
-        buffer = transfers().take_buffer()
-        try:
+        with buffers().lend(COPY_BYTES) as buffer:
             for offset in range(0, reader.length, COPY_BYTES):
-                piece = memoryview(buffer)[: min(COPY_BYTES, reader.length - offset)]
+                piece = buffer[: min(COPY_BYTES, reader.length - offset)]
                 reader.read_into(offset, piece)
                 file.write(piece)
                 callback.relative_update(len(piece))
             if hasattr(file, "flush"):
                 file.flush()
-        finally:
-            transfers().give_buffer(buffer)

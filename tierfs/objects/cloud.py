@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tierfs.digest import Buffer
@@ -52,11 +52,14 @@ class Content(NamedTuple):
         info: The whole object.
         start: Where in it the bytes begin.
         pieces: The bytes, as they come.
+        read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end. Where the
+            client can: instead of ``pieces``, and without a copy.
     """
 
     info: ObjectInfo
     start: int
     pieces: AsyncIterator[bytes]
+    read_into: Callable[[memoryview], int] | None = None
 
 
 class CloudClient(Protocol):
@@ -114,6 +117,26 @@ class _Span:
             first, last = max(offset, at), min(offset + len(out), end)
             if first < last:
                 out[first - offset : last - offset] = view[first - at : last - at]
+
+    def is_disjoint(self) -> bool:
+        """Whether no byte goes to two places."""
+        return all(offset + len(out) <= later for (offset, out), (later, _) in pairwise(self.parts))
+
+    def fill(self, at: int, read_into: Callable[[memoryview], int]) -> int:
+        """Have what comes from ``at`` on written into the parts, which are disjoint. Returns where it ended, early or not."""
+        unwanted = memoryview(b"")
+        for offset, out in self.parts:
+            while at < offset:
+                unwanted = unwanted or memoryview(bytearray(GAP_BYTES_MAX))
+                if not (count := read_into(unwanted[: offset - at])):
+                    return at
+                at += count
+            end = offset + len(out)
+            while at < end:
+                if not (count := read_into(out[at - offset :])):
+                    return at
+                at += count
+        return at
 
 
 class CloudObjects:
@@ -206,9 +229,12 @@ class CloudObjects:
                 raise StoreError(
                     f"{key}: the answer begins at byte {at}, behind byte {span.start} that was asked for", path=key
                 )
-            async for piece in content.pieces:
-                span.take(at, piece)
-                at += len(piece)
+            if content.read_into is not None and span.is_disjoint():
+                at = span.fill(at, content.read_into)
+            else:
+                async for piece in content.pieces:
+                    span.take(at, piece)
+                    at += len(piece)
         if at < span.end:
             raise StoreError(f"{key}: the answer broke off at byte {at} of {span.end}", transient=True, path=key)
         return content.info
@@ -217,7 +243,7 @@ class CloudObjects:
         """See `ObjectTier.read`."""
 
         async def fetch(client: CloudClient) -> tuple[bytes, ObjectInfo]:
-            async with client.fetch(key, 0, None, None) as (info, _, pieces):
+            async with client.fetch(key, 0, None, None) as (info, _, pieces, _):
                 if info.size > limit:
                     raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
                 content = b"".join([piece async for piece in pieces])

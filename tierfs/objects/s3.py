@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
+from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -171,7 +172,9 @@ class _S3Client:
             span = answer["ContentRange"] if is_part else f"bytes 0-/{answer['ContentLength']}"
             sent, _, size = str(span).partition("/")
             begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
-            yield Content(_info(key, int(size), answer), begins, _pieces(body))
+            # Without what it takes, bytes come in pieces, right as well.
+            read_into = partial(_read_into, body) if hasattr(body, "_error_catcher") else None
+            yield Content(_info(key, int(size), answer), begins, _pieces(body), read_into)
 
     async def head(self, key: str) -> ObjectInfo:
         answer = self._call("head_object", key)
@@ -239,6 +242,13 @@ class _Body:
         """Back to the beginning, to be sent again where the bucket is in another region."""
         assert to == 0
         self._next = self._at = 0
+
+
+def _read_into(body: Any, out: memoryview) -> int:
+    """What `urllib3.HTTPResponse.readinto` promises, which fills memory of its own, and copies that holding the GIL."""
+    with body._error_catcher():
+        count: int = body._fp.readinto(out)
+    return count
 
 
 async def _pieces(body: StreamingBody) -> AsyncIterator[bytes]:

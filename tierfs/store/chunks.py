@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from tierfs import digest
+from tierfs.buffers import buffers
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
 from tierfs.flush.publisher import ReadRow
@@ -108,7 +109,8 @@ def _read_back(store: Store, row: Row) -> Row:
     """A chunk object with all its bytes right; `DAMAGED`, reported, if they are not."""
     where = store.where(keys.chunk_key(row.name))
     try:
-        fetch_object(store, row, 0, memoryview(bytearray(row.raw_length)), where)
+        with buffers().lend(row.raw_length) as out:
+            fetch_object(store, row, 0, out, where)
     except CorruptionError as error:
         _logger.warning("a chunk was stored wrong, the bytes are stored again beside it: %s", error)
         return DAMAGED
@@ -127,7 +129,11 @@ def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> R
     Raises:
         StoreError: It is gone, and with it the only copy: the caller has to write the file again.
     """
-    raw = memoryview(bytearray(row.raw_length))
+    with buffers().lend(row.raw_length) as raw:
+        return _rescue(store, row, where, read, raw)
+
+
+def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memoryview) -> Row:
     term = store.presence.ensure()
     try:
         if not any(store.presence.is_unusable(name) for name in (row.name, *row.bases)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tierfs.buffers import buffers
 from tierfs.errors import AlreadyExistsError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
@@ -127,11 +128,11 @@ def _copy_bytes(source: Store, entry: Entry, target: Store, target_path: str) ->
     reader = open_entry(source, entry)
     writer = Writer(target, target_path)
     try:
-        buffer = memoryview(bytearray(min(COPY_BYTES, reader.length)))
-        for offset in range(0, reader.length, COPY_BYTES):
-            piece = buffer[: min(COPY_BYTES, reader.length - offset)]
-            reader.read_into(offset, piece)
-            writer.write(piece)
+        with buffers().lend(min(COPY_BYTES, reader.length)) as buffer:
+            for offset in range(0, reader.length, COPY_BYTES):
+                piece = buffer[: min(COPY_BYTES, reader.length - offset)]
+                reader.read_into(offset, piece)
+                writer.write(piece)
     except BaseException:
         writer.abort()
         raise

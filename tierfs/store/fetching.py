@@ -5,10 +5,12 @@ FORMAT.md, "Reading a file" and "Chunk envelope".
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from tierfs import digest
+from tierfs.buffers import buffers
 from tierfs.codec import Codec, decode_block
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
@@ -18,7 +20,7 @@ from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, en
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.format.ranges import BlockTargets
-from tierfs.store.processors import processors
+from tierfs.processors import processors
 from tierfs.store.store import Store
 
 __all__ = ["DAMAGED", "GENERATIONS_MAX", "are_there", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
@@ -59,8 +61,8 @@ def _fetch_cached(
         return
     name = local_name(store.descriptor.digest_kind, row.name.digest)
 
-    def fetch_from(offset: int, target: memoryview) -> None:
-        _fetch_verified(store, row, offset, target, where, depth)
+    def fetch_from(offset: int, target: memoryview) -> Sequence[bytes]:
+        return _fetch_verified(store, row, offset, target, where, depth)
 
     # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
@@ -141,26 +143,26 @@ def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
     return True
 
 
-def _fetch_verified(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> None:
+def _fetch_verified(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> Sequence[bytes]:
     if not row.stored_length:
         row = find_chunk(store, row, where)  # of a draft that was opened before it was published
     try:
-        _fetch(store, row, start, out, where, depth)
+        return _fetch(store, row, start, out, where, depth)
     except CorruptionError as error:
         _logger.warning("reading a chunk again after a mismatch: %s", error)
         try:
-            _fetch(store, row, start, out, where, depth)
+            return _fetch(store, row, start, out, where, depth)
         except CorruptionError:
             # The next save of these bytes stores them anew beside the damaged object.
             store.presence.distrust(row.name)
             raise
 
 
-def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> None:
+def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> Sequence[bytes]:
     key = keys.chunk_key(row.name)
     place = f"{where}: chunk {key} in the object tier"
     try:
-        fetch_object(store, row, start, out, place, depth=depth)
+        return fetch_object(store, row, start, out, place, depth=depth)
     except NotFoundError:
         raise CorruptionError(
             f"{place} is missing: restore it from another copy of the store, or delete the file; `tierfs verify` lists "
@@ -175,7 +177,7 @@ def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str, dept
         raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
 
 
-def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str, *, depth: int = 0) -> None:
+def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str, *, depth: int = 0) -> Sequence[bytes]:
     """The same from the object tier, tried once.
 
     Args:
@@ -186,9 +188,21 @@ def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str
         place: How to call the object in an error.
         depth: How many chunks are encoded against it, one against the other, on the way here.
 
+    Returns:
+        The digests of the blocks that were touched.
+
     Raises:
         NotFoundError: It is not there. Otherwise as `fetch`.
     """
+    with contextlib.ExitStack() as lent:
+        return _fetch_object(
+            store, row, start, out, place, depth, lambda length: lent.enter_context(buffers().lend(length))
+        )
+
+
+def _fetch_object(
+    store: Store, row: Row, start: int, out: memoryview, place: str, depth: int, lend: Callable[[int], memoryview]
+) -> Sequence[bytes]:
     kind = store.descriptor.digest_kind
     key = keys.chunk_key(row.name)
     standalone = row.name.recipe == NO_RECIPE
@@ -204,17 +218,17 @@ def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str
     else:
         # Most of it is fetched together with its head: a request costs more than the rest.
         whole = 2 * len(targets.blocks) > block_count(row.raw_length)
-        stored = memoryview(bytearray(row.stored_length if whole else min(row.stored_length, ENVELOPE_BYTES_MAX)))
+        stored = lend(row.stored_length if whole else min(row.stored_length, ENVELOPE_BYTES_MAX))
         info = store.objects.get(key, [(0, stored)])
         envelope = _check(stored, row, info.size, place)
         sizes = [block.encoded_length for block in envelope.blocks]
         at = envelope.header_length + sum(sizes[: targets.blocks.start])
         end = at + sum(sizes[index] for index in targets.blocks)
         if end > len(stored):
-            stored = memoryview(bytearray(end - at))
+            stored = lend(end - at)
             store.objects.get(key, [(at, stored)], version=info.version)
             at = 0
-        bases = _Bases(store, envelope, targets.blocks, place, depth)
+        bases = _Bases(store, envelope, targets.blocks, place, depth, lend)
         for index in targets.blocks:
             encoded[index] = (stored[at : at + sizes[index]], bases.of(index))
             at += sizes[index]
@@ -229,13 +243,15 @@ def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str
                 f"{place} is damaged: block {index} does not have its digest", path=place, tier="object"
             )
 
-    # What is stored as it is takes less time than another thread takes to begin.
-    if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
-        processors().share_out(settle, targets.blocks)
-    else:
-        for index in targets.blocks:
-            settle(index)
-    targets.finish()
+    with processors().turn():
+        # What is stored as it is takes less time than another thread takes to begin.
+        if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
+            processors().share_out(settle, targets.blocks)
+        else:
+            for index in targets.blocks:
+                settle(index)
+        targets.finish()
+    return [envelope.blocks[index].digest for index in targets.blocks]
 
 
 def read_envelope(store: Store, row: Row, where: str) -> Envelope:
@@ -264,13 +280,23 @@ class _Bases:
         blocks: Which ones will be decoded.
         place: How to call the chunk in an error.
         depth: See `fetch_object`.
+        lend: Gives memory for as long as they are needed.
     """
 
-    def __init__(self, store: Store, envelope: Envelope, blocks: range, place: str, depth: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        envelope: Envelope,
+        blocks: range,
+        place: str,
+        depth: int,
+        lend: Callable[[int], memoryview],
+    ) -> None:
         self._store = store
         self._envelope = envelope
         self._place = place
         self._depth = depth
+        self._lend = lend
         self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
         self._start = blocks.start * BLOCK_BYTES * self._factor
         self._end = min(blocks.stop * BLOCK_BYTES, envelope.raw_length) * self._factor
@@ -292,7 +318,7 @@ class _Bases:
                 f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
                 path=self._place,
             )
-        needed = memoryview(bytearray(self._end - self._start))
+        needed = self._lend(self._end - self._start)
         at = 0
         for base in self._envelope.bases:
             low, high = max(self._start, at), min(self._end, at + base.length)

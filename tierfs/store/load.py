@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from typing import Protocol
 
 from tierfs.digest import CHUNK_BYTES
@@ -12,9 +13,9 @@ from tierfs.flush.draft import foreign_name, local_name
 from tierfs.format.header import Cursor
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.objects.protocol import ObjectInfo
+from tierfs.processors import processors
 from tierfs.store.fetching import fetch
 from tierfs.store.listing import Entry, stat
-from tierfs.store.processors import processors
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -158,7 +159,8 @@ class _ForeignReader:
 
         transfers().map(fill, pieces)
 
-    def _fetch(self, offset: int, out: memoryview) -> None:
+    def _fetch(self, offset: int, out: memoryview) -> Sequence[bytes]:
+        """Returns no digests: nobody knows them."""
         try:
             self._store.objects.get(self._info.key, [(offset, out)], version=self._info.version)
         except ConflictError as error:
@@ -166,6 +168,7 @@ class _ForeignReader:
                 f"{self._store.where(self._info.key)} was changed while it was being read: open it again",
                 path=self._info.key,
             ) from error
+        return ()
 
 
 class _ChunkReader:

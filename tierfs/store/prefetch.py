@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from tierfs.buffers import buffers
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
 from tierfs.store.fetching import fetch
@@ -83,13 +84,9 @@ def _bring(tiers: Tiers, piece: _Piece, tier: str) -> Slot | None:
     """Bring one piece into the ram tier; ``None`` if the tier that is meant has it."""
     if tiers.reader.holds(piece.name, tier):
         return None
-    buffer = transfers().take_buffer()
-    try:
-        data = memoryview(buffer)[: piece.length]
+    with buffers().lend(piece.length) as data:
         piece.read(data)
         slot = tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
-    finally:
-        transfers().give_buffer(buffer)
     if slot is None:
         raise CapacityError("the ram tier has no room for it: raise ram=, or prefetch less", tier="ram")
     return slot

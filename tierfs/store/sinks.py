@@ -8,13 +8,14 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from tierfs.buffers import buffers
 from tierfs.errors import CapacityError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
+from tierfs.processors import processors
 from tierfs.store.chunks import store_chunk
 from tierfs.store.cuts import Cutter
-from tierfs.store.processors import processors
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -60,7 +61,7 @@ class ObjectSink:
         self._cutter = cutter
         self._rows: list[Row] = []
         self._under_way: deque[Future[Row]] = deque()
-        self._chunk: bytearray | None = None
+        self._chunk: memoryview | None = None
         self._filled = 0
 
     def write(self, view: memoryview) -> None:
@@ -90,12 +91,12 @@ class ObjectSink:
             if not future.cancelled():
                 future.exception()
         if self._chunk is not None:
-            transfers().give_buffer(self._chunk)
+            buffers().give(self._chunk)
             self._chunk = None
 
     def _append(self, view: memoryview) -> None:
         if self._chunk is None:
-            self._chunk, self._filled = transfers().take_buffer(), 0
+            self._chunk, self._filled = buffers().take(), 0
         self._chunk[self._filled : self._filled + len(view)] = view
         self._filled += len(view)
 
@@ -106,17 +107,15 @@ class ObjectSink:
         buffer, filled = self._chunk, self._filled
         self._chunk = None
 
-        def store_it(buffer: bytearray) -> Row:
+        def store_it(buffer: memoryview) -> Row:
             try:
-                row = store_chunk(self._store, memoryview(buffer)[:filled])
+                row = store_chunk(self._store, buffer[:filled])
                 tiers = self._store.tiers
                 if tiers is not None and tiers.cache.keeps_reads:
-                    tiers.cache.insert(
-                        local_name(self._store.descriptor.digest_kind, row.name.digest), memoryview(buffer)[:filled]
-                    )
+                    tiers.cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), buffer[:filled])
                 return row
             finally:
-                transfers().give_buffer(buffer)
+                buffers().give(buffer)
 
         self._under_way.append(transfers().send(store_it, buffer))
 

@@ -22,9 +22,9 @@ from tierfs.flush.levels import Level
 from tierfs.forks import renew_in_children
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
+from tierfs.processors import processors
 from tierfs.store.chunks import store_chunk
 from tierfs.store.lentfile import BorrowedFile, LentChunk, LentFile, LentSegment
-from tierfs.store.processors import processors
 from tierfs.store.save import Writer
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers

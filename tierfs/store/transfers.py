@@ -1,4 +1,4 @@
-"""Bounded threads and reusable buffers for moving chunks; one set per process.
+"""Bounded threads for moving chunks; one set per process.
 
 A task handed to these threads never hands another one to them and waits for it, so they cannot wait for each other.
 """
@@ -11,38 +11,30 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from tierfs.digest import CHUNK_BYTES
-
 __all__ = ["Transfers", "transfers"]
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 WORKERS = 16
-BUFFERS_MAX = 8
 
 
 class Transfers:
-    """Threads for requests to the object tier, and a few chunk-sized buffers that are used again and again.
-
-    Buffers are kept because first touch of fresh memory is far slower than a copy into warm memory.
+    """Threads for requests to the object tier.
 
     Args:
         workers: Requests under way at once.
-        buffers: Free buffers kept, each of 16 MiB.
     """
 
-    def __init__(self, workers: int = WORKERS, buffers: int = BUFFERS_MAX) -> None:
+    def __init__(self, workers: int = WORKERS) -> None:
         self.workers = workers
-        self._buffers_max = buffers
-        # Garbage may be collected while it is held, and what is collected may hand a buffer back.
+        # Garbage may be collected while it is held, and what is collected may end a file.
         self._lock = threading.RLock()
         self._places = threading.BoundedSemaphore(workers)
         self._executor: ThreadPoolExecutor | None = None
-        self._free: list[bytearray] = []
 
     def __repr__(self) -> str:
-        return f"Transfers(workers={self.workers}, buffers={self._buffers_max})"
+        return f"Transfers(workers={self.workers})"
 
     def submit(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
         """Start ``task(argument)`` on one of the threads."""
@@ -51,14 +43,14 @@ class Transfers:
                 self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix="tierfs-transfer")
             return self._executor.submit(task, argument)
 
-    def send(self, task: Callable[[bytearray], _Out], buffer: bytearray) -> Future[_Out]:
-        """Start ``task(buffer)``, waiting first while as many buffers as there are threads are on their way.
+    def send(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
+        """Start ``task(argument)``, waiting first while as many as there are threads are on their way.
 
         So however many files are written at once, what is on its way takes no more memory than that.
         """
         self._places.acquire()
         try:
-            future = self.submit(task, buffer)
+            future = self.submit(task, argument)
         except BaseException:
             self._places.release()
             raise
@@ -79,17 +71,6 @@ class Transfers:
         if errors:
             raise errors[0]
         return [future.result() for future in futures]
-
-    def take_buffer(self) -> bytearray:
-        """A buffer of one chunk's size. Its content is undefined; give it back with `give_buffer`."""
-        with self._lock:
-            return self._free.pop() if self._free else bytearray(CHUNK_BYTES)
-
-    def give_buffer(self, buffer: bytearray) -> None:
-        """Hand a buffer back; the caller must not use it any more."""
-        with self._lock:
-            if len(self._free) < self._buffers_max:
-                self._free.append(buffer)
 
 
 _shared = Transfers()

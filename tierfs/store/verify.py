@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
@@ -84,14 +85,12 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
     def check_chunk(job: tuple[str, Row]) -> None:
         where, row = job
         key = keys.chunk_key(row.name)
-        buffer = transfers().take_buffer()
         try:
-            fetch(bare, row, 0, memoryview(buffer)[: row.raw_length], store.where(where))
+            with buffers().lend(row.raw_length) as out:
+                fetch(bare, row, 0, out, store.where(where))
         except (CorruptionError, FormatError, StoreError) as error:
             with lock:
                 report.damage.append(Damage(where, key, error.kind, str(error)))
-        finally:
-            transfers().give_buffer(buffer)
         with lock:
             report.chunks += 1
             report.raw_bytes += row.raw_length
@@ -196,7 +195,8 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
             data, info = store.objects.read(key, CHUNK_BYTES + ENVELOPE_BYTES_MAX)
             envelope = Envelope.decode(data, key, stored_length=info.size)
             row = Row(name, envelope.raw_length, info.size)
-            fetch(store, row, 0, memoryview(bytearray(envelope.raw_length)), store.where(key))
+            with buffers().lend(envelope.raw_length) as out:
+                fetch(store, row, 0, out, store.where(key))
         return
     data, _ = store.objects.read(key, OBJECT_BYTES_MAX)
     if key == keys.DESCRIPTOR:

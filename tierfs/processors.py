@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
 __all__ = ["Processors", "processors"]
@@ -30,6 +31,7 @@ class Processors:
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
         self.threads_max = threads_max
         self._lock = threading.Lock()
+        self._turns = threading.Semaphore(self._count())
         self._busy = 0
         self._helpers: ThreadPoolExecutor | None = None
 
@@ -60,11 +62,21 @@ class Processors:
             self._give_back(helpers)
         job.raise_first()
 
+    def turn(self) -> AbstractContextManager[object]:
+        """Be one of as many threads as there are processors, in a ``with`` block; waits for it.
+
+        For what threads do between waiting for others: many at once would wait for the interpreter's lock, and push what
+        the others work on out of the caches. Nothing in the block may wait for another thread, but for those it shares out to.
+        """
+        return self._turns
+
+    def _count(self) -> int:
+        return min(len(os.sched_getaffinity(0)), self.threads_max)
+
     def _take(self, wanted: int) -> int:
         """How many helpers a caller may have, who works as well."""
-        count = min(len(os.sched_getaffinity(0)), self.threads_max)
         with self._lock:
-            helpers = max(0, min(wanted, count - self._busy - 1))
+            helpers = max(0, min(wanted, self._count() - self._busy - 1))
             self._busy += helpers + 1
         return helpers
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tierfs.store.processors import Processors
+from tierfs.processors import Processors
 
 
 @pytest.fixture(autouse=True)
@@ -176,10 +176,31 @@ def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
     assert done == list(range(5))
 
 
+def test_no_more_threads_have_a_turn_than_there_are_processors(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    shared, lock, inside, most = Processors(), threading.Lock(), [], []
+
+    def work():
+        with shared.turn():
+            with lock:
+                inside.append(1)
+                most.append(len(inside))
+            shared.share_out(lambda _: time.sleep(0.005), range(4))
+            with lock:
+                inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(most), max(most)) == (8, 2)
+
+
 def test_a_forked_child_has_helpers_of_its_own():
     code = """
 import os, threading, time
-from tierfs.store.processors import processors
+from tierfs.processors import processors
 os.sched_getaffinity = lambda _: {0, 1, 2}
 def threads():
     found = set()
@@ -201,7 +222,7 @@ assert threads() == 3
 def test_the_end_of_the_interpreter_is_no_error():
     code = """
 import atexit, os
-from tierfs.store.processors import processors
+from tierfs.processors import processors
 os.sched_getaffinity = lambda _: {0, 1, 2}
 done = []
 processors().share_out(done.append, range(9))

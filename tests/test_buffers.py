@@ -1,0 +1,81 @@
+"""Buffers that are used again."""
+
+import gc
+import os
+import threading
+
+import pytest
+
+from tierfs.buffers import Buffers, buffers
+from tierfs.digest import CHUNK_BYTES
+
+
+def test_a_buffer_is_used_again_and_is_as_large_as_a_chunk():
+    pool = Buffers()
+    first = pool.take()
+    assert len(first) == CHUNK_BYTES
+    pool.give(first)
+    assert pool.take() is first
+
+
+def test_all_that_come_back_are_kept_while_some_are_in_use_and_a_few_then():
+    pool = Buffers(kept=2)
+    taken = [pool.take() for _ in range(5)]
+    for buffer in taken[1:]:
+        pool.give(buffer)
+    again = [pool.take() for _ in range(4)]
+    assert {id(buffer) for buffer in again} == {id(buffer) for buffer in taken[1:]}
+    for buffer in [taken[0], *again]:
+        pool.give(buffer)
+    assert repr(pool) == "Buffers(0 taken, 2 free)"
+
+
+@pytest.mark.parametrize("length", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])
+def test_memory_of_any_length_is_lent_and_comes_back_after_an_error(length):
+    pool = Buffers()
+    with pytest.raises(ZeroDivisionError), pool.lend(length) as memory:
+        assert len(memory) == length
+        memory[-1:] = b"x" * min(length, 1)
+        raise ZeroDivisionError
+    assert repr(pool).startswith("Buffers(0 taken")
+
+
+def test_garbage_that_gives_a_buffer_back_may_be_collected_at_any_time():
+    pool = Buffers()
+
+    class Held:
+        def __init__(self):
+            self.cycle = self
+
+        def __del__(self):
+            pool.give(memoryview(b"x"))
+
+    class Collecting(list):
+        def pop(self):
+            Held()
+            gc.collect()
+            return super().pop()
+
+    pool._free = Collecting([memoryview(b"y")])
+    assert bytes(pool.take()) in {b"x", b"y"}
+    assert pool._free
+
+
+def test_a_child_has_buffers_of_its_own():
+    shared = buffers()
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with shared._lock:
+            held.set()
+            done.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if buffers() is not shared and len(buffers().take()) == CHUNK_BYTES else 1)
+    done.set()
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,81 @@
+"""Memory of a chunk's size that is used again and again: touching fresh memory takes longer than copying into warm memory."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+
+from tierfs.digest import CHUNK_BYTES
+
+__all__ = ["KEPT_MAX", "Buffers", "buffers"]
+
+KEPT_MAX = 8
+POOLED_BYTES_MIN = 1 << 20
+
+
+class Buffers:
+    """Buffers of 16 MiB each. Safe for use by many threads.
+
+    While some are in use, all that come back are kept for whoever is next; a few, once none is.
+
+    Args:
+        kept: How many.
+    """
+
+    def __init__(self, kept: int = KEPT_MAX) -> None:
+        self._kept_max = kept
+        self._taken = 0
+        # Garbage may be collected while it is held, and what is collected may hand a buffer back.
+        self._lock = threading.RLock()
+        self._free: list[memoryview] = []
+
+    def __repr__(self) -> str:
+        return f"Buffers({self._taken} taken, {len(self._free)} free)"
+
+    def take(self) -> memoryview:
+        """A buffer. Its content is undefined; give it back with `give`."""
+        with self._lock:
+            self._taken += 1
+            if self._free:
+                return self._free.pop()
+        # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
+        return memoryview(mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+    def give(self, buffer: memoryview) -> None:
+        """Hand a buffer back; the caller must not use it any more."""
+        with self._lock:
+            self._taken -= 1
+            self._free.append(buffer)
+            if self._taken <= 0:
+                del self._free[self._kept_max :]
+
+    @contextlib.contextmanager
+    def lend(self, length: int) -> Iterator[memoryview]:
+        """So much writable memory, of undefined content, for the time of a ``with`` block: a buffer's, where it fits one."""
+        if not POOLED_BYTES_MIN <= length <= CHUNK_BYTES:
+            yield memoryview(bytearray(length))
+            return
+        buffer = self.take()
+        try:
+            yield buffer[:length]
+        finally:
+            self.give(buffer)
+
+
+_shared = Buffers()
+
+
+def buffers() -> Buffers:
+    """This process's `Buffers`."""
+    return _shared
+
+
+def _renew() -> None:
+    global _shared  # noqa: PLW0603 - in a forked child a thread that it does not have may hold the lock
+    _shared = Buffers()
+
+
+os.register_at_fork(after_in_child=_renew)
