@@ -20,6 +20,7 @@ from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.envelope import Base
 from tierfs.objects import MeasuredObjects, MemoryObjects
+from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
 from tierfs.store.encoding import Encoded, Plain, Plan, encode_blocks
@@ -253,7 +254,7 @@ def test_blocks_are_decoded_on_many_threads(flushing, monkeypatch):
 @pytest.mark.parametrize(("blocks", "start", "length"), [(3, MIB, MIB), (3, 5, 10), (1, 0, 2 * MIB), (0, 0, MIB)])
 def test_what_takes_little_is_decoded_here(flushing, monkeypatch, blocks, start, length):
     row, raw = chunk_of(flushing, blocks)
-    monkeypatch.setattr("tierfs.store.fetching.processors", None)
+    monkeypatch.setattr(Processors, "share_out", None)
     out = bytearray(length)
     fetch(flushing.bare(), row, start, memoryview(out), "file")
     assert out == raw[start : start + length]

@@ -193,7 +193,7 @@ class _Sending:
 
     def encode(self, raw: memoryview, digest: bytes) -> Encoded:
         hint = self._hint
-        if hint.base is not None and not (self._chain_max and self._may_need(hint.base, digest)):
+        if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
             hint = replace(hint, base=None)
         return self._encoder.encode(raw, hint, self._sources(digest), read=self._read, fetch=self._fetch)
 
@@ -208,21 +208,22 @@ class _Sending:
         found: list[Piece] = []
         for index, offset, length in self._hint.sources:
             row = self._rows[index]
-            if row is None or not row.stored_length or not self._may_need(row, digest):
+            if row is None or not row.stored_length or not self._may_need(row, digest, self._chain_max):
                 return []
             found.append(Piece(row, offset, length))
         return found
 
-    def _may_need(self, row: Row, digest: bytes) -> bool:
-        """Whether a chunk may be encoded against this one.
+    def _may_need(self, row: Row, digest: bytes, steps_max: int) -> bool:
+        """Whether a chunk may be encoded against this one, from which at most so many steps lead to one that stands alone.
 
-        Not against itself, nor against what is damaged or may go at any time, nor at the end of too long a chain.
+        Not against itself, nor against what is damaged or may go at any time. Of a chunk that needs others, a row does not
+        tell more than whether they stand alone.
         """
         names = (row.name, *row.bases)
         steps = 0 if not row.bases else 1 if all(name.recipe == NO_RECIPE for name in row.bases) else 2
         return (
             row.name.digest != digest
-            and steps <= min(self._chain_max, 1)
+            and steps <= min(steps_max, 1)
             and not any(self._store.presence.is_unusable(name) for name in names)
         )
 
