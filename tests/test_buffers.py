@@ -18,16 +18,27 @@ def test_a_buffer_is_used_again_and_is_as_large_as_a_chunk():
     assert pool.take() is first
 
 
-def test_all_that_come_back_are_kept_while_some_are_in_use_and_a_few_then():
+def test_as_many_are_kept_as_are_in_use_and_a_few_at_least():
     pool = Buffers(kept=2)
-    taken = [pool.take() for _ in range(5)]
-    for buffer in taken[1:]:
+    taken = [pool.take() for _ in range(8)]
+    for buffer in taken[:4]:
         pool.give(buffer)
+    assert repr(pool) == "Buffers(4 taken, 4 free)"
     again = [pool.take() for _ in range(4)]
-    assert {id(buffer) for buffer in again} == {id(buffer) for buffer in taken[1:]}
-    for buffer in [taken[0], *again]:
+    assert {id(buffer) for buffer in again} == {id(buffer) for buffer in taken[:4]}
+    for buffer in [*taken[4:], *again]:
         pool.give(buffer)
     assert repr(pool) == "Buffers(0 taken, 2 free)"
+
+
+def test_one_that_never_comes_back_keeps_no_more_than_itself():
+    pool = Buffers(kept=1)
+    taken = [pool.take() for _ in range(6)]
+    lost = taken.pop()
+    for buffer in taken:
+        pool.give(buffer)
+    assert len(lost) == CHUNK_BYTES
+    assert repr(pool) == "Buffers(1 taken, 1 free)"
 
 
 @pytest.mark.parametrize("length", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1])

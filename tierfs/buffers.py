@@ -19,10 +19,10 @@ POOLED_BYTES_MIN = 1 << 20
 class Buffers:
     """Buffers of 16 MiB each. Safe for use by many threads.
 
-    While some are in use, all that come back are kept for whoever is next; a few, once none is.
+    As many are kept for whoever is next as are in use at the time, and a few where those are fewer.
 
     Args:
-        kept: How many.
+        kept: How many are a few.
     """
 
     def __init__(self, kept: int = KEPT_MAX) -> None:
@@ -38,19 +38,22 @@ class Buffers:
     def take(self) -> memoryview:
         """A buffer. Its content is undefined; give it back with `give`."""
         with self._lock:
-            self._taken += 1
             if self._free:
+                self._taken += 1
                 return self._free.pop()
         # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
-        return memoryview(mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with self._lock:
+            self._taken += 1
+        return memoryview(memory)
 
     def give(self, buffer: memoryview) -> None:
         """Hand a buffer back; the caller must not use it any more."""
         with self._lock:
             self._taken -= 1
             self._free.append(buffer)
-            if self._taken <= 0:
-                del self._free[self._kept_max :]
+            # Of those that are never given back, since a write was given up, none keeps more than one.
+            del self._free[max(self._kept_max, self._taken) :]
 
     @contextlib.contextmanager
     def lend(self, length: int) -> Iterator[memoryview]:

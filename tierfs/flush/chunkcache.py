@@ -99,7 +99,8 @@ class ChunkCache:
             start: See there.
             out: See there.
             fetch: Fills a buffer with the chunk's bytes from an offset on, verified, from the object tier, and returns the
-                digests of the blocks that it touched, or nothing where there are none. What it raises is passed on. It may read through others, as long as those never lead back to this ``flight``.
+                digests of the blocks that it touched, or nothing where there are none. What it raises is passed on. It may
+                read through others, as long as those never lead back to this ``flight``.
             flight: Names what is fetched, for those who want it at once; ``name`` by default.
             exact: Fetch a chunk whole only if next to all of it is wanted.
         """

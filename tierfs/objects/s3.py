@@ -172,7 +172,7 @@ class _S3Client:
             span = answer["ContentRange"] if is_part else f"bytes 0-/{answer['ContentLength']}"
             sent, _, size = str(span).partition("/")
             begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
-            # Without what it takes, bytes come in pieces, right as well.
+            # It is urllib3's own: from a release without it, bytes come in pieces, which is slower and as right.
             read_into = partial(_read_into, body) if hasattr(body, "_error_catcher") else None
             yield Content(_info(key, int(size), answer), begins, _pieces(body), read_into)
 
