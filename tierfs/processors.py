@@ -67,8 +67,9 @@ class Processors:
 
         For what threads do between waiting for others: many at once would wait for the interpreter's lock, and push what
         the others work on out of the caches. Nothing in the block may wait for another thread, but for those it shares out to.
+        The main thread does not wait, and does not count: an interrupt could have it leave without giving its turn back.
         """
-        return self._turns
+        return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._turns
 
     def _count(self) -> int:
         return min(len(os.sched_getaffinity(0)), self.threads_max)

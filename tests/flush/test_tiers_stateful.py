@@ -47,6 +47,7 @@ from stepped_hosts import (
     store_on,
 )
 
+from tierfs import buffers
 from tierfs.digest import DigestKind
 from tierfs.errors import (
     AlreadyExistsError,
@@ -138,6 +139,8 @@ def small_and_repeatable():
         patch.setattr(growth, "FIRST_DATA_BYTES", 16 * CHUNK)
         patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
         patch.setattr(transfers, "_shared", InlineTransfers())
+        patch.setattr(buffers, "_shared", buffers.Buffers())
+        patch.setattr(buffers, "POOLED_BYTES_MIN", 1)
         logger = logging.getLogger("tierfs")
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # errors that are logged keep alive what they met, and what that had open

@@ -7,7 +7,6 @@ from random import Random
 from typing import Any
 
 import pytest
-import urllib3
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
 from tierfs.objects.direct import Direct
@@ -78,6 +77,7 @@ def test_bytes_are_taken_from_where_the_answer_says_it_begins(content, span) -> 
 
 @pytest.mark.parametrize("come", [300_000, 299_999, 100_000, 0])
 def test_bytes_go_from_the_connection_to_where_they_belong(come: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    urllib3 = pytest.importorskip("urllib3")
     content = Random(come).randbytes(300_000)
     body = urllib3.HTTPResponse(io.BytesIO(content[:come]), preload_content=False)
     monkeypatch.setattr(body, "read", lambda *_: pytest.fail("memory of its own was filled"))
@@ -92,15 +92,19 @@ def test_bytes_go_from_the_connection_to_where_they_belong(come: int, monkeypatc
     assert (first, last) == (content[:100_000], content[120_000:])
 
 
-def test_a_connection_that_ends_while_bytes_are_read_is_to_be_used_again_by_nobody() -> None:
+def test_a_connection_that_ends_while_bytes_are_read_is_closed() -> None:
+    urllib3 = pytest.importorskip("urllib3")
+
     class Broken(io.BytesIO):
         def readinto(self, out: memoryview) -> int:  # type: ignore[override]
             raise ConnectionResetError(104, "reset")
 
-    body = urllib3.HTTPResponse(Broken(), preload_content=False)
+    connection = io.BytesIO()  # can be closed as well
+    body = urllib3.HTTPResponse(Broken(), preload_content=False, connection=connection)
     with pytest.raises(StoreError) as caught:
         _objects({**_part(b"0123456789", "0-9/10"), "Body": body}).get("a", [(0, memoryview(bytearray(10)))])
     assert caught.value.transient
+    assert connection.closed
 
 
 def test_an_answer_that_begins_later_is_refused() -> None:

@@ -127,19 +127,19 @@ class ChunkCache:
 
         Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
         """
-        with processors().turn():
-            try:
-                slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self._shares_reads)
-            except TierfsError:
-                self._counters["ram_insert_refused"] += 1
-                return None
-            chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
-            try:
+        try:
+            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self._shares_reads)
+        except TierfsError:
+            self._counters["ram_insert_refused"] += 1
+            return None
+        chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
+        try:
+            with processors().turn():
                 chunk.fill(data, digests)
                 slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
-            except BaseException:
-                self._writer.drop(slot)
-                raise
+        except BaseException:
+            self._writer.drop(slot)
+            raise
         if self._has_nvme and self._flusher.is_running():
             self._keeper.add(slot)
         return slot

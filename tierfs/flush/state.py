@@ -24,8 +24,8 @@ __all__ = ["FlushState", "NotHandedOverError"]
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
-# How long drafts on their way to the nvme tier, which somebody waits for, keep all from being uploaded: that is over soon,
-# where this takes as long as it takes.
+# How long drafts on their way to the nvme tier keep others from being uploaded: somebody may be waiting for that, and it
+# is over soon, where this takes as long as it takes.
 SETTLING_FIRST_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 
@@ -91,9 +91,12 @@ class FlushState:
         return publisher
 
     def settles_first(self) -> bool:
-        """Whether nothing is uploaded now, for the sake of what somebody waits for. The lock is held."""
-        since = self.settling_since
-        return since is not None and self.local_waits > 0 and self.clock.monotonic() - since < SETTLING_FIRST_S
+        """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not. The lock is held."""
+        return self.settling_since is not None and self.clock.monotonic() - self.settling_since < SETTLING_FIRST_S
+
+    def settles_alone(self) -> bool:
+        """Whether those are not uploaded meanwhile, either, because somebody waits. The lock is held."""
+        return self.local_waits > 0 and self.settles_first()
 
     def fail(self, entry: Entry, error: TierfsError, wait_s: float | None = None) -> None:
         """Note that an attempt failed, and when the next one is due; by default later each time, and said."""

@@ -65,9 +65,9 @@ class Uploader:
     def next(self) -> Entry | None:
         """A draft that something can be done for now. The lock is held."""
         state = self._state
-        if state.publisher is None or state.settles_first():
+        if state.publisher is None:
             return None
-        now = state.clock.monotonic()
+        now, settles_first = state.clock.monotonic(), state.settles_first()
         busy = 0
         for entry in state.entries:
             busy += entry.busy
@@ -75,43 +75,56 @@ class Uploader:
                 return None
             if entry.busy or entry.conflict or entry.published or now < entry.retry_at:
                 continue
-            if self._may_go_ahead(entry) if not entry.settled else not entry.uploaded or state.entries.is_first(entry):
+            if not entry.settled:
+                if self._may_go_ahead(entry):
+                    return entry
+            elif not settles_first and (not entry.uploaded or state.entries.is_first(entry)):
                 return entry
         return None
 
-    @staticmethod
-    def _may_go_ahead(entry: Entry) -> bool:
+    def _may_go_ahead(self, entry: Entry) -> bool:
         """Whether a draft's chunks are uploaded before it is in the nvme tier. The lock is held."""
-        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN
+        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN and not self._state.settles_alone()
 
     def advance(self, entry: Entry) -> None:
         """Put what is missing of a draft into the object tier, and publish it if it is its turn.
 
-        One that is on its way to the nvme tier is tried once: what goes wrong then is not to keep it from there.
+        One that is on its way to the nvme tier is only uploaded, and that is tried once.
         """
         state = self._state
         with state.changed:
             entry.ahead = not entry.settled
-        try:
-            publisher = state.connected()
-            if not entry.uploaded:
-                self._upload(publisher, entry)
-            with state.changed:
-                turn = entry.settled and state.entries.is_first(entry)
-            if turn:
-                self._publish(publisher, entry)
-        except ConflictError as error:
-            self._keep(entry, error)
-        except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
-            known = state.known(error, entry.path)
-            if not entry.settled:
-                state.counters["ahead_failures"] += 1
-                _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, known)
-            else:
-                state.fail(entry, known)
+        if entry.ahead:
+            self._go_ahead(entry)
+        else:
+            try:
+                publisher = state.connected()
+                if not entry.uploaded:
+                    self._upload(publisher, entry)
+                with state.changed:
+                    turn = state.entries.is_first(entry)
+                if turn:
+                    self._publish(publisher, entry)
+            except ConflictError as error:
+                self._keep(entry, error)
+            except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
+                state.fail(entry, state.known(error, entry.path))
         with state.changed:
             entry.busy = False
             state.changed.notify_all()
+
+    def _go_ahead(self, entry: Entry) -> None:
+        """Upload what another thread takes to the nvme tier meanwhile. What goes wrong is nothing that the draft has done."""
+        state = self._state
+        references = [reference for reference in entry.draft.slots if reference is not None]
+        if any(state.chunk(reference) is None for reference in references):
+            return  # it is not all to be seen yet, or not any more
+        try:
+            self._upload(state.connected(), entry)
+        except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
+            entry.hints = None
+            state.counters["ahead_failures"] += 1
+            _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, state.known(error, entry.path))
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
@@ -142,13 +155,13 @@ class Uploader:
             raise errors[0]
         with self._state.changed:
             entry.uploaded = True
-            if entry.settled:
+            if not entry.ahead:
                 entry.clear()
 
     def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint) -> None:
         state = self._state
         with state.changed:
-            while state.settles_first() and not state.stopping:
+            while not entry.settled and state.settles_alone() and not state.stopping:
                 state.changed.wait(PACE_S)
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)

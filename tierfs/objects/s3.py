@@ -175,6 +175,8 @@ class _S3Client:
             # It is urllib3's own: from a release without it, bytes come in pieces, which is slower and as right.
             read_into = partial(_read_into, body) if hasattr(body, "_error_catcher") else None
             yield Content(_info(key, int(size), answer), begins, _pieces(body), read_into)
+            if read_into is not None and is_part:
+                read_into(memoryview(bytearray(1)))  # the end of what came in chunks lies behind its last byte
 
     async def head(self, key: str) -> ObjectInfo:
         answer = self._call("head_object", key)
