@@ -98,9 +98,9 @@ def test_an_object_tier_that_is_away_keeps_nothing_from_the_nvme_tier(host, smal
 def test_what_fails_ahead_is_tried_again_and_is_no_failure_of_the_draft(host, small, commits):
     with host.held():
         save(host.store, "a", content(SIZE))
-        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_failures"))
+        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
         report = status(host.store)
         assert (report["failing_files"], report["counters"].get("flusher_failures", 0)) == (0, 0)
     commits.set()
     wait(host.store, "a", Level.OBJECT, 20)
-    assert status(host.store)["counters"]["flusher_ahead_failures"] == 1
+    assert status(host.store)["counters"]["flusher_ahead_stops"] == 1

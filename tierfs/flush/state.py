@@ -91,11 +91,12 @@ class FlushState:
         return publisher
 
     def settles_first(self) -> bool:
-        """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not. The lock is held."""
-        return self.settling_since is not None and self.clock.monotonic() - self.settling_since < SETTLING_FIRST_S
+        """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not."""
+        since = self.settling_since
+        return since is not None and self.clock.monotonic() - since < SETTLING_FIRST_S
 
     def settles_alone(self) -> bool:
-        """Whether those are not uploaded meanwhile, either, because somebody waits. The lock is held."""
+        """Whether those are not uploaded meanwhile, either, because somebody waits."""
         return self.local_waits > 0 and self.settles_first()
 
     def fail(self, entry: Entry, error: TierfsError, wait_s: float | None = None) -> None:

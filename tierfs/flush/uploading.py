@@ -114,7 +114,7 @@ class Uploader:
             state.changed.notify_all()
 
     def _go_ahead(self, entry: Entry) -> None:
-        """Upload what another thread takes to the nvme tier meanwhile. What goes wrong is nothing that the draft has done."""
+        """Upload what another thread takes to the nvme tier meanwhile, up to the first error, which is not the draft's."""
         state = self._state
         references = [reference for reference in entry.draft.slots if reference is not None]
         if any(state.chunk(reference) is None for reference in references):
@@ -122,8 +122,7 @@ class Uploader:
         try:
             self._upload(state.connected(), entry)
         except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
-            entry.hints = None
-            state.counters["ahead_failures"] += 1
+            state.counters["ahead_stops"] += 1
             _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, state.known(error, entry.path))
 
     # -- chunks --------------------------------------------------------------------------------------------------------
@@ -160,11 +159,10 @@ class Uploader:
 
     def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint) -> None:
         state = self._state
-        with state.changed:
-            while not entry.settled and state.settles_alone() and not state.stopping:
-                state.changed.wait(PACE_S)
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
+        if not entry.settled and state.settles_alone():
+            raise StoreError("somebody waits for the nvme tier", transient=True)
         if row.stored_length:
             entry.rows[index] = row
             return
