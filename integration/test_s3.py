@@ -1,5 +1,8 @@
 """The S3 backend against a server."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 import s3server
 
@@ -66,3 +69,43 @@ def test_a_payload_is_signed_where_that_is_wanted(options, bucket):
     objects = connect("s3", f"{bucket}/root", {**options, **signing}, attempts=1)
     objects.put("a", [b"x" * 300_000, b"y" * 100])
     assert objects.read("a", 1 << 20)[0] == b"x" * 300_000 + b"y" * 100
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_a_connection_is_used_again_after_a_part_was_read(in_chunks):
+    content, connections = bytes(range(256)) * 2000, []
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def setup(self):
+            connections.append(self.client_address)
+            super().setup()
+
+        def do_GET(self):
+            first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+            piece = content[first : last + 1]
+            self.send_response(206)
+            self.send_header("ETag", '"1"')
+            self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+            if in_chunks:
+                self.send_header("Transfer-Encoding", "chunked")
+                piece = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece)
+            else:
+                self.send_header("Content-Length", str(len(piece)))
+            self.end_headers()
+            self.wfile.write(piece)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        objects = connect("s3", "bucket/run", s3server.options(server.server_port), attempts=1)
+        for start in (0, 1000, 2000):
+            out = memoryview(bytearray(400_000))
+            objects.get("a", [(start, out)])
+            assert out == content[start : start + 400_000]
+        server.shutdown()
+    assert len(connections) == 1

@@ -431,7 +431,7 @@ class SteppedHost:
         entry = self.flusher.uploader.next()
         if entry is None:
             return False
-        entry.busy = True
+        entry.busy, entry.ahead = True, not entry.settled
         self.held.append(entry)
         return True
 

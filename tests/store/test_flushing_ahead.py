@@ -8,9 +8,10 @@ from tiered import MIB, content
 
 from tierfs.flush import state, uploading
 from tierfs.flush.levels import Level
-from tierfs.flush.uploading import Uploader
+from tierfs.flush.uploading import UPLOADS_MAX, Uploader
 from tierfs.local.nvme import NvmeTier
 from tierfs.store import find, load, save, status, wait
+from tierfs.store.publishing import StorePublisher
 
 SIZE = 3 * MIB
 
@@ -82,6 +83,34 @@ def test_nothing_is_uploaded_for_a_while_where_somebody_waits_for_local(host, sm
         waiting.join()
     wait(host.store, "a", Level.OBJECT, 20)
     assert len(chunks_of(host)) == 1
+
+
+def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host, small, commits, monkeypatch):
+    host = make_host(ram=256 * MIB, nvme=256 * MIB)
+    put_chunk, put, go_on = StorePublisher.put_chunk, [], threading.Event()
+
+    def wait_and_put(publisher, raw, *arguments, **options):
+        put.append(len(raw))
+        assert go_on.wait(20)
+        return put_chunk(publisher, raw, *arguments, **options)
+
+    monkeypatch.setattr(StorePublisher, "put_chunk", wait_and_put)
+    data = content(96 * MIB)
+    save(host.store, "a", data)
+    assert until(lambda: len(put) == UPLOADS_MAX)
+    waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
+    waiting.start()
+    time.sleep(0.5)
+    go_on.set()
+    try:
+        assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
+        assert len(put) == UPLOADS_MAX
+    finally:
+        commits.set()
+        waiting.join()
+    wait(host.store, "a", Level.OBJECT, 40)
+    assert len(put) == 6, "no chunk twice"
+    assert load(host.plain(), "a") == data
 
 
 def test_an_object_tier_that_is_away_keeps_nothing_from_the_nvme_tier(host, small):

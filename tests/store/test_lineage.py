@@ -9,7 +9,7 @@ import pytest
 from saving import Flushing, Training, bfloat16, condemn, remove, safetensors
 
 from tierfs.errors import ConflictError, StoreError
-from tierfs.flush.publisher import Hint
+from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format import keys
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import delete, load, rename, save, verify
@@ -75,6 +75,18 @@ def test_a_store_without_chains_has_no_deltas(objects, training):
     assert needs(second) <= names(second)
     assert not needs(first) - names(first)
     assert load(flushing.bare(), path_of(2)) == data
+
+
+@pytest.mark.parametrize("chain_max", [1, 2])
+def test_a_delta_is_no_base_where_the_descriptor_allows_one_step(objects, training, chain_max):
+    flushing = Flushing(objects, chain_max=chain_max)
+    flushing.save(path_of(1), training.file())
+    delta = next(row for row in flushing.save(path_of(2), training.step().file()) if row.bases)
+    raw = bytearray(flushing.local[delta.name.digest])
+    raw[:4] = bytes(4)  # next to all of it is the same
+    hint = Hint((Tensor("w", "float", 4),), 2, base=delta)
+    row = flushing.publisher.put_chunk(memoryview(raw), hint, (), read=flushing.read, pace=lambda _: None)
+    assert (delta.name in row.bases) == (chain_max > 1)
 
 
 def test_what_is_derived_is_derived_from_what_is_a_delta(flushing, training):

@@ -169,10 +169,8 @@ class Flusher:
             entry = None
             while not state.stopping and (entry := self.uploader.next()) is None:
                 state.changed.wait(SWEEP_S)
-            if entry is None or state.stopping:
-                return
-            entry.busy = True
-        self.uploader.begin(entry)
+            if entry is not None and not state.stopping:
+                self.uploader.begin(entry)
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,8 @@ class Uploader:
         self._releases.shutdown()
 
     def begin(self, entry: Entry) -> None:
-        """Have a thread take a draft one step further. The lock is held, and the entry marked busy."""
+        """Have a thread take a draft one step further. The lock is held."""
+        entry.busy, entry.ahead = True, not entry.settled
         self._drafts.submit(self.advance, entry)
 
     def next(self) -> Entry | None:
@@ -89,11 +90,9 @@ class Uploader:
     def advance(self, entry: Entry) -> None:
         """Put what is missing of a draft into the object tier, and publish it if it is its turn.
 
-        One that is on its way to the nvme tier is only uploaded, and that is tried once.
+        One that was on its way to the nvme tier when it was begun with is only uploaded, and that is tried once.
         """
         state = self._state
-        with state.changed:
-            entry.ahead = not entry.settled
         if entry.ahead:
             self._go_ahead(entry)
         else:
