@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from opened import descriptors, mappings
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from tierfs.dcp.shardfile import ShardFile
@@ -23,15 +23,6 @@ class Halving(DefaultSavePlanner):
     def resolve_data(self, write_item: Any) -> Any:
         found = super().resolve_data(write_item)
         return found / 2 if isinstance(found, torch.Tensor) else found
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
-def maps() -> int:
-    with open("/proc/self/maps", encoding="ascii") as lines:
-        return sum(".slab" in line for line in lines)
 
 
 def count_copies() -> None:
@@ -67,7 +58,7 @@ def serve(conn: Any) -> None:
         try:
             if do == "have":
                 (state,) = arguments
-                answer: Any = {"descriptors": descriptors(), "maps": maps()}
+                answer: Any = descriptors(), mappings(".slab")
             elif do == "values":
                 answer = copy.deepcopy(state)
             elif do == "no room in shared memory":
@@ -81,7 +72,7 @@ def serve(conn: Any) -> None:
                 assert do == "drop", do
                 state = None
                 gc.collect()
-                answer = {"descriptors": descriptors(), "maps": maps()}
+                answer = descriptors(), mappings(".slab")
         except BaseException as error:
             answer = repr(error)
         conn.send(answer)

@@ -4,7 +4,6 @@ import copy
 import gc
 import io
 import json
-import os
 import pickle
 import re
 import sys
@@ -19,6 +18,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from opened import descriptors
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -381,10 +381,10 @@ def test_a_staged_state_goes_to_another_process_by_one_descriptor(url):
     sent = state(1) | {f"layer{number}": noise(20, 20, seed=number) for number in range(200)}
     sent["tied"] = sent["layer7"]
     staged = TierWriter(url, **OPTIONS).stage(sent)
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     data = ForkingPickler.dumps(staged)
     # One for the memory, one on its way, and what torch and the sharing of descriptors keep open once for all.
-    assert len(os.listdir("/proc/self/fd")) - before <= 8
+    assert len(descriptors() - before) <= 8
     received = pickle.loads(data)
     assert type(received) is dict
     assert same(received, sent)

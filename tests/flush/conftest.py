@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from fake_flusher import Running, until
+from opened import descriptors
 
 from tierfs.flush.client import FlusherClient
 
@@ -63,12 +64,6 @@ def nothing_left():
     yield
     # What lies in a cycle of references is let go of by the collector alone.
     until(lambda: gc.collect() >= 0 and descriptors() <= before[0] and children() <= before[1] and not threads())
-
-
-def descriptors():
-    with os.scandir("/proc/self/fd") as entries:
-        found = {(entry.name, os.readlink(entry.path)) for entry in entries if os.path.lexists(entry.path)}
-    return {(name, target) for name, target in found if not target.startswith("/proc/")}
 
 
 def threads():

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from opened import descriptors
 from tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
@@ -342,8 +343,8 @@ def test_a_store_that_was_opened_and_closed_keeps_no_descriptors(tmp_path, root,
 
     use("warm")
     gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
+    before = descriptors()
     for number in range(5):
         use(f"host{number}")
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert descriptors() <= before
