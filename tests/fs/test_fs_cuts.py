@@ -56,7 +56,7 @@ def test_a_changed_tensor_and_a_longer_header_cost_that_tensor_and_the_header(pl
     # The tensor's one chunk, and around it what is no tensor: of safetensors the header, of torch.save the tail, too.
     large = [size for size in new.values() if size >= MIB]
     assert len(large) == 1
-    assert 3 * MIB <= large[0] < 3 * MIB + 4096
+    assert 2.5 * MIB < large[0] < 3 * MIB + 4096, "encoded or not"
     assert len(new) == (2 if make is safetensors_file else 3)
     assert sum(new.values()) - large[0] < 6000
     assert place.fs.cat_file(place / "a") == first

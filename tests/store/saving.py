@@ -94,8 +94,10 @@ class Flushing:
 
     def restart(self):
         """Forget everything but the local tiers."""
-        self.store = Store(self.objects, self.descriptor, url="store", clock=self.clock)
-        self.publisher = StorePublisher(lambda: self.store, Codecs.parse(self.codecs))
+        self.store = Store(
+            self.objects, self.descriptor, url="store", clock=self.clock, codecs=Codecs.parse(self.codecs)
+        )
+        self.publisher = StorePublisher(lambda: self.store)
 
     def read(self, row, start, out):
         raw = self.local.get(row.name.digest)

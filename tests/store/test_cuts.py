@@ -84,6 +84,28 @@ def test_where_a_file_is_cut_does_not_depend_on_the_pieces_it_is_written_in(name
         assert ends_of(data, [length] * (len(data) // length) + [len(data) % length]) == ends_of(data)
 
 
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(FILES)), st.lists(st.integers(50, 9000), min_size=1, max_size=8))
+def test_what_a_chunk_consists_of_is_known_when_it_ends(name, lengths):
+    view = memoryview(FILES[name])
+    whole = spans(lambda at, out: out.__setitem__(slice(None), view[at : at + len(out)]), len(view))
+    with small_chunks():
+        cutter, at, start = Cutter(), 0, 0
+        for length in itertools.cycle(lengths):
+            ends = [at + end for end in cutter.ends(view[at : at + length])]
+            at = min(at + length, len(view))
+            for stop in dict.fromkeys([*ends, *([len(view)] if at == len(view) else [])]):
+                found = cutter.layout(start, stop)
+                assert found[0].start <= start < stop <= found[-1].stop
+                assert all(before.stop == after.start for before, after in itertools.pairwise(found))
+                if whole:
+                    named = [span for span in whole if span.name and span.start < stop and span.stop > start]
+                    assert [span for span in found if span.name] == named
+                start = stop
+            if at == len(view):
+                break
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(FILES)),

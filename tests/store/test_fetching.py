@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import random
@@ -23,7 +24,7 @@ from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encoding import Encoded, Plain, Plan, encode_blocks
+from tierfs.store.encoding import Encoded, Plan, encode_blocks
 from tierfs.store.fetching import fetch, find_chunk, inspect
 from tierfs.store.records import observe
 
@@ -57,7 +58,13 @@ def rows_of(store, path):
     return observe(store, path).manifest.rows
 
 
-class Against(Plain):
+class Untimed:
+    def putting(self, count):
+        del count
+        return contextlib.nullcontext()
+
+
+class Against(Untimed):
     """Encodes a chunk as the difference to one that is given, whatever that is."""
 
     def __init__(self, row, reference, codec=Codec.DPLANE):
@@ -213,7 +220,7 @@ def chunk_of(flushing, blocks):
     """A chunk of so many blocks of numbers, and one more of noise; its row and its bytes."""
     raw = Training(blocks * MIB // 4).master.tobytes() + os.urandom(MIB)
 
-    class Planes(Plain):
+    class Planes(Untimed):
         def encode(self, raw, digest):
             del digest
             return Encoded(encode_blocks(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE)] * 99, None))

@@ -13,8 +13,9 @@ from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format import keys
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import delete, load, rename, save, verify
-from tierfs.store.lineage import KEYFRAME_SAVES, _group
+from tierfs.store.lineage import KEYFRAME_SAVES
 from tierfs.store.records import observe
+from tierfs.store.series import group_of
 
 MIB = 1 << 20
 
@@ -437,7 +438,7 @@ def test_many_small_tensors_are_planned_in_no_time(flushing):
     ],
 )
 def test_saves_of_one_thing_belong_together(flushing, training, first, second):
-    assert _group(first) == _group(second)
+    assert group_of(first) == group_of(second)
     base = flushing.save(first, training.file())
     flushing.save("run/step_1/other", b"something else " * 9_999)
     flushing.restart()
@@ -460,7 +461,7 @@ def test_saves_of_one_thing_belong_together(flushing, training, first, second):
     ],
 )
 def test_files_of_two_things_do_not(first, second):
-    assert _group(first) != _group(second)
+    assert group_of(first) != group_of(second)
 
 
 def test_nothing_is_kept_of_what_became_a_conflict(flushing, training):

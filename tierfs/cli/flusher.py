@@ -187,12 +187,12 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host, state_directory  # noqa: PLC0415
 
-    url, uuid = arguments.url, arguments.uuid
+    url, uuid, codecs = arguments.url, arguments.uuid, arguments.codecs or "auto"
     state = Path(arguments.state_dir or state_directory()).absolute()
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
     engine = build_engine(
-        host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options), arguments.codecs)
+        host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options, codecs))
     )
     return engine, host.store_directory(uuid)
 
@@ -207,9 +207,8 @@ class _Budgets:
 class _LatePublisher:
     """The way to the object tier, loaded at first use. See `tierfs.flush.publisher.Publisher`."""
 
-    def __init__(self, connect: Callable[[], Store], codecs: str | None) -> None:
+    def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
-        self._codecs = codecs
         self._lock = threading.Lock()
         self._loaded: Publisher | None = None
 
@@ -239,21 +238,20 @@ class _LatePublisher:
     def _load(self) -> Publisher:
         with self._lock:
             if self._loaded is None:
-                from tierfs.store.codecs import AUTO, Codecs  # noqa: PLC0415
                 from tierfs.store.publishing import StorePublisher  # noqa: PLC0415 - see `_spawned`
 
-                codecs = AUTO if self._codecs is None else Codecs.parse(self._codecs)
-                self._loaded = StorePublisher(self._connect, codecs)
+                self._loaded = StorePublisher(self._connect)
             return self._loaded
 
 
-def _open_as_told(url: str, uuid: str, options: dict[str, Any]) -> Store:
+def _open_as_told(url: str, uuid: str, options: dict[str, Any], codecs: str) -> Store:
     """The store with this id at this root; what was written to it must never get into another one."""
     from tierfs.store import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.store.open import open_bare  # noqa: PLC0415
 
     location = parse_url(url)
-    store, _ = open_bare(replace(location, options={**location.options, **options}))
+    tiers = replace(location.tiers, codecs=codecs)
+    store, _ = open_bare(replace(location, options={**location.options, **options}, tiers=tiers))
     if store.descriptor.uuid != uuid:
         raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
     return store
@@ -273,7 +271,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     if not (settings.ram_bytes or settings.nvme_bytes):
         raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
     host, uuid = Host(settings.directory), store.descriptor.uuid
-    publisher = StorePublisher(lambda: store, settings.codecs)
+    publisher = StorePublisher(lambda: store)
     engine = build_engine(host, uuid, settings, lambda _: publisher, publisher=publisher)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from tierfs.flush.draft import Draft
 from tierfs.format.manifest import Row
 
-__all__ = ["Hint", "Part", "Publisher", "ReadRow", "Tensor"]
+__all__ = ["NO_HINT", "Hint", "Part", "Publisher", "ReadRow", "Tensor"]
 
 ReadRow = Callable[[Row, int, memoryview], bool]
 """Copies bytes of a chunk, from an offset on, out of a tier of this host, unverified; false if none has it."""
@@ -58,6 +58,10 @@ class Hint:
     save: int = 0
     base: Row | None = None
     sources: tuple[Part, ...] = ()
+
+
+NO_HINT = Hint()
+"""Of a chunk of which nothing is known."""
 
 
 class Publisher(Protocol):

@@ -12,7 +12,7 @@ from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.flush.entries import Entry
 from tierfs.flush.levels import Level
-from tierfs.flush.publisher import Hint, Publisher, ReadRow
+from tierfs.flush.publisher import NO_HINT, Hint, Publisher, ReadRow
 from tierfs.flush.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.slab import Slot, SlotState
@@ -24,7 +24,6 @@ DRAFTS_AT_ONCE_MAX = 4
 # What is uploaded while it is on its way to the nvme tier: less is there before it would have been worth it.
 AHEAD_BYTES_MIN = 64 << 20
 PACE_S = 1.0
-NO_HINT = Hint()
 RATE_S = 10  # what "now" means for the rate of uploads
 _logger = logging.getLogger("tierfs.flush")
 

@@ -47,8 +47,8 @@ class TierFileSystem(Tiering):
         state_dir: The state directory.
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; that of whoever starts it counts.
-        codecs: What the flusher encodes with: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
-            codecs, ``"zstd,plane"``; that of whoever starts it counts.
+        codecs: What chunks are encoded with: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
+            codecs, ``"zstd,plane"``; of what goes through the flusher, that of whoever starts it counts.
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
-from tierfs.flush.publisher import ReadRow
+from tierfs.flush.publisher import NO_HINT, Hint, ReadRow
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
 from tierfs.format.keys import ChunkName
@@ -17,23 +18,47 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.promised import PromisedObjects
 from tierfs.objects.protocol import CREATE
-from tierfs.store.encoding import Encoded, Plain, Sending, blocks_of
+from tierfs.store.encoding import Encoded, Sending, blocks_of
 from tierfs.store.fetching import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.store import Store
 
-__all__ = ["rescue", "store_chunk"]
+__all__ = ["Alone", "rescue", "store_chunk"]
 
-_PLAIN = Plain()
 _logger = logging.getLogger("tierfs.store")
 
 
-def store_chunk(store: Store, raw: memoryview, sending: Sending = _PLAIN) -> Row:
+class Alone:
+    """A chunk that goes to the object tier without the flusher, encoded by itself. See `Sending`.
+
+    Args:
+        store: The store.
+        hint: What is known of it.
+    """
+
+    def __init__(self, store: Store, hint: Hint = NO_HINT) -> None:
+        self._store = store
+        self._hint = hint
+
+    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
+        """See `Sending.encode`."""
+        del digest
+        return self._store.encoder.encode(raw, self._hint, (), read=lambda *_: False, fetch=self._fetch)
+
+    def putting(self, count: int) -> AbstractContextManager[None]:
+        """See `Sending.putting`."""
+        return self._store.encoder.putting(count)
+
+    def _fetch(self, row: Row, out: memoryview) -> None:
+        fetch(self._store, row, 0, out, self._store.url)
+
+
+def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None) -> Row:
     """Make sure that the store holds these bytes, and say under which name. Identical bytes travel once.
 
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
-        sending: How to encode them, if they have to travel.
+        sending: How to encode them, if they have to travel; by themselves unless it is given.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -42,7 +67,7 @@ def store_chunk(store: Store, raw: memoryview, sending: Sending = _PLAIN) -> Row
     term = store.presence.ensure()
     row = store.presence.find(name)
     if row is None:
-        row = _find_or_put(store, name, raw, digests, sending)
+        row = _find_or_put(store, name, raw, digests, sending or Alone(store))
         store.presence.learn(term, [row])
     return row
 

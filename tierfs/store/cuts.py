@@ -8,10 +8,12 @@ neighbours are packed. All else is cut each 16 MiB, and so is what comes after s
 from __future__ import annotations
 
 import sys
+from collections import deque
 
-from tierfs.codec.elements import follow
+from tierfs.codec.elements import Span, follow
 from tierfs.codec.steps import Item, ReadTo, Rest, Steps
 from tierfs.digest import CHUNK_BYTES
+from tierfs.store.layout import unknown_layout
 
 __all__ = ["LARGE_BYTES", "Cutter"]
 
@@ -30,6 +32,10 @@ class Cutter:
     """
 
     def __init__(self, *, at_start: bool = True) -> None:
+        self._at = 0
+        self._layout: deque[Span] = (
+            deque()
+        )  # of the chunk that the next byte goes into, and of those that ended since `ends`
         self._filled = 0  # of the chunk that the next byte goes into
         self._alone = True  # whether what lies in it is to have no company: a header, a large tensor
         self._left = 0  # bytes that pass before there is something to decide
@@ -40,6 +46,8 @@ class Cutter:
 
     def ends(self, view: memoryview) -> list[int]:
         """Take the next bytes. Returns how many of them lie before each end of a chunk, in order."""
+        while self._layout and self._layout[0].stop <= self._at - self._filled:
+            self._layout.popleft()
         ends: list[int] = []
         at = 0
         while at < len(view):
@@ -47,6 +55,7 @@ class Cutter:
             if self._kept is not None:
                 count = self._keep(view[at : at + count])
             at += count
+            self._at += count
             self._filled += count
             self._left -= count
             if self._filled == CHUNK_BYTES:
@@ -57,6 +66,23 @@ class Cutter:
                     self._filled = 0
                     ends.append(at)
         return ends
+
+    def layout(self, start: int, stop: int) -> list[Span]:
+        """What a chunk consists of that ended with the bytes taken last, or has not ended: without gaps, in order.
+
+        Whoever wants to know asks of one chunk after the other.
+        """
+        found: list[Span] = []
+        at = start
+        while self._layout and self._layout[0].start < stop:
+            span = self._layout[0]
+            found += unknown_layout(at, span.start)
+            found.append(span)
+            at = span.stop
+            if at > stop:
+                break
+            self._layout.popleft()
+        return found + unknown_layout(at, stop)
 
     def _keep(self, view: memoryview) -> int:
         """Keep bytes that are wanted; after those that were wanted, none is left. Returns how many were."""
@@ -87,6 +113,9 @@ class Cutter:
             is_large = request.length >= LARGE_BYTES
             begins = is_large or self._alone or self._filled + request.length > CHUNK_BYTES
             self._left, self._alone = request.length, is_large
+            if request.length:
+                end = self._at + request.length
+                self._layout.append(Span(self._at, end, request.element.width, request.name, request.element.kind))
             return begins
         if isinstance(request, Rest):
             return True

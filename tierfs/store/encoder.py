@@ -123,7 +123,13 @@ class Encoder:
         return Codec.DERIVE in self.codecs.allowed and self._pays(Codec.DERIVE, 0.0, block_count(count))
 
     def encode(
-        self, raw: memoryview, hint: Hint, sources: Sequence[Piece], *, read: ReadRow, fetch: FetchRow
+        self,
+        raw: memoryview,
+        hint: Hint,
+        sources: Sequence[Piece],
+        *,
+        read: ReadRow,
+        fetch: FetchRow,
     ) -> Encoded:
         """Encode a chunk as it pays best.
 

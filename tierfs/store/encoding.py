@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import threading
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -14,7 +12,7 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
 
-__all__ = ["Encoded", "EncodedBlock", "Plain", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
+__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
 
 PAGE_BYTES = 4096
 _ALL = frozenset(Codec)
@@ -50,20 +48,6 @@ class Sending(Protocol):
 
     def putting(self, count: int) -> AbstractContextManager[None]:
         """What sends so many bytes goes in here."""
-
-
-class Plain:
-    """Without any knowledge: zstd where it pays."""
-
-    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
-        """See `Sending.encode`."""
-        del digest
-        return Encoded(encode_blocks(raw, itertools.repeat(_PLAIN), None))
-
-    def putting(self, count: int) -> AbstractContextManager[None]:
-        """See `Sending.putting`."""
-        del count
-        return contextlib.nullcontext()
 
 
 class Plan(NamedTuple):
@@ -115,4 +99,3 @@ def scratch(name: str, count: int) -> memoryview:
 
 
 _local = threading.local()
-_PLAIN = Plan(Coding(Codec.ZSTD), Reason.NOT_STATED)

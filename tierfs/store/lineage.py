@@ -11,23 +11,23 @@ import bisect
 import heapq
 import itertools
 import logging
-import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from tierfs.codec import Span, spans
-from tierfs.digest import BLOCK_BYTES
+from tierfs.codec import Span
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.draft import Draft
-from tierfs.flush.publisher import Hint, Part, ReadRow, Tensor
+from tierfs.flush.publisher import Hint, Part, ReadRow
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
+from tierfs.store.layout import Place, layout_of, places, unknown_layout
 from tierfs.store.listing import names_in
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import observe
+from tierfs.store.series import group_of, last_number, numbered, numbers
 from tierfs.store.store import Store
 
 __all__ = ["PARENT", "Lineages", "Plan"]
@@ -44,18 +44,7 @@ LACKING_MAX = 0.25
 # Reading a delta takes a request more: a header, which is what is read first of a file, does not get so much smaller.
 DELTA_BYTES_MIN = 64 << 10
 NARROW, WIDE = 2, 4  # bytes of an element
-_DIGITS = re.compile(r"\d+")
-_COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
-_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # names a save apart from all others
 _logger = logging.getLogger("tierfs.store")
-
-
-class Place(NamedTuple):
-    """Where a chunk lies in its file, however the file is laid out."""
-
-    name: str
-    offset: int
-    length: int
 
 
 class Anchor(NamedTuple):
@@ -136,26 +125,23 @@ class Lineages:
             return None
         file = _LocalFile(manifest.rows, read)
         try:
-            layout = _layout(file.read_into, manifest.length)
+            layout = layout_of(file.read_into, manifest.length)
         except TierfsError as error:
             text = "%s is stored without regard to its tensors, whose table is not on this host any more: %s"
             self._fall_back("unknown_layouts", text, self._store.where(draft.path), error)
-            layout = _unknown(manifest.length)
+            layout = unknown_layout(0, manifest.length)
         lineage = self._lineage(draft)
-        group = _group(draft.path)
-        places, hints = [], []
-        for place, inside in _places(layout, manifest.rows):
+        found, hints = [], []
+        lengths = [row.raw_length for row in manifest.rows]
+        for place, tensors in places(layout, lengths, group_of(draft.path)):
             anchor = lineage.anchors.get(place)
             is_fresh = anchor is not None and anchor.age < KEYFRAME_SAVES
-            tensors = tuple(
-                Tensor(f"{group}:{span.name}:{span.kind}{span.width}", span.kind, span.width) for span in inside
-            )
             base = anchor.row if anchor is not None and is_fresh and place.length >= DELTA_BYTES_MIN else None
-            places.append(place)
+            found.append(place)
             hints.append(Hint(tensors, lineage.saves, base))
         if derives:
             _find_sources(file, layout, manifest.rows, hints)
-        return Plan(lineage, places, hints)
+        return Plan(lineage, found, hints)
 
     def note(self, draft: Draft, plan: Plan, rows: Sequence[Row]) -> None:
         """Learn from what was published: its rows, in order."""
@@ -176,7 +162,7 @@ class Lineages:
             self._remember(draft.path, lineage)
 
     def _remember(self, path: str, lineage: Lineage) -> None:
-        for key in (path, _group(path)):
+        for key in (path, group_of(path)):
             self._known.pop(key, None)
             self._known[key] = lineage
         while len(self._known) > LINEAGES_MAX:
@@ -188,7 +174,7 @@ class Lineages:
         assert isinstance(manifest, Manifest)
         given = manifest.metadata.get(PARENT)
         with self._lock:
-            keys = [given] if isinstance(given, str) else [draft.path, _group(draft.path)]
+            keys = [given] if isinstance(given, str) else [draft.path, group_of(draft.path)]
             lineage = next((self._known[key] for key in keys if key in self._known), None)
         try:
             if lineage is None:
@@ -211,19 +197,17 @@ class Lineages:
         if draft.base.version is not None:
             return draft.path
         parts = draft.path.split("/")
-        group = _group(draft.path)
-        numbered = _numbered(parts)
-        if not numbered:
+        group = group_of(draft.path)
+        counting = numbered(parts)
+        if not counting:
             return self._newest("/".join(parts[:-1]), group)
-        for at in reversed(numbered):
-            names = [
-                name for name in names_in(self._store, "/".join(parts[:at])) if _numbers(name) < _numbers(parts[at])
-            ]
-            alike = [name for name in names if _group("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
+        for at in reversed(counting):
+            names = [name for name in names_in(self._store, "/".join(parts[:at])) if numbers(name) < numbers(parts[at])]
+            alike = [name for name in names if group_of("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
             # All of it may have been deleted in the newest ones.
-            for name in heapq.nlargest(PARENTS_TRIED_MAX, alike, key=_numbers):
+            for name in heapq.nlargest(PARENTS_TRIED_MAX, alike, key=numbers):
                 # The same number may be in the names below: checkpoint-20/global_step20.
-                below = [part.replace(_last(parts[at]), _last(name)) for part in parts[at + 1 :]]
+                below = [part.replace(last_number(parts[at]), last_number(name)) for part in parts[at + 1 :]]
                 before = [*parts[:at], name, *below]
                 found = self._newest("/".join(before[:-1]), group) if below else "/".join(before)
                 if found is not None:
@@ -235,7 +219,7 @@ class Lineages:
         found = [
             path
             for name in names_in(self._store, directory)
-            if _group(path := f"{directory}/{name}".lstrip("/")) == group
+            if group_of(path := f"{directory}/{name}".lstrip("/")) == group
         ]
         return max(found, default=None)
 
@@ -246,9 +230,10 @@ class Lineages:
         if manifest is None or not manifest.rows:
             return lineage
         rows = expand_rows(self._store, manifest, path)
-        layout = _layout(open_manifest(self._store, path, manifest).read_into, manifest.length)
+        layout = layout_of(open_manifest(self._store, path, manifest).read_into, manifest.length)
         self._store.presence.learn(lineage.term, rows, named=True)
-        for (place, _), row in zip(_places(layout, rows), rows, strict=True):
+        there = places(layout, [row.raw_length for row in rows], "")
+        for (place, _), row in zip(there, rows, strict=True):
             if not row.bases:
                 lineage.anchors[place] = Anchor(row, 1)
         return lineage
@@ -295,33 +280,6 @@ class _LocalFile:
             if not self._read(self._rows[index], offset, out[at : at + length]):
                 raise StoreError("a chunk that was to be looked at is not on this host", tier="ram")
             at += length
-
-
-def _layout(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
-    """How a file is laid out, if it can be read."""
-    return spans(read, length) or _unknown(length)
-
-
-def _unknown(length: int) -> list[Span]:
-    return [Span(0, length, 1, "", "bytes")]
-
-
-def _places(layout: Sequence[Span], rows: Sequence[Row]) -> Iterator[tuple[Place, list[Span]]]:
-    """Of each chunk its place, and of each of its blocks what most of it is."""
-    starts = [span.start for span in layout]
-    start = 0
-    for row in rows:
-        stop = start + row.raw_length
-        inside = layout[bisect.bisect_right(starts, start) - 1 : bisect.bisect_left(starts, stop)]
-        most, at = [], 0
-        for begin in range(start, stop, BLOCK_BYTES):
-            end = min(begin + BLOCK_BYTES, stop)
-            while inside[at].stop <= begin:
-                at += 1
-            block = itertools.takewhile(lambda span, end=end: span.start < end, inside[at:])  # type: ignore[misc]
-            most.append(max(block, key=lambda span: min(end, span.stop) - max(begin, span.start)))
-        yield Place(inside[0].name, start - inside[0].start, row.raw_length), most
-        start = stop
 
 
 def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row], hints: list[Hint]) -> None:
@@ -397,36 +355,3 @@ def _derived_parts(
             return []
         ranges[at] = [longest[0], longest[0] + length]
     return [part for begin, end in ranges for part in file.parts(begin, end)]
-
-
-def _numbered(parts: Sequence[str]) -> list[int]:
-    """Which components of a path count its saves.
-
-    Those that say so. Without any, directories that are a number, else the last one with a number in it, else the file's name.
-    Other numbers in the name of a file that is new with every save are others: of its rank, for example.
-    """
-    directories = parts[:-1]
-    counting = [at for at, part in enumerate(parts) if _COUNTER.search(part)]
-    counting = counting or [at for at, part in enumerate(directories) if part.isdecimal()]
-    counting = counting or [at for at, part in enumerate(directories) if _DIGITS.search(part)][-1:]
-    if not counting and _DIGITS.search(parts[-1]) and not _RANDOM.search(parts[-1]):
-        return [len(parts) - 1]
-    return counting
-
-
-def _numbers(name: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in _DIGITS.findall(name))
-
-
-def _last(name: str) -> str:
-    """The last number in a name."""
-    return str(_DIGITS.findall(name)[-1])
-
-
-def _group(path: str) -> str:
-    """What the saves of a file have in common."""
-    parts = path.split("/")
-    for at in _numbered(parts):
-        masked, found = _COUNTER.subn(r"\1#", parts[at])
-        parts[at] = masked if found else _DIGITS.sub("#", parts[at])
-    return _RANDOM.sub("*", "/".join(parts))

@@ -91,7 +91,7 @@ def tiers_for(
             raise
         _logger.warning("%s is used without local tiers: %s", target.url, error)
         return None
-    launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect, settings.codecs), clock)
+    launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect), clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
         NvmeReader(directory),

@@ -240,7 +240,10 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
             options_given = dict(location.options)
             target = Target(descriptor.uuid, url, options_given, descriptor.digest_kind, host_local, process_local)
             tiers = tiers_for(
-                target, settings, lambda: Store(objects, descriptor, url=url), required=options.is_explicit
+                target,
+                settings,
+                lambda: Store(objects, descriptor, url=url, codecs=settings.codecs),
+                required=options.is_explicit,
             )
             if tiers is not None:
                 _tiers[key] = tiers
@@ -252,6 +255,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         ack=settings.ack,
         ack_timeout_s=settings.timeout_s,
         state_dir=settings.directory,
+        codecs=settings.codecs,
     )
 
 
@@ -287,7 +291,8 @@ def open_bare(location: Location) -> tuple[Store, ResolvedTiers]:
         except NotFoundError:
             continue
         promised = as_promised(objects, descriptor.endpoint, _verify_writes(location))
-        return Store(promised, descriptor, url=url), _tier_settings(location, descriptor, root)[1]
+        settings = _tier_settings(location, descriptor, root)[1]
+        return Store(promised, descriptor, url=url, codecs=settings.codecs), settings
     raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)
 
 

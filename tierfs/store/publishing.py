@@ -17,12 +17,11 @@ from tierfs.format.keys import NO_RECIPE
 from tierfs.format.manifest import Manifest, Row, Tombstone
 from tierfs.objects.protocol import Version
 from tierfs.store.asked import asked
-from tierfs.store.chunks import store_chunk
-from tierfs.store.codecs import AUTO, Codecs
+from tierfs.store.chunks import Alone, store_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encoder import Encoder, Piece
+from tierfs.store.encoder import Piece
 from tierfs.store.encoding import Encoded
-from tierfs.store.fetching import fetch, find_chunk
+from tierfs.store.fetching import find_chunk
 from tierfs.store.lineage import Lineages, Plan
 from tierfs.store.records import Observed, observe, publish
 from tierfs.store.save import settle
@@ -38,16 +37,13 @@ class StorePublisher:
 
     Args:
         connect: Opens the store without local tiers, at first use and again after that failed.
-        codecs: Which ones may be used.
     """
 
-    def __init__(self, connect: Callable[[], Store], codecs: Codecs = AUTO) -> None:
+    def __init__(self, connect: Callable[[], Store]) -> None:
         self._connect = connect
-        self._codecs = codecs
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._commits: Commits | None = None
-        self._encoder: Encoder | None = None
         self._lineages: Lineages | None = None
         self._plans: dict[bytes, Plan] = {}  # by write id, from when their files are planned until they are published
 
@@ -56,10 +52,9 @@ class StorePublisher:
 
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
         """See `Publisher.plan`."""
-        self._open()
+        store = self._open()
         assert self._lineages is not None
-        assert self._encoder is not None
-        plan = self._lineages.plan(draft, read, derives=self._encoder.derives(draft.length))
+        plan = self._lineages.plan(draft, read, derives=store.encoder.derives(draft.length))
         if plan is None:
             return ()
         with self._lock:
@@ -77,8 +72,7 @@ class StorePublisher:
     ) -> Row:
         """See `Publisher.put_chunk`."""
         store = self._open()
-        assert self._encoder is not None
-        return store_chunk(store, raw, _Sending(store, self._encoder, hint, rows, read, pace))
+        return store_chunk(store, raw, _Sending(store, hint, rows, read, pace))
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""
@@ -107,11 +101,10 @@ class StorePublisher:
         """See `tierfs.store.asked.asked`; nothing before the store was opened."""
         # Without the lock, which is held while the store is opened.
         store = self._store
-        encoder = self._encoder
         lineages = self._lineages
-        if store is None or encoder is None or lineages is None:
+        if store is None or lineages is None:
             return {}
-        return {**asked(store.objects), "codecs": {**encoder.status(), **lineages.fallbacks()}}
+        return {**asked(store.objects), "codecs": {**store.encoder.status(), **lineages.fallbacks()}}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
         observed = self._base(store, draft)
@@ -163,29 +156,22 @@ class StorePublisher:
             if self._store is None:
                 self._store = self._connect()
                 self._commits = Commits(self._store)
-                descriptor = self._store.descriptor
-                self._encoder = Encoder(
-                    descriptor.digest_kind, self._codecs, self._store.clock, is_near=descriptor.endpoint.host_local
-                )
                 self._lineages = Lineages(self._store)
             return self._store
 
 
-class _Sending:
-    """See `tierfs.store.encoding.Sending`."""
+class _Sending(Alone):
+    """A chunk of which all is known that this host does."""
 
     def __init__(
         self,
         store: Store,
-        encoder: Encoder,
         hint: Hint,
         rows: Sequence[Row | None],
         read: ReadRow,
         pace: Callable[[int], None],
     ) -> None:
-        self._store = store
-        self._encoder = encoder
-        self._hint = hint
+        super().__init__(store, hint)
         self._rows = rows
         self._read = read
         self._pace = pace
@@ -195,11 +181,11 @@ class _Sending:
         hint = self._hint
         if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
             hint = replace(hint, base=None)
-        return self._encoder.encode(raw, hint, self._sources(digest), read=self._read, fetch=self._fetch)
+        return self._store.encoder.encode(raw, hint, self._sources(digest), read=self._read, fetch=self._fetch)
 
     @contextlib.contextmanager
     def putting(self, count: int) -> Iterator[None]:
-        with self._encoder.putting(count):
+        with super().putting(count):
             self._pace(count)
             yield
 
@@ -226,6 +212,3 @@ class _Sending:
             and steps <= min(steps_max, 1)
             and not any(self._store.presence.is_unusable(name) for name in names)
         )
-
-    def _fetch(self, row: Row, out: memoryview) -> None:
-        fetch(self._store, row, 0, out, self._store.url)

@@ -247,7 +247,9 @@ class Writer:
             tiers = self._store.tiers
             cutter = Cutter(at_start=not self._kept)
             self._sink = (
-                SlabSink(tiers, self._write_id, cutter) if self._staged and tiers else ObjectSink(self._store, cutter)
+                SlabSink(tiers, self._write_id, cutter)
+                if self._staged and tiers
+                else ObjectSink(self._store, self.path, cutter)
             )
             self._sink.write(memoryview(self._small))
             self._small = bytearray()

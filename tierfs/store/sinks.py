@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 from tierfs.buffers import buffers
 from tierfs.errors import CapacityError
 from tierfs.flush.draft import SlotRef, local_name
+from tierfs.flush.publisher import Hint
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.processors import processors
-from tierfs.store.chunks import store_chunk
+from tierfs.store.chunks import Alone, store_chunk
 from tierfs.store.cuts import Cutter
+from tierfs.store.layout import places
+from tierfs.store.series import group_of
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -53,12 +56,16 @@ class ObjectSink:
 
     Args:
         store: The store.
-        cutter: Says where chunks end.
+        path: Of the file.
+        cutter: Says where chunks end, and what is in them.
     """
 
-    def __init__(self, store: Store, cutter: Cutter) -> None:
+    def __init__(self, store: Store, path: str, cutter: Cutter) -> None:
         self._store = store
         self._cutter = cutter
+        self._group = group_of(path)
+        self._save = next(store.saves)
+        self._sent = 0
         self._rows: list[Row] = []
         self._under_way: deque[Future[Row]] = deque()
         self._chunk: memoryview | None = None
@@ -106,10 +113,14 @@ class ObjectSink:
             self._rows.append(self._under_way.popleft().result())
         buffer, filled = self._chunk, self._filled
         self._chunk = None
+        start, self._sent = self._sent, self._sent + filled
+        layout = self._cutter.layout(start, self._sent)
+        ((_, tensors),) = places(layout, [filled], self._group, start=start)
+        sending = Alone(self._store, Hint(tensors, self._save))
 
         def store_it(buffer: memoryview) -> Row:
             try:
-                row = store_chunk(self._store, buffer[:filled])
+                row = store_chunk(self._store, buffer[:filled], sending)
                 tiers = self._store.tiers
                 if tiers is not None and tiers.cache.keeps_reads:
                     tiers.cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), buffer[:filled])

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,11 +21,13 @@ from tierfs.format.manifest import Record
 from tierfs.local.host import state_directory
 from tierfs.objects.protocol import ObjectTier, Version
 from tierfs.store.away import ask_briefly
+from tierfs.store.codecs import AUTO, Codecs
 from tierfs.store.hostrecords import HostRecords
 from tierfs.store.presence import Presence
 
 if TYPE_CHECKING:
     from tierfs.flush.tiers import Tiers
+    from tierfs.store.encoder import Encoder
 
 __all__ = ["Store"]
 
@@ -47,6 +51,10 @@ class Store:
         ack: The level at which a change is acknowledged unless it is asked for another.
         ack_timeout_s: How long that is waited for; ``None`` for as long as it takes.
         state_dir: Where the host keeps what it knows.
+        codecs: What chunks may be encoded with.
+
+    Attributes:
+        saves: Numbers for files that go to the object tier without the flusher.
     """
 
     def __init__(
@@ -61,6 +69,7 @@ class Store:
         ack: Level = Level.OBJECT,
         ack_timeout_s: float | None = None,
         state_dir: Path | None = None,
+        codecs: Codecs = AUTO,
     ) -> None:
         self.objects = objects
         self.descriptor = descriptor
@@ -70,6 +79,8 @@ class Store:
         self.tiers = tiers
         self.ack = ack
         self.ack_timeout_s = ack_timeout_s
+        self.codecs = codecs
+        self.saves = itertools.count()
         self._state_dir = state_dir
         self._bare: Store | None = None
         self._checked_at = self.clock.monotonic()
@@ -82,6 +93,14 @@ class Store:
 
     def __repr__(self) -> str:
         return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self.objects!r})"
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """How this process encodes chunks on their way to the object tier."""
+        from tierfs.store.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
+
+        endpoint = self.descriptor.endpoint
+        return Encoder(self.descriptor.digest_kind, self.codecs, self.clock, is_near=endpoint.host_local)
 
     def is_current(self) -> bool:
         """Whether the root holds this store still, and has not been deleted or made anew.
@@ -132,6 +151,7 @@ class Store:
                 clock=self.clock,
                 random_bytes=self.random_bytes,
                 state_dir=self._state_dir,
+                codecs=self.codecs,
             )
         return self._bare
 

@@ -1,0 +1,46 @@
+"""The names of the saves of a file: which part of a path counts them, and what they have in common."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+__all__ = ["group_of", "last_number", "numbered", "numbers"]
+
+_DIGITS = re.compile(r"\d+")
+_COUNTER = re.compile(r"((?:step|epoch|iter|iteration|checkpoint|ckpt)[^0-9a-z]*)\d+", re.IGNORECASE)
+_RANDOM = re.compile(r"(?<![0-9a-f])[0-9a-f]{8,}(?![0-9a-f])")  # names a save apart from all others
+
+
+def numbered(parts: Sequence[str]) -> list[int]:
+    """Which components of a path count its saves.
+
+    Those that say so. Without any, directories that are a number, else the last one with a number in it, else the file's name.
+    Other numbers in the name of a file that is new with every save are others: of its rank, for example.
+    """
+    directories = parts[:-1]
+    counting = [at for at, part in enumerate(parts) if _COUNTER.search(part)]
+    counting = counting or [at for at, part in enumerate(directories) if part.isdecimal()]
+    counting = counting or [at for at, part in enumerate(directories) if _DIGITS.search(part)][-1:]
+    if not counting and _DIGITS.search(parts[-1]) and not _RANDOM.search(parts[-1]):
+        return [len(parts) - 1]
+    return counting
+
+
+def numbers(name: str) -> tuple[int, ...]:
+    """All numbers in a name, in order."""
+    return tuple(int(number) for number in _DIGITS.findall(name))
+
+
+def last_number(name: str) -> str:
+    """The last number in a name."""
+    return str(_DIGITS.findall(name)[-1])
+
+
+def group_of(path: str) -> str:
+    """What the saves of a file have in common."""
+    parts = path.split("/")
+    for at in numbered(parts):
+        masked, found = _COUNTER.subn(r"\1#", parts[at])
+        parts[at] = masked if found else _DIGITS.sub("#", parts[at])
+    return _RANDOM.sub("*", "/".join(parts))
