@@ -137,6 +137,14 @@ def test_deleting_what_is_not_there_is_no_failure() -> None:
     _objects({"Errors": [{"Key": "base/a", "Code": "NoSuchKey"}]}).delete(["a"])
 
 
+def test_an_answer_without_a_body_has_deleted_nothing() -> None:
+    pytest.importorskip("botocore", reason="botocore is not installed")
+    with pytest.raises(StoreError) as caught:
+        _objects({"ResponseMetadata": {"HTTPStatusCode": 200}}).delete(["a"])
+    assert caught.value.transient
+    _objects({"Deleted": [{"Key": "base/a"}]}).delete(["a"])
+
+
 def test_a_body_is_read_in_pieces_as_asked_for_and_again_from_the_beginning() -> None:
     session = Session([{"ETag": '"1"', "ResponseMetadata": {}}])
     open_s3(Direct("s3", lambda: session), "bucket").put("a", [b"0123456789", b"", b"ab"])  # type: ignore[arg-type,return-value]

@@ -23,7 +23,7 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from tierfs.errors import ConflictError, InvalidInputError
+from tierfs.errors import ConflictError, InvalidInputError, StoreError
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.direct import Direct
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -201,10 +201,13 @@ class _S3Client:
         from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
 
         objects = [{"Key": self._base + key} for key in keys]
-        answer = self._session.call("delete_objects", Bucket=self._bucket, Delete={"Objects": objects, "Quiet": True})
+        answer = self._session.call("delete_objects", Bucket=self._bucket, Delete={"Objects": objects})
         for error in answer.get("Errors", []):
             if error.get("Code") != "NoSuchKey":
                 raise ClientError({"Error": error}, "DeleteObjects")
+        # Asked to be quiet, a server would say of what it deleted as much as an answer that lost its body: nothing.
+        if not answer.get("Deleted") and not answer.get("Errors"):
+            raise StoreError("an answer to a deletion says nothing of what is deleted", transient=True, tier="object")
 
     async def delete_version(self, key: str, version: Version) -> None:
         # Looked at first, because not every server heeds the condition on a deletion.
