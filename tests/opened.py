@@ -1,18 +1,24 @@
-"""What this process has open, as sets: `opened() <= before` fails over what came, not over what other tests left behind and went meanwhile."""
+"""What this process has open, to compare: ``descriptors() <= before`` fails over what came, not over what other tests left and went meanwhile."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections import Counter
 
 
-def descriptors() -> set[tuple[str, str]]:
+def descriptors() -> Counter[tuple[str, str]]:
     """(number, target) of each descriptor, but for those of /proc: this very look is one of them."""
-    with os.scandir("/proc/self/fd") as entries:
-        found = {(entry.name, os.readlink(entry.path)) for entry in entries if os.path.lexists(entry.path)}
-    return {(name, target) for name, target in found if not target.startswith("/proc/")}
+    found = Counter[tuple[str, str]]()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if not target.startswith("/proc/"):
+                found[number, target.removesuffix(" (deleted)")] = 1
+    return found
 
 
-def mappings(of: str) -> set[str]:
-    """The mapped files whose path has `of` in it."""
+def mappings(of: str) -> Counter[str]:
+    """How often each file is mapped whose path has ``of`` in it."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
-        return {line.split(maxsplit=5)[5].strip() for line in lines if of in line}
+        return Counter(line.split(maxsplit=5)[5].strip().removesuffix(" (deleted)") for line in lines if of in line)

@@ -1,6 +1,9 @@
 """What is written without the flusher is encoded as well, by what its file's own table says."""
 
+import random
+import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import safetensors.torch
@@ -9,26 +12,30 @@ import torch
 import tierfs
 from tierfs.codec import Codec, Reason
 from tierfs.digest import BLOCK_BYTES
+from tierfs.store import encoder
 from tierfs.store.fetching import read_envelope
 from tierfs.store.load import expand_rows
 from tierfs.store.records import observe
 
-ROWS = 2 * BLOCK_BYTES // 4
-DATA = safetensors.torch.save(
-    {f"w{number}": torch.randn(ROWS, generator=torch.Generator().manual_seed(number)) for number in range(3)}
-)
+NAME = "step_1/model.safetensors"
 
 
-def written(place, codecs, name="step_1/model.safetensors"):
+def noise(seed, blocks=1):
+    return torch.randn(blocks * BLOCK_BYTES // 4, generator=torch.Generator().manual_seed(seed))
+
+
+def writer(place, codecs):
+    options = {"ram": "0", "nvme": "0", "codecs": codecs, "skip_instance_cache": True}
+    return tierfs.TierFileSystem(target_protocol=place.protocol, **options)
+
+
+def written(place, codecs):
     """The blocks of a file, written with these codecs, that the store has then."""
-    fs = tierfs.TierFileSystem(
-        target_protocol=place.protocol, ram="0", nvme="0", codecs=codecs, skip_instance_cache=True
-    )
-    with fs.open(place / name, "wb") as file:
-        file.write(DATA)
-    assert fs.cat(place / name) == DATA
-    rows = expand_rows(place.store, observe(place.store, name).manifest, name)
-    return [block for row in rows for block in read_envelope(place.store, row, name).blocks]
+    fs, data = writer(place, codecs), safetensors.torch.save({f"w{number}": noise(number, 2) for number in range(3)})
+    fs.pipe_file(place / NAME, data)
+    assert fs.cat(place / NAME) == data
+    rows = expand_rows(place.store, observe(place.store, NAME).manifest, NAME)
+    return [block for row in rows for block in read_envelope(place.store, row, NAME).blocks]
 
 
 def test_tensors_are_encoded_as_what_they_are(place):
@@ -42,17 +49,34 @@ def test_a_codec_that_is_not_allowed_is_not_used(place, codecs, allowed):
     assert {Codec(block.codec) for block in written(place, codecs)} <= allowed
 
 
-def test_what_is_known_of_a_tensor_is_kept_for_the_next_save(place, monkeypatch):
-    tried = []
-    choose = tierfs.store.encoder.choose
-    monkeypatch.setattr(
-        "tierfs.store.encoder.choose", lambda *arguments, **about: tried.append(about) or choose(*arguments, **about)
-    )
-    fs = tierfs.TierFileSystem(
-        target_protocol=place.protocol, ram="0", nvme="0", codecs="all", skip_instance_cache=True
-    )
-    for step in range(3):
-        state = {"w": torch.randn(ROWS, generator=torch.Generator().manual_seed(step))}
-        with fs.open(place / f"step_{step}/model.safetensors", "wb") as file:
-            file.write(safetensors.torch.save(state))
-    assert [about["kind"] for about in tried].count("float") == 1
+def test_what_is_no_tensor_is_tried_block_by_block(place):
+    """Noise says nothing of the text behind it."""
+    text = b"".join(b"%d: nothing new\n" % number for number in range(1_000_000))
+    writer(place, "auto").pipe_file(place / "log", random.Random(1).randbytes(BLOCK_BYTES) + text)
+    stored = sum(place.store.objects.head(key).size for key in place.chunks())
+    assert stored < BLOCK_BYTES + len(text) / 4
+
+
+def test_all_who_write_to_a_store_know_the_same(place):
+    store, together = place.store, threading.Barrier(4)
+
+    def encoder_of(_):
+        together.wait(10)
+        return store.encoder
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(encoder_of, range(4)))) == 1
+
+
+def test_what_is_known_of_a_tensor_is_kept_for_the_next_saves(place, monkeypatch):
+    """However many files a save has; now and then it is tried again."""
+    tried, choose = [], encoder.choose
+    monkeypatch.setattr(encoder, "choose", lambda *all_, **about: tried.append(about["kind"]) or choose(*all_, **about))
+    fs, files, counts = writer(place, "all"), 20, []
+    for step in range(encoder.REPROBE_SAVES + 1):
+        tried.clear()
+        for number in range(files):
+            data = safetensors.torch.save({f"w{number}": noise(step * files + number)})
+            fs.pipe_file(place / f"step_{step}/model-{number:05}.safetensors", data)
+        counts.append(tried.count("float"))
+    assert counts == [files, *[0] * (encoder.REPROBE_SAVES - 1), files]

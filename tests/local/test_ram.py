@@ -840,7 +840,7 @@ def test_a_forked_child_reads_its_parents_segments_and_writes_into_its_own(tier,
 
 def test_a_tier_that_was_closed_leaves_no_descriptor_and_no_mapping(host, open_tier):
     def opened():
-        return descriptors() | mappings("tierfs-test-")
+        return descriptors() + mappings("tierfs-test-")
 
     host.owner()
     before = opened()

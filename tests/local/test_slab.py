@@ -80,7 +80,7 @@ def in_child(work):
 
 
 def opened():
-    return descriptors() | mappings("tierfs-test-")
+    return descriptors() + mappings("tierfs-test-")
 
 
 # -- found and read ----------------------------------------------------------------------------------------------------

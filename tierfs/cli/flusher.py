@@ -187,7 +187,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host, state_directory  # noqa: PLC0415
 
-    url, uuid, codecs = arguments.url, arguments.uuid, arguments.codecs or "auto"
+    url, uuid, codecs = arguments.url, arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = Path(arguments.state_dir or state_directory()).absolute()
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))

@@ -1,4 +1,4 @@
-"""Which codecs a store's flusher may use: the option ``codecs``."""
+"""Which codecs a store's chunks may have: the option ``codecs``."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ __all__ = ["Encoder", "FetchRow", "Piece"]
 
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
+GROUPS_MAX = 10_000
 # So much has to have been sent before speeds count: a few small puts say little.
 EVIDENCE_BYTES = 64 << 20
 # How much of a measured speed the newest chunk makes up, and of what is typical the newest tensor.
@@ -69,7 +70,7 @@ class Piece(NamedTuple):
 
 
 class Encoder:
-    """What one flusher knows of tensors and speeds. Safe for use by many threads.
+    """What one process knows of a store's tensors, and of speeds. Safe for use by many threads.
 
     Args:
         kind: The store's digests.
@@ -86,6 +87,7 @@ class Encoder:
         self._lock = threading.Lock()
         self._choices: dict[str, tuple[int, Choice]] = {}  # with the save that it was made at
         self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
+        self._saves: dict[str, int] = {}
         self._put = _Speed()
         self._encode: dict[Codec, _Speed] = {}
         self._counts: Counter[str] = Counter()
@@ -109,6 +111,15 @@ class Encoder:
                     codec.name.lower(): speed.s_per_byte * 1e9 for codec, speed in self._encode.items()
                 },
             }
+
+    def count_save(self, group: str) -> int:
+        """Begin a file; returns how many of its group were begun before, as far as that is remembered: see `Hint.save`."""
+        with self._lock:
+            count = self._saves.pop(group, 0)
+            self._saves[group] = count + 1
+            while len(self._saves) > GROUPS_MAX:
+                del self._saves[next(iter(self._saves))]
+        return count
 
     @contextlib.contextmanager
     def putting(self, count: int) -> Iterator[None]:

@@ -35,7 +35,7 @@ def unknown_layout(start: int, stop: int) -> list[Span]:
 def places(
     layout: Sequence[Span], lengths: Iterable[int], group: str, *, start: int = 0
 ) -> Iterator[tuple[Place, tuple[Tensor, ...]]]:
-    """Of each chunk its place, and of each of its blocks what most of it is.
+    """Of each chunk its place, and of each of its blocks what most of it is. Only of tensors something is kept, by their names.
 
     Args:
         layout: Of the file, without gaps from where the first chunk begins to where the last one ends.
@@ -54,6 +54,9 @@ def places(
                 at += 1
             block = itertools.takewhile(lambda span, end=end: span.start < end, inside[at:])  # type: ignore[misc]
             most.append(max(block, key=lambda span: min(end, span.stop) - max(begin, span.start)))
-        tensors = tuple(Tensor(f"{group}:{span.name}:{span.kind}{span.width}", span.kind, span.width) for span in most)
+        tensors = tuple(
+            Tensor(f"{group}:{span.name}:{span.kind}{span.width}", span.kind, span.width) if span.name else Tensor()
+            for span in most
+        )
         yield Place(inside[0].name, start - inside[0].start, length), tensors
         start = stop

@@ -38,7 +38,7 @@ class TierOptions:
         state_dir: The state directory.
         timeout: Seconds that a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most.
-        codecs: What the flusher may encode with; see `tierfs.store.codecs.Codecs.parse`.
+        codecs: What chunks may be encoded with; see `tierfs.store.codecs.Codecs.parse`.
     """
 
     ack: str | None = None
@@ -95,7 +95,7 @@ class ResolvedTiers:
         directory: The state directory.
         timeout_s: What a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
-        codecs: What the flusher may encode with.
+        codecs: What chunks may be encoded with.
     """
 
     ack: Level

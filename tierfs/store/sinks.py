@@ -64,7 +64,7 @@ class ObjectSink:
         self._store = store
         self._cutter = cutter
         self._group = group_of(path)
-        self._save = next(store.saves)
+        self._save = store.encoder.count_save(self._group)
         self._sent = 0
         self._rows: list[Row] = []
         self._under_way: deque[Future[Row]] = deque()

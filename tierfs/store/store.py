@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,9 +50,6 @@ class Store:
         ack_timeout_s: How long that is waited for; ``None`` for as long as it takes.
         state_dir: Where the host keeps what it knows.
         codecs: What chunks may be encoded with.
-
-    Attributes:
-        saves: Numbers for files that go to the object tier without the flusher.
     """
 
     def __init__(
@@ -79,8 +74,9 @@ class Store:
         self.tiers = tiers
         self.ack = ack
         self.ack_timeout_s = ack_timeout_s
-        self.codecs = codecs
-        self.saves = itertools.count()
+        self._codecs = codecs
+        self._lock = threading.Lock()
+        self._encoder: Encoder | None = None
         self._state_dir = state_dir
         self._bare: Store | None = None
         self._checked_at = self.clock.monotonic()
@@ -94,13 +90,16 @@ class Store:
     def __repr__(self) -> str:
         return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self.objects!r})"
 
-    @cached_property
+    @property
     def encoder(self) -> Encoder:
-        """How this process encodes chunks on their way to the object tier."""
-        from tierfs.store.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
+        """How chunks are encoded on their way to the object tier: one for all."""
+        with self._lock:
+            if self._encoder is None:
+                from tierfs.store.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
 
-        endpoint = self.descriptor.endpoint
-        return Encoder(self.descriptor.digest_kind, self.codecs, self.clock, is_near=endpoint.host_local)
+                kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
+                self._encoder = Encoder(kind, self._codecs, self.clock, is_near=is_near)
+            return self._encoder
 
     def is_current(self) -> bool:
         """Whether the root holds this store still, and has not been deleted or made anew.
@@ -151,7 +150,7 @@ class Store:
                 clock=self.clock,
                 random_bytes=self.random_bytes,
                 state_dir=self._state_dir,
-                codecs=self.codecs,
+                codecs=self._codecs,
             )
         return self._bare
 
