@@ -454,7 +454,9 @@ def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host,
     assert load(host.plain(), "big") == data
 
 
-def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host):
+@pytest.mark.parametrize("fails", [False, True], ids=["uploaded", "not uploaded"])
+def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
+    """Whatever becomes of the attempt to upload it that is under way."""
     here, there = make_host("here"), make_host("there")
     uploading, go = threading.Event(), threading.Event()
 
@@ -462,6 +464,8 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host):
         if point == "after upload.chunk":
             uploading.set()
             go.wait(20)
+            if fails:
+                raise StoreError("the object tier is down", transient=True)
         if point == "before publish.record":
             uploading.wait(20)
 

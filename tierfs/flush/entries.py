@@ -66,13 +66,14 @@ class Entry:
         return self.draft.path
 
     def fail(self, error: TierfsError, retry_at: float) -> None:
-        """Note that the last attempt failed."""
-        self.error, self.retry_at = error, retry_at
-        self.failures += 1
-        self.conflict = self.conflict or isinstance(error, ConflictError)
+        """Note that the last attempt failed; a conflict that it was drawn into meanwhile stays, with what is said of it."""
+        if not self.conflict:
+            self.error, self.retry_at = error, retry_at
+            self.failures += 1
+            self.conflict = isinstance(error, ConflictError)
 
     def clear(self) -> None:
-        """Note that the last attempt went well; a conflict that it was drawn into meanwhile stays."""
+        """Note that it went well; here, too, a conflict stays."""
         if not self.conflict:
             self.error, self.failures, self.retry_at = None, 0, 0.0
 
