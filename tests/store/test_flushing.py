@@ -394,10 +394,6 @@ def names_of(host, data):
     return [local_name(DigestKind.XXH3_128, digest.combine(DigestKind.XXH3_128, len(data), blocks))]
 
 
-def flusher_of(host):
-    return host.tiers.flusher._launcher._service._engine._flusher
-
-
 def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
     host = make_host(ram=200 * MIB, nvme=128 * MIB)
     writer = Writer(host.store, "big", level=Level.STAGED)
@@ -405,7 +401,7 @@ def test_a_spill_that_fits_in_part_leaves_nothing_that_can_never_go(make_host):
         writer.write(content(16 * MIB))
     writer.commit()
     wait(host.store, "", Level.OBJECT, 60)
-    assert flusher_of(host).nvme.usage().dirty_bytes == 0
+    assert host.flusher.nvme.usage().dirty_bytes == 0
     with host.held():
         save(host.store, "small", content(20 * MIB))
         wait(host.store, "small", Level.LOCAL, 20)
@@ -417,7 +413,7 @@ def test_what_went_ahead_of_a_draft_stays_when_its_writer_dies_right_after_closi
     with host.held():
         writer = Writer(host.store, "big", level=Level.STAGED)
         writer.write(data)
-        flusher = flusher_of(host)
+        flusher = host.flusher
         assert flusher._state.holders
         with monkeypatch.context() as dying:
             dying.setattr(Settler, "waiting", lambda _: [])
@@ -474,7 +470,7 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
         save(here.store, "a", content(20 * MIB))
         save_at(there.store, "a", b"theirs", Level.OBJECT)
         wait(here.store, "a", Level.LOCAL, 20)
-        flusher_of(here)._state.fault = hold
+        here.flusher._state.fault = hold
     until = time.monotonic() + 20
     while len(status(here.store)["conflicts"]) < 2:
         assert time.monotonic() < until

@@ -75,7 +75,7 @@ def test_nothing_is_uploaded_for_a_while_where_somebody_waits_for_local(host, sm
         save(host.store, "a", content(SIZE))
         waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
         waiting.start()
-        time.sleep(0.5)
+        assert until(lambda: host.flusher._state.local_waits)
     try:
         assert until(lambda: chunks_of(host), seconds=3 if patience == 0 else 1.5) == (patience == 0)
     finally:
@@ -100,7 +100,7 @@ def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host
     assert until(lambda: len(put) == UPLOADS_MAX)
     waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
     waiting.start()
-    time.sleep(0.5)
+    assert until(lambda: host.flusher._state.local_waits)
     go_on.set()
     try:
         assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))

@@ -38,6 +38,11 @@ class Host:
             ack_timeout_s=20,
         )
 
+    @property
+    def flusher(self):
+        """A thread of this process, once something was written."""
+        return self.tiers.flusher._launcher._service._engine._flusher
+
     def plain(self):
         return Store(self.objects, self.descriptor, url="memory://store")
 
