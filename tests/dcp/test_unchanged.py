@@ -7,10 +7,12 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed.checkpoint as dcp
 
 import tierfs
+from tierfs.codec import Codec
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.format import keys
 from tierfs.objects import LocalObjects
 from tierfs.store import find, open_store, parse_url, stat, usages
+from tierfs.store.fetching import read_envelope
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 
@@ -97,3 +99,27 @@ def test_the_same_tensor_under_two_names_is_stored_once(url, store):
     tensor = torch.randn(FROZEN)
     save(f"{url}/run/step_1", {"embedding": tensor, "head": tensor.clone()}, "direct")
     assert sum(chunk_bytes(store).values()) < 4 * FROZEN * 1.01
+
+
+@pytest.mark.parametrize(
+    ("codecs", "expected"), [("all", {Codec.PLANE, Codec.CONST, Codec.ZSTD}), ("off", {Codec.STORE})]
+)
+def test_without_local_tiers_tensors_are_encoded_as_what_they_are(url, store, codecs, expected):
+    """Whatever lies before them, and though the header is not the first that is written."""
+    saved = {
+        "a": torch.randn(FROZEN),
+        "b": torch.randn(FROZEN).bfloat16(),
+        "c": torch.zeros(TRAINED),
+        "d": torch.randn(9),
+    }
+    writer = TierWriter(f"{url}/run", ack="object", codecs=codecs, **TIERS["direct"])
+    dcp.save(saved, storage_writer=writer, no_dist=True)
+    rows = shard_rows(store, "run")
+    assert {Codec(block.codec) for row in rows for block in read_envelope(store, row, "run").blocks} - {
+        Codec.STORE
+    } == expected - {Codec.STORE}
+    if codecs == "all":
+        assert sum(chunk_bytes(store).values()) < 0.81 * 6 * FROZEN
+    found = {name: torch.empty_like(tensor) for name, tensor in saved.items()}
+    dcp.load(found, storage_reader=TierReader(f"{url}/run"), no_dist=True)
+    assert all(torch.equal(found[name], saved[name]) for name in saved)

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,13 +20,16 @@ import numpy as np
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.draft import SlotRef
 from tierfs.flush.levels import Level
+from tierfs.flush.publisher import Hint
 from tierfs.forks import renew_in_children
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.processors import processors
-from tierfs.store.chunks import store_chunk
+from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.layout import layout_of, places
 from tierfs.store.lentfile import BorrowedFile, LentChunk, LentFile, LentSegment
 from tierfs.store.save import Writer
+from tierfs.store.series import group_of
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -104,20 +108,29 @@ class StagedFile:
     def seal(self, runs: Sequence[Run]) -> None:
         """Hash and seal what was written into these runs, on as many threads as there are processors.
 
-        Raises:
-            StoreError, CapacityError, ReadOnlyError: The object tier failed, where there are no local tiers.
+        Where there are no local tiers `commit` does that: how a chunk is encoded depends on what lies before it.
         """
-        waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
         if self._writer is None:
-            for chunk, row in zip(waiting, transfers().map(self._put, [chunk.view for chunk in waiting]), strict=True):
-                chunk.row = row
             return
+        waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
         # Not before: training waits for the copy, and not for this.
         self._writer.expect()
         processors().share_out(self._seal_chunk, waiting)
 
-    def _put(self, view: memoryview) -> Row:
-        return store_chunk(self._store, view)
+    def _put(self, path: str, chunks: Sequence[_Chunk]) -> None:
+        """Put chunks into the object tier, each encoded as what it is by the table of the file that they make up."""
+        views = [chunk.view for chunk in chunks]
+        lengths, group = list(map(len, views)), group_of(path)
+        save = self._store.encoder.count_save(group)
+        layout = layout_of(partial(_read_from, views), sum(lengths))
+        hints = [Hint(tensors, save) for _, tensors in places(layout, lengths, group)]
+
+        def put(number: int) -> Row:
+            return store_chunk(self._store, views[number], Alone(self._store, hints[number]))
+
+        missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
+        for number, row in zip(missing, transfers().map(put, missing), strict=True):
+            chunks[number].row = row
 
     def _seal_chunk(self, chunk: _Chunk) -> None:
         assert self._writer is not None
@@ -188,17 +201,20 @@ class StagedFile:
 
         Args:
             path: Relative to the store.
-            runs: Sealed.
+            runs: Sealed, where there are local tiers.
             level: What is waited for; by default the store's.
             metadata: See `Writer`.
             is_new: See `Writer`.
 
         Raises:
             StoreError: It was committed, lent or given up before.
+            ReadOnlyError: Nothing can be put into the object tier, where there are no local tiers.
             ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
         """
         self._check_is_ours(self._store.where(path))
         chunks = [chunk for run in runs for chunk in run._chunks]
+        if self._writer is None:
+            self._put(path, chunks)
         rows = [chunk.row for chunk in chunks if chunk.row is not None]
         slots = [chunk.slot for chunk in chunks]
         assert len(rows) == len(chunks), "not sealed"
@@ -230,6 +246,15 @@ def borrowed_runs(file: BorrowedFile) -> list[Run]:
         known = [_Chunk(piece, slot=chunk.slot, row=chunk.row) for piece, chunk in zip(pieces, chunks, strict=True)]
         runs.append(Run(view, len(view), known))
     return runs
+
+
+def _read_from(views: Sequence[memoryview], start: int, out: memoryview) -> None:
+    """Fill a buffer from an offset of what follows each other in these views."""
+    at = 0
+    for view in views:
+        piece = view[max(0, start) :][: len(out) - at]
+        out[at : at + len(piece)] = piece
+        at, start = at + len(piece), start - len(view)
 
 
 def _private_run(lengths: Sequence[int]) -> Run:
