@@ -146,25 +146,30 @@ class Checkpoints:
     def requests(self) -> dict[str, Any]:
         """Requests per GiB that the server sees, of a save by a writer that saved before, and of a cold load.
 
-        And what the loading process counted itself.
+        Of a transformer's state, whose tensors are of all sizes, those of a save. And what the loading process counted itself.
         """
         size = min(self._size, REQUESTS_BYTES_MAX)
-        state = state_of(size)
         with self._server.proxied() as (server, proxy), private_slabs():
             writer, store = self._tierfs(server, "requests")
-            seen = {}
-            for step in ("first save", "save"):
+            seen, per_gib = {}, {}
+            steps = [("first save", matrices := state_of(size)), ("save", matrices)]
+            steps += [
+                ("transformer's first save", transformer := states.transformer(size)),
+                ("transformer's save", transformer),
+            ]
+            for step, state in steps:
                 self._number += 1
                 states.renew(state, self._number)
                 proxy.seen.clear()
                 dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=f"{store}/{self._number}")
                 seen[step] = dict(proxy.seen)
+                per_gib[step] = sum(proxy.seen.values()) * GIB / states.bytes_in(state)
             end_flusher(writer.status())
             proxy.seen.clear()
-            found = self._load(server, "tierfs", f"{store}/{self._number}", size)
+            found = self._load(server, "tierfs", f"{store}/{self._number - 2}", size)
             seen["load"] = dict(proxy.seen)
+            per_gib["load"] = sum(proxy.seen.values()) * GIB / size
         self._server.empty("requests")
-        per_gib = {step: sum(methods.values()) * GIB / size for step, methods in seen.items()}
         return {"bytes": size, "seen": seen, "per GiB": per_gib, "counted by who loads": found["requests"]}
 
     def _tierfs(self, server: Server, name: str) -> tuple[TierWriter, str]:

@@ -325,7 +325,8 @@ class Some(DefaultSavePlanner):
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_what_other_ranks_save_is_not_in_the_file(url, how):
-    live = {f"layer{n:03d}.weight": noise(100, 70 + n, seed=n) for n in range(100)} | {"z": noise(2000, 600)}
+    live = {f"layer{n:03d}.weight": noise(100, 70 + n, seed=n) for n in range(100)}
+    live |= {"y": noise(2000, 599), "z": noise(2000, 600)}
     kept = dict(list(live.items())[::2])
     writer = TierWriter(url, **OPTIONS)
     if how == "save":
@@ -350,6 +351,7 @@ def test_replicas_stay_in_the_file_where_there_is_no_room_to_leave_them_out(url,
 
     monkeypatch.setattr(ShardFile, "_begin", full)
     dcp.save(staged, storage_writer=writer, planner=Some())
+    assert writer.status()["counters"]["process_kept_replicas"] == 1
     assert saved_in_files(url).keys() == live.keys()
     assert same(loaded(url, kept), kept)
 

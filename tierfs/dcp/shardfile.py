@@ -384,7 +384,14 @@ class ShardFile:
         plans = plan_runs([Piece(source.name, source.dtype, source.length) for source in sources])
         try:
             packed = self._begin([plan.lengths for plan in plans], wait=False)
-        except CapacityError:
+        except CapacityError as error:
+            assert self._store is not None
+            if self._store.tiers is not None:
+                self._store.tiers.counters.fall_back(
+                    "kept_replicas",
+                    "what another rank saves is stored once more, beside what this one saves: %s",
+                    error,
+                )
             return lies
         names: set[str] = set()
         for plan, (run, _) in zip(plans, packed, strict=True):
