@@ -39,7 +39,9 @@ def test_what_many_ranks_share_a_matrix_of_is_packed(length):
     assert min(lengths) > 8 * MIB
 
 
-def test_a_number_is_no_role():
+def test_a_number_is_no_role_and_belongs_to_one_that_it_is_the_end_of():
+    pieces = [f32(f"{number}.w{which}", MIB) for number in range(2) for which in (1, 2)]
+    assert [run for run, _ in packs(*pieces)] == [["0.w1", "1.w1"], ["0.w2", "1.w2"]]
     names = [f"experts.{number}" for number in range(8)]
     assert packs(*[f32(name, 2 * MIB) for name in names]) == [(names, (16 * MIB,))]
 

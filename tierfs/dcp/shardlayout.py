@@ -71,7 +71,7 @@ def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
 
 
 def _role(piece: Piece) -> str:
-    return piece.name.rstrip("0123456789.").rpartition(".")[2]
+    return next((part for part in reversed(piece.name.split(".")) if not part.isdecimal()), "")
 
 
 def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
