@@ -69,6 +69,20 @@ def test_a_store_without_local_tiers_is_written_to_from_private_memory(host):
     assert load(host.plain(), "a") == data
 
 
+def test_a_store_without_local_tiers_that_fails_may_be_tried_again(host):
+    store = host.plain()
+    staged = StagedFile(store)
+    runs = staged.add_runs([[MIB, 10], [5]])
+    data = content(MIB + 15)
+    fill(runs[0], data[: MIB + 10])
+    fill(runs[1], data[MIB + 10 :])
+    staged.seal(runs)
+    with host.held(), pytest.raises(StoreError, match="down"):
+        staged.commit("a", runs)
+    staged.commit("a", runs)
+    assert load(host.plain(), "a") == data
+
+
 def test_a_run_lies_side_by_side_in_memory(host):
     run = StagedFile(host.store).add_runs([[16 * MIB, 16 * MIB, 7]])[0]
     array = np.frombuffer(run.view, np.uint8)

@@ -173,9 +173,8 @@ class Encoder:
         if len(_needs(sources)) > BASES_MAX:
             return None
         reference = scratch("reference", 2 * CHUNK_BYTES)[: 2 * len(raw)]
-        begins = itertools.accumulate((length for _, _, length in sources), initial=0)
-        # Each source once: of those that are read as a whole, only the last is kept.
-        for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
+        at = 0
+        for row, offset, length in sources:
             out = reference[at : at + length]
             if length == row.raw_length:
                 if not self._read_verified(row, out, read):
@@ -185,6 +184,7 @@ class Encoder:
                 if whole is None:
                     return None
                 out[:] = whole[offset : offset + length]
+            at += length
         blocks = encode_blocks(raw, itertools.repeat(_DERIVE), reference, self.codecs.allowed)
         return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
 
