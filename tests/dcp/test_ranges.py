@@ -1,4 +1,4 @@
-"""Which bytes of a chunk a box lies in, and what is read together."""
+"""Which bytes of a chunk a box lies in."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierfs.dcp import ranges
-from tierfs.dcp.ranges import GAP_BYTES_MAX, READ_BYTES_MAX, Extent, extents_of, grouped
+from tierfs.dcp.ranges import GAP_BYTES_MAX, READ_BYTES_MAX, Extent, extents_of
 
 MIB = 1 << 20
 
@@ -90,46 +90,3 @@ def test_columns_far_apart_are_extents_of_their_own():
     far = list(extents_of([100, 2 << 20], 1, [0, 5], [100, 10]))
     assert len(far) == 100
     assert all(extent.length == 10 for extent in far)
-
-
-def blocks(wanted):
-    return {
-        (file, block)
-        for file, at, length in wanted
-        if length
-        for block in range(at // MIB, (at + length - 1) // MIB + 1)
-    }
-
-
-@given(
-    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 40 * MIB), st.integers(0, 3 * MIB)), max_size=40),
-    st.integers(1, 4 * MIB),
-)
-def test_groups_cover_what_is_wanted_and_ask_for_no_block_more(wanted, alone_from):
-    groups = list(grouped(wanted, lambda item: item, alone_from=alone_from))
-    assert sorted(item for group in groups for item in group) == sorted(wanted)
-    spans = []
-    for group in groups:
-        start, end = group[0][1], max(at + length for _, at, length in group)
-        assert len({file for file, *_ in group}) == 1
-        assert len(group) == 1 or end - start <= READ_BYTES_MAX
-        assert len(group) == 1 or all(length < alone_from for _, _, length in group)
-        spans.append((group[0][0], start, end - start))
-    assert blocks(spans) == blocks(wanted) or not all(length for _, _, length in wanted)
-    read, needed = sum(length for *_, length in spans), sum(length for *_, length in wanted)
-    assert read <= 1.1 * needed + MIB * len(wanted)
-
-
-@given(
-    st.lists(st.integers(1, 200_000), min_size=2, max_size=30),
-    st.lists(st.integers(0, 200_000), min_size=29, max_size=29),
-)
-def test_neighbours_are_read_together_where_the_gap_is_small(lengths, gaps):
-    at, wanted, small = 0, [], 0
-    for number, length in enumerate(lengths):
-        wanted.append(("f", at, length))
-        at += length
-        if number + 1 < len(lengths):
-            at += gaps[number]
-            small += gaps[number] <= GAP_BYTES_MAX
-    assert len(list(grouped(wanted, lambda item: item))) == len(lengths) - small

@@ -27,9 +27,10 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import CREATE, Checksum, ObjectInfo, Update
 from tierfs.objects.checksums import compute
-from tierfs.objects.cloud import GAP_BYTES_MAX, CloudObjects, Content
+from tierfs.objects.cloud import CloudObjects, Content
 from tierfs.objects.lanes import Lanes
 from tierfs.objects.protocol import Create, Listed, Prefix, PutMode, Range, Version
+from tierfs.objects.spans import GAP_BYTES_MAX
 from tierfs.testing import ObjectTierTests
 
 ALL = Capabilities(
@@ -222,11 +223,14 @@ def _ranges(content: bytes, spans: Sequence[tuple[int, int]]) -> tuple[list[Rang
         ([(0, 10), (500, 600)], [(0, 600)]),
         ([(0, 100), (50, 60), (90, 110)], [(0, 110)]),
         ([(0, 100), (0, 100)], [(0, 100)]),
-        ([(5, 5), (0, 10), (700_000, 700_000)], [(0, 10)]),
-        ([(0, 10), (10 + GAP_BYTES_MAX, 90_000)], [(0, 90_000)]),
-        ([(0, 10), (11 + GAP_BYTES_MAX, 90_000)], [(0, 10), (11 + GAP_BYTES_MAX, 90_000)]),
-        ([(0, 80_000), (0, 10), (80_000 + GAP_BYTES_MAX, 150_000)], [(0, 150_000)]),
-        ([(300_000, 300_001), (0, 1), (150_000, 150_001)], [(0, 1), (150_000, 150_001), (300_000, 300_001)]),
+        ([(5, 5), (0, 10), (7_000_000, 7_000_000)], [(0, 10)]),
+        ([(0, 10), (10 + GAP_BYTES_MAX, 1_090_000)], [(0, 1_090_000)]),
+        ([(0, 10), (11 + GAP_BYTES_MAX, 1_090_000)], [(0, 10), (11 + GAP_BYTES_MAX, 1_090_000)]),
+        ([(0, 80_000), (0, 10), (80_000 + GAP_BYTES_MAX, 1_150_000)], [(0, 1_150_000)]),
+        (
+            [(3_000_000, 3_000_001), (0, 1), (1_500_000, 1_500_001)],
+            [(0, 1), (1_500_000, 1_500_001), (3_000_000, 3_000_001)],
+        ),
     ],
 )
 @pytest.mark.parametrize("heeds_ranges", [True, False])
@@ -237,7 +241,7 @@ def test_ranges_are_gathered_into_few_requests(
     requests: list[tuple[int, int]],
     heeds_ranges: bool,
 ) -> None:
-    content = Random(3).randbytes(400_000)
+    content = Random(3).randbytes(4_000_000)
     info = objects.put("a", [content])
     cloud.heeds_ranges = heeds_ranges
     ranges, wanted = _ranges(content, spans)
@@ -249,14 +253,14 @@ def test_ranges_are_gathered_into_few_requests(
 @pytest.mark.parametrize("seed", range(20))
 def test_ranges_of_every_kind_fill_their_buffers(cloud: Cloud, objects: CloudObjects, seed: int) -> None:
     random = Random(seed)
-    content = random.randbytes(500_000)
+    content = random.randbytes(5_000_000)
     objects.put("a", [content])
     cloud.heeds_ranges = bool(seed % 3)
-    cloud.piece_bytes = random.choice([1009, 65_536, 1 << 20])
+    cloud.piece_bytes = random.choice([10_009, 65_536, 1 << 20])
     spans = []
     for _ in range(random.randrange(1, 40)):
         start = random.randrange(len(content))
-        spans.append((start, min(len(content), start + random.choice([0, 1, 100, 70_000]))))
+        spans.append((start, min(len(content), start + random.choice([0, 1, 100, 700_000]))))
     ranges, wanted = _ranges(content, spans)
     objects.get("a", ranges)
     assert [bytes(out) for _, out in ranges] == wanted, f"seed {seed}: {spans}"
@@ -314,15 +318,15 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
 
 
 def test_an_object_that_changes_between_two_requests_is_to_be_read_again(cloud: Cloud, objects: CloudObjects) -> None:
-    objects.put("a", [b"a" * 300_000])
+    objects.put("a", [b"a" * 3_000_000])
 
     def change() -> None:
         cloud.before_fetch = lambda: None
-        cloud.objects["a"] = b"b" * 300_000, ObjectInfo("a", 300_000, Version("other"))
+        cloud.objects["a"] = b"b" * 3_000_000, ObjectInfo("a", 3_000_000, Version("other"))
 
     # The second of two requests sees another version.
     cloud.before_fetch = lambda: setattr(cloud, "before_fetch", change)
-    far = [(0, memoryview(bytearray(10))), (200_000, memoryview(bytearray(10)))]
+    far = [(0, memoryview(bytearray(10))), (2_000_000, memoryview(bytearray(10)))]
     with pytest.raises(StoreError, match="changed while it was read") as caught:
         objects.get("a", far)
     assert caught.value.transient
@@ -331,7 +335,7 @@ def test_an_object_that_changes_between_two_requests_is_to_be_read_again(cloud: 
 
 
 def test_of_several_requests_all_end_before_an_error_is_raised(cloud: Cloud, objects: CloudObjects) -> None:
-    objects.put("a", [bytes(1_000_000)])
+    objects.put("a", [bytes(10_000_000)])
     cloud.piece_bytes = 100
     failing = iter([False, True, False])
 
@@ -341,7 +345,7 @@ def test_of_several_requests_all_end_before_an_error_is_raised(cloud: Cloud, obj
 
     cloud.before_fetch = fail_once
     with pytest.raises(StoreError) as caught:
-        objects.get("a", [(at, memoryview(bytearray(1000))) for at in (0, 300_000, 600_000)])
+        objects.get("a", [(at, memoryview(bytearray(1000))) for at in (0, 3_000_000, 6_000_000)])
     assert caught.value.transient
     assert cloud.open_answers == 0
 

@@ -51,7 +51,7 @@ def test_a_put_in_doubt_is_read_back_where_writes_are() -> None:
     row = store_chunk(store, memoryview(CONTENT))
     assert row.name.generation == 1
     out = memoryview(bytearray(len(CONTENT)))
-    fetch(store, row, 0, out, "a")
+    fetch(store, row, [(0, out)], "a")
     assert out == CONTENT
 
 
@@ -59,4 +59,4 @@ def test_a_put_in_doubt_is_believed_where_none_is_read_back() -> None:
     store = _store("never")
     row = store_chunk(store, memoryview(CONTENT))
     with pytest.raises(CorruptionError):
-        fetch(store, row, 0, memoryview(bytearray(len(CONTENT))), "a")
+        fetch(store, row, [(0, memoryview(bytearray(len(CONTENT))))], "a")

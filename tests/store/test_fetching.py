@@ -162,7 +162,7 @@ def test_a_chunk_encoded_against_one_of_the_same_bytes_can_be_read(objects, flus
     assert row.bases == (alone.name,)
     host = Host(tmp_path, objects, flushing.descriptor, nvme=0)
     out = bytearray(len(raw))
-    deadline(lambda: fetch(host.store, row, 0, memoryview(out), "file") or True)
+    deadline(lambda: fetch(host.store, row, [(0, memoryview(out))], "file") or True)
     assert out == raw
     host.close()
 
@@ -182,7 +182,7 @@ def test_chunks_encoded_against_one_another_s_bytes_are_read_at_once(objects, fl
 
         def read(delta, host=host):
             out = bytearray(2 * MIB)
-            fetch(host.store, delta[0], 0, memoryview(out), "file")
+            fetch(host.store, delta[0], [(0, memoryview(out))], "file")
             return out == delta[1]
 
         with ThreadPoolExecutor(4) as pool:
@@ -201,7 +201,7 @@ def test_a_chunk_that_stands_in_two_ways_is_read_by_the_one_that_is_named(flushi
         kept = flushing.objects.read(keys.chunk_key(gone), 1 << 30)[0]
         remove(flushing.objects, gone)
         out = bytearray(len(other))
-        fetch(flushing.bare(), row, 0, memoryview(out), "file")
+        fetch(flushing.bare(), row, [(0, memoryview(out))], "file")
         assert out == other
         flushing.objects.put(keys.chunk_key(gone), [kept])
 
@@ -252,7 +252,7 @@ def test_blocks_are_decoded_on_many_threads(flushing, monkeypatch):
 
     monkeypatch.setattr("tierfs.store.fetching.decode_block", meet)
     out = bytearray(8 * MIB)
-    fetch(flushing.bare(), row, 0, memoryview(out), "file")
+    fetch(flushing.bare(), row, [(0, memoryview(out))], "file")
     assert out == raw[: 8 * MIB]
     assert len(seen) == 2
     assert threading.get_ident() in seen
@@ -263,7 +263,7 @@ def test_what_takes_little_is_decoded_here(flushing, monkeypatch, blocks, start,
     row, raw = chunk_of(flushing, blocks)
     monkeypatch.setattr(Processors, "share_out", None)
     out = bytearray(length)
-    fetch(flushing.bare(), row, start, memoryview(out), "file")
+    fetch(flushing.bare(), row, [(start, memoryview(out))], "file")
     assert out == raw[start : start + length]
 
 
@@ -282,7 +282,7 @@ def test_the_first_damaged_block_is_named_and_nothing_is_written_any_more(flushi
     for _ in range(5):
         out = bytearray(row.raw_length)
         with pytest.raises(CorruptionError) as failed:
-            fetch(store, row, 0, memoryview(out), "file")
+            fetch(store, row, [(0, memoryview(out))], "file")
         assert not going
         messages.add(str(failed.value))
     (message,) = messages
@@ -332,9 +332,9 @@ def test_a_chain_that_is_too_long_is_refused(flushing):
     for raw, before in zip(pieces[1:], pieces, strict=False):
         rows.append(store_against(flushing.store, raw, rows[-1], before))
     out = memoryview(bytearray(MIB))
-    fetch(flushing.bare(), rows[2], 0, out, "file")  # chain_max + 1 steps: as one that is derived from a delta
+    fetch(flushing.bare(), rows[2], [(0, out)], "file")  # chain_max + 1 steps: as one that is derived from a delta
     with pytest.raises(FormatError, match="one encoded against the other"):
-        fetch(flushing.bare(), rows[3], 0, out, "file")
+        fetch(flushing.bare(), rows[3], [(0, out)], "file")
 
 
 def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, flushing):

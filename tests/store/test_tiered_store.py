@@ -260,7 +260,7 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
 def load_while_down(host, path):
     draft = host.tiers.drafts.pending(path).draft
     out = bytearray(draft.length)
-    assert host.tiers.reader.read(draft.names[0], draft.length, 0, memoryview(out)) is not None
+    assert host.tiers.reader.read(draft.names[0], draft.length, [(0, memoryview(out))]) is not None
     return out
 
 

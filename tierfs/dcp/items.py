@@ -1,13 +1,14 @@
 """From a plan's items to reads of shard files, and from what was read into the destination's tensors.
 
-What lies in order in the destination's memory is read straight there. The rest goes through buffers of at most
-`READ_BYTES_MAX` each, and as many of them as `BUFFERS_BYTES_MAX` allows at once.
+What lies in order in the destination's memory is read straight there. The rest goes through buffers, of which there are no more
+than `BUFFERS_MAX` at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.metadatafile import Place
-from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of, grouped
+from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import writable_bytes
 from tierfs.digest import CHUNK_BYTES
@@ -24,14 +25,13 @@ from tierfs.errors import InvalidInputError
 
 __all__ = ["ItemReader", "Saved", "put_in"]
 
-STRAIGHT_BYTES_MIN = 1 << 20
-"""A part of this length is worth a read of its own; below, what it shares blocks with is read along and copied."""
 WAVE_BYTES_MAX = 1 << 30
 """Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
-BUFFERS_BYTES_MAX = KEPT_MAX * CHUNK_BYTES
-"""What `buffers` keeps, so that no load but the first takes new memory."""
+BUFFERS_MAX = KEPT_MAX
+"""Of 16 MiB each: what `buffers` keeps, so that no load but the first takes new memory."""
 DENSE_BYTES_MAX = 1 << 62
-NAMES_MAX = 3
+ALIGN = 16
+"""Bytes, of the largest element: tensors need not be aligned in a file, and not every processor reads elements that are not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +63,12 @@ class _Part:
     target: Any = None
 
     def put(self, source: memoryview) -> None:
-        """Bring what was read, from the first to the last byte, to where it belongs."""
-        if self.straight is not None:
-            self.straight[:] = source
-            return
+        """Bring what was read elsewhere, from the first to the last byte, to where it belongs."""
         assert self.extent is not None
         assert self.dtype is not None
-        size = self.dtype.itemsize
-        raw = torch.frombuffer(source, dtype=torch.uint8)
-        if raw.data_ptr() % size:
-            # Tensors need not be aligned in a file, and not every processor reads elements that are not.
-            raw = raw.clone()
-        strides = [stride // size for stride in self.extent.strides]
-        put_in(self.target, raw.view(self.dtype).as_strided(self.extent.lengths, strides))
+        strides = [stride // self.dtype.itemsize for stride in self.extent.strides]
+        raw = torch.frombuffer(source, dtype=torch.uint8).view(self.dtype)
+        put_in(self.target, raw.as_strided(self.extent.lengths, strides))
 
 
 class ItemReader:
@@ -149,18 +142,9 @@ class ItemReader:
             self._waiting_bytes += extent.length
 
     def _flush(self) -> None:
-        groups: list[list[_Part]] = []
-        buffers_bytes = 0
-        for group in grouped(
-            self._parts, lambda part: (part.file, part.at, part.length), alone_from=STRAIGHT_BYTES_MIN
-        ):
-            if len(group) > 1 or group[0].straight is None:
-                buffers_bytes += READ_BYTES_MAX
-            groups.append(group)
-            if buffers_bytes >= BUFFERS_BYTES_MAX:
-                self._read_groups(groups)
-                groups, buffers_bytes = [], 0
-        self._read_groups(groups)
+        waiting = deque(self._parts)
+        while waiting:
+            self._read_some(waiting)
         for item, content in self._objects:
             self._planner.load_bytes(item, io.BytesIO(content))
         for item, tensor, is_straight in self._tensors:
@@ -170,24 +154,29 @@ class ItemReader:
             self._planner.commit_tensor(item, tensor)
         self._parts, self._tensors, self._objects, self._waiting_bytes = [], [], [], 0
 
-    def _read_groups(self, groups: list[list[_Part]]) -> None:
+    def _read_some(self, waiting: deque[_Part]) -> None:
+        """Read parts, and take them out, for as long as there are buffers."""
         ranges: list[FileRange] = []
-        buffered: list[tuple[list[_Part], memoryview]] = []
+        buffered: list[tuple[_Part, memoryview]] = []
+        room = memoryview(b"")
+        count = 0
         with contextlib.ExitStack() as lent:
-            for group in groups:
-                first = group[0]
-                if len(group) == 1 and first.straight is not None:
-                    out = first.straight
-                else:
-                    length = max(part.at + part.length for part in group) - first.at
-                    out = lent.enter_context(buffers().lend(length))
-                    buffered.append((group, out))
-                ranges.append(FileRange(first.file, first.at, out, _label(group)))
+            while waiting:
+                part = waiting[0]
+                out = part.straight
+                if out is None:
+                    if part.length > len(room):
+                        if count == BUFFERS_MAX:
+                            break
+                        room = lent.enter_context(buffers().lend(CHUNK_BYTES))
+                        count += 1
+                    out, room = room[: part.length], room[-(-part.length // ALIGN) * ALIGN :]
+                    buffered.append((part, out))
+                ranges.append(FileRange(part.file, part.at, out, repr(part.fqn)))
+                waiting.popleft()
             self._files.read(ranges)
-            for group, out in buffered:
-                for part in group:
-                    start = part.at - group[0].at
-                    part.put(out[start : start + part.length])
+            for part, out in buffered:
+                part.put(out)
 
 
 def put_in(target: Any, source: Any) -> None:
@@ -209,9 +198,3 @@ def _narrowed(target: Any, extent: Extent) -> Any:
         if length != target.shape[dimension]:
             target = target.narrow(dimension, offset, length)
     return target
-
-
-def _label(group: list[_Part]) -> str:
-    names = list(dict.fromkeys(part.fqn for part in group))
-    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
-    return f"{', '.join(map(repr, names[:NAMES_MAX]))}{more}"

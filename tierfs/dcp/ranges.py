@@ -1,4 +1,4 @@
-"""Which bytes of a saved chunk a box of it lies in, and which of them are read together. Pure: no torch, no I/O.
+"""Which bytes of a saved chunk a box of it lies in. Pure: no torch, no I/O.
 
 A chunk is a row-major array. The store verifies blocks of 1 MiB, so a gap of at most `GAP_BYTES_MAX` between two runs lies
 in blocks that one or the other needs anyway: to read across it asks no block of the store that was not asked for before.
@@ -7,17 +7,15 @@ in blocks that one or the other needs anyway: to read across it asks no block of
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 
-__all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "Extent", "extents_of", "grouped"]
+__all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "Extent", "extents_of"]
 
 GAP_BYTES_MAX = BLOCK_BYTES - 1
 READ_BYTES_MAX = CHUNK_BYTES
-_Wanted = TypeVar("_Wanted")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,38 +98,3 @@ def _cut(box: Extent, itemsize: int, dense_bytes_max: int, first: int) -> Iterat
         )
         # Parts of several rows are within the limits, but for the last ones' sake each is measured again.
         yield from _cut(part, itemsize, dense_bytes_max, first)
-
-
-def grouped(
-    wanted: Iterable[_Wanted], range_of: Callable[[_Wanted], tuple[str, int, int]], *, alone_from: int = READ_BYTES_MAX
-) -> Iterator[list[_Wanted]]:
-    """Group what is wanted of files into what is read together: sorted, at most so far apart, at most so much.
-
-    Args:
-        wanted: In any order; ranges may overlap.
-        range_of: File, offset and length of each.
-        alone_from: What is this long is read by itself.
-
-    Yields:
-        Groups sorted by file and offset. From the first byte to the last one a group is at most `READ_BYTES_MAX` long,
-        or is one range.
-    """
-    group: list[_Wanted] = []
-    file, start, end = "", 0, 0
-    for item in sorted(wanted, key=range_of):
-        name, at, length = range_of(item)
-        joins = (
-            group
-            and name == file
-            and at - end <= GAP_BYTES_MAX
-            and max(end, at + length) - start <= READ_BYTES_MAX
-            and max(length, end - start if len(group) == 1 else 0) < alone_from
-        )
-        if not joins:
-            if group:
-                yield group
-            group, file, start, end = [], name, at, at
-        group.append(item)
-        end = max(end, at + length)
-    if group:
-        yield group

@@ -1,24 +1,23 @@
 """The files of one checkpoint, opened for reading: ranges of several of them at once.
 
-Threads of `transfers` do not wait for each other, and a reader hands a range of several chunks to them. So a range is cut
-at the borders of chunks here, and each piece given to a thread.
+Threads of `transfers` do not wait for each other, and a reader hands what is wanted of several chunks to them. So ranges are
+cut where chunks end here, and a thread is given all that is wanted of a chunk.
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import NoReturn
 
-from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
+from tierfs.format.ranges import Part, by_chunk
 from tierfs.store import Reader, Store, open_entry, stat
-from tierfs.store.load import expand_rows
 from tierfs.store.transfers import transfers
 
 __all__ = ["FileRange", "ShardFiles", "raise_named"]
+
+LABELS_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +28,7 @@ class FileRange:
         file: Name in the directory of the checkpoint.
         at: Offset in the file.
         out: Memory to fill. Borrowed until the read ends.
-        label: What it is read for, in errors: the tensors' names.
+        label: What it is read for, in errors: a tensor's name.
     """
 
     file: str
@@ -38,10 +37,14 @@ class FileRange:
     label: str
 
 
-@dataclass(frozen=True, slots=True)
-class _Open:
+@dataclass(slots=True)
+class _Wanted:
+    """Of one chunk: parts of the file, and what they are read for."""
+
     reader: Reader
-    borders: Sequence[int]
+    file: str
+    parts: list[Part] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
 
 
 class ShardFiles:
@@ -57,7 +60,7 @@ class ShardFiles:
         self._store = store
         self._directory = directory
         self._lengths = lengths
-        self._open: dict[str, _Open] = {}
+        self._open: dict[str, Reader] = {}
 
     def __repr__(self) -> str:
         return f"ShardFiles({self._store.where(self._directory)!r}, {len(self._open)} open)"
@@ -75,10 +78,10 @@ class ShardFiles:
     def reader(self, name: str) -> Reader:
         """One file."""
         self.open([name])
-        return self._open[name].reader
+        return self._open[name]
 
     def read(self, ranges: Iterable[FileRange]) -> None:
-        """Fill every range, several at once.
+        """Fill every range, several at once. Each chunk is fetched once, whatever is wanted of it.
 
         Raises:
             CorruptionError: Stored bytes are wrong or missing; names what was read, the file and the tier.
@@ -86,7 +89,14 @@ class ShardFiles:
         """
         wanted = list(ranges)
         self.open(item.file for item in wanted)
-        transfers().map(self._fill, [piece for item in wanted for piece in self._pieces(item)])
+        chunks: dict[tuple[str, int], _Wanted] = {}
+        for item in wanted:
+            reader = self._checked(item)
+            for index, parts in by_chunk([(item.at, item.out)], reader.starts).items():
+                chunk = chunks.setdefault((item.file, index), _Wanted(reader, item.file))
+                chunk.parts += [(reader.starts[index] + start, out) for start, out in parts]
+                chunk.labels.append(item.label)
+        transfers().map(self._fill, chunks.values())
 
     def where(self, name: str) -> str:
         """How to name a file in an error."""
@@ -96,16 +106,9 @@ class ShardFiles:
         """A file's path, relative to the store's root."""
         return f"{self._directory}/{name}" if self._directory else name
 
-    def _open_one(self, name: str) -> _Open:
+    def _open_one(self, name: str) -> Reader:
         try:
-            entry = stat(self._store, self.path(name))
-            reader = open_entry(self._store, entry, exact=True)
-            borders: Sequence[int] = ()
-            if entry.foreign is not None:
-                borders = range(CHUNK_BYTES, reader.length, CHUNK_BYTES)
-            elif entry.manifest is not None and entry.manifest.inline is None:
-                rows = expand_rows(self._store, entry.manifest, entry.path)
-                borders = list(itertools.accumulate(row.raw_length for row in rows))
+            reader = open_entry(self._store, stat(self._store, self.path(name)), exact=True)
         except NotFoundError as error:
             raise CorruptionError(
                 f"shard file {self.where(name)} is missing, and the checkpoint's metadata names it: load another "
@@ -123,29 +126,26 @@ class ShardFiles:
                 path=self.path(name),
                 tier="object",
             )
-        return _Open(reader, borders)
+        return reader
 
-    def _pieces(self, item: FileRange) -> Iterable[FileRange]:
-        opened = self._open[item.file]
+    def _checked(self, item: FileRange) -> Reader:
+        reader = self._open[item.file]
         end = item.at + len(item.out)
-        if end > opened.reader.length:
+        if end > reader.length:
             raise CorruptionError(
                 f"{item.label}: bytes {item.at} to {end} of shard file {self.where(item.file)} are asked for, and it has "
-                f"{opened.reader.length}",
+                f"{reader.length}",
                 path=self.path(item.file),
             )
-        at = item.at
-        while at < end:
-            index = bisect.bisect_right(opened.borders, at)
-            stop = min(end, opened.borders[index]) if index < len(opened.borders) else end
-            yield FileRange(item.file, at, item.out[at - item.at : stop - item.at], item.label)
-            at = stop
+        return reader
 
-    def _fill(self, piece: FileRange) -> None:
+    def _fill(self, wanted: _Wanted) -> None:
         try:
-            self._open[piece.file].reader.read_into(piece.at, piece.out)
+            wanted.reader.read_parts(wanted.parts)
         except TierfsError as error:
-            raise_named(error, f"{piece.label} in shard file {self.where(piece.file)}")
+            labels = list(dict.fromkeys(wanted.labels))
+            more = f" and {len(labels) - LABELS_MAX} more" if len(labels) > LABELS_MAX else ""
+            raise_named(error, f"{', '.join(labels[:LABELS_MAX])}{more} in shard file {self.where(wanted.file)}")
 
 
 def raise_named(error: TierfsError, what: str) -> NoReturn:

@@ -15,6 +15,7 @@ from tierfs.flush.handover import Handover
 from tierfs.flush.keeper import Keeper
 from tierfs.flush.singleflight import SingleFlight
 from tierfs.flush.slabwriter import NAMES_MAX, SlabWriter
+from tierfs.format.ranges import Part
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
 from tierfs.processors import processors
@@ -81,45 +82,44 @@ class ChunkCache:
         self,
         name: bytes,
         raw_length: int,
-        start: int,
-        out: memoryview,
-        fetch: Callable[[int, memoryview], Sequence[bytes]],
+        parts: Sequence[Part],
+        fetch: Callable[[Sequence[Part]], Sequence[bytes]],
         *,
         flight: bytes | None = None,
         exact: bool = False,
     ) -> None:
-        """Copy verified bytes of a chunk into ``out``: from the object tier where no local one has a good copy.
+        """Copy verified bytes of a chunk to where they are wanted: from the object tier where no local one has a good copy.
 
         What is fetched then is kept here. A chunk of which a quarter or more is wanted is fetched whole, and once for all
         threads and processes of the host that want it meanwhile.
 
         Args:
-            name: As for `ChunkReader.read`; so are ``raw_length``, ``start`` and ``out``.
+            name: As for `ChunkReader.read`; so are ``raw_length`` and ``parts``.
             raw_length: See there.
-            start: See there.
-            out: See there.
-            fetch: Fills a buffer with the chunk's bytes from an offset on, verified, from the object tier, and returns the
-                digests of the blocks that it touched, or nothing where there are none. What it raises is passed on. It may
-                read through others, as long as those never lead back to this ``flight``.
+            parts: See there.
+            fetch: Fills such parts with verified bytes from the object tier, and returns the digests of the blocks that it
+                touched, or nothing where there are none. What it raises is passed on. It may read through others, as long as
+                those never lead back to this ``flight``.
             flight: Names what is fetched, for those who want it at once; ``name`` by default.
             exact: Fetch a chunk whole only if next to all of it is wanted.
         """
-        if self._reader.read(name, raw_length, start, out) is not None:
+        if self._reader.read(name, raw_length, parts) is not None:
             return
         least = (raw_length - BLOCK_BYTES) * EXACT_FRACTION if exact else raw_length * WHOLE_FRACTION
-        if not self.keeps_reads or len(out) < least:
-            fetch(start, out)
+        if not self.keeps_reads or sum(len(out) for _, out in parts) < least:
+            fetch(parts)
             return
         with self._flight.holding(flight or name):
             # Somebody may have fetched it since the first look, whether or not that had to be waited for.
-            if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, start, out) is not None:
+            if self._reader.holds(name, "ram") and self._reader.read(name, raw_length, parts) is not None:
                 return
-            if len(out) == raw_length:
-                self.insert(name, out, fetch(0, out))
+            if len(parts) == 1 and len(parts[0][1]) == raw_length:
+                self.insert(name, parts[0][1], fetch(parts))
                 return
             with buffers().lend(raw_length) as whole:
-                digests = fetch(0, whole)
-                out[:] = whole[start : start + len(out)]
+                digests = fetch([(0, whole)])
+                for start, out in parts:
+                    out[:] = whole[start : start + len(out)]
                 self.insert(name, whole, digests)
 
     def insert(self, name: bytes, data: memoryview, digests: Sequence[bytes] = ()) -> Slot | None:

@@ -6,7 +6,9 @@ found by the digests of its blocks, after which it is looked up once more and th
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -16,7 +18,7 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsErr
 from tierfs.flush.caller import Caller
 from tierfs.flush.counters import Counters
 from tierfs.flush.localchunk import check_block, envelope_of
-from tierfs.format.ranges import BlockTargets
+from tierfs.format.ranges import BlockTargets, Part
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
 
@@ -45,14 +47,13 @@ class ChunkReader:
     def __repr__(self) -> str:
         return f"ChunkReader({self._ram!r}, {self._nvme!r})"
 
-    def read(self, name: bytes, raw_length: int, start: int, out: memoryview) -> str | None:
-        """Copy verified bytes of a chunk into ``out`` from the nearest local tier that has them.
+    def read(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> str | None:
+        """Copy verified bytes of a chunk to where they are wanted, from the nearest local tier that has them.
 
         Args:
             name: The chunk's local name.
             raw_length: Bytes of the whole chunk.
-            start: First byte wanted, counted in the chunk.
-            out: Where to; its length says how many. Undefined if no tier has them.
+            parts: What is wanted of it. The memory's content is undefined if no tier has them.
 
         Returns:
             The tier: ``"ram"`` or ``"nvme"``; ``None`` if neither has a good copy.
@@ -60,8 +61,8 @@ class ChunkReader:
         for tier, attempt in (("ram", self._read_ram), ("nvme", self._read_nvme)):
             for last in (False, True):
                 try:
-                    if attempt(name, raw_length, start, out):
-                        self._counters[f"{tier}_read_bytes"] += len(out)
+                    if attempt(name, raw_length, parts):
+                        self._counters[f"{tier}_read_bytes"] += sum(len(out) for _, out in parts)
                         return tier
                     break
                 except NotFoundError:
@@ -78,34 +79,37 @@ class ChunkReader:
             return self._ram.find(name) is not None
         return self._nvme.find(name) is not None
 
-    def _read_ram(self, name: bytes, raw_length: int, start: int, out: memoryview) -> bool:
+    def _read_ram(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
         slot = self._ram.find(name)
         if slot is None:
             return False
         meta = slot.segment.meta(slot)
         if not slot.segment.is_still(slot):
-            return self._read_ram(name, raw_length, start, out)
+            return self._read_ram(name, raw_length, parts)
         envelope = envelope_of(name, raw_length, meta, "ram")
-        targets = BlockTargets(raw_length, start, out)
         source = np.frombuffer(slot.segment.view(slot), dtype=np.uint8)
-        for index in targets.blocks:
-            block = targets.view(index)
-            # Through the mapping: at the speed of a copy, where the system call takes twice as long.
-            np.copyto(np.frombuffer(block, dtype=np.uint8), source[index * BLOCK_BYTES :][: len(block)])
-            check_block(envelope, index, block, "ram")
-        targets.finish()
+        with contextlib.ExitStack() as lent:
+            targets = BlockTargets(raw_length, parts, lambda length: lent.enter_context(buffers().lend(length)))
+            for index in targets.blocks:
+                block = targets.view(index)
+                # Through the mapping: at the speed of a copy, where the system call takes twice as long.
+                np.copyto(np.frombuffer(block, dtype=np.uint8), source[index * BLOCK_BYTES :][: len(block)])
+                check_block(envelope, index, block, "ram")
+            targets.finish()
         slot.segment.touch(slot)
         return True
 
-    def _read_nvme(self, name: bytes, raw_length: int, start: int, out: memoryview) -> bool:
-        targets = BlockTargets(raw_length, start, out)
-        first, end = targets.blocks.start * BLOCK_BYTES, min(targets.blocks.stop * BLOCK_BYTES, raw_length)
-        if first == start and end == start + len(out):
-            return self._read_nvme_blocks(name, raw_length, targets.blocks, out)
+    def _read_nvme(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
+        """In one go, from the first block that is needed to the last one."""
+        start, stop = min(start for start, _ in parts), max(start + len(out) for start, out in parts)
+        blocks = range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1)
+        first, end = blocks.start * BLOCK_BYTES, min(blocks.stop * BLOCK_BYTES, raw_length)
+        if len(parts) == 1 and (first, end) == (start, stop):
+            return self._read_nvme_blocks(name, raw_length, blocks, parts[0][1])
         with buffers().lend(end - first) as whole:
-            found = self._read_nvme_blocks(name, raw_length, targets.blocks, whole)
-            if found:
-                out[:] = whole[start - first : start - first + len(out)]
+            found = self._read_nvme_blocks(name, raw_length, blocks, whole)
+            for start, out in parts if found else ():
+                out[:] = whole[start - first :][: len(out)]
         return found
 
     def _read_nvme_blocks(self, name: bytes, raw_length: int, blocks: range, out: memoryview) -> bool:

@@ -1,41 +1,84 @@
-"""Which blocks of a chunk a range needs, and where each of them is decoded to."""
+"""Which blocks of a chunk are needed for parts of it, and where each of them is decoded to."""
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
 from tierfs.digest import BLOCK_BYTES
 
-__all__ = ["BlockTargets"]
+__all__ = ["BlockTargets", "Part", "by_chunk"]
+
+Part: TypeAlias = tuple[int, memoryview]
+"""The offset in a chunk, or in a file, of bytes that are wanted, and the writable memory that they are to fill."""
+
+
+def by_chunk(parts: Iterable[Part], starts: Sequence[int]) -> dict[int, list[Part]]:
+    """Cut parts of a file where its chunks end.
+
+    Args:
+        parts: In any order; all in the file. Those without length are left out.
+        starts: The offset of each chunk, and the file's length.
+
+    Returns:
+        By the number of a chunk, what is wanted of it, by its offset in the chunk.
+    """
+    found: dict[int, list[Part]] = {}
+    for offset, out in parts:
+        at, end = offset, offset + len(out)
+        index = bisect.bisect_right(starts, at) - 1
+        while at < end:
+            stop = min(end, starts[index + 1])
+            found.setdefault(index, []).append((at - starts[index], out[at - offset : stop - offset]))
+            at = stop
+            index += 1
+    return found
 
 
 class BlockTargets:
-    """Where each wanted block goes: into the caller's buffer if it is wanted whole, else beside it.
+    """Where each needed block goes: into a caller's buffer where one wants all of it, else beside them.
 
     Args:
         raw_length: Bytes of the chunk.
-        start: First byte wanted, counted in the chunk.
-        out: Where to; its length says how many. Borrowed until `finish`.
+        parts: What is wanted of it, in any order; may overlap. Borrowed until `finish`.
+        lend: Gives memory that is good until `finish`, by its length in bytes.
+
+    Attributes:
+        blocks: The needed ones, in order.
     """
 
-    def __init__(self, raw_length: int, start: int, out: memoryview) -> None:
-        self._raw_length = raw_length
-        self._start = start
-        self._out = out
-        self._beside: dict[int, memoryview] = {}
-        self.blocks = range(start // BLOCK_BYTES, (start + len(out) - 1) // BLOCK_BYTES + 1)
+    def __init__(self, raw_length: int, parts: Iterable[Part], lend: Callable[[int], memoryview]) -> None:
+        wanted: dict[int, list[Part]] = {}
+        for start, out in parts:
+            if len(out):
+                for index in range(start // BLOCK_BYTES, (start + len(out) - 1) // BLOCK_BYTES + 1):
+                    wanted.setdefault(index, []).append((start, out))
+        self.blocks = sorted(wanted)
+        self._views: dict[int, memoryview] = {}
+        self._copies: list[tuple[int, Part]] = []
+        beside: dict[int, int] = {}
+        for index in self.blocks:
+            begin, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, raw_length)
+            for start, out in wanted[index]:
+                if index not in self._views and start <= begin and end <= start + len(out):
+                    self._views[index] = out[begin - start : end - start]
+                else:
+                    self._copies.append((index, (start, out)))
+            if index not in self._views:
+                beside[index] = end - begin
+        if beside:
+            memory = lend(sum(beside.values()))
+            for index, length in beside.items():
+                self._views[index], memory = memory[:length], memory[length:]
 
     def view(self, index: int) -> memoryview:
         """Where block ``index`` goes, exactly its length."""
-        begin = index * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, self._raw_length)
-        if begin >= self._start and end <= self._start + len(self._out):
-            return self._out[begin - self._start : end - self._start]
-        if index not in self._beside:
-            self._beside[index] = memoryview(bytearray(end - begin))
-        return self._beside[index]
+        return self._views[index]
 
     def finish(self) -> None:
-        """Copy the wanted parts of blocks that were not wanted whole."""
-        for index, block in self._beside.items():
-            begin = index * BLOCK_BYTES
-            low, high = max(begin, self._start), min(begin + len(block), self._start + len(self._out))
-            self._out[low - self._start : high - self._start] = block[low - begin : high - begin]
+        """Copy to those who want a part of a block, or the same as another one."""
+        for index, (start, out) in self._copies:
+            begin, block = index * BLOCK_BYTES, self._views[index]
+            low, high = max(begin, start), min(begin + len(block), start + len(out))
+            out[low - start : high - start] = block[low - begin : high - begin]

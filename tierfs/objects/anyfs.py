@@ -45,6 +45,7 @@ from tierfs.objects.protocol import (
     Update,
     Version,
 )
+from tierfs.objects.spans import spans_of
 
 __all__ = ["FsspecObjects"]
 
@@ -143,23 +144,21 @@ class FsspecObjects:
         info = self.head(key)
         if version is not None and info.version != version:
             raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
-        wanted = [(offset, out) for offset, out in ranges if len(out)]
-        for offset, out in wanted:
-            end = offset + len(out)
-            if end > info.size:
-                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {end}: cut short", path=key)
-        if not wanted:
+        spans = spans_of(ranges)
+        for span in spans:
+            if span.end > info.size:
+                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {span.end}: cut short", path=key)
+        if not spans:
             return info
-        starts = [offset for offset, _ in wanted]
-        ends = [offset + len(out) for offset, out in wanted]
+        starts, ends = [span.start for span in spans], [span.end for span in spans]
         with self._asking(key):
-            pieces = self.fs.cat_ranges([self._path(key)] * len(wanted), starts, ends, on_error="return")
-        for (_, out), piece in zip(wanted, pieces, strict=True):
+            pieces = self.fs.cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
+        for span, piece in zip(spans, pieces, strict=True):
             if isinstance(piece, BaseException):
                 raise translate_client_error(piece, key) from piece
-            if len(piece) != len(out):
-                raise self._mismatch(info, f"a range of {len(out)} bytes came with {len(piece)}")
-            out[:] = piece
+            if len(piece) != span.end - span.start:
+                raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
+            span.take(span.start, piece)
         return info
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from tierfs.digest import Buffer
@@ -36,13 +35,11 @@ from tierfs.objects.protocol import (
     Update,
     Version,
 )
+from tierfs.objects.spans import Span, spans_of
 
 __all__ = ["CloudClient", "CloudObjects", "Content", "Sessions", "open_cloud"]
 
 Answer = TypeVar("Answer")
-
-GAP_BYTES_MAX = 64 << 10
-"""Ranges that lie no further apart are fetched together: that many bytes cost less than another request."""
 
 
 class Content(NamedTuple):
@@ -97,46 +94,6 @@ class Sessions(Protocol):
 
     async def together(self, calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer | BaseException]:
         """What each comes to, or its error, when all have ended. To be awaited in `run`."""
-
-
-@dataclass(slots=True)
-class _Span:
-    """Ranges that one request fetches: sorted, with small gaps, overlapping ones allowed."""
-
-    start: int
-    end: int
-    parts: list[Range] = field(default_factory=list)
-
-    def take(self, at: int, piece: bytes) -> None:
-        """Copy what ``piece``, which begins at ``at`` in the object, has of each part."""
-        end = at + len(piece)
-        view = memoryview(piece)
-        for offset, out in self.parts:
-            if offset >= end:
-                break
-            first, last = max(offset, at), min(offset + len(out), end)
-            if first < last:
-                out[first - offset : last - offset] = view[first - at : last - at]
-
-    def is_disjoint(self) -> bool:
-        """Whether no byte goes to two places."""
-        return all(offset + len(out) <= later for (offset, out), (later, _) in pairwise(self.parts))
-
-    def fill(self, at: int, read_into: Callable[[memoryview], int]) -> int:
-        """Have what comes from ``at`` on written into the parts, which are disjoint. Returns where it ended, early or not."""
-        unwanted = memoryview(b"")
-        for offset, out in self.parts:
-            while at < offset:
-                unwanted = unwanted or memoryview(bytearray(GAP_BYTES_MAX))
-                if not (count := read_into(unwanted[: offset - at])):
-                    return at
-                at += count
-            end = offset + len(out)
-            while at < end:
-                if not (count := read_into(out[at - offset :])):
-                    return at
-                at += count
-        return at
 
 
 class CloudObjects:
@@ -200,7 +157,7 @@ class CloudObjects:
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
-        spans = _spans(ranges)
+        spans = spans_of(ranges)
         if not spans:
             info = self.head(key)
             _expect(info, version)
@@ -217,7 +174,7 @@ class CloudObjects:
             raise StoreError(f"{key} changed while it was read", transient=True, path=key)
         return infos[0]
 
-    async def _fill(self, client: CloudClient, key: str, span: _Span, version: Version | None) -> ObjectInfo:
+    async def _fill(self, client: CloudClient, key: str, span: Span, version: Version | None) -> ObjectInfo:
         async with client.fetch(key, span.start, span.end, version) as content:
             _expect(content.info, version)
             if span.end > content.info.size:
@@ -319,18 +276,6 @@ def open_cloud(
     )
     made = partial(client, bucket=bucket, base=f"{base}/" if base else "")
     return CloudObjects(sessions, made, capabilities, name=f"{scheme}://{bucket}/{base}", bucket=bucket)
-
-
-def _spans(ranges: Sequence[Range]) -> list[_Span]:
-    """The requests that fetch these ranges."""
-    spans: list[_Span] = []
-    for offset, out in sorted((each for each in ranges if len(each[1])), key=lambda each: each[0]):
-        end = offset + len(out)
-        if not spans or offset > spans[-1].end + GAP_BYTES_MAX:
-            spans.append(_Span(offset, end))
-        spans[-1].end = max(spans[-1].end, end)
-        spans[-1].parts.append((offset, out))
-    return spans
 
 
 def _all_well(outcomes: list[ObjectInfo | BaseException]) -> list[ObjectInfo]:

@@ -49,7 +49,7 @@ class Alone:
         return self._store.encoder.putting(count)
 
     def _fetch(self, row: Row, out: memoryview) -> None:
-        fetch(self._store, row, 0, out, self._store.url)
+        fetch(self._store, row, [(0, out)], self._store.url)
 
 
 def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None) -> Row:
@@ -135,7 +135,7 @@ def _read_back(store: Store, row: Row) -> Row:
     where = store.where(keys.chunk_key(row.name))
     try:
         with buffers().lend(row.raw_length) as out:
-            fetch_object(store, row, 0, out, where)
+            fetch_object(store, row, [(0, out)], where)
     except CorruptionError as error:
         _logger.warning("a chunk was stored wrong, the bytes are stored again beside it: %s", error)
         return DAMAGED
@@ -169,7 +169,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
             if row.bases:
                 store.presence.distrust(row.name)  # or it is found again below
         if read is None or not read(row, 0, raw) or _digests_of(store, raw)[1] != row.name.digest:
-            fetch(store, row, 0, raw, where)
+            fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:
         raise StoreError(
             f"{where}: chunk {keys.chunk_key(row.name)} was collected while this writer was out of touch with the store: "

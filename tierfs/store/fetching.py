@@ -6,6 +6,7 @@ FORMAT.md, "Reading a file" and "Chunk envelope".
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -19,7 +20,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
-from tierfs.format.ranges import BlockTargets
+from tierfs.format.ranges import BlockTargets, Part
 from tierfs.processors import processors
 from tierfs.store.store import Store
 
@@ -32,41 +33,41 @@ _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.store")
 
 
-def fetch(store: Store, row: Row, start: int, out: memoryview, where: str, *, exact: bool = False) -> None:
-    """Copy verified bytes of one chunk into ``out``, from the nearest tier that has them.
+def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False) -> None:
+    """Copy verified bytes of one chunk to where they are wanted, from the nearest tier that has them.
 
     A first mismatch is read again once, because a bit may have flipped on the way; a second one is an error.
 
     Args:
         store: The store.
         row: The chunk.
-        start: First byte wanted, counted in the raw chunk.
-        out: Where to; its length says how many.
+        parts: What is wanted of it, by offsets in the raw chunk.
         where: What file the chunk belongs to, for errors.
         exact: See `ChunkCache.read_through`.
 
     Raises:
-        CorruptionError: The object, or one that it is encoded against, is missing, cut short or damaged; ``out`` is undefined.
+        CorruptionError: The object, or one that it is encoded against, is missing, cut short or damaged; the memory's content is
+            undefined.
         FormatError: Written by a newer tierfs.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    _fetch_cached(store, row, start, out, where, exact=exact, depth=0)
+    _fetch_cached(store, row, parts, where, exact=exact, depth=0)
 
 
 def _fetch_cached(
-    store: Store, row: Row, start: int, out: memoryview, where: str, *, exact: bool = False, depth: int
+    store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False, depth: int
 ) -> None:
     if store.tiers is None:
-        _fetch_verified(store, row, start, out, where, depth)
+        _fetch_verified(store, row, parts, where, depth)
         return
     name = local_name(store.descriptor.digest_kind, row.name.digest)
 
-    def fetch_from(offset: int, target: memoryview) -> Sequence[bytes]:
-        return _fetch_verified(store, row, offset, target, where, depth)
+    def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
+        return _fetch_verified(store, row, wanted, where, depth)
 
     # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
-    store.tiers.cache.read_through(name, row.raw_length, start, out, fetch_from, flight=flight, exact=exact)
+    store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, exact=exact)
 
 
 def find_chunk(store: Store, row: Row, where: str) -> Row:
@@ -143,26 +144,26 @@ def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
     return True
 
 
-def _fetch_verified(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> Sequence[bytes]:
+def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
     if not row.stored_length:
         row = find_chunk(store, row, where)  # of a draft that was opened before it was published
     try:
-        return _fetch(store, row, start, out, where, depth)
+        return _fetch(store, row, parts, where, depth)
     except CorruptionError as error:
         _logger.warning("reading a chunk again after a mismatch: %s", error)
         try:
-            return _fetch(store, row, start, out, where, depth)
+            return _fetch(store, row, parts, where, depth)
         except CorruptionError:
             # The next save of these bytes stores them anew beside the damaged object.
             store.presence.distrust(row.name)
             raise
 
 
-def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str, depth: int) -> Sequence[bytes]:
+def _fetch(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
     key = keys.chunk_key(row.name)
     place = f"{where}: chunk {key} in the object tier"
     try:
-        return fetch_object(store, row, start, out, place, depth=depth)
+        return fetch_object(store, row, parts, place, depth=depth)
     except NotFoundError:
         raise CorruptionError(
             f"{place} is missing: restore it from another copy of the store, or delete the file; `tierfs verify` lists "
@@ -177,14 +178,13 @@ def _fetch(store: Store, row: Row, start: int, out: memoryview, where: str, dept
         raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
 
 
-def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str, *, depth: int = 0) -> Sequence[bytes]:
+def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, depth: int = 0) -> Sequence[bytes]:
     """The same from the object tier, tried once.
 
     Args:
         store: The store.
         row: The chunk.
-        start: First byte wanted, counted in the raw chunk.
-        out: Where to.
+        parts: What is wanted of it, by offsets in the raw chunk.
         place: How to call the object in an error.
         depth: How many chunks are encoded against it, one against the other, on the way here.
 
@@ -195,19 +195,17 @@ def fetch_object(store: Store, row: Row, start: int, out: memoryview, place: str
         NotFoundError: It is not there. Otherwise as `fetch`.
     """
     with contextlib.ExitStack() as lent:
-        return _fetch_object(
-            store, row, start, out, place, depth, lambda length: lent.enter_context(buffers().lend(length))
-        )
+        return _fetch_object(store, row, parts, place, depth, lambda length: lent.enter_context(buffers().lend(length)))
 
 
 def _fetch_object(
-    store: Store, row: Row, start: int, out: memoryview, place: str, depth: int, lend: Callable[[int], memoryview]
+    store: Store, row: Row, parts: Sequence[Part], place: str, depth: int, lend: Callable[[int], memoryview]
 ) -> Sequence[bytes]:
     kind = store.descriptor.digest_kind
     key = keys.chunk_key(row.name)
     standalone = row.name.recipe == NO_RECIPE
     head_bytes = envelope_bytes(kind, block_count(row.raw_length), 0 if standalone else 1)
-    targets = BlockTargets(row.raw_length, start, out)
+    targets = BlockTargets(row.raw_length, parts, lend)
     encoded: dict[int, tuple[memoryview, memoryview | None]] = {}
     if standalone and row.stored_length == head_bytes + row.raw_length:
         # Nothing in it is compressed, so every block's place is known and whole blocks go straight to the caller.
@@ -221,17 +219,20 @@ def _fetch_object(
         stored = lend(row.stored_length if whole else min(row.stored_length, ENVELOPE_BYTES_MAX))
         info = store.objects.get(key, [(0, stored)])
         envelope = _check(stored, row, info.size, place)
-        sizes = [block.encoded_length for block in envelope.blocks]
-        at = envelope.header_length + sum(sizes[: targets.blocks.start])
-        end = at + sum(sizes[index] for index in targets.blocks)
-        if end > len(stored):
-            stored = lend(end - at)
-            store.objects.get(key, [(at, stored)], version=info.version)
-            at = 0
+        ends = list(
+            itertools.accumulate((block.encoded_length for block in envelope.blocks), initial=envelope.header_length)
+        )
+        if ends[targets.blocks[-1] + 1] <= len(stored):
+            found = {index: stored[ends[index] : ends[index + 1]] for index in targets.blocks}
+        else:
+            memory = lend(sum(envelope.blocks[index].encoded_length for index in targets.blocks))
+            found = {}
+            for index in targets.blocks:
+                length = envelope.blocks[index].encoded_length
+                found[index], memory = memory[:length], memory[length:]
+            store.objects.get(key, [(ends[index], found[index]) for index in targets.blocks], version=info.version)
         bases = _Bases(store, envelope, targets.blocks, place, depth, lend)
-        for index in targets.blocks:
-            encoded[index] = (stored[at : at + sizes[index]], bases.of(index))
-            at += sizes[index]
+        encoded = {index: (found[index], bases.of(index)) for index in targets.blocks}
 
     def settle(index: int) -> None:
         block, view = envelope.blocks[index], targets.view(index)
@@ -277,7 +278,7 @@ class _Bases:
     Args:
         store: The store.
         envelope: Of the chunk.
-        blocks: Which ones will be decoded.
+        blocks: Which ones will be decoded, in order.
         place: How to call the chunk in an error.
         depth: See `fetch_object`.
         lend: Gives memory for as long as they are needed.
@@ -287,7 +288,7 @@ class _Bases:
         self,
         store: Store,
         envelope: Envelope,
-        blocks: range,
+        blocks: Sequence[int],
         place: str,
         depth: int,
         lend: Callable[[int], memoryview],
@@ -298,8 +299,8 @@ class _Bases:
         self._depth = depth
         self._lend = lend
         self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
-        self._start = blocks.start * BLOCK_BYTES * self._factor
-        self._end = min(blocks.stop * BLOCK_BYTES, envelope.raw_length) * self._factor
+        self._blocks = blocks
+        self._start = blocks[0] * BLOCK_BYTES * self._factor
         self._bytes: memoryview | None = None
 
     def of(self, index: int) -> memoryview | None:
@@ -318,16 +319,28 @@ class _Bases:
                 f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
                 path=self._place,
             )
-        needed = self._lend(self._end - self._start)
+        runs: list[tuple[int, int]] = []
+        for index in self._blocks:
+            begin = index * BLOCK_BYTES * self._factor
+            end = min((index + 1) * BLOCK_BYTES, self._envelope.raw_length) * self._factor
+            if runs and runs[-1][1] == begin:
+                begin = runs.pop()[0]
+            runs.append((begin, end))
+        needed = self._lend(runs[-1][1] - self._start)
+        # Of each chunk all that is wanted at once: a request costs more than a part.
+        parts: dict[Row, list[Part]] = {}
         at = 0
         for base in self._envelope.bases:
-            low, high = max(self._start, at), min(self._end, at + base.length)
-            if low < high:
-                row = Row(base.name, base.raw_length, base.stored_length)
-                out = needed[low - self._start : high - self._start]
-                where = f"{self._place}, which is encoded against"
-                _fetch_cached(self._store, row, base.offset + low - at, out, where, exact=True, depth=self._depth + 1)
+            row = Row(base.name, base.raw_length, base.stored_length)
+            for begin, end in runs:
+                low, high = max(begin, at), min(end, at + base.length)
+                if low < high:
+                    out = needed[low - self._start : high - self._start]
+                    parts.setdefault(row, []).append((base.offset + low - at, out))
             at += base.length
+        where = f"{self._place}, which is encoded against"
+        for row, wanted in parts.items():
+            _fetch_cached(self._store, row, wanted, where, exact=True, depth=self._depth + 1)
         return needed
 
 

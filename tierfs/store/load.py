@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from tierfs.digest import CHUNK_BYTES
@@ -12,6 +12,7 @@ from tierfs.errors import ConflictError, FormatError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
 from tierfs.format.header import Cursor
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
+from tierfs.format.ranges import Part, by_chunk
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.processors import processors
 from tierfs.store.fetching import fetch
@@ -31,11 +32,21 @@ class Reader(Protocol):
     def length(self) -> int:
         """Bytes of the file."""
 
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where in the file each of its chunks begins, and its length."""
+
     def read_into(self, offset: int, out: memoryview) -> None:
-        """Fill ``out`` with the bytes from ``offset``, all of which must be in the file.
+        """Fill ``out`` with the bytes from ``offset``, all of which must be in the file. Raises as `read_parts` does."""
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        """Fill each part, all of which must be in the file. A chunk is fetched once for all that is wanted of it.
+
+        Args:
+            parts: In any order; they may overlap.
 
         Raises:
-            CorruptionError: A byte that cannot be verified or is missing; ``out`` is undefined.
+            CorruptionError: A byte that cannot be verified or is missing; what the memory holds is undefined.
             ConflictError: The file was not written by tierfs and has changed since it was opened.
             StoreError, ReadOnlyError, FormatError: It failed.
         """
@@ -109,8 +120,16 @@ class _InlineReader:
     def length(self) -> int:
         return len(self._content)
 
+    @property
+    def starts(self) -> Sequence[int]:
+        return (0, len(self._content))
+
     def read_into(self, offset: int, out: memoryview) -> None:
-        out[:] = self._content[offset : offset + len(out)]
+        self.read_parts([(offset, out)])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        for offset, out in parts:
+            out[:] = self._content[offset : offset + len(out)]
 
 
 class _ForeignReader:
@@ -123,46 +142,39 @@ class _ForeignReader:
         self._store = store
         self._info = info
         self._exact = exact
+        # Where the local tiers cut it.
+        self._starts = (*range(0, info.size, PIECE_BYTES_MAX), info.size)
 
     @property
     def length(self) -> int:
         return self._info.size
 
+    @property
+    def starts(self) -> Sequence[int]:
+        return self._starts
+
     def read_into(self, offset: int, out: memoryview) -> None:
-        if not len(out):
-            return
-        pieces = []
-        at = offset
-        while at < offset + len(out):
-            # Cut where the local tiers cut it.
-            end = min((at // PIECE_BYTES_MAX + 1) * PIECE_BYTES_MAX, offset + len(out))
-            pieces.append((at, out[at - offset : end - offset]))
-            at = end
+        self.read_parts([(offset, out)])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
         tiers = self._store.tiers
 
-        def fill(piece: tuple[int, memoryview]) -> None:
-            begin, target = piece
-            first = begin // PIECE_BYTES_MAX * PIECE_BYTES_MAX
+        def fill(piece: tuple[int, list[Part]]) -> None:
+            first, wanted = piece[0] * PIECE_BYTES_MAX, piece[1]
             if tiers is None:
-                self._fetch(begin, target)
+                self._fetch(first, wanted)
                 return
             length = min(PIECE_BYTES_MAX, self._info.size - first)
             name = foreign_name(self._info.key, str(self._info.version), first)
-            tiers.cache.read_through(
-                name,
-                length,
-                begin - first,
-                target,
-                lambda start, view: self._fetch(first + start, view),
-                exact=self._exact,
-            )
+            tiers.cache.read_through(name, length, wanted, partial(self._fetch, first), exact=self._exact)
 
-        transfers().map(fill, pieces)
+        transfers().map(fill, by_chunk(parts, self._starts).items())
 
-    def _fetch(self, offset: int, out: memoryview) -> Sequence[bytes]:
-        """Returns no digests: nobody knows them."""
+    def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
+        """Parts of the piece that begins at ``first``. Returns no digests: nobody knows them."""
+        ranges = [(first + start, out) for start, out in parts]
         try:
-            self._store.objects.get(self._info.key, [(offset, out)], version=self._info.version)
+            self._store.objects.get(self._info.key, ranges, version=self._info.version)
         except ConflictError as error:
             raise ConflictError(
                 f"{self._store.where(self._info.key)} was changed while it was being read: open it again",
@@ -183,26 +195,24 @@ class _ChunkReader:
     def length(self) -> int:
         return self._starts[-1]
 
-    def read_into(self, offset: int, out: memoryview) -> None:
-        pieces = []
-        at = 0
-        index = bisect.bisect_right(self._starts, offset) - 1
-        while at < len(out):
-            start = offset + at - self._starts[index]
-            count = min(self._rows[index].raw_length - start, len(out) - at)
-            pieces.append((self._rows[index], start, out[at : at + count]))
-            at += count
-            index += 1
+    @property
+    def starts(self) -> Sequence[int]:
+        return self._starts
 
-        def fill(piece: tuple[Row, int, memoryview]) -> None:
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.read_parts([(offset, out)])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        def fill(piece: tuple[Row, list[Part]]) -> None:
             fetch(self._store, *piece, self._where, exact=self._exact)
 
-        near: list[tuple[Row, int, memoryview]] = []
-        far: list[tuple[Row, int, memoryview]] = []
-        for piece in pieces:
-            name = local_name(self._store.descriptor.digest_kind, piece[0].name.digest)
+        near: list[tuple[Row, list[Part]]] = []
+        far: list[tuple[Row, list[Part]]] = []
+        for index, wanted in by_chunk(parts, self._starts).items():
+            row = self._rows[index]
+            name = local_name(self._store.descriptor.digest_kind, row.name.digest)
             is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
-            (near if is_near else far).append(piece)
+            (near if is_near else far).append((row, wanted))
         # What takes waiting goes on many threads, what takes copying on as many as there are processors.
         transfers().map(fill, far)
         processors().share_out(fill, near)

@@ -121,4 +121,4 @@ def _pieces_of(store: Store, entry: Entry) -> Iterator[_Piece]:
     for row in expand_rows(store, entry.manifest, entry.path) if entry.manifest.inline is None else ():
         name = local_name(entry.manifest.digest_kind, row.name.digest)
         where = store.where(entry.path)
-        yield _Piece(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, 0, data, where))  # type: ignore[misc]
+        yield _Piece(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, [(0, data)], where))  # type: ignore[misc]

@@ -87,7 +87,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
         key = keys.chunk_key(row.name)
         try:
             with buffers().lend(row.raw_length) as out:
-                fetch(bare, row, 0, out, store.where(where))
+                fetch(bare, row, [(0, out)], store.where(where))
         except (CorruptionError, FormatError, StoreError) as error:
             with lock:
                 report.damage.append(Damage(where, key, error.kind, str(error)))
@@ -196,7 +196,7 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
             envelope = Envelope.decode(data, key, stored_length=info.size)
             row = Row(name, envelope.raw_length, info.size)
             with buffers().lend(envelope.raw_length) as out:
-                fetch(store, row, 0, out, store.where(key))
+                fetch(store, row, [(0, out)], store.where(key))
         return
     data, _ = store.objects.read(key, OBJECT_BYTES_MAX)
     if key == keys.DESCRIPTOR:

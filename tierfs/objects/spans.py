@@ -1,0 +1,68 @@
+"""Which requests fetch ranges of an object: few, since a request costs more than some bytes that nobody wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from tierfs.objects.protocol import Range
+
+__all__ = ["GAP_BYTES_MAX", "Span", "spans_of"]
+
+GAP_BYTES_MAX = (1 << 20) - 1
+"""Ranges that lie no further apart are fetched together: that many bytes cost less than another request, but a block that
+nobody wants is left out."""
+DISCARDED_BYTES = 64 << 10
+
+
+@dataclass(slots=True)
+class Span:
+    """Ranges that one request fetches: sorted, with small gaps, overlapping ones allowed."""
+
+    start: int
+    end: int
+    parts: list[Range] = field(default_factory=list)
+
+    def take(self, at: int, piece: bytes) -> None:
+        """Copy what ``piece``, which begins at ``at`` in the object, has of each part."""
+        end = at + len(piece)
+        view = memoryview(piece)
+        for offset, out in self.parts:
+            if offset >= end:
+                break
+            first, last = max(offset, at), min(offset + len(out), end)
+            if first < last:
+                out[first - offset : last - offset] = view[first - at : last - at]
+
+    def is_disjoint(self) -> bool:
+        """Whether no byte goes to two places."""
+        return all(offset + len(out) <= later for (offset, out), (later, _) in pairwise(self.parts))
+
+    def fill(self, at: int, read_into: Callable[[memoryview], int]) -> int:
+        """Have what comes from ``at`` on written into the parts, which are disjoint. Returns where it ended, early or not."""
+        unwanted = memoryview(b"")
+        for offset, out in self.parts:
+            while at < offset:
+                unwanted = unwanted or memoryview(bytearray(DISCARDED_BYTES))
+                if not (count := read_into(unwanted[: offset - at])):
+                    return at
+                at += count
+            end = offset + len(out)
+            while at < end:
+                if not (count := read_into(out[at - offset :])):
+                    return at
+                at += count
+        return at
+
+
+def spans_of(ranges: Sequence[Range]) -> list[Span]:
+    """The requests that fetch these ranges."""
+    found: list[Span] = []
+    for offset, out in sorted((each for each in ranges if len(each[1])), key=lambda each: each[0]):
+        end = offset + len(out)
+        if not found or offset > found[-1].end + GAP_BYTES_MAX:
+            found.append(Span(offset, end))
+        found[-1].end = max(found[-1].end, end)
+        found[-1].parts.append((offset, out))
+    return found
