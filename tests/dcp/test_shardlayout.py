@@ -1,4 +1,4 @@
-"""How small tensors are packed into chunks."""
+"""How tensors are packed into chunks."""
 
 import pytest
 
@@ -29,6 +29,29 @@ def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
     runs = [run for run, _ in packs(*lora, *frozen)]
     together = ["0.A", "1.A", "0.weight", "1.weight"]
     assert runs == ([together] if length < MIB else [together[:2], together[2:]])
+
+
+@pytest.mark.parametrize("length", [MIB, 8 * MIB - 1])
+def test_what_many_ranks_share_a_matrix_of_is_packed(length):
+    """A chunk is a request: 64 ranks would make one of each MiB otherwise."""
+    lengths = [length for _, (length,) in packs(*[f32(f"{number:02}.weight", length) for number in range(32)])]
+    assert sum(lengths) == 32 * length
+    assert min(lengths) > 8 * MIB
+
+
+def test_a_number_is_no_role_and_belongs_to_one_that_it_is_the_end_of():
+    pieces = [f32(f"{number}.w{which}", MIB) for number in range(2) for which in (1, 2)]
+    assert [run for run, _ in packs(*pieces)] == [["0.w1", "1.w1"], ["0.w2", "1.w2"]]
+    names = [f"experts.{number}" for number in range(8)]
+    assert packs(*[f32(name, 2 * MIB) for name in names]) == [(names, (16 * MIB,))]
+
+
+def test_what_is_smaller_than_a_mebibyte_has_packs_of_its_own():
+    """So norms that are trained share no chunk with matrices that are not."""
+    pieces = [
+        f32(f"{number}.{name}.weight", length) for number in range(2) for name, length in (("a", MIB), ("n", KIB))
+    ]
+    assert [run for run, _ in packs(*pieces)] == [["0.n.weight", "1.n.weight"], ["0.a.weight", "1.a.weight"]]
 
 
 def test_a_pack_ends_where_a_chunk_does():

@@ -20,8 +20,9 @@ class Model:
         marks = "".join("x" if taken else "." for taken in self.units)
         return [len(run) for run in marks.split("x")]
 
-    def take(self, count):
-        at = "".join("x" if taken else "." for taken in self.units).find("." * count)
+    def take(self, count, *, last):
+        marks = "".join("x" if taken else "." for taken in self.units)
+        at = marks.rfind("." * count) if last else marks.find("." * count)
         return at if at >= 0 and self.set(at, count, taken=True) else None
 
     def set(self, at, count, *, taken):
@@ -43,10 +44,10 @@ class ExtentsMachine(RuleBasedStateMachine):
         self.extents = Extents(20 * ALIGN + 7, align=ALIGN)
         self.model = Model(20)
 
-    @rule(length=lengths)
-    def take(self, length):
-        at = self.model.take(-(-length // ALIGN))
-        assert self.extents.take(length) == (None if at is None else at * ALIGN)
+    @rule(length=lengths, last=st.booleans())
+    def take(self, length, last):
+        at = self.model.take(-(-length // ALIGN), last=last)
+        assert self.extents.take(length, last=last) == (None if at is None else at * ALIGN)
 
     @rule(offset=offsets, length=lengths)
     def take_at(self, offset, length):

@@ -255,8 +255,9 @@ def test_segments_double_up_to_the_longest_and_leave_half_of_the_rest():
     while (newest := next_layout(16 * MIB, newest=newest, room=room, data_bytes_max=1 << 30)) is not None:
         sizes.append(newest.data_bytes // MIB)
         room -= newest.size
-    assert sizes[:6] == [64, 128, 256, 512, 1024, 1040 // 16 * 16 - 16]
-    assert all(size % 16 == 0 for size in sizes)
+    # Whole chunks, and a mebibyte for what comes with them.
+    assert sizes[:6] == [65, 129, 257, 513, 1025, 1025]
+    assert all(size % 16 == 1 for size in sizes[:-1])
     assert room < 17 * MIB
 
 
@@ -273,7 +274,7 @@ def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
 
 def test_where_it_is_known_how_much_is_wanted_that_much_is_made():
     newest = Layout.for_data(64 * MIB)
-    for known, made in ((1, 64), (100 * MIB, 100), (900 * MIB, 900), (3 << 30, 1024)):
+    for known, made in ((1, 65), (100 * MIB, 113), (900 * MIB, 913), (3 << 30, 1025)):
         layout = next_layout(MIB, newest=newest, room=4 << 30, data_bytes_max=1 << 30, known=known)
         assert layout.data_bytes // MIB == made
 

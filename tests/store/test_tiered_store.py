@@ -75,7 +75,7 @@ def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stan
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_other_ranks_want_as_well_is_kept_until_the_budget_is_used_up(host, make_host, monkeypatch, ranks):
-    monkeypatch.setattr(growth, "FIRST_DATA_BYTES", 16 * MIB)
+    monkeypatch.setattr(growth, "FIRST_DATA_BYTES", 32 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     data = content(3 * 16 * MIB)
     save(host.plain(), "a", data)
@@ -87,7 +87,7 @@ def test_what_other_ranks_want_as_well_is_kept_until_the_budget_is_used_up(host,
         whole.read_into(at, memoryview(out))
         assert out == data[at : at + 16 * MIB]
     usage = reader.tiers.ram.usage()
-    assert (usage.clean_bytes, usage.evicted_bytes == 0) == ((len(data), True) if ranks > 1 else (16 * MIB, False))
+    assert (usage.clean_bytes, usage.evicted_bytes == 0) == ((len(data), True) if ranks > 1 else (32 * MIB, False))
 
 
 def test_levels_are_reported_as_they_are_reached(host):

@@ -1,8 +1,9 @@
 """How the tensors of one rank lie in its shard file: a safetensors file, cut into chunks so that the next step lines up.
 
 A large tensor begins a chunk of its own and lies in chunks of 16 MiB, so that one that did not change is not stored again,
-whatever happened to those before it. Small ones of one dtype are packed, those of one role (the last part of their names) side by
-side; a role that comes behind 1 MiB of others begins a chunk. In memory a pack or a large tensor is one *run*: side by side,
+whatever happened to those before it. Others of one dtype are packed, those of one role (the last part of their names that is no
+number) side by side; a role that comes behind 1 MiB of others begins a chunk, and tensors below 1 MiB have packs of their own. A
+chunk is a request, so a matrix that many ranks share must not be one on each of them. In memory a pack or a large tensor is one *run*: side by side,
 aligned for its dtype. In the file the runs follow each other without gaps, behind the header that the format has at its front.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
@@ -17,11 +18,13 @@ from typing import NamedTuple
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.digest import CHUNK_BYTES
-from tierfs.store.cuts import LARGE_BYTES
 
 __all__ = ["Piece", "RunPlan", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
+# From this size on a tensor has chunks of its own, and below the other one packs of its own.
+LARGE_BYTES = 8 << 20
+SMALL_BYTES = 1 << 20
 
 
 class Piece(NamedTuple):
@@ -52,23 +55,23 @@ class RunPlan:
 
 
 def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
-    """Cut pieces into runs: packs of small ones first, then each large one, both in the order of names."""
-    packs: dict[str, list[int]] = {}
+    """Cut pieces into runs: packs first, of small ones and of others, then each large one, all in the order of names."""
+    packs: dict[tuple[bool, str], list[int]] = {}
     large: list[int] = []
     for number in sorted(range(len(pieces)), key=lambda number: pieces[number].name):
         piece = pieces[number]
         if piece.length >= LARGE_BYTES:
             large.append(number)
         else:
-            packs.setdefault(piece.kind, []).append(number)
+            packs.setdefault((piece.length >= SMALL_BYTES, piece.kind), []).append(number)
     runs = []
-    for kind in sorted(packs):
-        runs += _pack(pieces, sorted(packs[kind], key=lambda number: _role(pieces[number])))
+    for pack in sorted(packs):
+        runs += _pack(pieces, sorted(packs[pack], key=lambda number: _role(pieces[number])))
     return [*runs, *(RunPlan((number,), _cut(pieces[number].length)) for number in large)]
 
 
 def _role(piece: Piece) -> str:
-    return piece.name.rpartition(".")[2]
+    return next((part for part in reversed(piece.name.split(".")) if not part.isdecimal()), "")
 
 
 def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
@@ -76,7 +79,7 @@ def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
     pack: list[int] = []
     length = 0
     for number in numbers:
-        is_other = length >= LARGE_BYTES and _role(pieces[number]) != _role(pieces[pack[-1]])
+        is_other = length >= SMALL_BYTES and _role(pieces[number]) != _role(pieces[pack[-1]])
         if is_other or length + pieces[number].length > CHUNK_BYTES:
             runs.append(RunPlan(tuple(pack), (length,)))
             pack, length = [], 0

@@ -8,7 +8,7 @@ __all__ = ["Extents"]
 
 
 class Extents:
-    """The free and taken parts of a region, in units of ``align``. First fit. Not safe for use by many threads.
+    """The free and taken parts of a region, in units of ``align``. First fit, or last. Not safe for use by many threads.
 
     Lengths are rounded up to whole units everywhere, so whoever took a length gives the same length back.
 
@@ -51,8 +51,8 @@ class Extents:
         """The most that can be taken at once."""
         return max((end - start for start, end in zip(self._starts, self._ends, strict=True)), default=0)
 
-    def take(self, length: int) -> int | None:
-        """Take the first part that is free and long enough.
+    def take(self, length: int, *, last: bool = False) -> int | None:
+        """Take the first part that is free and long enough; with ``last`` the last one, at its end.
 
         Returns:
             Its offset, a multiple of ``align``; None if there is no such part.
@@ -61,10 +61,13 @@ class Extents:
             ValueError: The length is not positive.
         """
         length = self._rounded(length)
-        for index, start in enumerate(self._starts):
-            if self._ends[index] - start >= length:
-                self._cut(index, start, start + length)
-                return start
+        indexes = range(len(self._starts))
+        for index in reversed(indexes) if last else indexes:
+            start, end = self._starts[index], self._ends[index]
+            if end - start >= length:
+                at = end - length if last else start
+                self._cut(index, at, at + length)
+                return at
         return None
 
     def take_at(self, offset: int, length: int) -> bool:

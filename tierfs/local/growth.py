@@ -9,7 +9,8 @@ __all__ = ["FIRST_DATA_BYTES", "largest", "next_layout"]
 
 FIRST_DATA_BYTES = 64 << 20
 
-# Not worth a file of its own, unless somebody asks for just that much.
+# Not worth a file of its own, unless somebody asks for just that much. A segment that whole chunks fill has so much more, for what
+# comes with them: a shard file's header would need another segment.
 SMALL_BYTES = 1 << 20
 
 
@@ -30,15 +31,22 @@ def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max
     least = Layout.for_data(max(length, 1))
     small = Layout.for_data(min(SMALL_BYTES, data_bytes_max))
     next_bytes = FIRST_DATA_BYTES if newest is None else 2 * newest.data_bytes
-    wish = Layout.for_data(min(max(FIRST_DATA_BYTES, known) if known else next_bytes, data_bytes_max))
+    wish_bytes = -(-max(FIRST_DATA_BYTES, known) // CHUNK_BYTES) * CHUNK_BYTES if known else next_bytes
+    wish = _roomy(min(wish_bytes, data_bytes_max))
     if wish.size > room // 2:
         wish = Layout.for_size(room // 2)
-        if wish.data_bytes > CHUNK_BYTES:  # whole chunks, so that nothing is left over behind the last
-            wish = Layout.for_data(wish.data_bytes // CHUNK_BYTES * CHUNK_BYTES)
+        if wish.data_bytes >= CHUNK_BYTES + SMALL_BYTES:
+            wish = _roomy(wish.data_bytes - SMALL_BYTES)
         if wish.size < small.size:
             wish = small if small.size <= room else least
     layout = max(wish, least, key=lambda layout: layout.data_bytes)
     return layout if layout.size <= room else None
+
+
+def _roomy(data_bytes: int) -> Layout:
+    """For whole chunks and something small, if there is a chunk in it: nothing longer is left over behind the last."""
+    chunks = data_bytes // CHUNK_BYTES * CHUNK_BYTES
+    return Layout.for_data(chunks + SMALL_BYTES if chunks else data_bytes)
 
 
 def largest(budget_bytes: int, data_bytes_max: int) -> int:

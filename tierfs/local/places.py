@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError
 from tierfs.local.extents import Extents
 from tierfs.local.slots import Layout, SlotState, Table, padded
@@ -58,7 +59,9 @@ class Places:
             For each the slot's index, a new serial and the offset in the segment; None if there is no room.
         """
         sizes = [padded(max(length, 1)) for length in lengths]
-        at = self._extents.take(sum(sizes)) if len(self._free) >= len(sizes) else None
+        length = sum(sizes)
+        # What is much smaller than a chunk lies at the end, where it leaves room for whole chunks in one piece.
+        at = self._extents.take(length, last=length < CHUNK_BYTES // 2) if len(self._free) >= len(sizes) else None
         if at is None:
             return None
         places = []

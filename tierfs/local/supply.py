@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
-from tierfs.local.growth import next_layout
+from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
 from tierfs.local.host import Host
 from tierfs.local.memory import memory_available, memory_limit
 from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
@@ -27,6 +27,7 @@ HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
+WORTHWHILE = 16
 # The part of memory, one in so many, that is never taken however large the budget is.
 MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
@@ -58,6 +59,8 @@ class Supply:
         self._shares = shares
         self._budget_bytes = budget_bytes
         self._data_bytes_max = data_bytes_max
+        # The last of a budget comes in small pieces, each with its descriptors: only where there is nothing to evict.
+        self._worthwhile = min(FIRST_DATA_BYTES, budget_bytes // WORTHWHILE)
         self._clock = clock
         self._lock = threading.Lock()  # for the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
@@ -235,12 +238,16 @@ class Supply:
             return slots
         with self._growing:
             slots = self._fit(kind, lengths)  # another thread was first
-            if slots is None and self._grow(sum(map(padded, lengths)), known):
+            if slots is None and self._grow(sum(map(padded, lengths)), known, least=self._worthwhile):
                 slots = self._fit(kind, lengths)
         if slots is None and spares_copies:
             self._evict_to_watermark()  # room for several, so that not each of them asks for a segment
             slots = self._fit(kind, lengths)
-        return slots or self._evict_until(kind, lengths, known)
+        slots = slots or self._evict_until(kind, lengths, known)
+        if slots is not None:
+            return slots
+        with self._growing:
+            return self._fit(kind, lengths) if self._grow(sum(map(padded, lengths)), known) else None
 
     def _wait(
         self, kind: SlotKind, lengths: Sequence[int], timeout_s: float | None, on_wait: Callable[[], None] | None
@@ -300,13 +307,15 @@ class Supply:
     def _grow_quietly(self) -> None:
         with self._growing:
             try:
-                self._grow(min(CHUNK_BYTES, self._data_bytes_max), ahead=True)
+                self._grow(min(CHUNK_BYTES, self._data_bytes_max), least=self._worthwhile, ahead=True)
             except (TierfsError, OSError) as error:
                 # Whoever needs the room tries again, and hears of it.
                 _logger.debug("no segment was made ahead: %s", error)
 
-    def _grow(self, length: int, known: int = 0, *, ahead: bool = False) -> bool:
-        """Have one more segment, if the budget allows. Ahead of its use, nothing is taken from anybody for it.
+    def _grow(self, length: int, known: int = 0, *, least: int = 0, ahead: bool = False) -> bool:
+        """Have one more segment, if the budget allows for one of ``least`` bytes.
+
+        Ahead of its use, nothing is taken from anybody for it.
 
         Raises:
             InvalidInputError: The tier was closed.
@@ -322,7 +331,7 @@ class Supply:
                 if self._adopt_or_reap(length):
                     return True
                 layout = self._plan(length, known) or self._plan_instead(length)
-            if layout is None:
+            if layout is None or layout.data_bytes < least:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             fits = self._host.segments is not None and layout.size <= self._shares.free_bytes(self._shares.files())

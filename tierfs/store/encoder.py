@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tierfs import digest
+from tierfs.buffers import buffers
 from tierfs.clock import Clock
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
@@ -173,8 +174,9 @@ class Encoder:
         if len(_needs(sources)) > BASES_MAX:
             return None
         reference = scratch("reference", 2 * CHUNK_BYTES)[: 2 * len(raw)]
-        at = 0
-        for row, offset, length in sources:
+        begins = itertools.accumulate((length for _, _, length in sources), initial=0)
+        # Each source once: of those that are read as a whole, only the last is kept.
+        for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
             out = reference[at : at + length]
             if length == row.raw_length:
                 if not self._read_verified(row, out, read):
@@ -184,7 +186,6 @@ class Encoder:
                 if whole is None:
                     return None
                 out[:] = whole[offset : offset + length]
-            at += length
         blocks = encode_blocks(raw, itertools.repeat(_DERIVE), reference, self.codecs.allowed)
         return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
 
@@ -210,7 +211,24 @@ class Encoder:
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
         # What is not known is found out about where others of its kind pay; else even that is only in the way.
         known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
-        base = self._base(hint.base, known, read, fetch) if hint.base is not None else None
+        with contextlib.ExitStack() as lent:
+            base = None
+            if hint.base is not None and self._may_need(known):
+                out = lent.enter_context(buffers().lend(hint.base.raw_length))
+                base = out if self._read_base(hint.base, known, out, read, fetch) else None
+            blocks = self._encode_with(raw, hint, tensors, known, base)
+        if hint.base is None or not any(block.codec.base_factor for block in blocks):
+            return Encoded(blocks)
+        return self._with_bases(blocks, (Piece(hint.base, 0, len(raw)),))
+
+    def _encode_with(
+        self,
+        raw: memoryview,
+        hint: Hint,
+        tensors: Sequence[Tensor],
+        known: dict[Tensor, Choice | None],
+        base: memoryview | None,
+    ) -> list[EncodedBlock]:
         plans, begin = [], 0
         for block, tensor in zip(blocks_of(raw), tensors, strict=True):
             if tensor in known:
@@ -224,9 +242,7 @@ class Encoder:
             begin += len(block)
         blocks = self._timed(raw, plans, base)
         self._learn(tensors, hint.save, plans, blocks, raw)
-        if hint.base is None or not any(block.codec.base_factor for block in blocks):
-            return Encoded(blocks)
-        return self._with_bases(blocks, (Piece(hint.base, 0, len(raw)),))
+        return blocks
 
     def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
         coding, ratio = choice.static, choice.static_ratio
@@ -336,23 +352,24 @@ class Encoder:
                 encode.forget(blocks)  # it is measured no more, and may have been slow for a while only
             return pays
 
-    def _base(
-        self, row: Row, known: Mapping[Tensor, Choice | None], read: ReadRow, fetch: FetchRow
-    ) -> memoryview | None:
-        """The bytes of a chunk to encode another against, if anything may come of it: from this host, or fetched."""
-        choices = list(known.values())
-        if not any(choice is None or self._pays_as_delta(choice) for choice in choices):
-            return None
-        out = scratch("base", CHUNK_BYTES)[: row.raw_length]
+    def _may_need(self, known: Mapping[Tensor, Choice | None]) -> bool:
+        """Whether anything may come of a base."""
+        return any(choice is None or self._pays_as_delta(choice) for choice in known.values())
+
+    def _read_base(
+        self, row: Row, known: Mapping[Tensor, Choice | None], out: memoryview, read: ReadRow, fetch: FetchRow
+    ) -> bool:
+        """Read a chunk to encode another against: from this host, or fetched if that is worth it."""
         if self._read_verified(row, out, read):
-            return out
+            return True
+        choices = list(known.values())
         # What is not known yet has to be found out once. Otherwise it must save enough.
         savings = [
             choice.static_ratio - (choice.delta_ratio or 0) if choice and choice.delta else 0 for choice in choices
         ]
         saved = sum(savings) / len(savings) * row.raw_length
         if not (None in choices or self._is_near or self.codecs.always or saved >= FETCH_WORTH * row.stored_length):
-            return None
+            return False
         try:
             fetch(row, out)
         except TierfsError as error:
@@ -361,10 +378,10 @@ class Encoder:
             _logger.info(
                 "a chunk is encoded by itself, because what it was to be encoded against cannot be read: %s", error
             )
-            return None
+            return False
         with self._lock:
             self._counts["fetched_base_bytes"] += len(out)
-        return out
+        return True
 
     def _read_verified(self, row: Row, out: memoryview, read: ReadRow) -> bool:
         """Read a whole chunk from this host. Bytes other than a reader will have make a difference that nobody can undo."""
