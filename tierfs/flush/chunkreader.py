@@ -18,7 +18,7 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsErr
 from tierfs.flush.caller import Caller
 from tierfs.flush.counters import Counters
 from tierfs.flush.localchunk import check_block, envelope_of
-from tierfs.format.ranges import BlockTargets, Part
+from tierfs.format.ranges import BlockTargets, Part, block_runs
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
 
@@ -100,17 +100,19 @@ class ChunkReader:
         return True
 
     def _read_nvme(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
-        """In one go, from the first block that is needed to the last one."""
-        start, stop = min(start for start, _ in parts), max(start + len(out) for start, out in parts)
-        blocks = range(start // BLOCK_BYTES, (stop - 1) // BLOCK_BYTES + 1)
-        first, end = blocks.start * BLOCK_BYTES, min(blocks.stop * BLOCK_BYTES, raw_length)
-        if len(parts) == 1 and (first, end) == (start, stop):
-            return self._read_nvme_blocks(name, raw_length, blocks, parts[0][1])
+        runs = block_runs(parts)
+        first, end = runs[0].start * BLOCK_BYTES, min(runs[-1].stop * BLOCK_BYTES, raw_length)
+        if len(parts) == 1 and parts[0][0] == first and len(parts[0][1]) == end - first:
+            return self._read_nvme_blocks(name, raw_length, runs[0], parts[0][1])
         with buffers().lend(end - first) as whole:
-            found = self._read_nvme_blocks(name, raw_length, blocks, whole)
-            for start, out in parts if found else ():
-                out[:] = whole[start - first :][: len(out)]
-        return found
+            for run in runs:
+                begin = run.start * BLOCK_BYTES - first
+                out = whole[begin : begin + len(run) * BLOCK_BYTES]
+                if not self._read_nvme_blocks(name, raw_length, run, out):
+                    return False
+            for start, out in parts:
+                out[:] = whole[start - first : start - first + len(out)]
+        return True
 
     def _read_nvme_blocks(self, name: bytes, raw_length: int, blocks: range, out: memoryview) -> bool:
         first = blocks.start * BLOCK_BYTES

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from tierfs.digest import BLOCK_BYTES
 
-__all__ = ["BlockTargets", "Part", "by_chunk"]
+__all__ = ["BlockTargets", "Part", "block_runs", "by_chunk", "runs_of"]
 
 Part: TypeAlias = tuple[int, memoryview]
 """The offset in a chunk, or in a file, of bytes that are wanted, and the writable memory that they are to fill."""
@@ -36,6 +36,27 @@ def by_chunk(parts: Iterable[Part], starts: Sequence[int]) -> dict[int, list[Par
     return found
 
 
+def block_runs(parts: Iterable[Part]) -> list[range]:
+    """The blocks that parts of a chunk lie in, each once, in order: those side by side are one range."""
+    return runs_of(sorted({index for part in parts for index in _blocks(part)}))
+
+
+def runs_of(numbers: Iterable[int]) -> list[range]:
+    """Numbers in ascending order as ranges."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs
+
+
+def _blocks(part: Part) -> range:
+    start, out = part
+    return range(start // BLOCK_BYTES, (start + len(out) - 1) // BLOCK_BYTES + 1) if len(out) else range(0)
+
+
 class BlockTargets:
     """Where each needed block goes: into a caller's buffer where one wants all of it, else beside them.
 
@@ -50,10 +71,9 @@ class BlockTargets:
 
     def __init__(self, raw_length: int, parts: Iterable[Part], lend: Callable[[int], memoryview]) -> None:
         wanted: dict[int, list[Part]] = {}
-        for start, out in parts:
-            if len(out):
-                for index in range(start // BLOCK_BYTES, (start + len(out) - 1) // BLOCK_BYTES + 1):
-                    wanted.setdefault(index, []).append((start, out))
+        for part in parts:
+            for index in _blocks(part):
+                wanted.setdefault(index, []).append(part)
         self.blocks = sorted(wanted)
         self._views: dict[int, memoryview] = {}
         self._copies: list[tuple[int, Part]] = []

@@ -20,7 +20,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
-from tierfs.format.ranges import BlockTargets, Part
+from tierfs.format.ranges import BlockTargets, Part, runs_of
 from tierfs.processors import processors
 from tierfs.store.store import Store
 
@@ -319,13 +319,13 @@ class _Bases:
                 f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
                 path=self._place,
             )
-        runs: list[tuple[int, int]] = []
-        for index in self._blocks:
-            begin = index * BLOCK_BYTES * self._factor
-            end = min((index + 1) * BLOCK_BYTES, self._envelope.raw_length) * self._factor
-            if runs and runs[-1][1] == begin:
-                begin = runs.pop()[0]
-            runs.append((begin, end))
+        runs = [
+            (
+                run.start * BLOCK_BYTES * self._factor,
+                min(run.stop * BLOCK_BYTES, self._envelope.raw_length) * self._factor,
+            )
+            for run in runs_of(self._blocks)
+        ]
         needed = self._lend(runs[-1][1] - self._start)
         # Of each chunk all that is wanted at once: a request costs more than a part.
         parts: dict[Row, list[Part]] = {}
