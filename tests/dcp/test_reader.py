@@ -314,6 +314,19 @@ def test_an_eighth_of_every_tensor_of_a_saved_state_costs_little_more_than_that(
     assert after["requests"] - before["requests"] <= 12
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["straight", "converted"])
+def test_a_chunk_that_tensors_share_is_fetched_once(url, store, checkpoint, dtype):
+    state = {f"layer.{number}.weight": torch.randn(300 + number, 1024) for number in range(40)}
+    dcp.save(state, storage_writer=TierWriter(checkpoint, ack="object"))
+    wanted = {(name, (0, 0)): torch.zeros_like(tensor, dtype=dtype) for name, tensor in state.items()}
+    before = store.objects.snapshot()["get"]["requests"]
+    read_boxes(checkpoint, wanted)
+    chunks = -(-sum(tensor.nbytes for tensor in state.values()) // (16 * MIB))
+    # Metadata and header besides; and a pack ends where the next tensor does not fit.
+    assert store.objects.snapshot()["get"]["requests"] - before <= chunks + 4
+    assert all(torch.equal(wanted[name, (0, 0)].float(), tensor) for name, tensor in state.items())
+
+
 def test_many_small_tensors_are_read_with_few_requests(made, store, checkpoint):
     saved = {f"layer.{number}": random(torch.bfloat16, (30, 50), number) for number in range(300)}
     for name, tensor in saved.items():

@@ -291,6 +291,34 @@ def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tie
     assert tier.take_runs(SlotKind.CHUNK, [[MIB]], timeout_s=0)
 
 
+def test_what_is_small_leaves_room_for_whole_chunks(open_tier):
+    """Whatever is freed in whichever order: a chunk needs its bytes in one piece."""
+    tier = open_tier(budget=160 * MIB, segment=64 * MIB)
+    chunks, small = [], []
+    for _ in range(4):
+        small.append(tier.take(SlotKind.DRAFT, 100 * KIB, timeout_s=0))
+        chunks.append(tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0))
+    assert len({slot.segment.id for slot in (*chunks, *small)}) == 1
+    for slot in chunks:
+        slot.segment.give(slot)
+    assert tier.take_runs(SlotKind.CHUNK, [[16 * MIB] * 4], timeout_s=0)
+    assert len(tier.own_segments()) == 1
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_the_last_of_a_budget_is_taken_in_small_pieces_only_where_nothing_can_be_evicted(open_tier, monkeypatch, clean):
+    tier = open_tier(budget=100 * MIB, segment=64 * MIB)
+    monkeypatch.setattr(tier._supply, "_worthwhile", 25 * MIB)
+    taken = []
+    with contextlib.suppress(CapacityError):
+        for number in range(9):
+            slot = tier.take(SlotKind.CHUNK, 15 * MIB, timeout_s=0)
+            state = SlotState.CLEAN if clean else SlotState.SEALED
+            taken.append(slot.segment.seal(slot, b"%d" % number, b"", state=state, stamp_ns=number))
+    sizes = [segment.data_bytes // MIB for segment in tier.own_segments()]
+    assert (len(taken), sizes) == ((9, [49]) if clean else (6, [49, 17, 16, 15]))
+
+
 def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_interrupted(open_tier):
     tier = open_tier(budget=8 * MIB, segment=4 * MIB)
 

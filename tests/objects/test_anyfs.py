@@ -445,6 +445,26 @@ def test_one_range_that_fails_fails_the_get(
     assert caught.value.transient
 
 
+def test_ranges_that_lie_close_together_are_one_request(
+    fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytes(range(256)) * 20_000
+    objects.put("a", [content])
+    asked: list[tuple[int, int]] = []
+    cat_file = fs.cat_file
+
+    def counted(path: str, start: int, end: int, **kwargs: object) -> bytes:
+        asked.append((start, end))
+        return cat_file(path, start, end, **kwargs)
+
+    monkeypatch.setattr(fs, "cat_file", counted)
+    spans = [(3_000_000, 3_000_007), (0, 10), (1_000_000, 1_000_001), (5, 20)]
+    ranges = [(start, memoryview(bytearray(end - start))) for start, end in spans]
+    objects.get("a", ranges)
+    assert [bytes(out) for _, out in ranges] == [content[start:end] for start, end in spans]
+    assert sorted(asked) == [(0, 1_000_001), (3_000_000, 3_000_007)]
+
+
 def test_a_range_of_no_bytes_is_not_asked_for(
     fs: PrivateMemory, objects: FsspecObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -152,6 +152,34 @@ def test_a_part_of_a_delta_takes_a_part_of_its_base(objects):
     assert measured.snapshot()["get"]["bytes"] < 4 * MIB
 
 
+def test_a_chunk_and_its_base_are_fetched_once_for_all_that_is_wanted(objects):
+    flushing = Flushing(objects)
+    training = Training(4 * MIB)
+    flushing.save(PATHS[0], training.file())
+    data = training.step().file()
+    flushing.save(PATHS[1], data)
+    deltas = [row for row in rows_of(flushing.store, PATHS[1]) if row.bases]
+    assert deltas
+    measured = MeasuredObjects(objects)
+    store = Store(measured, flushing.descriptor, url="store")
+    parts = [(at, memoryview(bytearray(min(MIB + 3, len(data) - at)))) for at in range(0, len(data), MIB + 3)]
+    reader = open_entry(store, stat(store, PATHS[1]), exact=True)
+    before = measured.snapshot()["get"]["requests"]
+    reader.read_parts(parts)
+    assert all(out == data[at : at + len(out)] for at, out in parts)
+    needs = {name for row in rows_of(flushing.store, PATHS[1]) for name in (row.name, *row.bases)}
+    assert measured.snapshot()["get"]["requests"] - before == len(needs)
+
+
+def test_blocks_between_those_that_are_wanted_are_not_fetched(objects, flushing):
+    row, raw = chunk_of(flushing, 12)
+    measured = MeasuredObjects(objects)
+    parts = [(at, memoryview(bytearray(10))) for at in (MIB, 11 * MIB)]
+    fetch(Store(measured, flushing.descriptor, url="store"), row, parts, "file", exact=True)
+    assert all(out == raw[at : at + 10] for at, out in parts)
+    assert measured.snapshot()["get"]["bytes"] < 3 * MIB
+
+
 # -- one of the same content -------------------------------------------------------------------------------------------
 
 

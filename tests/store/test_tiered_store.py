@@ -17,6 +17,7 @@ from tierfs.flush.levels import Level
 from tierfs.format.keys import chunk_key
 from tierfs.local import growth
 from tierfs.local.nvme import NvmeTier
+from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.slab import SlotKind, SlotState
 from tierfs.store import (
     WriteMode,
@@ -224,6 +225,30 @@ def test_prefetched_chunks_serve_while_the_object_tier_is_down(make_host):
     assert out == data
     assert here.tiers.counters["nvme_read_bytes"] == BIG
     assert evict(here.store, "a", "nvme") >= BIG
+
+
+@pytest.mark.parametrize("tier", ["ram", "nvme"])
+def test_parts_of_chunks_come_from_a_local_tier_and_no_block_that_nobody_wants(host, monkeypatch, tier):
+    data = content(20 * MIB)
+    save_at(host.store, "a", data, Level.LOCAL)
+    if tier == "nvme":
+        wait(host.store, "a", Level.OBJECT, 20)
+        evict(host.store, "a", "ram")
+    read_bytes = []
+    read = NvmeReader.read
+
+    def counted(reader, name, start, out):
+        read_bytes.append(len(out))
+        return read(reader, name, start, out)
+
+    monkeypatch.setattr(NvmeReader, "read", counted)
+    host.tiers.cache.keeps_reads = False
+    spans = [(0, 10), (5, 2 * MIB), (7 * MIB - 1, 7 * MIB), (16 * MIB - 3, 17 * MIB), (20 * MIB - 1, 20 * MIB), (9, 9)]
+    parts = [(begin, memoryview(bytearray(end - begin))) for begin, end in spans]
+    open_entry(host.store, stat(host.store, "a"), exact=True).read_parts(parts)
+    assert all(out == data[at : at + len(out)] for at, out in parts)
+    assert host.tiers.counters[f"{tier}_read_bytes"] == sum(len(out) for _, out in parts)
+    assert sum(read_bytes) == (6 * MIB if tier == "nvme" else 0)
 
 
 def test_a_damaged_copy_in_ram_is_put_aside_and_the_next_tier_serves(host):
