@@ -18,6 +18,7 @@ LAYERS = 24
 HEAD = 64
 SMALL_TENSORS = 900
 SMALL_ELEMENTS = 1024
+SHARD_ELEMENTS = 128 << 10
 
 
 def blocks(
@@ -54,6 +55,26 @@ def transformer(size: int) -> dict[str, Any]:
         "optimizer": {"state": moments, "param_groups": [{"lr": 3e-4, "betas": (0.9, 0.95), "params": list(shapes)}]},
         "step": 1,
     }
+
+
+def shards(size: int, number: int = 0) -> dict[str, Any]:
+    """What one of many ranks has of a model in bfloat16: pieces of 1 to 8 MiB, float32 copies of them, and AdamW's moments.
+
+    Args:
+        size: In bytes, or a little less.
+        number: Makes other content.
+    """
+    generator = torch.Generator().manual_seed(SEED + number)
+    elements = {"qkv": 3, "out": 1, "up": 4, "down": 4}  # of 128 Ki each; 14 bytes an element
+    state: dict[str, Any] = {"model": {}, "master": {}, "exp_avg": {}, "exp_avg_sq": {}}
+    for layer in range(max(size // (14 * sum(elements.values()) * SHARD_ELEMENTS), 1)):
+        for name, count in elements.items():
+            fqn, shape = f"layers.{layer}.{name}.weight", (count * 128, SHARD_ELEMENTS // 128)
+            weight = torch.randn(shape, generator=generator) * 0.02
+            state["model"][fqn], state["master"][fqn] = weight.bfloat16(), weight
+            state["exp_avg"][fqn] = torch.randn(shape, generator=generator) * 1e-3
+            state["exp_avg_sq"][fqn] = torch.rand(shape, generator=generator) * 1e-6
+    return state
 
 
 def small() -> dict[str, Any]:

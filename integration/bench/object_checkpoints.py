@@ -84,7 +84,21 @@ def state_of(size: int, make: Callable[[int, int], torch.Tensor] = torch.randn) 
 
 def content(state: Any) -> str:
     """Tells states apart."""
-    return digest.checksum(*(memoryview(tensor.numpy()).cast("B") for tensor in states.tensors_of(state))).hex()
+    tensors = (tensor.view(torch.uint8).numpy() for tensor in states.tensors_of(state) if tensor.dim())
+    return digest.checksum(*(memoryview(array).cast("B") for array in tensors)).hex()
+
+
+def _renewed(make: Callable[[int], Any], size: int, number: int) -> Any:
+    states.renew(state := make(size), number)
+    return state
+
+
+STATES = {
+    "": partial(_renewed, state_of),
+    "transformer's ": partial(_renewed, states.transformer),
+    "shards' ": states.shards,
+}
+"""States of so many bytes, by whose they are called; a number makes their content differ."""
 
 
 class Checkpoints:
@@ -146,29 +160,35 @@ class Checkpoints:
     def requests(self) -> dict[str, Any]:
         """Requests per GiB that the server sees, of a save by a writer that saved before, and of a cold load.
 
-        Of a transformer's state, whose tensors are of all sizes, those of a save. And what the loading process counted itself.
+        Of matrices; of a transformer's state, whose tensors are of all sizes; and of a rank's shards in bfloat16 and float32.
+        And what the loading process counted itself.
         """
         size = min(self._size, REQUESTS_BYTES_MAX)
+        seen: dict[str, dict[str, int]] = {}
+        per_gib: dict[str, float] = {}
+        loaded = []
+
+        def note(step: str, proxy: Any, state_bytes: int) -> None:
+            seen[step] = dict(proxy.seen)
+            per_gib[step] = sum(proxy.seen.values()) * GIB / state_bytes
+
         with self._server.proxied() as (server, proxy), private_slabs():
             writer, store = self._tierfs(server, "requests")
-            seen, per_gib = {}, {}
-            steps = [("first save", matrices := state_of(size)), ("save", matrices)]
-            steps += [
-                ("transformer's first save", transformer := states.transformer(size)),
-                ("transformer's save", transformer),
-            ]
-            for step, state in steps:
-                self._number += 1
-                states.renew(state, self._number)
-                proxy.seen.clear()
-                dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=f"{store}/{self._number}")
-                seen[step] = dict(proxy.seen)
-                per_gib[step] = sum(proxy.seen.values()) * GIB / states.bytes_in(state)
+            for whose, make in STATES.items():
+                for save in ("first save", "save"):
+                    self._number += 1
+                    state = make(size, self._number)
+                    url = f"{store}/{whose or 'matrices'}/step_{self._number}"
+                    proxy.seen.clear()
+                    dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=url)
+                    note(f"{whose}{save}", proxy, states.bytes_in(state))
+                loaded.append((whose, url, states.bytes_in(state), content(state)))
             end_flusher(writer.status())
-            proxy.seen.clear()
-            found = self._load(server, "tierfs", f"{store}/{self._number - 2}", size)
-            seen["load"] = dict(proxy.seen)
-            per_gib["load"] = sum(proxy.seen.values()) * GIB / size
+            for whose, url, state_bytes, saved in loaded:
+                proxy.seen.clear()
+                found = self._load(server, "tierfs", url, size, whose)
+                note(f"{whose}load", proxy, state_bytes)
+                assert found["content"] == saved, f"the {whose}load brought something else"
         self._server.empty("requests")
         return {"bytes": size, "seen": seen, "per GiB": per_gib, "counted by who loads": found["requests"]}
 
@@ -178,14 +198,14 @@ class Checkpoints:
         options = {"ram": ram, "nvme": nvme, "state_dir": str(self._root / name), "s3": server.options()}
         return TierWriter(store, ack="object", **options), store
 
-    def _load(self, server: Server, who: str, url: str, size: int = 0) -> dict[str, Any]:
+    def _load(self, server: Server, who: str, url: str, size: int = 0, whose: str = "") -> dict[str, Any]:
         """Load by a process and on a host that have nothing."""
         with (
             tempfile.TemporaryDirectory(dir=self._root) as directory,
             tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as shared,
         ):
             environment = os.environ | {"TIERFS_STATE_DIR": directory, "TIERFS_SHM_DIR": shared}
-            command = [sys.executable, HERE / "object_load.py", who, url, size or self._size, server.url]
+            command = [sys.executable, HERE / "object_load.py", who, url, size or self._size, server.url, whose]
             process = subprocess.Popen(
                 list(map(str, command)), env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )

@@ -1,4 +1,4 @@
-"""One load of `object.py`, in a process and on a host that have nothing: ``WHO URL BYTES SERVER-URL``.
+"""One load of `object.py`, in a process and on a host that have nothing: ``WHO URL BYTES SERVER-URL WHOSE``.
 
 Says ``ready`` when everything is imported and the tensors' memory is warm, waits for a line, loads, and prints what it found.
 """
@@ -10,9 +10,8 @@ import sys
 import time
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as dcp
-from object_checkpoints import Savers, content, state_of
+from object_checkpoints import STATES, Savers, content
 from object_servers import Server
 
 from tierfs.objects import MeasuredObjects
@@ -20,8 +19,8 @@ from tierfs.objects import MeasuredObjects
 
 def main() -> None:
     """Load, and say how long it took, what came, and what of tierfs' object tier was asked for that."""
-    who, url, size, server_url = sys.argv[1:]
-    target = state_of(int(size), torch.ones)  # zeros would be no memory yet
+    who, url, size, server_url, whose = sys.argv[1:]
+    target = STATES[whose](int(size), 0)
     reader = Savers(Server("load", server_url, "")).reader(who, url)
     print("ready", flush=True)
     sys.stdin.readline()

@@ -339,8 +339,10 @@ class _Bases:
                     parts.setdefault(row, []).append((base.offset + low - at, out))
             at += base.length
         where = f"{self._place}, which is encoded against"
+        # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
+        exact = len(self._blocks) < len(self._envelope.blocks)
         for row, wanted in parts.items():
-            _fetch_cached(self._store, row, wanted, where, exact=True, depth=self._depth + 1)
+            _fetch_cached(self._store, row, wanted, where, exact=exact, depth=self._depth + 1)
         return needed
 
 
