@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tierfs.errors import NotFoundError
+from tierfs.errors import NotFoundError, StoreError
 from tierfs.objects import WrappedObjects
 
 MIB = 1 << 20
@@ -128,6 +128,30 @@ def test_cat_ranges_looks_a_file_up_once_for_all_its_ranges(place):
     place.fs.cat_ranges([place / "a"] * 50, list(range(50)), list(range(10, 60)))
     after = place.requests()
     assert after["head"] + after["read"] - before["head"] - before["read"] == 1
+
+
+def test_cat_ranges_fetches_each_chunk_once_for_all_its_ranges(place, large, large_path):
+    starts = range(0, len(large) - MIB, 3 * MIB // 2)
+    before = place.requests()["get"]
+    found = place.fs.cat_ranges([large_path] * len(starts), list(starts), [start + MIB for start in starts])
+    assert found == [large[start : start + MIB] for start in starts]
+    assert place.requests()["get"] - before == 3
+
+
+def test_cat_ranges_tells_which_ranges_failed(place, large, large_path, monkeypatch):
+    class Failing(WrappedObjects):
+        def get(self, key, ranges, **options):
+            info = super().get(key, ranges, **options)
+            for _, out in ranges:
+                if bytes(out[:16]) == large[CHUNK : CHUNK + 16]:
+                    raise StoreError("gone", transient=False)
+            return info
+
+    monkeypatch.setattr(place.store, "objects", Failing(place.store.objects))
+    starts, ends = [0, CHUNK, 2 * CHUNK], [10, CHUNK + 10, 2 * CHUNK + 10]
+    first, second, third = place.fs.cat_ranges([large_path] * 3, starts, ends, on_error="return")
+    assert (first, third) == (large[:10], large[2 * CHUNK : 2 * CHUNK + 10])
+    assert isinstance(second, StoreError)
 
 
 def test_cat_ranges_reads_several_files_at_once(place, random_bytes, monkeypatch):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -79,16 +80,24 @@ class Reading(Looking):
         except (TierfsError, OSError) as error:
             return [error] * len(ranges)
 
-        def read(wanted: tuple[int | None, int | None]) -> bytes | Exception:
-            begin, stop, _ = slice(*wanted).indices(reader.length)
-            out = bytearray(max(0, stop - begin))
+        def read(wanted: list[tuple[int, memoryview]]) -> Exception | None:
             try:
-                reader.read_into(begin, memoryview(out))
+                reader.read_parts(wanted)
             except (TierfsError, OSError) as error:
                 return error
-            return bytes(out)
+            return None
 
-        return [read(wanted) for wanted in ranges]
+        parts: deque[tuple[int, memoryview]] = deque()
+        for wanted in ranges:
+            begin, stop, _ = slice(*wanted).indices(reader.length)
+            parts.append((begin, memoryview(bytearray(max(0, stop - begin)))))
+        # All at once, and one by one only to tell which of them failed.
+        errors = [read([part]) for part in parts] if read(list(parts)) is not None else [None] * len(parts)
+        results: list[Any] = []
+        for failure in errors:
+            _, out = parts.popleft()  # let go of one by one: together they may be large
+            results.append(bytes(out) if failure is None else failure)
+        return results
 
     async def _get_file(self, rpath: str, lpath: Any, callback: Any = DEFAULT_CALLBACK, **kwargs: Any) -> None:
         await run_in_thread(self._get_now, rpath, lpath, callback)
