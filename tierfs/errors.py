@@ -101,10 +101,23 @@ class ConflictError(TierfsError):
 
 
 class CorruptionError(TierfsError):
-    """Stored bytes are wrong, cut short or missing. Retrying does not help; repairing may."""
+    """Stored bytes are wrong, cut short or missing. Retrying does not help; repairing may.
+
+    Args:
+        message: What went wrong, where, and what to do next.
+        path: The path, key or URL concerned.
+        tier: The tier that the bytes were read from.
+        block: Which block of the chunk that was read it is, where it is one alone.
+    """
 
     kind = "corruption"
     exit_code = 6
+
+    def __init__(
+        self, message: str = "", *, path: str | None = None, tier: str | None = None, block: int | None = None
+    ) -> None:
+        super().__init__(message, path=path, tier=tier)
+        self.block = block
 
 
 class FormatError(TierfsError, ValueError):

@@ -26,7 +26,7 @@ from tierfs.dcp.tensorbytes import bytes_of, tensor_in
 from tierfs.dcp.torchnames import DTYPES
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, StoreNotFoundError
 from tierfs.format import keys
-from tierfs.store import TierOptions, delete, open_store, parse_url, save, stat
+from tierfs.store import TierOptions, delete, find, open_store, parse_url, save, stat
 from tierfs.store.transfers import Transfers
 from tierfs.testing import flip_bit
 
@@ -377,6 +377,15 @@ def test_a_flipped_bit_names_tensor_file_and_tier(made, store, checkpoint):
     loaded = {"model": {"other": torch.zeros(3 * MIB, dtype=torch.uint8)}}
     with pytest.raises(CheckpointException, match=r"model\.other"):
         dcp.load(loaded, storage_reader=TierReader(checkpoint))
+
+
+def test_of_tensors_that_share_a_chunk_those_in_the_damaged_block_are_named(store, checkpoint):
+    state = {f"layer.{number}": random(torch.uint8, (2 * MIB,), number) for number in range(6)}
+    dcp.save(state, storage_writer=TierWriter(checkpoint, ack="object"))
+    (shard,) = [entry.path for entry in find(store, "run/step_1") if entry.path.endswith(".safetensors")]
+    flip_bit(store.objects, chunk_of(store, shard)[1], 8 * 9 * MIB)
+    with pytest.raises(CorruptionError, match=r"^'layer\.4' in shard file"):
+        read_boxes(checkpoint, {(name, (0,)): torch.zeros_like(tensor) for name, tensor in state.items()})
 
 
 def test_a_shard_file_that_is_missing_or_was_replaced_is_named(made, store, checkpoint):

@@ -319,6 +319,21 @@ def test_the_last_of_a_budget_is_taken_in_small_pieces_only_where_nothing_can_be
     assert (len(taken), sizes) == ((9, [49]) if clean else (6, [49, 17, 16, 15]))
 
 
+@pytest.mark.parametrize("spares_copies", [False, True])
+def test_what_a_dead_process_left_is_taken_over_before_the_last_of_a_budget(open_tier, host, spares_copies):
+    def leave(other):
+        for number in range(5):
+            put(other, b"%d" % number, length=15 * MIB, clean=True)
+
+    killed(host, leave, budget=100 * MIB, segment=64 * MIB)
+    tier = open_tier(budget=100 * MIB, segment=64 * MIB)
+    tier._supply._worthwhile = 25 * MIB
+    for number in range(9):
+        slot = tier.take(SlotKind.CHUNK, 15 * MIB, timeout_s=0, spares_copies=spares_copies)
+        slot.segment.seal(slot, b"mine-%d" % number, b"", state=SlotState.CLEAN, stamp_ns=number)
+    assert sum(segment.data_bytes for segment in tier.own_segments()) > 60 * MIB
+
+
 def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_interrupted(open_tier):
     tier = open_tier(budget=8 * MIB, segment=4 * MIB)
 

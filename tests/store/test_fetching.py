@@ -171,6 +171,52 @@ def test_a_chunk_and_its_base_are_fetched_once_for_all_that_is_wanted(objects):
     assert measured.snapshot()["get"]["requests"] - before == len(needs)
 
 
+def test_parts_far_apart_of_a_delta_take_those_of_its_base(objects):
+    flushing = Flushing(objects)
+    training = Training(4 * MIB)
+    flushing.save(PATHS[0], training.file())
+    data = training.step().file()
+    flushing.save(PATHS[1], data)
+    store = flushing.bare()
+    parts = [(at, memoryview(bytearray(10))) for at in (len(data) - 20, 3 * MIB, 3 * MIB + 5, 9 * MIB)]
+    open_entry(store, stat(store, PATHS[1]), exact=True).read_parts(parts)
+    assert all(out == data[at : at + 10] for at, out in parts)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(objects, flushing, tmp_path, exact):
+    row, raw = chunk_of(flushing, 7)
+    measured = MeasuredObjects(objects)
+    host = Host(tmp_path, measured, flushing.descriptor, nvme=0)
+    host.tiers.cache.keeps_reads = True
+    try:
+        for shift in (
+            0,
+            MIB // 2,
+        ):  # an eighth of each block, as of tensors on another mesh: another eighth is in ram then
+            parts = [(at + shift, memoryview(bytearray(MIB // 8))) for at in range(0, 8 * MIB, MIB)]
+            fetch(host.store, row, parts, "file", exact=exact)
+            assert all(out == raw[at : at + len(out)] for at, out in parts)
+        assert measured.snapshot()["get"]["requests"] == 1
+        assert host.tiers.ram.usage().clean_bytes == len(raw)
+    finally:
+        host.close()
+
+
+def test_what_is_wanted_many_times_is_counted_once(objects, flushing, tmp_path):
+    row, raw = chunk_of(flushing, 7)
+    measured = MeasuredObjects(objects)
+    host = Host(tmp_path, measured, flushing.descriptor, nvme=0)
+    host.tiers.cache.keeps_reads = True
+    try:
+        parts = [(MIB, memoryview(bytearray(MIB))) for _ in range(20)]
+        fetch(host.store, row, parts, "file", exact=True)
+        assert all(out == raw[MIB : 2 * MIB] for _, out in parts)
+        assert measured.snapshot()["get"]["bytes"] < 2 * MIB
+    finally:
+        host.close()
+
+
 def test_blocks_between_those_that_are_wanted_are_not_fetched(objects, flushing):
     row, raw = chunk_of(flushing, 12)
     measured = MeasuredObjects(objects)

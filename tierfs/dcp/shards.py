@@ -7,9 +7,10 @@ cut where chunks end here, and a thread is given all that is wanted of a chunk.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import NoReturn
+from dataclasses import dataclass
+from typing import NamedTuple, NoReturn
 
+from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, TierfsError
 from tierfs.format.ranges import Part, by_chunk
 from tierfs.store import Reader, Store, open_entry, stat
@@ -37,14 +38,12 @@ class FileRange:
     label: str
 
 
-@dataclass(slots=True)
-class _Wanted:
-    """Of one chunk: parts of the file, and what they are read for."""
+class _Wanted(NamedTuple):
+    """Of one chunk: parts of the file."""
 
-    reader: Reader
     file: str
-    parts: list[Part] = field(default_factory=list)
-    labels: list[str] = field(default_factory=list)
+    number: int
+    parts: list[Part]
 
 
 class ShardFiles:
@@ -89,14 +88,26 @@ class ShardFiles:
         """
         wanted = list(ranges)
         self.open(item.file for item in wanted)
-        chunks: dict[tuple[str, int], _Wanted] = {}
+        items: dict[str, list[FileRange]] = {}
         for item in wanted:
-            reader = self._checked(item)
-            for index, parts in by_chunk([(item.at, item.out)], reader.starts).items():
-                chunk = chunks.setdefault((item.file, index), _Wanted(reader, item.file))
-                chunk.parts += [(reader.starts[index] + start, out) for start, out in parts]
-                chunk.labels.append(item.label)
-        transfers().map(self._fill, chunks.values())
+            self._check(item)
+            items.setdefault(item.file, []).append(item)
+        chunks = [
+            _Wanted(file, number, parts)
+            for file, found in items.items()
+            for number, parts in by_chunk([(item.at, item.out) for item in found], self._open[file].starts).items()
+        ]
+
+        def fill(chunk: _Wanted) -> None:
+            reader = self._open[chunk.file]
+            start = reader.starts[chunk.number]
+            try:
+                reader.read_parts([(start + at, out) for at, out in chunk.parts])
+            except TierfsError as error:
+                labels = _labels(items[chunk.file], start, reader.starts[chunk.number + 1], error)
+                raise_named(error, f"{labels} in shard file {self.where(chunk.file)}")
+
+        transfers().map(fill, chunks)
 
     def where(self, name: str) -> str:
         """How to name a file in an error."""
@@ -128,24 +139,27 @@ class ShardFiles:
             )
         return reader
 
-    def _checked(self, item: FileRange) -> Reader:
-        reader = self._open[item.file]
+    def _check(self, item: FileRange) -> None:
+        length = self._open[item.file].length
         end = item.at + len(item.out)
-        if end > reader.length:
+        if end > length:
             raise CorruptionError(
                 f"{item.label}: bytes {item.at} to {end} of shard file {self.where(item.file)} are asked for, and it has "
-                f"{reader.length}",
+                f"{length}",
                 path=self.path(item.file),
             )
-        return reader
 
-    def _fill(self, wanted: _Wanted) -> None:
-        try:
-            wanted.reader.read_parts(wanted.parts)
-        except TierfsError as error:
-            labels = list(dict.fromkeys(wanted.labels))
-            more = f" and {len(labels) - LABELS_MAX} more" if len(labels) > LABELS_MAX else ""
-            raise_named(error, f"{', '.join(labels[:LABELS_MAX])}{more} in shard file {self.where(wanted.file)}")
+
+def _labels(items: Iterable[FileRange], start: int, end: int, error: TierfsError) -> str:
+    """What of a file is read from the chunk between two offsets: from its damaged block, where that is known."""
+    here = [item for item in items if item.at < end and item.at + len(item.out) > start]
+    if isinstance(error, CorruptionError) and error.block is not None:
+        begin = start + error.block * BLOCK_BYTES
+        # None is in it where all of the chunk was fetched for some of it.
+        here = [item for item in here if item.at < begin + BLOCK_BYTES and item.at + len(item.out) > begin] or here
+    labels = list(dict.fromkeys(item.label for item in here))
+    more = f" and {len(labels) - LABELS_MAX} more" if len(labels) > LABELS_MAX else ""
+    return f"{', '.join(labels[:LABELS_MAX])}{more}"
 
 
 def raise_named(error: TierfsError, what: str) -> NoReturn:

@@ -15,7 +15,7 @@ from tierfs.flush.handover import Handover
 from tierfs.flush.keeper import Keeper
 from tierfs.flush.singleflight import SingleFlight
 from tierfs.flush.slabwriter import NAMES_MAX, SlabWriter
-from tierfs.format.ranges import Part
+from tierfs.format.ranges import Part, block_runs
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
 from tierfs.processors import processors
@@ -106,7 +106,8 @@ class ChunkCache:
         if self._reader.read(name, raw_length, parts) is not None:
             return
         least = (raw_length - BLOCK_BYTES) * EXACT_FRACTION if exact else raw_length * WHOLE_FRACTION
-        if not self.keeps_reads or sum(len(out) for _, out in parts) < least:
+        # Counted by what is fetched for them: whole blocks.
+        if not self.keeps_reads or sum(map(len, block_runs(parts))) * BLOCK_BYTES < least:
             fetch(parts)
             return
         with self._flight.holding(flight or name):

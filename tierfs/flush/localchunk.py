@@ -30,4 +30,6 @@ def check_block(envelope: Envelope, index: int, block: memoryview, tier: str) ->
         CorruptionError: It is damaged.
     """
     if digest.hash_bytes(envelope.digest_kind, block) != envelope.blocks[index].digest:
-        raise CorruptionError(f"chunk {envelope.digest.hex()} in the {tier} tier: block {index} is damaged", tier=tier)
+        raise CorruptionError(
+            f"chunk {envelope.digest.hex()} in the {tier} tier: block {index} is damaged", tier=tier, block=index
+        )

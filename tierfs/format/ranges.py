@@ -28,6 +28,9 @@ def by_chunk(parts: Iterable[Part], starts: Sequence[int]) -> dict[int, list[Par
     for offset, out in parts:
         at, end = offset, offset + len(out)
         index = bisect.bisect_right(starts, at) - 1
+        if at < end <= starts[index + 1]:  # nearly all of many small ones
+            found.setdefault(index, []).append((at - starts[index], out))
+            continue
         while at < end:
             stop = min(end, starts[index + 1])
             found.setdefault(index, []).append((at - starts[index], out[at - offset : stop - offset]))

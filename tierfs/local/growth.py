@@ -21,7 +21,7 @@ def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max
         length: Of the slot that it must hold at least.
         newest: The segment that was made last; None before the first.
         room: What is left of the budget, in bytes.
-        data_bytes_max: The most data that a segment holds.
+        data_bytes_max: The most data that a segment holds, beside the mebibyte for what is small.
         known: What is waited for now, where it is known that there is more than that slot: then so much is made, and the rest
             ahead of its use.
 
@@ -35,8 +35,7 @@ def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max
     wish = _roomy(min(wish_bytes, data_bytes_max))
     if wish.size > room // 2:
         wish = Layout.for_size(room // 2)
-        if wish.data_bytes >= CHUNK_BYTES + SMALL_BYTES:
-            wish = _roomy(wish.data_bytes - SMALL_BYTES)
+        wish = min(wish, _roomy(wish.data_bytes), key=lambda layout: layout.data_bytes)
         if wish.size < small.size:
             wish = small if small.size <= room else least
     layout = max(wish, least, key=lambda layout: layout.data_bytes)

@@ -27,7 +27,7 @@ HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
-WORTHWHILE = 16
+WORTHWHILE = 32
 # The part of memory, one in so many, that is never taken however large the budget is.
 MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
@@ -41,7 +41,7 @@ class Supply:
         store: The uuid of the store, 32 hex digits.
         shares: What the host's processes have.
         budget_bytes: What all of them may take together.
-        data_bytes_max: The most data that one segment holds.
+        data_bytes_max: The most data that one segment holds; see `next_layout`.
         clock: For waiting.
 
     Attributes:
@@ -60,7 +60,7 @@ class Supply:
         self._budget_bytes = budget_bytes
         self._data_bytes_max = data_bytes_max
         # The last of a budget comes in small pieces, each with its descriptors: only where there is nothing to evict.
-        self._worthwhile = min(FIRST_DATA_BYTES, budget_bytes // WORTHWHILE)
+        self._worthwhile = min(FIRST_DATA_BYTES // 2, budget_bytes // WORTHWHILE)
         self._clock = clock
         self._lock = threading.Lock()  # for the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
@@ -325,12 +325,12 @@ class Supply:
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
             layout = self._plan(length, known)
-            if layout is None and not ahead:
+            if not ahead and (layout is None or layout.data_bytes < least):
                 self._shares.sweep()
                 self._shares.sweep_abandoned()
                 if self._adopt_or_reap(length):
                     return True
-                layout = self._plan(length, known) or self._plan_instead(length)
+                layout = self._plan(length, known) or (None if least else self._plan_instead(length))
             if layout is None or layout.data_bytes < least:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))

@@ -241,7 +241,7 @@ def _fetch_object(
             decode_block(block.codec, piece, view, base, place)
         if digest.hash_bytes(kind, view) != block.digest:
             raise CorruptionError(
-                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object"
+                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object", block=index
             )
 
     with processors().turn():
@@ -341,8 +341,12 @@ class _Bases:
         where = f"{self._place}, which is encoded against"
         # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
         exact = len(self._blocks) < len(self._envelope.blocks)
-        for row, wanted in parts.items():
-            _fetch_cached(self._store, row, wanted, where, exact=exact, depth=self._depth + 1)
+        try:
+            for row, wanted in parts.items():
+                _fetch_cached(self._store, row, wanted, where, exact=exact, depth=self._depth + 1)
+        except CorruptionError as error:
+            error.block = None  # one of the base's
+            raise
         return needed
 
 
