@@ -1,13 +1,12 @@
 """The files of one checkpoint, opened for reading: ranges of several of them at once.
 
 Threads of `transfers` do not wait for each other, and a reader hands what is wanted of several chunks to them. So ranges are
-cut where chunks end here, and a thread is given all that is wanted of a chunk.
+cut where chunks end here, and a thread is given all that is wanted of one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
 from tierfs.digest import BLOCK_BYTES
@@ -21,8 +20,7 @@ __all__ = ["FileRange", "ShardFiles", "raise_named"]
 LABELS_MAX = 3
 
 
-@dataclass(frozen=True, slots=True)
-class FileRange:
+class FileRange(NamedTuple):
     """Bytes of a file, and where they are to be put.
 
     Attributes:
@@ -39,7 +37,7 @@ class FileRange:
 
 
 class _Wanted(NamedTuple):
-    """Of one chunk: parts of the file."""
+    """Of one chunk, by offsets in it."""
 
     file: str
     number: int
@@ -95,16 +93,16 @@ class ShardFiles:
         chunks = [
             _Wanted(file, number, parts)
             for file, found in items.items()
-            for number, parts in by_chunk([(item.at, item.out) for item in found], self._open[file].starts).items()
+            for number, parts in by_chunk(((item.at, item.out) for item in found), self._open[file].starts).items()
         ]
 
         def fill(chunk: _Wanted) -> None:
             reader = self._open[chunk.file]
-            start = reader.starts[chunk.number]
             try:
-                reader.read_parts([(start + at, out) for at, out in chunk.parts])
+                reader.read_chunk(chunk.number, chunk.parts)
             except TierfsError as error:
-                labels = _labels(items[chunk.file], start, reader.starts[chunk.number + 1], error)
+                start, end = reader.starts[chunk.number : chunk.number + 2]
+                labels = _labels(items[chunk.file], start, end, error)
                 raise_named(error, f"{labels} in shard file {self.where(chunk.file)}")
 
         transfers().map(fill, chunks)

@@ -73,22 +73,22 @@ class BlockTargets:
     """
 
     def __init__(self, raw_length: int, parts: Iterable[Part], lend: Callable[[int], memoryview]) -> None:
-        wanted: dict[int, list[Part]] = {}
+        self._takers: dict[int, list[Part]] = {}
         for part in parts:
             for index in _blocks(part):
-                wanted.setdefault(index, []).append(part)
-        self.blocks = sorted(wanted)
+                self._takers.setdefault(index, []).append(part)
+        self.blocks = sorted(self._takers)
         self._views: dict[int, memoryview] = {}
-        self._copies: list[tuple[int, Part]] = []
         beside: dict[int, int] = {}
         for index in self.blocks:
             begin, end = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, raw_length)
-            for start, out in wanted[index]:
-                if index not in self._views and start <= begin and end <= start + len(out):
+            takers = self._takers[index]
+            for number, (start, out) in enumerate(takers):
+                if start <= begin and end <= start + len(out):
                     self._views[index] = out[begin - start : end - start]
-                else:
-                    self._copies.append((index, (start, out)))
-            if index not in self._views:
+                    del takers[number]
+                    break
+            else:
                 beside[index] = end - begin
         if beside:
             memory = lend(sum(beside.values()))
@@ -101,7 +101,9 @@ class BlockTargets:
 
     def finish(self) -> None:
         """Copy to those who want a part of a block, or the same as another one."""
-        for index, (start, out) in self._copies:
+        for index, takers in self._takers.items():
             begin, block = index * BLOCK_BYTES, self._views[index]
-            low, high = max(begin, start), min(begin + len(block), start + len(out))
-            out[low - start : high - start] = block[low - begin : high - begin]
+            end = begin + len(block)
+            for start, out in takers:
+                low, high = max(begin, start), min(end, start + len(out))
+                out[low - start : high - start] = block[low - begin : high - begin]

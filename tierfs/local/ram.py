@@ -118,7 +118,7 @@ class RamTier:
             length: Of that, in bytes.
             timeout_s: How long to wait for room while everything is dirty; None for as long as it takes.
             on_wait: Called once when it comes to that.
-            spares_copies: Evict clean copies only when the budget is used up: for what is one of them. What is written rather
+            spares_copies: Evict clean copies only when the budget is (all but) used up: for what is one of them. What is written rather
                 takes the place of what was written before, in memory that is warm.
 
         Raises:

@@ -51,6 +51,9 @@ class Reader(Protocol):
             StoreError, ReadOnlyError, FormatError: It failed.
         """
 
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        """The same of one of its chunks, by offsets in that chunk. Waits for no other thread of `transfers`."""
+
 
 def load(store: Store, path: str) -> bytes:
     """Return a whole file. Raises as `open_entry` and `Reader.read_into` do."""
@@ -128,6 +131,9 @@ class _InlineReader:
         self.read_parts([(offset, out)])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
+        self.read_chunk(0, parts)
+
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
         for offset, out in parts:
             out[:] = self._content[offset : offset + len(out)]
 
@@ -157,18 +163,16 @@ class _ForeignReader:
         self.read_parts([(offset, out)])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
-        tiers = self._store.tiers
+        transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self._starts).items())
 
-        def fill(piece: tuple[int, list[Part]]) -> None:
-            first, wanted = piece[0] * PIECE_BYTES_MAX, piece[1]
-            if tiers is None:
-                self._fetch(first, wanted)
-                return
-            length = min(PIECE_BYTES_MAX, self._info.size - first)
-            name = foreign_name(self._info.key, str(self._info.version), first)
-            tiers.cache.read_through(name, length, wanted, partial(self._fetch, first), exact=self._exact)
-
-        transfers().map(fill, by_chunk(parts, self._starts).items())
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        first, tiers = self._starts[number], self._store.tiers
+        if tiers is None:
+            self._fetch(first, parts)
+            return
+        length = self._starts[number + 1] - first
+        name = foreign_name(self._info.key, str(self._info.version), first)
+        tiers.cache.read_through(name, length, parts, partial(self._fetch, first), exact=self._exact)
 
     def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
         """Parts of the piece that begins at ``first``. Returns no digests: nobody knows them."""
@@ -203,16 +207,18 @@ class _ChunkReader:
         self.read_parts([(offset, out)])
 
     def read_parts(self, parts: Sequence[Part]) -> None:
-        def fill(piece: tuple[Row, list[Part]]) -> None:
-            fetch(self._store, *piece, self._where, exact=self._exact)
+        def fill(wanted: tuple[int, list[Part]]) -> None:
+            self.read_chunk(*wanted)
 
-        near: list[tuple[Row, list[Part]]] = []
-        far: list[tuple[Row, list[Part]]] = []
-        for index, wanted in by_chunk(parts, self._starts).items():
-            row = self._rows[index]
-            name = local_name(self._store.descriptor.digest_kind, row.name.digest)
+        near: list[tuple[int, list[Part]]] = []
+        far: list[tuple[int, list[Part]]] = []
+        for number, wanted in by_chunk(parts, self._starts).items():
+            name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
             is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
-            (near if is_near else far).append((row, wanted))
+            (near if is_near else far).append((number, wanted))
         # What takes waiting goes on many threads, what takes copying on as many as there are processors.
         transfers().map(fill, far)
         processors().share_out(fill, near)
+
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        fetch(self._store, self._rows[number], parts, self._where, exact=self._exact)
