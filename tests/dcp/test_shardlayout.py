@@ -31,7 +31,7 @@ def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
     assert runs == ([together] if length < MIB else [together[:2], together[2:]])
 
 
-@pytest.mark.parametrize("length", [MIB, 8 * MIB - 1])
+@pytest.mark.parametrize("length", [MIB, 8 * MIB - 1, 8 * MIB])
 def test_what_many_ranks_share_a_matrix_of_is_packed(length):
     """A chunk is a request: 64 ranks would make one of each MiB otherwise."""
     lengths = [length for _, (length,) in packs(*[f32(f"{number:02}.weight", length) for number in range(32)])]

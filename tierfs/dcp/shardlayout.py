@@ -22,8 +22,8 @@ from tierfs.digest import CHUNK_BYTES
 __all__ = ["Piece", "RunPlan", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
-# From this size on a tensor has chunks of its own, and below the other one packs of its own.
-LARGE_BYTES = 8 << 20
+# What is larger than this has chunks of its own: of others two go into one. What is below the other has packs of its own.
+LARGE_BYTES = CHUNK_BYTES // 2
 SMALL_BYTES = 1 << 20
 
 
@@ -60,7 +60,7 @@ def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
     large: list[int] = []
     for number in sorted(range(len(pieces)), key=lambda number: pieces[number].name):
         piece = pieces[number]
-        if piece.length >= LARGE_BYTES:
+        if piece.length > LARGE_BYTES:
             large.append(number)
         else:
             packs.setdefault((piece.length >= SMALL_BYTES, piece.kind), []).append(number)
