@@ -84,7 +84,7 @@ def state_of(size: int, make: Callable[[int, int], torch.Tensor] = torch.randn) 
 
 def content(state: Any) -> str:
     """Tells states apart."""
-    tensors = (tensor.view(torch.uint8).numpy() for tensor in states.tensors_of(state) if tensor.dim())
+    tensors = (tensor.reshape(-1).view(torch.uint8).numpy() for tensor in states.tensors_of(state))
     return digest.checksum(*(memoryview(array).cast("B") for array in tensors)).hex()
 
 

@@ -291,6 +291,15 @@ def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tie
     assert tier.take_runs(SlotKind.CHUNK, [[MIB]], timeout_s=0)
 
 
+@pytest.mark.parametrize(("budget", "chunks"), [(50, 3), (66, 4), (100, 6)])
+def test_room_for_what_is_small_costs_a_small_budget_no_chunk(open_tier, budget, chunks):
+    tier = open_tier(budget=budget * MIB, segment=1 << 30)
+    for _ in range(chunks):
+        tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0)
+
+
 def test_what_is_small_leaves_room_for_whole_chunks(open_tier):
     """Whatever is freed in whichever order: a chunk needs its bytes in one piece."""
     tier = open_tier(budget=160 * MIB, segment=64 * MIB)

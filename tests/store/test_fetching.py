@@ -138,12 +138,18 @@ def test_any_range_of_what_is_encoded_against_others_can_be_read(saved, objects,
             host.close()
 
 
-def test_a_part_of_a_delta_takes_a_part_of_its_base(objects):
+def with_deltas(objects):
+    """A save of 16 MiB, and one against it; returns what that holds."""
     flushing = Flushing(objects)
     training = Training(4 * MIB)
     flushing.save(PATHS[0], training.file())
     data = training.step().file()
     flushing.save(PATHS[1], data)
+    return flushing, data
+
+
+def test_a_part_of_a_delta_takes_a_part_of_its_base(objects):
+    flushing, data = with_deltas(objects)
     measured = MeasuredObjects(objects)
     store = Store(measured, flushing.descriptor, url="store")
     out = bytearray(1000)
@@ -153,11 +159,7 @@ def test_a_part_of_a_delta_takes_a_part_of_its_base(objects):
 
 
 def test_a_chunk_and_its_base_are_fetched_once_for_all_that_is_wanted(objects):
-    flushing = Flushing(objects)
-    training = Training(4 * MIB)
-    flushing.save(PATHS[0], training.file())
-    data = training.step().file()
-    flushing.save(PATHS[1], data)
+    flushing, data = with_deltas(objects)
     deltas = [row for row in rows_of(flushing.store, PATHS[1]) if row.bases]
     assert deltas
     measured = MeasuredObjects(objects)
@@ -172,11 +174,7 @@ def test_a_chunk_and_its_base_are_fetched_once_for_all_that_is_wanted(objects):
 
 
 def test_parts_far_apart_of_a_delta_take_those_of_its_base(objects):
-    flushing = Flushing(objects)
-    training = Training(4 * MIB)
-    flushing.save(PATHS[0], training.file())
-    data = training.step().file()
-    flushing.save(PATHS[1], data)
+    flushing, data = with_deltas(objects)
     store = flushing.bare()
     parts = [(at, memoryview(bytearray(10))) for at in (len(data) - 20, 3 * MIB, 3 * MIB + 5, 9 * MIB)]
     open_entry(store, stat(store, PATHS[1]), exact=True).read_parts(parts)
@@ -199,6 +197,38 @@ def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(object
             assert all(out == raw[at : at + len(out)] for at, out in parts)
         assert measured.snapshot()["get"]["requests"] == 1
         assert host.tiers.ram.usage().clean_bytes == len(raw)
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(("wanted", "whole"), [(2 * MIB, True), (1000, False)])
+def test_what_a_whole_chunk_is_encoded_against_is_kept_whole(objects, flushing, tmp_path, wanted, whole):
+    """The chunk after it is encoded against the rest of its base."""
+    base, data = chunk_of(flushing, 3)
+    raw = data_like(data[: 2 * MIB])
+    row = store_against(flushing.store, raw, base, data[: 2 * MIB])
+    host = Host(tmp_path, MeasuredObjects(objects), flushing.descriptor, nvme=0)
+    host.tiers.cache.keeps_reads = True
+    try:
+        out = bytearray(wanted)
+        fetch(host.store, row, [(0, memoryview(out))], "file")
+        assert out == raw[:wanted]
+        assert host.tiers.ram.usage().clean_bytes == (len(raw) + len(data) if whole else 0)
+    finally:
+        host.close()
+
+
+@pytest.mark.parametrize(("length", "whole"), [(10, False), (MIB, True)])
+def test_one_small_range_of_a_small_chunk_is_no_reason_to_fetch_all_of_it(objects, flushing, tmp_path, length, whole):
+    row, raw = chunk_of(flushing, 3)
+    measured = MeasuredObjects(objects)
+    host = Host(tmp_path, measured, flushing.descriptor, nvme=0)
+    host.tiers.cache.keeps_reads = True
+    try:
+        out = bytearray(length)
+        fetch(host.store, row, [(MIB, memoryview(out))], "file")
+        assert out == raw[MIB : MIB + length]
+        assert host.tiers.ram.usage().clean_bytes == (len(raw) if whole else 0)
     finally:
         host.close()
 

@@ -106,8 +106,9 @@ class ChunkCache:
         if self._reader.read(name, raw_length, parts) is not None:
             return
         least = (raw_length - BLOCK_BYTES) * EXACT_FRACTION if exact else raw_length * WHOLE_FRACTION
-        # Counted by what is fetched for them: whole blocks.
-        if not self.keeps_reads or sum(map(len, block_runs(parts))) * BLOCK_BYTES < least:
+        # Several are counted by what is fetched for them: whole blocks.
+        wanted = len(parts[0][1]) if len(parts) == 1 else sum(map(len, block_runs(parts))) * BLOCK_BYTES
+        if not self.keeps_reads or wanted < least:
             fetch(parts)
             return
         with self._flight.holding(flight or name):

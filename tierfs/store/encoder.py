@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.codecs import Codecs
 from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_blocks, scratch
+from tierfs.store.estimates import Speed, Typical
 
 __all__ = ["Encoder", "FetchRow", "Piece"]
 
@@ -37,16 +37,10 @@ CHOICES_MAX = 100_000
 GROUPS_MAX = 10_000
 # So much has to have been sent before speeds count: a few small puts say little.
 EVIDENCE_BYTES = 64 << 20
-# How much of a measured speed the newest chunk makes up, and of what is typical the newest tensor.
-NEWEST = 0.1
 # What a base has to save, of its own size, to be fetched for that from the object tier.
 FETCH_WORTH = 0.5
 # How much more than it costs encoding has to save: it takes processors from what sends, and from training.
 MARGIN = 1.25
-# With each block that is not encoded, the speed that keeps from it comes so much nearer to the best there was, and that to
-# nothing: what was slow for a while is measured again after 1 GB, what never was faster after 7.
-FORGETTING = 0.001
-FORGETTING_BEST = 0.0001
 _STORE = Coding(Codec.STORE)
 _LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
 _DERIVE = Plan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
@@ -87,10 +81,10 @@ class Encoder:
         self._clock = clock
         self._lock = threading.Lock()
         self._choices: dict[str, tuple[int, Choice]] = {}  # with the save that it was made at
-        self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
+        self._typical: dict[tuple[str, int], Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
-        self._put = _Speed()
-        self._encode: dict[Codec, _Speed] = {}
+        self._put = Speed()
+        self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
         self._thread = threading.local()  # which codecs it has encoded with, and the last chunk that it read parts of
 
@@ -268,7 +262,7 @@ class Encoder:
         begun: set[Codec] = self._thread.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
-                self._encode.setdefault(codec, _Speed()).add(count, seconds)
+                self._encode.setdefault(codec, Speed()).add(count, seconds)
         begun.add(codec)
 
     def _with_bases(self, blocks: list[EncodedBlock], pieces: Sequence[Piece]) -> Encoded:
@@ -301,7 +295,7 @@ class Encoder:
             out=scratch("out", CHUNK_BYTES),
         )
         with self._lock:
-            self._typical.setdefault((tensor.kind, tensor.width), _Typical()).add(choice)
+            self._typical.setdefault((tensor.kind, tensor.width), Typical()).add(choice)
             if tensor.name:
                 self._choices.pop(tensor.name, None)
                 self._choices[tensor.name] = (save, choice)
@@ -396,39 +390,3 @@ class Encoder:
 def _needs(pieces: Iterable[Piece]) -> tuple[ChunkName, ...]:
     """Every chunk object that it takes to read the pieces."""
     return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))
-
-
-class _Typical:
-    """What tensors of a kind mostly come to, the newest counting most."""
-
-    def __init__(self) -> None:
-        self.codec = Codec.STORE
-        self.ratio = 1.0
-
-    def add(self, choice: Choice) -> None:
-        coding, ratio = choice.static, choice.static_ratio
-        if choice.delta is not None and choice.delta_ratio is not None:
-            coding, ratio = choice.delta, choice.delta_ratio
-        if coding.codec is not Codec.STORE:
-            self.ratio += (ratio - self.ratio) * (1 if self.codec is Codec.STORE else NEWEST)
-            self.codec = coding.codec
-
-
-class _Speed:
-    """Seconds that a byte takes on one thread, the newest chunks counting most."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.s_per_byte = 0.0
-        self._best = math.inf
-
-    def forget(self, blocks: int) -> None:
-        """See `FORGETTING`."""
-        self._best *= (1 - FORGETTING_BEST) ** blocks
-        self.s_per_byte += (self._best - self.s_per_byte) * (1 - (1 - FORGETTING) ** blocks)
-
-    def add(self, count: int, seconds: float) -> None:
-        weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
-        self.s_per_byte += (seconds / count - self.s_per_byte) * weight
-        self._best = min(self._best, self.s_per_byte)
-        self.count += count
