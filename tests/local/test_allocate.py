@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from opened import descriptors, mappings
 
 from tierfs.errors import CapacityError, StoreError
 from tierfs.local import allocate as allocating
-from tierfs.local.allocate import allocate
+from tierfs.local.allocate import allocate, map_shared
 from tierfs.local.segmentfile import anonymous
 
 MIB = 1 << 20
@@ -98,3 +99,35 @@ def test_at_the_end_of_the_interpreter_one_thread_does_it(fd, monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert allocate(fd, SIZE, "test", threads=3) is not None
     assert reserved(fd) == SIZE
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_mapping_is_of_the_file_and_keeps_no_descriptor(fd, writable):
+    os.pwrite(fd, b"before", SIZE - 6)
+    before = descriptors(), mappings("memfd:")
+    memory = map_shared(fd, SIZE, writable=writable)
+    assert descriptors() <= before[0]
+    assert (mappings("memfd:") - before[1]).total() == 1
+    assert memoryview(memory).readonly is not writable
+    assert memory[SIZE - 6 :] == b"before"
+    os.pwrite(fd, b"behind", SIZE - 6)
+    assert memory[SIZE - 6 :] == b"behind"
+    if writable:
+        memory[:3] = b"new"
+        assert os.pread(fd, 3, 0) == b"new"
+    memory.close()
+    assert mappings("memfd:") <= before[1]
+
+
+def test_no_more_is_mapped_than_there_is(fd):
+    with pytest.raises(StoreError, match=f"a segment of {SIZE + 1} bytes cannot be mapped: its file is shorter"):
+        map_shared(fd, SIZE + 1)
+
+
+def test_what_cannot_be_mapped_leaves_no_mapping(fd):
+    readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    before = mappings("memfd:")
+    with pytest.raises(StoreError, match="cannot be mapped: Permission denied"):
+        map_shared(readable, SIZE)
+    assert mappings("memfd:") <= before
+    os.close(readable)

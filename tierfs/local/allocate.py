@@ -20,6 +20,7 @@ __all__ = ["allocate", "map_shared", "populate"]
 
 # madvise(2), Linux 5.14: gets the pages that are missing and maps all, as fallocate and a touch of each would, in one pass.
 MADV_POPULATE_WRITE = 23
+MAP_FIXED = 0x10  # mmap(2); Python has no name for it
 # Both calls hold up whoever wants the process to stop, and fallocate is undone and begun anew when a signal comes in between,
 # so a profiler's timer must not outrun it. Also, what is being reserved can be given up after each piece.
 PIECE_BYTES = 4 << 20
@@ -99,18 +100,29 @@ def _say_once() -> None:
     _logger.warning("this kernel cannot map memory ahead (Linux 5.14 can): the first copy into each segment is slower")
 
 
-def map_shared(fd: int, length: int) -> mmap.mmap:
-    """Map the beginning of a segment, shared and writable.
+def map_shared(fd: int, length: int, *, writable: bool = True) -> mmap.mmap:
+    """Map the beginning of a segment, shared. The mapping keeps no descriptor, as one that Python makes of ``fd`` would.
 
     Raises:
-        StoreError: The kernel refused.
+        StoreError: The kernel refused, or the file is shorter.
     """
+    prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        return mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        if os.fstat(fd).st_size < length:
+            raise OSError(errno.EINVAL, "its file is shorter")
+        # A mapping of nothing, which Python unmaps in the end, and the file in its place: mmap(2), MAP_FIXED.
+        memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot)
+        begin = np.frombuffer(memory, np.uint8).ctypes.data
+        if _libc.mmap(begin, length, prot, mmap.MAP_SHARED | MAP_FIXED, fd, 0) != begin:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
     except OSError as error:
         raise StoreError(f"a segment of {length} bytes cannot be mapped: {error.strerror}", tier="ram") from error
+    return memory
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_libc.mmap.restype = ctypes.c_void_p

@@ -114,7 +114,7 @@ class Segment:
         self.size = header.layout.size
         self.data_bytes = header.layout.data_bytes
         self.path = path
-        # An open file of our own: those who share one share its lock, too. The mapping has a descriptor of its own.
+        # An open file of our own: those who share one share its lock, too.
         self._fd: OwnedFd | None = OwnedFd(reopened(fd.number))
         self._map = map_shared(fd.number, header.layout.data_at) if memory is None else memory
         self._mapped_whole = memory is not None

@@ -13,6 +13,7 @@ from typing import Protocol
 from tierfs.errors import CorruptionError, NotFoundError, StoreError
 from tierfs.flush.draft import SlotRef
 from tierfs.format.manifest import Row
+from tierfs.local.allocate import map_shared
 from tierfs.local.loans import BorrowedLoan
 from tierfs.local.slab import Segment
 from tierfs.store.store import Store
@@ -140,7 +141,7 @@ def _mapped(segment: LentSegment, chunks: Iterable[LentChunk]) -> mmap.mmap:
             slot = attached.slot(chunk.slot.index)
             if chunk.slot.segment == segment.id and (slot is None or slot.serial != chunk.slot.serial):
                 raise NotFoundError(f"a chunk was taken from {attached}", tier="ram")
-        return mmap.mmap(attached.fd, attached.size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return map_shared(attached.fd, attached.size, writable=False)
     finally:
         attached.close()
 
