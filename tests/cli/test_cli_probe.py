@@ -67,3 +67,10 @@ def test_what_is_noted_while_the_answer_is_lost_is_no_conflict(tmp_path, monkeyp
     assert main(["probe", str(tmp_path)]) == 0
     assert lost
     assert json.loads((tmp_path / ".tierfs/store.json").read_text())["endpoint"]["checksums"] == []
+
+
+def test_an_empty_argument_is_no_place(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["probe", ""]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

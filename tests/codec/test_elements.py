@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pickle
 import struct
 import zipfile
 
@@ -12,6 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tierfs.codec import torchzip
 from tierfs.codec.elements import Span, spans
 from tierfs.codec.safetensors import read_table
 from tierfs.codec.steps import HEAD_BYTES_MAX
@@ -343,3 +345,12 @@ def test_a_table_that_ends_before_the_data_do_is_refused():
     data = safetensors_file({"a": entry(0, 4)}, bytes(5))
     with pytest.raises(CorruptionError, match="its tensors end at 4, and its data at 5"):
         read_table(lambda at, out: out.__setitem__(slice(None), data[at : at + len(out)]), len(data), "file")
+
+
+def test_a_pickle_that_is_too_much_work_names_no_storage(monkeypatch):
+    monkeypatch.setattr(torchzip, "_OPCODES_MAX", 20_000)
+    many = pickle.dumps(list(range(9000)), protocol=2)
+    assert storages_in(PICKLE)
+    assert storages_in(many[:-1] + PICKLE[2:]) == storages_in(PICKLE)
+    monkeypatch.setattr(torchzip, "_OPCODES_MAX", 9000)
+    assert storages_in(many[:-1] + PICKLE[2:]) == {}

@@ -236,6 +236,14 @@ def test_a_file_of_torch_save_is_the_nested_state(checkpoint, tmp_path):
     assert same(torch.load(tmp_path / "out.pt", weights_only=True), odd_state())
 
 
+def test_what_weights_only_would_refuse_is_not_exported(url, store, tmp_path):
+    with open(tmp_path / "out.pt", "wb") as stream:
+        write_state(state_of(write(url, store, "tierfs", {"w": torch.ones(2), "some": b"thing"})), stream)
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["some"] == b"thing"
+    with pytest.raises(InvalidInputError, match=r"'none'.*bytes.*--skip-objects"):
+        state_of(write(url, store, "tierfs", {"w": torch.ones(2), "none": b""}))
+
+
 @pytest.mark.parametrize("mapped", [True, False])
 def test_a_file_of_torch_save_comes_back_bit_for_bit(checkpoint, url, store, tmp_path, mapped):
     with open(tmp_path / "out.pt", "wb") as stream:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tierfs
 from tierfs.buffers import buffers
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, items
+from tierfs.dcp.shards import ShardFiles
 from tierfs.dcp.tensorbytes import bytes_of, tensor_in
 from tierfs.dcp.torchnames import DTYPES
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, StoreNotFoundError
@@ -491,3 +492,46 @@ def test_plans_for_a_checkpoint_are_those_of_torch(made, checkpoint):
     made.save()
     described = TierReader(checkpoint).read_metadata().state_dict_metadata["w"]
     assert len(create_read_items_for_chunk_list("w", described, described.chunks)) == 4
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """What is read at once: each time the memory that is written to."""
+    found = []
+    read = ShardFiles.read
+
+    def watched(self, ranges):
+        ranges = list(ranges)
+        found.append([torch.frombuffer(part.out, dtype=torch.uint8) for part in ranges if len(part.out)])
+        return read(self, ranges)
+
+    monkeypatch.setattr(ShardFiles, "read", watched)
+    return found
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["straight", "through buffers"])
+def test_of_two_names_for_one_tensor_the_last_is_there_as_a_whole(made, checkpoint, rounds, turned):
+    saved = {name: incompressible(3 * MIB // 4, 4) for name in ("head", "tail", "wte")}
+    for name, tensor in saved.items():
+        made.tensor(name, tensor, FILES[0])
+    made.save()
+    tied = torch.zeros(4, 3 * MIB // 4, dtype=torch.int32).T if turned else torch.zeros_like(saved["head"])
+    apart = torch.zeros_like(tied)
+    dcp.load({"head": tied, "tail": apart, "wte": tied}, storage_reader=TierReader(checkpoint), no_dist=True)
+    assert torch.equal(tied, saved["head"]) or torch.equal(tied, saved["wte"])
+    assert torch.equal(apart, saved["tail"])
+    for outs in rounds:
+        places = sorted((out.data_ptr(), out.numel()) for out in outs)
+        assert all(start + length <= after for (start, length), (after, _) in itertools.pairwise(places))
+
+
+def test_tensors_that_share_nothing_are_read_at_once(made, checkpoint, rounds):
+    flat = torch.zeros(40, 100, dtype=torch.int32)
+    saved = {f"t{number}": incompressible(10, 100) for number in range(4)}
+    for name, tensor in saved.items():
+        made.tensor(name, tensor, {FILES[0]: [((0, 0), (5, 100))], FILES[1]: [((5, 0), (5, 100))]})
+    made.save()
+    wanted = {(name, (0, 0)): flat[10 * number : 10 * number + 10] for number, name in enumerate(saved)}
+    read_boxes(checkpoint, wanted)
+    assert torch.equal(flat, torch.cat(list(saved.values())))
+    assert len(rounds) == 1

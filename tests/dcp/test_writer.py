@@ -26,12 +26,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
+from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.shardfile import ShardFile, find_staged
+from tierfs.dcp.verifying import verify_checkpoint
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
 from tierfs.local.slab import SlotState
-from tierfs.store import Writer
+from tierfs.store import Writer, open_store, parse_url
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -653,3 +655,42 @@ def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path
     dcp.load(found, storage_reader=TierReader(url, **options))
     assert same(found, saved)
     writer.wait("object", timeout=60)
+
+
+class Seen(DefaultSavePlanner):
+    """Saves what was staged, but reshaped, or its bits as another dtype, of some of them a part alone, or both ways."""
+
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        state = {
+            "as it was": state_dict["as it was"],
+            "flat": state_dict["flat"].reshape(-1),
+            "bits": state_dict["bits"].view(torch.int32),
+            "part": state_dict["part"].view(torch.int32)[:10],
+            "both": state_dict["both"],
+            "both.flat": state_dict["both"].reshape(-1),
+        }
+        super().set_up_planner(state, storage_meta, is_coordinator)
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_what_a_planner_sees_otherwise_is_described_so(url, how):
+    live = {name: noise(30, 20, seed=n) for n, name in enumerate(("as it was", "flat", "bits", "part", "both"))}
+    writer = TierWriter(url, **OPTIONS)
+    if how == "save":
+        dcp.save(live, storage_writer=writer, planner=Seen())
+    else:
+        dcp.async_save(live, storage_writer=writer, planner=Seen()).result()
+    expected = {
+        "as it was": live["as it was"],
+        "flat": live["flat"].reshape(-1),
+        "bits": live["bits"].view(torch.int32),
+        "part": live["part"].view(torch.int32)[:10],
+        "both": live["both"],
+        "both.flat": live["both"].reshape(-1),
+    }
+    assert same(loaded(url, expected), expected)
+    assert not verify_checkpoint(open_checkpoint(*open_store(parse_url(url)))).damage
+    fs, path = fsspec.url_to_fs(url, **OPTIONS)
+    (name,) = fs.glob(f"{path}/*.safetensors")
+    found = load_safetensors(fs.cat(name))
+    assert all(same(found[name], expected[name]) for name in ("as it was", "flat", "bits"))

@@ -581,7 +581,7 @@ def test_dirty_segments_that_others_wait_for_take_nothing_more_and_go_when_they_
     slots = fill(first)
     other = Host(host.directory, host.segments.parent)
     with contextlib.ExitStack() as stack:
-        (host.segments / f"{other.owner()}.want").touch()
+        (host.segments / f"{other.owner()}.want").touch()  # and has not said yet how much all may take
         stack.callback((host.segments / f"{other.owner()}.want").unlink, missing_ok=True)
         other_is_another_process = other.owner() != host.owner()
         assert other_is_another_process
@@ -964,3 +964,29 @@ def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_i
     with pytest.raises(CapacityError):
         dirty.take(SlotKind.CHUNK, 56 * MIB, timeout_s=0)
     assert dirty.find(b"dirty")
+
+
+def test_who_was_told_of_a_larger_budget_makes_room_for_one_with_a_smaller(open_tier, host):
+    first = open_tier(budget=16 * MIB)
+    fill(first, clean=True)
+    assert first.usage().host_bytes > 8 * MIB
+    failures = []
+
+    def work():
+        second = RamTier(host, STORE, budget_bytes=4 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
+        put(second, b"a", length=4 * KIB, timeout_s=20)
+
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+        os._exit(len(failures))
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline
+        first.make_room_for_others()
+        time.sleep(0.01)
+    assert ended[1] == 0
+    assert 0 < sum(segment.size for segment in first.own_segments()) <= 2 * MIB

@@ -89,6 +89,7 @@ class Flushing:
     def __init__(self, objects, *, clock=None, codecs="all", **fields):
         self.objects, self.clock, self.codecs = objects, clock or ManualClock(), codecs
         self.descriptor = descriptor_for(objects, **fields)
+        objects.put(keys.DESCRIPTOR, [self.descriptor.encode()])
         self.local = {}
         self.restart()
 

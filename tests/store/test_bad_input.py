@@ -200,7 +200,9 @@ def test_a_url_without_a_store_names_the_command_that_makes_one(tmp_path):
         open_store(parse_url(f"file://{tmp_path}/file.bin"))
 
 
-@pytest.mark.parametrize("url", ["tierfs::/data/run", "tierfs::run", "tierfs://a/b::s3://c/d", "tierfs::a::memory://b"])
+@pytest.mark.parametrize(
+    "url", ["tierfs::/data/run", "tierfs::run", "tierfs://a/b::s3://c/d", "tierfs::a::memory://b", "file:///\udcff"]
+)
 def test_a_url_that_is_no_good_is_refused(url):
     with pytest.raises(InvalidInputError):
         parse_url(url)

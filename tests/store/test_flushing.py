@@ -3,21 +3,25 @@
 import dataclasses
 import threading
 import time
+import uuid
 from collections import Counter
 
 import pytest
+from saving import Flushing
 from tiered import BIG, MIB, Host, content, save_at
 
 from tierfs import digest
 from tierfs.digest import DigestKind
-from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError
+from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
 from tierfs.flush.draft import local_name
 from tierfs.flush.finding import Finder
 from tierfs.flush.levels import Level
 from tierfs.flush.settling import Settler
 from tierfs.flush.uploading import Uploader
+from tierfs.format import keys
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.nvmestate import NvmeState
+from tierfs.objects import MemoryObjects
 from tierfs.store import (
     Writer,
     copy,
@@ -480,3 +484,28 @@ def test_a_change_built_on_a_conflict_says_why_it_is_kept(make_host, fails):
         wait(here.store, "a", Level.OBJECT, 20)
     time.sleep(0.2)
     assert all("theirs stands" in conflict["message"] for conflict in status(here.store)["conflicts"])
+
+
+@pytest.mark.parametrize("anew", [False, True], ids=["gone", "made anew"])
+def test_what_was_written_to_a_store_never_gets_into_another_one(anew):
+    objects = MemoryObjects(f"/flushing-{uuid.uuid4().hex}")
+    flushing = Flushing(objects)
+    data = content(300_000)
+    flushing.save("one", data)
+    late = flushing.draft("two", data)  # its chunk is known to be there
+    rows = flushing.upload(late)
+    whole = {item.key: objects.read(item.key, MIB)[0] for item in objects.list("")}
+    objects.delete(list(whole))
+    if anew:
+        other = dataclasses.replace(flushing.descriptor, uuid="f" * 32)
+        objects.put(keys.DESCRIPTOR, [other.encode()])
+    before = {item.key for item in objects.list("")}
+    for step in (lambda: flushing.upload(late), lambda: flushing.publish(late, rows)):
+        with pytest.raises(StoreNotFoundError, match="not at store any more"):
+            step()
+    assert {item.key for item in objects.list("")} == before
+    # It is put back.
+    for key, stored in whole.items():
+        objects.put(key, [stored])
+    flushing.publish(late, flushing.upload(late))
+    assert load(flushing.bare(), "two") == data

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from tierfs.cli._output import add_json_argument, align, print_json
 from tierfs.cli._places import add_url_argument
+from tierfs.errors import InvalidInputError
 from tierfs.store import parse_url
 from tierfs.store.probing import ProbeReport, probe_store
 
@@ -27,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Try it, and say what was found."""
+    if not arguments.url:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
     report = probe_store(parse_url(arguments.url))
     if arguments.json:
         print_json(_document(report))

@@ -28,6 +28,7 @@ _ENCRYPTED = 1
 _PICKLE = "data.pkl"
 _OTHERS_MAX = 16  # records that are neither the pickle nor a storage: a version, a byte order
 _OTHER_BYTES_MAX = 1 << 16
+_OPCODES_MAX = 1_000_000  # a second's work: what has more in its pickle is cut as bytes of any kind
 
 _FLOATS = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2}
 _INTEGERS = {"Long": 8, "Int": 4, "QInt32": 4, "Short": 2}
@@ -123,7 +124,9 @@ def storages_in(pickle: bytes) -> dict[str, _Storage]:
     """
     machine = _Machine()
     try:
-        for opcode, argument, _ in pickletools.genops(pickle):
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(pickle)):
+            if number == _OPCODES_MAX:
+                return {}
             machine.step(opcode, argument)
     except (ValueError, LookupError, Warning):  # it is damaged, or no pickle; a warning is one where those are errors
         return {}

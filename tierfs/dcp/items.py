@@ -1,7 +1,7 @@
 """From a plan's items to reads of shard files, and from what was read into the destination's tensors.
 
 What lies in order in the destination's memory is read straight there. The rest goes through buffers, of which there are no more
-than `BUFFERS_MAX` at once.
+than `BUFFERS_MAX` at once. Where two names share their memory, one is read after the other, so that the last one is there as a whole.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.metadatafile import Place
+from tierfs.dcp.overlaps import Destinations
 from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import writable_bytes
@@ -86,6 +87,7 @@ class ItemReader:
         self._tensors: list[tuple[Any, Any, bool]] = []
         self._objects: list[tuple[Any, bytearray]] = []
         self._waiting_bytes = 0
+        self._destinations = Destinations()
 
     def read(self, items: Iterable[tuple[Any, Saved]]) -> None:
         """Read items into their destinations.
@@ -130,6 +132,9 @@ class ItemReader:
             raise InvalidInputError(
                 f"{fqn}: the destination is {list(target.shape)}, and what goes there {list(lengths)}"
             )
+        if not self._destinations.add(fqn, target):
+            self._flush()
+            self._destinations.add(fqn, target)
         assert saved.dtype is not None
         is_same = target.dtype == saved.dtype and writable_bytes(target) is not None
         self._tensors.append((item, target, is_same))
@@ -153,6 +158,7 @@ class ItemReader:
                 torch.autograd.graph.increment_version(tensor)
             self._planner.commit_tensor(item, tensor)
         self._parts, self._tensors, self._objects, self._waiting_bytes = [], [], [], 0
+        self._destinations = Destinations()
 
     def _read_some(self, waiting: deque[_Part]) -> None:
         """Read parts, and take them out, for as long as there are buffers."""

@@ -125,7 +125,8 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     except (CorruptionError, FormatError) as error:
         raise InvalidInputError(str(error)) from error
     except UnicodeEncodeError as error:
-        raise InvalidInputError(f"a name in the checkpoint is not valid Unicode: {error.object!r}") from None
+        part = error.object[max(0, error.start - 40) : error.end + 40]
+        raise InvalidInputError(f"a name in the checkpoint is not valid Unicode: {part!r}") from None
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
     # Of all members it sorts first.

@@ -320,9 +320,10 @@ class ShardFile:
         placed = run.find(at)
         if at + length > placed.at + placed.length:
             return None
-        if length == placed.length:
+        dtype, shape = described(tensor.dtype, tensor.shape, length)
+        if (dtype, shape, length) == (placed.dtype, placed.shape, placed.length):
             return placed
-        return Placed(placed.name, *described(tensor.dtype, tensor.shape, length), run, at, length)
+        return Placed(placed.name, dtype, shape, run, at, length)
 
     def commit(self, path: str, wanted: Iterable[Placed], *, note: Mapping[str, str]) -> tuple[int, dict[int, int]]:
         """Give the file its name. What lies in runs in which nothing is wanted is left out.
@@ -350,8 +351,14 @@ class ShardFile:
         for run in runs:
             begins[id(run)] = end
             end += run.memory.length
+        other = _seen_otherwise(placed for placed in lies.values() if placed.run is not None)
         entries = [
-            Entry(placed.name, placed.dtype, placed.shape, begins[id(run)] + placed.at, placed.length)
+            Entry(
+                placed.name,
+                *other.get(id(placed), (placed.dtype, placed.shape)),
+                begins[id(run)] + placed.at,
+                placed.length,
+            )
             for run in runs
             for placed in run.placed
         ]
@@ -459,6 +466,30 @@ def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] 
         if placed is not None and file.is_for(store):
             return file, placed
     return None
+
+
+def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """What is saved with another dtype or shape than it was staged with: by the number of what was staged, what it is now.
+
+    A planner may reshape a tensor, or take its bits for another dtype. Where some of them take them for one and some for
+    another, they are bytes.
+    """
+    seen: dict[int, tuple[Placed, list[Placed]]] = {}
+    for placed in wanted:
+        assert placed.run is not None
+        staged = placed.run.find(placed.at)
+        seen.setdefault(id(staged), (staged, []))[1].append(placed)
+    found = {}
+    for number, (staged, takes) in seen.items():
+        if all(take is staged for take in takes):
+            continue
+        dtypes = {take.dtype for take in takes}
+        shapes = {take.shape for take in takes if take.length == staged.length}
+        if len(dtypes) == 1 and len(shapes) == 1:
+            found[number] = dtypes.pop(), shapes.pop()
+        elif dtypes != {staged.dtype} or shapes:
+            found[number] = "U8", (staged.length,)
+    return found
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ import fcntl
 import logging
 import os
 import re
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -149,22 +150,28 @@ class Shares:
                 found.append(segment)
         return found
 
-    def others_wanting(self) -> set[str]:
-        """The live processes, without this one, that wait for room."""
-        matches = [_WANT.fullmatch(entry.name) for entry in _entries(self.directory)]
-        return {match[1] for match in matches if match and self._is_other(match[1])}
+    def others_wanting(self) -> dict[str, int]:
+        """The live processes, without this one, that wait for room; with the budget that each has for all, in bytes."""
+        found = {}
+        for entry in _entries(self.directory):
+            match = _WANT.fullmatch(entry.name)
+            if match and self._is_other(match[1]):
+                with contextlib.suppress(FileNotFoundError):  # it has its room
+                    found[match[1]] = int(Path(entry.path).read_bytes() or sys.maxsize)  # or has not written it yet
+        return found
 
     def others_having(self) -> set[str]:
         """The live processes, without this one, that made segments."""
         return {file.name.owner for file in self.files() if self._is_other(file.name.owner)}
 
     @contextlib.contextmanager
-    def wanting(self) -> Iterator[None]:
-        """Tell the other processes that this one waits for room."""
+    def wanting(self, budget_bytes: int) -> Iterator[None]:
+        """Tell the other processes that this one waits for room, where all of them together may take so much."""
         path = self.directory / f"{self._host.owner()}.want"
         with self._lock:
             self._wanting += 1
             path.touch(mode=0o600)
+            path.write_text(str(budget_bytes))
         try:
             yield
         finally:

@@ -164,7 +164,9 @@ class Supply:
         if not wanting:
             self._draining = frozenset()
             return 0
-        share = self._budget_bytes // (len(wanting | self._shares.others_having()) + 1)
+        # Who waits may have been told of a smaller budget, and counts what all of us take against that.
+        budget_bytes = min(self._budget_bytes, *wanting.values())
+        share = budget_bytes // (len(wanting.keys() | self._shares.others_having()) + 1)
         kept = 0
         draining = []
         for segment in sorted(self.own, key=lambda segment: segment.size):
@@ -259,7 +261,7 @@ class Supply:
             on_wait()
         waited_s = 0.0
         try:
-            with self._shares.wanting():
+            with self._shares.wanting(self._budget_bytes):
                 while timeout_s is None or waited_s < timeout_s:
                     self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                     delay_s = min(2 * delay_s, POLL_S_MAX)

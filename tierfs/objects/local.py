@@ -84,7 +84,8 @@ class LocalObjects:
                 return self._put(key, data, mode)
         except NotFoundError as error:
             raise StoreError(
-                f"{self._name(key)}: a file is where a directory must be, or the other way round", path=key
+                f"{self._name(key)}: a file is where a directory must be, or the other way round, or none can be made there",
+                path=key,
             ) from error
 
     def _put(self, key: str, data: Sequence[Buffer], mode: PutMode) -> ObjectInfo:

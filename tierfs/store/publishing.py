@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tierfs.errors import ConflictError, TierfsError
+from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, ReadRow
 from tierfs.format import keys
@@ -36,7 +36,7 @@ class StorePublisher:
     """See `tierfs.flush.publisher.Publisher`.
 
     Args:
-        connect: Opens the store without local tiers, at first use and again after that failed.
+        connect: Opens the store without local tiers, at first use, and again after that failed or the store went away.
     """
 
     def __init__(self, connect: Callable[[], Store]) -> None:
@@ -152,12 +152,25 @@ class StorePublisher:
         return there
 
     def _open(self) -> Store:
+        """The store, looked for again where its root does not hold it any more.
+
+        Raises:
+            StoreNotFoundError: Another one is there, or none: what was written to a store must never get into another one.
+        """
         with self._lock:
-            if self._store is None:
-                self._store = self._connect()
-                self._commits = Commits(self._store)
-                self._lineages = Lineages(self._store)
-            return self._store
+            known = self._store
+            if known is not None and known.is_current():
+                return known
+            store = self._connect()
+            if known is not None and (store is known or store.descriptor.uuid != known.descriptor.uuid):
+                raise StoreNotFoundError(
+                    f"the store {known.descriptor.uuid} is not at {known.url} any more: put it back, and what waits is flushed",
+                    path=known.url,
+                )
+            self._store = store
+            self._commits = Commits(store)
+            self._lineages = Lineages(store)
+            return store
 
 
 class _Sending(Alone):

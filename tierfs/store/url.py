@@ -81,8 +81,12 @@ def split_url(url: str) -> tuple[str | None, str]:
     """Cut a URL into the object tier's protocol and path; ``None`` stands for a named store or a bare path.
 
     Raises:
-        InvalidInputError: A chain that tierfs does not understand.
+        InvalidInputError: A chain that tierfs does not understand, or no valid Unicode.
     """
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(f"{url!r} is not valid UTF-8: rename what is called so") from None
     if url.startswith(_CHAIN):
         url = url[len(_CHAIN) :]
         if not _PROTOCOL.match(url):

@@ -1,0 +1,57 @@
+"""Which memory tensors are read into, so that no two of them are read into the same at once: tied weights are one tensor with two names."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any
+
+__all__ = ["Destinations"]
+
+
+class Destinations:
+    """The memory of those that are read at once, by name. No two names overlap."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []  # in order, and the stops beside them so, too
+        self._stops: list[int] = []
+        self._spans: dict[str, tuple[int, int]] = {}
+
+    def __repr__(self) -> str:
+        return f"Destinations({len(self._spans)} names)"
+
+    def add(self, name: str, tensor: Any) -> bool:
+        """Have one more destination; of one name there may be several, which are taken not to overlap.
+
+        Args:
+            name: Of the tensor that is loaded.
+            tensor: Where to, or a part of that.
+
+        Returns:
+            False, and it is not taken, if its memory may be that of another name, from its first to its last byte.
+        """
+        start = tensor.data_ptr()
+        if not tensor.numel() or not start:
+            return True
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        stop = start + (reach + 1) * tensor.itemsize
+        known = self._spans.get(name)
+        if known is not None:
+            start, stop = min(start, known[0]), max(stop, known[1])
+            if (start, stop) == known:
+                return True
+            self._remove(known)
+        before = bisect_left(self._starts, stop)
+        is_free = not before or self._stops[before - 1] <= start
+        if not is_free:
+            if known is None:
+                return False
+            start, stop = known
+            before = bisect_left(self._starts, stop)
+        self._starts.insert(before, start)
+        self._stops.insert(before, stop)
+        self._spans[name] = start, stop
+        return is_free
+
+    def _remove(self, span: tuple[int, int]) -> None:
+        index = bisect_left(self._starts, span[0])
+        del self._starts[index], self._stops[index]
