@@ -86,7 +86,7 @@ def split_url(url: str) -> tuple[str | None, str]:
     try:
         url.encode()
     except UnicodeEncodeError:
-        raise InvalidInputError(f"{url!r} is not valid UTF-8: rename what is called so") from None
+        raise InvalidInputError(f"bad path {url!r}: it is not valid Unicode") from None
     if url.startswith(_CHAIN):
         url = url[len(_CHAIN) :]
         if not _PROTOCOL.match(url):
