@@ -657,37 +657,32 @@ def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path
     writer.wait("object", timeout=60)
 
 
+def seen(state):
+    """Some of it reshaped, or its bits as another dtype, of some a part alone, or both ways."""
+    return state | {
+        "flat": state["flat"].reshape(-1),
+        "bits": state["bits"].view(torch.int32),
+        "part": state["part"].view(torch.int32)[:10],
+        "both.flat": state["both"].reshape(-1),
+    }
+
+
 class Seen(DefaultSavePlanner):
-    """Saves what was staged, but reshaped, or its bits as another dtype, of some of them a part alone, or both ways."""
+    """Saves what was staged as `seen` shows it."""
 
     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
-        state = {
-            "as it was": state_dict["as it was"],
-            "flat": state_dict["flat"].reshape(-1),
-            "bits": state_dict["bits"].view(torch.int32),
-            "part": state_dict["part"].view(torch.int32)[:10],
-            "both": state_dict["both"],
-            "both.flat": state_dict["both"].reshape(-1),
-        }
-        super().set_up_planner(state, storage_meta, is_coordinator)
+        super().set_up_planner(seen(state_dict), storage_meta, is_coordinator)
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
 def test_what_a_planner_sees_otherwise_is_described_so(url, how):
     live = {name: noise(30, 20, seed=n) for n, name in enumerate(("as it was", "flat", "bits", "part", "both"))}
+    expected = seen(live)
     writer = TierWriter(url, **OPTIONS)
     if how == "save":
         dcp.save(live, storage_writer=writer, planner=Seen())
     else:
         dcp.async_save(live, storage_writer=writer, planner=Seen()).result()
-    expected = {
-        "as it was": live["as it was"],
-        "flat": live["flat"].reshape(-1),
-        "bits": live["bits"].view(torch.int32),
-        "part": live["part"].view(torch.int32)[:10],
-        "both": live["both"],
-        "both.flat": live["both"].reshape(-1),
-    }
     assert same(loaded(url, expected), expected)
     assert not verify_checkpoint(open_checkpoint(*open_store(parse_url(url)))).damage
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
