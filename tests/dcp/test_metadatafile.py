@@ -236,3 +236,12 @@ def test_a_value_that_cannot_be_is_refused_though_the_checksum_fits(path, value)
 def test_what_is_no_document_is_refused(data):
     with pytest.raises(CorruptionError, match="WHERE"):
         decode(data, "WHERE")
+
+
+def test_a_name_that_is_no_unicode_is_shown_and_not_all_that_stands_beside_it():
+    places = {}
+    boxes = [((row, 0), (1, 6)) for row in range(1000)]
+    found = Metadata({"a\udcff": tensor_of(torch.float32, (1000, 6), boxes, places, "a\udcff")}, {}, places)
+    with pytest.raises(InvalidInputError, match=r"not valid Unicode: .*a\\udcff") as refused:
+        encode(found, NOTE)
+    assert len(str(refused.value)) < 200
