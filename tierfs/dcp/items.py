@@ -1,7 +1,8 @@
 """From a plan's items to reads of shard files, and from what was read into the destination's tensors.
 
 What lies in order in the destination's memory is read straight there. The rest goes through buffers, of which there are no more
-than `BUFFERS_MAX` at once. Where two names share their memory, one is read after the other, so that the last one is there as a whole.
+than `BUFFERS_MAX` at once. Where two names share their memory, one is read after the other, as torch does: at once, each would verify
+what the other writes.
 """
 
 from __future__ import annotations
