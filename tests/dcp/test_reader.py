@@ -510,7 +510,7 @@ def rounds(monkeypatch):
 
 
 @pytest.mark.parametrize("turned", [False, True], ids=["straight", "through buffers"])
-def test_of_two_names_for_one_tensor_the_last_is_there_as_a_whole(made, checkpoint, rounds, turned):
+def test_two_names_for_one_tensor_are_read_one_after_the_other(made, checkpoint, rounds, turned):
     saved = {name: incompressible(3 * MIB // 4, 4) for name in ("head", "tail", "wte")}
     for name, tensor in saved.items():
         made.tensor(name, tensor, FILES[0])

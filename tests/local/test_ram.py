@@ -21,6 +21,7 @@ from tierfs.local import newslab, supply
 from tierfs.local.growth import next_layout
 from tierfs.local.host import Host
 from tierfs.local.ram import RamTier
+from tierfs.local.shares import Shares
 from tierfs.local.slab import Segment, SlotKind, SlotState
 from tierfs.local.slots import Layout
 
@@ -990,3 +991,14 @@ def test_who_was_told_of_a_larger_budget_makes_room_for_one_with_a_smaller(open_
         time.sleep(0.01)
     assert ended[1] == 0
     assert 0 < sum(segment.size for segment in first.own_segments()) <= 2 * MIB
+
+
+def test_waiting_for_room_needs_none(tmp_path, small_shm):
+    host, other = Host(tmp_path / "state", small_shm), Host(tmp_path / "state", small_shm)
+    waits, sees = Shares(host), Shares(other)
+    with open(small_shm / "all", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4 * KIB))
+    with waits.wanting(100 * MIB):
+        assert list(sees.others_wanting().values()) == [100 * MIB]
+    assert not sees.others_wanting()

@@ -157,7 +157,7 @@ class Shares:
             match = _WANT.fullmatch(entry.name)
             if match and self._is_other(match[1]):
                 with contextlib.suppress(FileNotFoundError):  # it has its room
-                    found[match[1]] = int(Path(entry.path).read_bytes() or sys.maxsize)  # or has not written it yet
+                    found[match[1]] = entry.stat().st_size or sys.maxsize  # or has not said it yet
         return found
 
     def others_having(self) -> set[str]:
@@ -171,7 +171,7 @@ class Shares:
         with self._lock:
             self._wanting += 1
             path.touch(mode=0o600)
-            path.write_text(str(budget_bytes))
+            os.truncate(path, budget_bytes)  # its length says it: a byte in it would need room
         try:
             yield
         finally:
