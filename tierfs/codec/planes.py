@@ -44,6 +44,8 @@ _WORTH = 0.97
 _RUN, _RUNS = 256, 64
 # How many signs are looked at.
 _SIGNS = 4096
+# How many elements numpy takes at once where types differ: with its own 8,192, shifts to bytes take almost twice as long.
+_BUFFER = 1024
 
 
 def encode_plane(raw: memoryview, width: int, out: memoryview) -> int | None:
@@ -52,8 +54,7 @@ def encode_plane(raw: memoryview, width: int, out: memoryview) -> int | None:
     Elements wider than a byte are rotated: the sign of a float goes last, so that the exponent fills the first plane.
     """
     elements = elements_of(raw, width)
-    turn = _turn_of(elements)
-    return encode_elements(raw, _rotated_left(elements, turn) if turn else elements, turn, out)
+    return encode_elements(raw, elements, _turn_of(elements), out)
 
 
 def decode_plane(encoded: memoryview, out: memoryview) -> None:
@@ -72,12 +73,12 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
 
 
 def encode_elements(raw: memoryview, elements: Elements, turn: int, out: memoryview) -> int | None:
-    """Write a block whose elements became ``elements``; return its length, ``None`` where it does not pay."""
+    """Write a block whose elements became ``elements``, each rotated left by ``turn`` bits; return its length, ``None`` where it does not pay."""
     width, limit = elements.itemsize, limit_for(raw, elements.itemsize)
     if limit < _HEAD.size:
         return None
     _HEAD.pack_into(out, 0, width, turn)
-    end = put_planes([elements], out, _HEAD.size, limit)
+    end = put_planes([elements], out, _HEAD.size, limit, turn)
     return None if end is None else put_tail(raw, width, out, end)
 
 
@@ -114,22 +115,28 @@ def take_tail(encoded: memoryview, width: int, out: memoryview) -> None:
     out[len(out) - tail :] = encoded[len(encoded) - tail :]
 
 
-def put_planes(groups: list[Elements], out: memoryview, at: int, limit: int) -> int | None:
-    """Write the heads of all planes of ``groups`` at ``at``, then the planes; return where they end.
+def put_planes(groups: list[Elements], out: memoryview, at: int, limit: int, turn: int = 0) -> int | None:
+    """Write the heads of all planes of ``groups``, rotated left by ``turn`` bits, at ``at``, then the planes; return where they end.
 
     ``None`` if that is behind ``limit``; nothing is written there.
     """
-    planes = [(group, 8 * byte) for group in groups for byte in reversed(range(group.itemsize))]
-    shrinks = [shrinks for group in groups for shrinks in _shrinking(group)]
+    planes = [(group, byte) for group in groups for byte in reversed(range(group.itemsize))]
     end = at + len(planes) * PLANE_HEAD_BYTES
-    if end + sum(group.size for (group, _), shrink in zip(planes, shrinks, strict=True) if not shrink) > limit:
-        return None
-    for (group, shift), shrink in zip(planes, shrinks, strict=True):
-        mode, length = (_put_shrunk if shrink else _put_raw)(group, shift, out, end, limit)
-        if end + length > limit:
-            return None
-        _PLANE_HEAD.pack_into(out, at, mode, length)
-        at, end = at + PLANE_HEAD_BYTES, end + length
+    before = np.setbufsize(_BUFFER)
+    try:
+        for group, byte in planes:
+            fits = end + group.size <= limit
+            plane = elements_of(out[end : end + group.size], 1) if fits else scratch("plane", 1, group.size)
+            _cut(group, turn, byte, plane)
+            mode, data = _shrunk(plane)
+            if end + len(data) > limit:
+                return None
+            if mode != _RAW:
+                out[end : end + len(data)] = data
+            _PLANE_HEAD.pack_into(out, at, mode, len(data))
+            at, end = at + PLANE_HEAD_BYTES, end + len(data)
+    finally:
+        np.setbufsize(before)
     return end
 
 
@@ -182,45 +189,42 @@ def _decode(mode: int, data: memoryview, size: int) -> Elements:
     raise DamageError(f"a plane of mode {mode} with {len(data)} bytes for {size}")
 
 
-def _shrinking(group: Elements) -> Iterator[bool]:
-    """Of each plane, whether a sample of it shrinks enough."""
-    sample, width = group, group.itemsize
-    if group.size > _RUN * _RUNS:
-        runs = group[: group.size // _RUN * _RUN].reshape(-1, _RUN)
-        sample = runs[:: len(runs) // _RUNS][:_RUNS].reshape(-1)
-    shifts = 8 * np.arange(width, dtype=sample.dtype)[::-1]
-    planes = scratch("samples", 1, width * sample.size).reshape(width, -1)
-    np.right_shift(sample, shifts[:, None], out=planes, casting="unsafe")
-    for plane in planes:
-        yield _is_constant(plane) or len(frames.pack_plane(plane.data)) < plane.size * _WORTH
+def _cut(elements: Elements, turn: int, byte: int, plane: Elements) -> None:
+    """One byte of each element, counted from the least significant, after a rotation to the left that nobody carries out.
+
+    A shift that drops what does not fit is the fastest way that numpy has.
+    """
+    shift = 8 * byte - turn
+    if shift > 0:
+        np.right_shift(elements, shift, out=plane, casting="unsafe")
+        return
+    np.copyto(plane, elements, casting="unsafe")
+    if turn:
+        # Bytes are shifted to the left one by one, but multiplied by the dozen.
+        np.multiply(plane, 1 << turn, out=plane)
+        first = scratch("first bits", 1, plane.size)
+        np.right_shift(elements, 8 * elements.itemsize - turn, out=first, casting="unsafe")
+        np.bitwise_or(plane, first, out=plane)
 
 
-def _put_raw(group: Elements, shift: int, out: memoryview, end: int, limit: int) -> tuple[int, int]:
-    if end + group.size <= limit:
-        _cut(group, shift, elements_of(out[end : end + group.size], 1))
-    return _RAW, group.size
+def _shrunk(plane: Elements) -> tuple[int, bytes | memoryview]:
+    """How a plane is kept, and as which bytes."""
+    if plane.size and plane[0] == plane[-1] and plane.min() == plane.max():
+        return _CONSTANT, plane[:1].tobytes()
+    if plane.size <= _RUN * _RUNS or _shrinks(_sample(plane)):
+        data = frames.pack_plane(plane.data)
+        if len(data) < plane.size * _WORTH:
+            return _FRAME, data
+    return _RAW, plane.data
 
 
-def _put_shrunk(group: Elements, shift: int, out: memoryview, end: int, limit: int) -> tuple[int, int]:
-    plane = _cut(group, shift, scratch("plane", 1, group.size))
-    if _is_constant(plane):
-        mode, data = _CONSTANT, plane[:1].tobytes()
-    else:
-        mode, data = _FRAME, frames.pack_plane(plane.data)
-        if len(data) >= plane.size * _WORTH:
-            return _put_raw(group, shift, out, end, limit)
-    if end + len(data) <= limit:
-        out[end : end + len(data)] = data
-    return mode, len(data)
+def _shrinks(sample: Elements) -> bool:
+    return len(frames.pack_plane(sample.data)) < sample.size * _WORTH
 
 
-def _is_constant(plane: Elements) -> bool:
-    return bool(plane.size) and plane.min() == plane.max()
-
-
-def _cut(group: Elements, shift: int, plane: Elements) -> Elements:
-    """One byte of each element: a shift that drops what does not fit, the fastest way that numpy has."""
-    return np.right_shift(group, shift, out=plane, casting="unsafe")
+def _sample(plane: Elements) -> Elements:
+    runs = plane[: plane.size // _RUN * _RUN].reshape(-1, _RUN)
+    return runs[:: len(runs) // _RUNS][:_RUNS].reshape(-1)
 
 
 def _turn_of(elements: Elements) -> int:
@@ -237,14 +241,6 @@ def _turn_of(elements: Elements) -> int:
     if sample.size and int(np.bitwise_or.reduce(sample)) >> (8 * width - 1) == 0:
         return 3
     return 2 if width == 2 else 1  # noqa: PLR2004 - bytes of a bfloat16
-
-
-def _rotated_left(elements: Elements, turn: int) -> Elements:
-    rotated = scratch("elements", elements.itemsize, elements.size)
-    last = scratch("other", elements.itemsize, elements.size)
-    np.left_shift(elements, turn, out=rotated)
-    np.right_shift(elements, 8 * elements.itemsize - turn, out=last)
-    return np.bitwise_or(rotated, last, out=rotated)
 
 
 def _rotate_right(elements: Elements, turn: int) -> None:
