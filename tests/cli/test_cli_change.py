@@ -9,7 +9,9 @@ import pytest
 import tierfs
 from tierfs.cli import main
 from tierfs.errors import StoreError
-from tierfs.store import Writer, make_directory, rename, save
+from tierfs.format import keys
+from tierfs.store import Writer, make_directory, open_store, parse_url, rename, save
+from tierfs.testing import damage
 
 BIG = random.Random(5).randbytes(200_000)
 
@@ -136,6 +138,22 @@ def test_rm_deletes_nothing_unless_it_can_delete_all(url, capsys):
         assert main(["rm", *(word.format(url=url) for word in words)]) == code
         assert names(url) == ALL
     assert "add -r" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("hurt", [damage.truncate, damage.flip_bit])
+def test_a_file_whose_record_is_damaged_can_be_removed_or_replaced(url, tmp_path, hurt, capsys):
+    store, _ = open_store(parse_url(url))
+    (tmp_path / "again").write_bytes(b"again")
+    for path in ("run/a", "run/b"):
+        hurt(store.objects, keys.record_key(path), 30)
+        assert main(["cat", f"{url}/{path}"]) == 6
+    assert main(["rm", f"{url}/run/a"]) == 0
+    assert main(["cp", str(tmp_path / "again"), f"{url}/run/b"]) == 0
+    assert names(url) == ALL - {"run/a"}
+    capsys.readouterr()
+    assert main(["cat", f"{url}/run/b"]) == 0
+    assert capsys.readouterr().out == "again"
+    assert main(["verify", url]) == 0
 
 
 def test_rm_is_content_when_somebody_else_was_faster(url, monkeypatch):

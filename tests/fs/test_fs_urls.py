@@ -351,6 +351,8 @@ def test_an_unknown_name_names_the_file_to_edit(config, tmp_path, text):
     ("text", "problem"),
     [
         ("[stores.ml\n", "cannot be read"),
+        ("[stores.ml]\nurl = 'memory://x'\n[tier]\nack = 'local'\n", "unknown table 'tier'"),
+        ("ack = 'local'\n[stores.ml]\nurl = 'memory://x'\n", "unknown table 'ack'"),
         ("stores = 3\n", "no store is named"),
         ("[stores]\nml = 3\n", "no store is named"),
         ("[stores.ml]\nurl = 3\n", "no store is named"),

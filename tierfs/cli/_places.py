@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from tierfs.cli import _local
 from tierfs.cli._transfer import LocalSource, LocalTarget, Source, StoredSource, StoredTarget, Target
-from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.store import Entry, Store, find, make_directory, open_store, parse_url, stat
@@ -107,9 +107,11 @@ class StorePlace:
         return NotFoundError(f"{self.url} is not there: `tierfs ls {above}` shows what is", path=self.url)
 
     def kind(self) -> Kind | None:
-        """Whether a file is there, a directory, or nothing."""
+        """Whether a file is there, a directory, or nothing. A file whose record is damaged is one: it can be replaced."""
         try:
             return kind_of(stat(self.store, self.path))
+        except CorruptionError:
+            return "file"
         except NotFoundError:
             return None
 

@@ -10,7 +10,7 @@ from tierfs.cli._output import add_json_argument, print_json
 from tierfs.cli._parallel import run_in_parallel
 from tierfs.cli._places import add_url_argument, store_place
 from tierfs.cli._trees import read_tree, refuse_foreign_files, remove_directories
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.store import Store, delete
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
@@ -35,7 +35,12 @@ def run(arguments: argparse.Namespace) -> int:
     directories: list[tuple[Store, list[str]]] = []
     for text in arguments.urls:
         place = store_place(text)
-        entry = place.entry()
+        try:
+            entry = place.entry()
+        except CorruptionError:
+            # Nothing can be read of it, but it can be deleted.
+            files[place.store.url, place.path] = place.store
+            continue
         if not entry.is_directory:
             refuse_foreign_files(place.store, [entry])
             files[place.store.url, place.path] = place.store

@@ -50,8 +50,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
     Args:
         path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object
             tier's own URL, or a local path.
-        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth`` as for the filesystem, and options
-            for the object tier's filesystem by its protocol, ``s3={...}``.
+        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the filesystem, and
+            options for the object tier's filesystem by its protocol, ``s3={...}``.
 
     Raises:
         InvalidInputError: The URL or an option is no good.

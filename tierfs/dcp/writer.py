@@ -65,8 +65,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             checkpoint can be loaded once every part is in the object tier, whatever the level.
         stage: ``"auto"``: from the second save on, a rank copies of equal tensors only those that it saves itself.
             ``"all"``: each copies all that it has.
-        options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``create``, and options of the object tier's
-            filesystem by its protocol.
+        options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``, ``create``, and options of the object
+            tier's filesystem by its protocol.
 
     Raises:
         InvalidInputError: An argument is no good.

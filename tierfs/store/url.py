@@ -10,7 +10,7 @@ The configuration file is ``$TIERFS_CONFIG``, else ``~/.config/tierfs/config.tom
     [stores.prod]
     url = "s3://bucket/runs"
     create = true               # make the store at the first write
-    ack = "local"               # and ram, nvme, state_dir, timeout: see `tierfs.store.settings`
+    ack = "local"               # and ram, nvme, state_dir, timeout, bandwidth, codecs: see `tierfs.store.settings`
     [stores.prod.options]       # for the object tier's own filesystem
     endpoint_url = "https://..."
     [tiers]                     # the same settings, for all stores
@@ -42,6 +42,7 @@ __all__ = ["Location", "asks_to_create", "configured_tiers", "named_location", "
 
 LOCAL = ("file", "local")
 TRUE = ("1", "true", "yes", "on")
+_TABLES = {"stores", "tiers"}
 _logger = logging.getLogger("tierfs.store")
 _CHAIN = "tierfs::"
 _NAMED = "tierfs://"
@@ -214,8 +215,11 @@ def _configuration() -> dict[str, Any] | None:
     path = _configuration_path()
     try:
         with open(path, "rb") as file:
-            return dict(tomllib.load(file))
+            configuration = dict(tomllib.load(file))
     except FileNotFoundError:
         return None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise InvalidInputError(f"{path} cannot be read: {error}") from None
+    if unknown := sorted(set(configuration) - _TABLES):
+        raise InvalidInputError(f"{path}: unknown table {unknown[0]!r}; settings lie in [tiers] and [stores.NAME]")
+    return configuration
