@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tierfs"
 
 ABOVE_NOTHING = {"errors"}
-GROUND = ABOVE_NOTHING | {"digest", "buffers", "processors", "clock", "units", "forks"}
+GROUND = ABOVE_NOTHING | {"digest", "buffers", "processors", "clock", "units", "forks", "daemons"}
 PURE = {"format", "codec"}
 BACKENDS = {"objects", "local", "device"}
 FACES = {"fs", "dcp", "mount", "cli"}
@@ -22,6 +22,7 @@ ALLOWED = {
     "clock": {"errors"},
     "units": {"errors"},
     "forks": set(),
+    "daemons": set(),
     "format": GROUND,
     "codec": GROUND,
     "objects": GROUND | PURE,

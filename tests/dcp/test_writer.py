@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -557,6 +558,23 @@ def test_a_checkpoint_is_not_replaced_against_the_users_will(url):
     with pytest.raises(dcp.api.CheckpointException, match="holds a checkpoint"):
         dcp.save(state(2), storage_writer=TierWriter(url, overwrite=False, **OPTIONS))
     assert same(loaded(url, state(1)), state(1))
+
+
+@pytest.mark.parametrize("level", ["staged", "object"])
+def test_a_save_that_nobody_waits_for_is_finished_when_the_program_ends(url, level, tmp_path):
+    script = f"""
+import torch
+import torch.distributed.checkpoint as dcp
+from tierfs.dcp import TierWriter
+
+writer = TierWriter({url!r}, ack={level!r}, ram="256MiB", nvme="0")
+dcp.async_save({{"a": torch.arange(2_000_000)}}, storage_writer=writer, no_dist=True)
+"""
+    (tmp_path / "program.py").write_text(script)
+    command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert same(loaded(url, {"a": torch.zeros(2_000_000, dtype=torch.int64)}), {"a": torch.arange(2_000_000)})
 
 
 def test_a_save_that_fails_leaves_nothing_in_memory(url):

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 
+from tierfs.daemons import start_daemon
 from tierfs.flush.lending import Lending
 from tierfs.forks import renew_in_children
 from tierfs.local.ram import RamTier
@@ -39,10 +40,8 @@ class Housekeeping:
         with self._lock:
             if self._process == os.getpid():
                 return
-            self._process = os.getpid()
-        threading.Thread(
-            target=_run, args=(self._ram, self._lending, self._ended), name="tierfs-housekeeping", daemon=True
-        ).start()
+            if start_daemon(_run, self._ram, self._lending, self._ended, name="housekeeping") is not None:
+                self._process = os.getpid()
 
     def _renew(self) -> None:
         self._lock = threading.Lock()

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from tierfs.daemons import start_daemon
 from tierfs.errors import TierfsError
 from tierfs.local.slab import Slot
 
@@ -46,8 +47,7 @@ class Keeper:
                 self._queue.clear()
             self._queue.append(slot)
             if not self._running:
-                self._running = True
-                threading.Thread(target=self._run, name="tierfs-keep", daemon=True).start()
+                self._running = start_daemon(self._run, name="keep") is not None
 
     def _run(self) -> None:
         while True:

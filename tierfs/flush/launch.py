@@ -13,6 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tierfs.daemons import start_daemon
 from tierfs.errors import StoreError
 
 __all__ = ["LOG_NAME", "Launched", "spawn", "tail"]
@@ -53,10 +54,8 @@ class Launched:
         return tail(self.log, self._log_start)
 
     def _begin_waiting(self) -> None:
-        # Python starts no threads when it is about to end; a zombie is not ours for long then.
-        with contextlib.suppress(RuntimeError):
-            threading.Thread(target=self._reap, name="tierfs-reaper", daemon=True).start()
-            self._is_waited_for = True
+        # If there can be none, because Python is about to end, a zombie is not ours for long.
+        self._is_waited_for = start_daemon(self._reap, name="reaper") is not None
 
     def _reap(self, flags: int = 0) -> None:
         try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tierfs.clock import Clock
+from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.caller import Caller
@@ -211,9 +212,7 @@ class SlabWriter:
             if self._is_telling:
                 return
             self._is_telling = True
-        try:
-            threading.Thread(target=self._tell_news, name="tierfs-announce", daemon=True).start()
-        except RuntimeError:  # no more threads
+        if start_daemon(self._tell_news, name="announce") is None:
             self._tell_news()
 
     def _tell_news(self) -> None:

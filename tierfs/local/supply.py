@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from tierfs.clock import Clock
+from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
@@ -136,8 +137,7 @@ class Supply:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
                 return
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
-            self._ahead = threading.Thread(target=self._grow_quietly, name="tierfs-ram-ahead", daemon=True)
-            self._ahead.start()
+            self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
 
     def trim(self, target_bytes: int) -> int:
         """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.

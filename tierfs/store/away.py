@@ -10,11 +10,11 @@ import concurrent.futures
 import hashlib
 import logging
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from tierfs.daemons import start_daemon
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format.descriptor import Descriptor
 from tierfs.local.host import make_private
@@ -48,7 +48,8 @@ def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
         except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
             future.set_exception(error)
 
-    threading.Thread(target=ask, name="tierfs-look", daemon=True).start()
+    if start_daemon(ask, name="look") is None:
+        ask()
     try:
         return future.result(seconds)
     except concurrent.futures.TimeoutError:

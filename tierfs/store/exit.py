@@ -1,11 +1,16 @@
-"""At the end of a process: a bounded wait for what it has pending, then a word on what is left and who goes on with it."""
+"""At the end of a process: a bounded wait for what it has pending, then a word on what is left and who goes on with it.
+
+A save that runs on another thread then, which the interpreter waits for, comes to its end before the tiers are put away.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -36,17 +41,17 @@ class Launcher(Protocol):
 def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
     """Wait for what is pending, and log what is left. Returns whether nothing is."""
     ends = launcher.ends_with_us
-    pending = tiers.drafts.pending_below("") if ends else {draft.path: draft for draft in tiers.drafts.own()}
-    if not pending:
+    if not _pending(tiers, ends=ends):
         return True
     reason = ""
     try:
-        tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S if ends else WAIT_S)
+        # A thread of this process has had its time, and gets no more done.
+        tiers.wait("", Level.OBJECT, 0 if ends else WAIT_S)
     except TimeoutError:
         pass
     except TierfsError as error:
         reason = f" ({error})"
-    pending = tiers.drafts.pending_below("") if ends else {draft.path: draft for draft in tiers.drafts.own()}
+    pending = _pending(tiers, ends=ends)
     if not pending:
         return True
     named = ", ".join(sorted(pending)[:NAMED_MAX]) + (", ..." if len(pending) > NAMED_MAX else "")
@@ -58,6 +63,10 @@ def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
         after = "no flusher runs; one is started when the store is next opened on this host"
     _logger.warning("%d files are not in %s yet%s: %s; %s", len(pending), url, reason, named, after)
     return False
+
+
+def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
+    return list(tiers.drafts.pending_below("")) if ends else [draft.path for draft in tiers.drafts.own()]
 
 
 def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
@@ -80,19 +89,48 @@ _open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
 
 @functools.cache
 def _register_once() -> None:
-    # Before the interpreter forbids new threads and tasks: a flusher that is a thread needs both to get done.
+    # Called when all threads that the interpreter waits for have come to their end, and their saves with them.
+    atexit.register(_put_away_all)
     register = getattr(threading, "_register_atexit", atexit.register)
-    register(_finish_all)
+    # An interpreter that is ending takes no more: what is sealed is found by whoever opens the store next.
+    with contextlib.suppress(RuntimeError):
+        # The newest is called first, and executors' threads end in one of these: the first one comes after that.
+        register(_put_away_child)
+        calls = getattr(threading, "_threading_atexits", [])
+        calls[:] = [*calls[-1:], *calls[:-1]]
+        register(_wait_for_threads)
 
 
-def _finish_all() -> None:
-    for tiers, (url, known, process) in reversed(list(_open.items())):
-        launcher = known()
+def _wait_for_threads() -> None:
+    """Wait for the flushers that are threads of this process, which need executors to get done."""
+    for tiers, launcher in _opened():
+        # What is left, and why, is said in the end.
+        with contextlib.suppress(TierfsError, OSError):
+            if launcher.ends_with_us and tiers.drafts.pending_below(""):
+                tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S)
+
+
+def _put_away_child() -> None:
+    """A process that multiprocessing started ends without what is registered with `atexit`."""
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        _put_away_all()
+
+
+def _put_away_all() -> None:
+    for tiers, launcher in _opened():
+        url = _open.pop(tiers).url
         # With the state directory everything is gone that could be put away.
-        if launcher is not None and os.getpid() == process and tiers.ram.host.directory.exists():
+        if tiers.ram.host.directory.exists():
             try:
                 finish(tiers, url, launcher)
                 tiers.close()
             except (TierfsError, OSError) as error:
                 # Nothing is lost by it: what is sealed is found by whoever opens the store next.
                 _logger.warning("the local tiers of %s were not put away in order: %s", url, error)
+
+
+def _opened() -> list[tuple[Tiers, Launcher]]:
+    """What this process opened, not a parent that forked it, and still uses; the newest first."""
+    known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
+    return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

@@ -18,6 +18,7 @@ from typing import Any
 
 from tierfs import __version__
 from tierfs.clock import Clock, SystemClock
+from tierfs.daemons import start_daemon
 from tierfs.digest import DigestKind
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.building import TRANSIT_BYTES, build_engine
@@ -108,7 +109,7 @@ def tiers_for(
     finish_at_exit(tiers, target.url, launcher)
     if tiers.drafts.pending_below(""):
         # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.
-        threading.Thread(target=tiers.writer.announce, name="tierfs-resume", daemon=True).start()
+        start_daemon(tiers.writer.announce, name="resume")
     return tiers
 
 

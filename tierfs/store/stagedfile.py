@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierfs.daemons import start_daemon
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.draft import SlotRef
 from tierfs.flush.levels import Level
@@ -287,8 +288,8 @@ class _Dropped:
         with self._lock:
             if self._process == os.getpid():
                 return
-            threading.Thread(target=_give_back_all, args=(self._slots,), name="tierfs-dropped", daemon=True).start()
-            self._process = os.getpid()
+            if start_daemon(_give_back_all, self._slots, name="dropped") is not None:
+                self._process = os.getpid()
 
     def put(self, taken: list[Slot]) -> None:
         """Have slots given back. Takes no lock that a thread could hold while it is interrupted to call this."""

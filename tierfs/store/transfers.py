@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 __all__ = ["Transfers", "transfers"]
 
@@ -17,6 +17,28 @@ _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 WORKERS = 16
+
+
+class _Errand(Generic[_In, _Out]):
+    """A task that is done once, by whoever comes first: one that no thread could be started for stays in their queue."""
+
+    def __init__(self, task: Callable[[_In], _Out], argument: _In) -> None:
+        self.future: Future[_Out] = Future()
+        self._todo = [(task, argument)]
+
+    def run(self) -> None:
+        try:
+            task, argument = self._todo.pop()
+        except IndexError:
+            return
+        if not self.future.set_running_or_notify_cancel():
+            return
+        try:
+            self.future.set_result(task(argument))
+        except BaseException as error:  # noqa: BLE001 - raised by who waits for the future
+            self.future.set_exception(error)
+            # The error knows this frame, and the future the error: without this, memory that is only lent would be kept.
+            del self, task, argument
 
 
 class Transfers:
@@ -37,11 +59,18 @@ class Transfers:
         return f"Transfers(workers={self.workers})"
 
     def submit(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
-        """Start ``task(argument)`` on one of the threads."""
+        """Start ``task(argument)`` on one of the threads; at the interpreter's end, when they take no more, do it here."""
+        errand = _Errand(task, argument)
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix="tierfs-transfer")
-            return self._executor.submit(task, argument)
+            try:
+                self._executor.submit(errand.run)
+                return errand.future
+            except RuntimeError:
+                pass
+        errand.run()
+        return errand.future
 
     def send(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
         """Start ``task(argument)``, waiting first while as many as there are threads are on their way.

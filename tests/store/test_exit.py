@@ -1,0 +1,83 @@
+"""A process that ends: saves that run then are finished, nobody waits for each other, and what is left is said."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import tierfs
+
+BEGIN = """
+import logging, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+import tierfs
+
+root, options = sys.argv[1], {"state_dir": sys.argv[1] + "-state", "ram": "128MiB", "ack": sys.argv[2]}
+fs = tierfs.TierFileSystem(target_protocol="file", **options)
+begun, content = threading.Event(), bytes(range(251)) * 200_000
+
+def save():
+    with fs.open(root + "/late", "wb") as file:
+        file.write(b"begun")
+        begun.set()
+        time.sleep(0.5)
+        file.write(content)
+"""
+
+
+def run(tmp_path, level, script):
+    tierfs.init(f"file://{tmp_path}/store")
+    (tmp_path / "script.py").write_text(f"{BEGIN}\n{textwrap.dedent(script)}")
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store"), level]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def late(tmp_path):
+    options = {"state_dir": f"{tmp_path}/store-state", "ram": "128MiB"}
+    fs = tierfs.TierFileSystem(target_protocol="file", skip_instance_cache=True, **options)
+    return fs.cat(f"{tmp_path}/store/late")
+
+
+@pytest.mark.parametrize("level", ["staged", "local", "object"])
+def test_what_a_thread_saves_when_the_program_ends_is_saved(tmp_path, level):
+    run(tmp_path, level, "threading.Thread(target=save).start()\nbegun.wait()")
+    assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
+
+
+@pytest.mark.parametrize("level", ["staged", "local", "object"])
+def test_what_an_executor_saves_when_the_program_ends_is_saved(tmp_path, level):
+    run(tmp_path, level, "ThreadPoolExecutor().submit(save)\nbegun.wait()")
+    assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
+
+
+def test_a_thread_that_waits_for_the_main_one_to_end_is_not_waited_for(tmp_path):
+    script = """
+    def watch():
+        threading.main_thread().join()
+        print("seen")
+
+    threading.Thread(target=watch).start()
+    fs.pipe(root + "/a", b"a")
+    """
+    assert run(tmp_path, "staged", script) == "seen\n"
+
+
+def test_a_process_of_multiprocessing_waits_for_what_it_has_pending_or_says_what_is_left(tmp_path):
+    script = """
+    import multiprocessing
+
+    def write():
+        logging.getLogger("tierfs.store").addHandler(logging.StreamHandler(sys.stdout))
+        fs.pipe(root + "/a", bytes(1000))
+
+    if __name__ == "__main__":
+        child = multiprocessing.get_context("spawn").Process(target=write)
+        child.start()
+        child.join()
+        print("level", fs.ack(root + "/a"))
+    """
+    told = run(tmp_path, "staged", script)
+    assert "level object" in told or "files are not in" in told
