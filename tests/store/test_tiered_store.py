@@ -1,5 +1,6 @@
 """A store behind local tiers: what was written is seen at once, read from the nearest good copy, and gets down in order."""
 
+import contextlib
 import gc
 import os
 import sys
@@ -48,6 +49,48 @@ def test_a_staged_file_is_read_back_before_and_after_it_reaches_the_object_tier(
     wait(any_host.store, "run/a", Level.OBJECT, 20)
     assert load(any_host.store, "run/a") == data
     assert load(any_host.plain(), "run/a") == data
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("is_pending", [False, True])
+@pytest.mark.parametrize("change", ["save", "delete", "rename", "rename onto"])
+def test_who_closes_what_somebody_else_of_the_host_changed_since_hears_of_it(host, change, is_pending, is_there):
+    if not is_there and change in ("delete", "rename"):
+        return
+    save(host.store, "run/other", b"other")
+    if is_there:
+        save(host.store, "run/a", b"before")
+    wait(host.store, "", Level.OBJECT, 20)
+    late = Writer(host.store, "run/a")
+    late.write(content(MIB))
+    with host.held() if is_pending and change == "save" else contextlib.nullcontext():
+        if change == "save":
+            save(host.store, "run/a", b"first")
+        elif change == "delete":
+            delete(host.store, "run/a")
+        elif change == "rename":
+            rename(host.store, "run/a", "run/b")
+        else:
+            rename(host.store, "run/other", "run/a")
+        if not is_pending:
+            wait(host.store, "", Level.OBJECT, 20)
+        with pytest.raises(ConflictError, match="on this host"):
+            late.commit()
+    late.abort()
+    wait(host.store, "", Level.OBJECT, 20)
+    assert host.tiers.drafts.conflicts() == []
+    found = {entry.path: load(host.store, entry.path) for entry in find(host.store, "run") if not entry.is_directory}
+    assert (
+        found
+        == {
+            "save": {"run/other": b"other", "run/a": b"first"},
+            "delete": {"run/other": b"other"},
+            "rename": {"run/other": b"other", "run/b": b"before"},
+            "rename onto": {"run/a": b"other"},
+        }[change]
+    )
+    save(host.store, "run/a", b"again")
+    wait(host.store, "", Level.OBJECT, 20)
 
 
 def test_a_staged_file_is_listed_at_once(host):

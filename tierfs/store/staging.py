@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.flush.draft import Base, Draft, SlotRef
 from tierfs.flush.levels import Level
+from tierfs.flush.tiers import Tiers
 from tierfs.format.manifest import Manifest, Record
+from tierfs.store.away import ask_briefly
 from tierfs.store.records import Observed, publish
 from tierfs.store.store import Store
 
@@ -45,12 +48,39 @@ def seal(
         after: Write id of a draft that has to be published before.
 
     Raises:
+        ConflictError: Another process of this host, or another thread, changed the path since. Nothing is pending.
         CapacityError: The ram tier has no room, and none came in time. Nothing is pending.
     """
     assert store.tiers is not None
+    _check_unchanged(store, store.tiers, observed)
     rows = record.rows if isinstance(record, Manifest) else ()
     base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
     store.tiers.writer.seal_draft(Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after))
+
+
+def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
+    """See that the path is as it was, as far as that costs no request to elsewhere: its owner still has the bytes.
+
+    What other hosts changed is found when the change is to be published, and then it is kept as a conflict.
+    """
+    pending = tiers.drafts.pending(observed.path)
+    if pending is not None:
+        is_same = pending.draft.write_id == observed.draft
+    elif observed.draft is None and store.descriptor.endpoint.host_local:
+        try:
+            is_same = ask_briefly(store, lambda: store.objects.head(observed.key).version) == observed.version
+        except NotFoundError:
+            is_same = observed.version is None
+        except StoreError:  # it is away: then that comes out later, too
+            return
+    else:
+        return
+    if not is_same:
+        raise ConflictError(
+            f"{store.where(observed.path)} was changed on this host since it was opened: theirs stands, this change was not "
+            "made; reload and try again",
+            path=observed.path,
+        )
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
