@@ -11,7 +11,7 @@ import pytest
 from opened import descriptors
 from tiered import BIG, MIB, Gate, Host, content, save_at
 
-from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
 from tierfs.flush.draft import local_name
 from tierfs.flush.engine import FlushEngine
 from tierfs.flush.levels import Level
@@ -91,6 +91,34 @@ def test_who_closes_what_somebody_else_of_the_host_changed_since_hears_of_it(hos
     )
     save(host.store, "run/a", b"again")
     wait(host.store, "", Level.OBJECT, 20)
+
+
+@pytest.mark.parametrize("by", ["reader", "verify"])
+@pytest.mark.parametrize("how", ["removed", "damaged", "damaged, then removed"])
+def test_what_the_object_tier_lost_is_stored_again_by_a_flusher_that_knew_it_to_be_there(host, how, by):
+    data = content(2 * MIB)
+    for path in ("run/a", "run/b"):
+        save(host.store, path, data)
+        wait(host.store, path, Level.OBJECT, 20)
+    (row,) = stat(host.plain(), "run/a").manifest.rows
+    key = chunk_key(row.name)
+    if how != "removed":
+        flip_bit(host.objects, key, 8 * MIB)
+    evict(host.store, "run", "ram")
+    evict(host.store, "run", "nvme")
+    if how == "removed":
+        host.objects.delete([key])
+    if by == "verify":
+        assert [damage.key for damage in verify(host.store, "run").damage] == [key]
+    else:
+        with pytest.raises(CorruptionError):
+            load(host.store, "run/a")
+    if how == "damaged, then removed":
+        host.objects.delete([key])
+    save(host.store, "run/a", data)
+    wait(host.store, "run/a", Level.OBJECT, 20)
+    assert load(host.plain(), "run/a") == data
+    assert [damage.path for damage in verify(host.plain()).damage] == (["run/b"] if how == "damaged" else [])
 
 
 def test_a_staged_file_is_listed_at_once(host):

@@ -232,6 +232,9 @@ class _LatePublisher:
     def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
         self._load().publish(draft, rows, read=read)
 
+    def distrust(self, key: str) -> None:
+        self._load().distrust(key)
+
     def asked(self) -> dict[str, Any]:
         return {} if self._loaded is None else self._loaded.asked()
 

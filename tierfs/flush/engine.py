@@ -135,6 +135,9 @@ class FlushEngine:
     def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> None:
         self._flusher.settler.look_after(bytes.fromhex(arguments["name"]), int(arguments["length"]))
 
+    def _do_distrust(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.distrust(str(arguments["key"]))
+
     def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"discarded": self._flusher.discard(str(arguments["path"]))}
 

@@ -248,6 +248,10 @@ class Flusher:
         errors = [entry.error for entry in waiting if entry.error is not None]
         return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
 
+    def distrust(self, key: str) -> None:
+        """See `Publisher.distrust`."""
+        self._state.connected().distrust(key)
+
     def discard(self, path: str) -> int:
         """Give up what cannot be flushed of a path, conflicts and damage, and what was built on it. Returns how many drafts."""
         state = self._state

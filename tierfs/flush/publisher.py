@@ -114,5 +114,13 @@ class Publisher(Protocol):
                 there or not.
         """
 
+    def distrust(self, key: str) -> None:
+        """Note that the chunk object under this key is damaged or missing: its bytes are stored anew if they come by.
+
+        Raises:
+            FormatError: It is no chunk's key.
+            StoreError, ReadOnlyError: The store cannot be opened.
+        """
+
     def asked(self) -> dict[str, Any]:
         """What the object tier was asked so far, for a person to see, as plain values. Never blocks."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
+from tierfs.errors import TierfsError
 from tierfs.flush.caller import Caller
 from tierfs.flush.chunkcache import ChunkCache
 from tierfs.flush.chunkreader import ChunkReader
@@ -145,6 +146,14 @@ class Tiers:
             if left == 0:
                 raise TimeoutError(f"{path} has not reached {level.label!r} yet, and the flusher does not know of it")
             self._clock.sleep(ASK_AGAIN_S)
+
+    def distrust(self, key: str) -> None:
+        """Tell the flusher, if one runs, that an object which is a chunk is damaged or missing: it may know it to be there."""
+        if self.flusher.is_running():
+            try:
+                self.flusher.request("distrust", {"key": key}, timeout_s=ANNOUNCE_S)
+            except (TierfsError, TimeoutError) as error:
+                self.counters.fall_back("kept_damage", "the flusher was not told of a damaged chunk: %s", error)
 
     def close(self) -> None:
         """Let go of everything; what is pending stays for the next flusher."""

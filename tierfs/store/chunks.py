@@ -88,7 +88,7 @@ def _find_or_put(store: Store, name: bytes, raw: memoryview, digests: Sequence[b
             envelope = Envelope(store.descriptor.digest_kind, name, len(raw), tuple(table), encoded.bases)
             payload: list[Buffer] = [envelope.encode(), *(data for _, _, data in encoded.blocks)]
         row = Row(ChunkName(name, generation, envelope.recipe), len(raw), envelope.stored_length, encoded.needs)
-        if (standing is DAMAGED and not encoded.bases) or store.presence.is_unusable(row.name):
+        if (standing is DAMAGED and not encoded.bases) or _is_unusable(store, row.name):
             continue
         found = _put(store, row, payload, sending)
         if found is not DAMAGED:
@@ -102,10 +102,17 @@ def _find_or_put(store: Store, name: bytes, raw: memoryview, digests: Sequence[b
 
 def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
     """What is known to stand under a name before anything is sent: see `inspect`."""
-    if store.presence.is_unusable(name):
+    if _is_unusable(store, name):
         return DAMAGED
     looks = not store.objects.capabilities.conditional_create or store.presence.spend_look()
     return inspect(store, name, raw_length) if looks else None
+
+
+def _is_unusable(store: Store, name: ChunkName) -> bool:
+    """Whether nothing is to be put, or found, under a name. Where a damaged object was removed, what is put heals all that names it."""
+    if store.presence.is_distrusted(name) and not are_there(store, [name]):
+        store.presence.trust(name)
+    return store.presence.is_unusable(name)
 
 
 def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row:
@@ -167,7 +174,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
                 store.presence.learn(term, [found], named=True)
                 return found
             if row.bases:
-                store.presence.distrust(row.name)  # or it is found again below
+                store.distrust(row.name)  # or it is found again below
         if read is None or not read(row, 0, raw) or _digests_of(store, raw)[1] != row.name.digest:
             fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:

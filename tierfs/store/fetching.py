@@ -154,8 +154,7 @@ def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, d
         try:
             return _fetch(store, row, parts, where, depth)
         except CorruptionError:
-            # The next save of these bytes stores them anew beside the damaged object.
-            store.presence.distrust(row.name)
+            store.distrust(row.name)
             raise
 
 

@@ -126,12 +126,22 @@ class Presence:
             return name in self._condemned or name in self._damaged
 
     def distrust(self, name: ChunkName) -> None:
-        """Note that this chunk object is damaged, so that its bytes are stored again if they come by."""
+        """Note that this chunk object is damaged or missing, so that its bytes are stored again if they come by."""
         with self._lock:
             self._damaged.add(name)
             self._forget({name})
             while len(self._damaged) > KNOWN_MAX:
                 self._damaged.pop()
+
+    def is_distrusted(self, name: ChunkName) -> bool:
+        """Whether this chunk object was found damaged or missing."""
+        with self._lock:
+            return name in self._damaged
+
+    def trust(self, name: ChunkName) -> None:
+        """Take back what `distrust` noted: there is no such object any more."""
+        with self._lock:
+            self._damaged.discard(name)
 
     def spend_look(self) -> bool:
         """Whether to look for a chunk that is not known to be there before it is sent.

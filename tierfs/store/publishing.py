@@ -97,6 +97,11 @@ class StorePublisher:
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             self._commit(store, draft.path.rpartition("/")[0])
 
+    def distrust(self, key: str) -> None:
+        """See `Publisher.distrust`."""
+        store = self._open()
+        store.presence.distrust(keys.parse_chunk_key(key, store.descriptor.digest_kind))
+
     def asked(self) -> dict[str, Any]:
         """See `tierfs.store.asked.asked`; nothing before the store was opened."""
         # Without the lock, which is held while the store is opened.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from tierfs.errors import NotFoundError, StoreError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
+from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Record
 from tierfs.local.host import state_directory
 from tierfs.objects.protocol import ObjectTier, Version
@@ -79,6 +81,7 @@ class Store:
         self._encoder: Encoder | None = None
         self._state_dir = state_dir
         self._bare: Store | None = None
+        self._whole: Callable[[], Store | None] = lambda: None  # of which this is the bare one
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
         self.records = RecordCache()
@@ -152,7 +155,17 @@ class Store:
                 state_dir=self._state_dir,
                 codecs=self._codecs,
             )
+            self._bare._whole = weakref.ref(self)
         return self._bare
+
+    def distrust(self, name: ChunkName) -> None:
+        """Note that a chunk object is damaged or missing: who of this host saves the same bytes next stores them anew."""
+        self.presence.distrust(name)
+        whole = self._whole()
+        if whole is not None:
+            whole.distrust(name)
+        elif self.tiers is not None:
+            self.tiers.distrust(keys.chunk_key(name))
 
     def where(self, key: str) -> str:
         """How to name one of the store's objects in an error."""
