@@ -27,6 +27,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.shardfile import ShardFile
 from tierfs.errors import NotFoundError
+from tierfs.format.checkpoint import SaveMark
+from tierfs.store import stat
 
 WORLD = 2
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
@@ -115,14 +117,24 @@ def training_goes_on(url: str, mesh: DeviceMesh) -> None:
 def in_a_process(url: str, mesh: DeviceMesh) -> None:
     for seed, layout in ((1, "tierfs"), (2, "tierfs"), (3, "dcp")):
         live = sharded(mesh, seed, [Shard(0)])
+        writer = TierWriter(f"{url}/elsewhere", layout=layout, **OPTIONS)
         future = dcp.async_save(
             live,
-            storage_writer=TierWriter(url, layout=layout, **OPTIONS),
+            storage_writer=writer,
             checkpoint_id=f"{url}/{seed}",
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
         live["rows"].to_local().zero_()
         future.result()
+        # This process hears where it went, and which save it was, on every rank.
+        assert writer.checkpoint_id == f"{url}/{seed}"
+        writer.wait("object", timeout=60)
+        assert writer.ack() == "object"
+        store, path = writer._address.open()
+        assert writer._done[1:] == (
+            f"{path}/.metadata",
+            SaveMark.of(stat(store, f"{path}/.metadata").manifest.metadata),
+        )
     for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
     check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)

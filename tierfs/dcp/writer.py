@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
+from tierfs.dcp.handedover import SavedMeta, hand_over, keep_here
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.reader import metadata_file
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
@@ -107,6 +108,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
 
     def __getstate__(self) -> dict[str, Any]:
+        hand_over(self)
         return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -181,6 +183,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._save.is_reset = False
         self._save.rank = kwargs.get("rank")
         self._save.use_collectives = kwargs.get("use_collectives", True)
+        keep_here()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Without what another rank has staged. Nothing is asked of the store by each rank."""
@@ -283,12 +286,21 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             commits.announce(path, document, mark)
         else:
             commits.publish(root, document, mark)
+        # DCP returns it, to another process where that had us save.
+        metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
         self._done = (self._here.url, root, mark)
+
+    def heard(self, url: str, root: str, mark: SaveMark) -> None:
+        """Take note of a save that another process made of what was staged here."""
+        self._address = self._address.at(url)
+        self._done = (url, root, mark)
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
         """Wait until what was saved where the last save went has reached a level.
+
+        In process mode call it when the save is done: until then nobody here knows where it went.
 
         Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint where the coordinator
         waits, and elsewhere what this host saved and all that is announced.
