@@ -185,6 +185,28 @@ def failure(url: str, mesh: DeviceMesh) -> None:
     raise AssertionError("half a checkpoint is there")
 
 
+def unusual_on_one_rank(url: str, mesh: DeviceMesh) -> None:
+    made: dict[str, Any] = {
+        "sparse": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "mkldnn": lambda: torch.ones(3, 3).to_mkldnn(),
+        "not initialized": torch.nn.UninitializedParameter,
+    }
+    writer = TierWriter(url, **OPTIONS)
+    state = {"odd": torch.ones(3), "same": torch.ones(3)}
+    dcp.async_save(state, storage_writer=writer).result()
+    for what, make in made.items():
+        odd = {"odd": make()} if dist.get_rank() == 1 else {}
+        try:
+            dcp.async_save({**state, **odd}, storage_writer=writer, checkpoint_id=f"{url}-{what}").result()
+        except CheckpointException as error:
+            assert "'odd', a tensor" in str(error)  # noqa: PT017 - on every rank
+            assert what in str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"{what}: the save seemed to succeed")
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=f"{url}-{what}").result()
+
+
 def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
     """Each rank on a host of its own: there is no checkpoint before both hosts' parts are in the object tier."""
     rank, here = dist.get_rank(), {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/{dist.get_rank()}"}
@@ -412,6 +434,7 @@ SCENARIOS = {
         in_a_process,
         stock_layout,
         failure,
+        unusual_on_one_rank,
         on_two_hosts,
         replicas,
         replicas_that_change,

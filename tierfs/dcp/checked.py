@@ -119,11 +119,17 @@ def is_file_name(name: str) -> bool:
 
 
 def refuse_names(names: Iterable[object]) -> None:
-    """Check that all are strings, which JSON's keys have to be.
+    """Check that all are strings of valid Unicode, which JSON's keys have to be.
 
     Raises:
-        InvalidInputError: One is not.
+        InvalidInputError: One is not; names it.
     """
     for name in names:
         if not isinstance(name, str):
             raise InvalidInputError(f"{name!r}: a name in a checkpoint has to be a string, not {type(name).__name__}")
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            raise InvalidInputError(
+                f"{name!r:.100} is not valid Unicode, which a name in a checkpoint has to be"
+            ) from None

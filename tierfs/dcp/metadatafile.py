@@ -124,9 +124,6 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         raise
     except (CorruptionError, FormatError) as error:
         raise InvalidInputError(str(error)) from error
-    except UnicodeEncodeError as error:
-        part = error.object[max(0, error.start - 40) : error.end + 40]
-        raise InvalidInputError(f"a name in the checkpoint is not valid Unicode: {part!r}") from None
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
     # Of all members it sorts first.
@@ -206,6 +203,10 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 
 def _tensor_text(fqn: str, item: Any, places: Mapping[Any, Place], files: Mapping[str, int]) -> bytes:
     """A tensor's member of the document, read once as a check."""
+    if len(item.size) > DIMENSIONS_MAX:
+        raise InvalidInputError(
+            f"{fqn!r} has {len(item.size)} dimensions, and a tensor of a checkpoint {DIMENSIONS_MAX} at most: reshape it"
+        )
     encoded = _encode_tensor(fqn, item, places)
     _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
     return _canonical({fqn: encoded})[1:-1]

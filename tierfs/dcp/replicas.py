@@ -142,11 +142,15 @@ def _marked(item: WriteItem) -> WriteItem:
 
 def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
     data = item.tensor_data
+    is_sharded = isinstance(tensor, DTensor)
+    is_plain = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+    if not (is_sharded or is_plain) or tensor.is_nested:  # others may have no shape
+        return False
     if data.properties.dtype != tensor.dtype or data.size != tensor.shape:
         return False
-    if isinstance(tensor, DTensor):
+    if is_sharded:
         return item.type is WriteItemType.SHARD and data.chunk == _box_of(tensor)
-    return item.type is WriteItemType.TENSOR and type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+    return item.type is WriteItemType.TENSOR
 
 
 def _reduce(placeholder: Elsewhere) -> tuple[Any, ...]:

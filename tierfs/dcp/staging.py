@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -11,10 +12,11 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from tierfs.dcp.refused import refused
 from tierfs.dcp.replicas import placeholder
 from tierfs.dcp.shardfile import ShardFile
 from tierfs.dcp.stagedstate import StagedState
-from tierfs.dcp.tensorbytes import has_no_memory, problem_of
+from tierfs.dcp.tensorbytes import has_no_copy, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError
 
 __all__ = ["stage"]
@@ -59,10 +61,8 @@ def stage(
             if not any(map(problem_of, locals_)):
                 parts += [(names[0], part.detach().as_subclass(torch.Tensor)) for part in locals_]
                 staged.append((number, tensor))
-            elif any(map(has_no_memory, locals_)):
-                # Refused when it is saved, as all that cannot be stored, so that every rank hears of it. A copy would have
-                # content.
-                memo[number] = tensor
+            else:
+                memo[number] = _unusual(names[0], tensor, locals_, memo)
     views = file.add_tensors(parts)
     remaining = iter(views)
     for number, tensor in staged:
@@ -74,6 +74,22 @@ def stage(
                 _copied(key, inner, memo)
         memo.update({number: other for number, other in left.items() if number not in memo})
     return StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, views, file)
+
+
+def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], memo: dict[int, Any]) -> Any:
+    """A copy, of which a planner may make what can be stored, or what says of it that there is none.
+
+    Either is refused when it is saved, and not here, so that every rank hears of it.
+    """
+    if not any(map(has_no_copy, parts)):
+        with contextlib.suppress(Exception):  # what a copy of such a tensor may raise has no end
+            return copy.deepcopy(tensor, memo)
+    try:
+        for part in parts:
+            refuse_unusual(part, name)
+    except InvalidInputError as error:
+        return refused(str(error))
+    raise AssertionError("one of its parts is unusual")
 
 
 def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
@@ -122,6 +138,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
         and tensor.is_cpu
         and tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not tensor.is_nested
         and bool(tensor.data_ptr() or not tensor.numel())
     )
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses import FakeTensor
+from torch.nn.parameter import is_lazy
 
 from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
@@ -19,7 +21,7 @@ __all__ = [
     "DTYPES_BY_NAME",
     "SAFETENSORS_NAMES",
     "bytes_of",
-    "has_no_memory",
+    "has_no_copy",
     "problem_of",
     "refuse_unusual",
     "tensor_in",
@@ -120,27 +122,42 @@ def refuse_unusual(tensor: Any, name: str = "") -> None:
     """
     problem = problem_of(tensor)
     if problem:
-        what = f"a tensor of shape {list(tensor.shape)}"
+        what = "a tensor" if _is_shapeless(tensor) else f"a tensor of shape {list(tensor.shape)}"
         raise InvalidInputError(f"{f'{name!r}, {what},' if name else what} cannot be stored as bytes: {problem}")
 
 
 def problem_of(tensor: Any) -> str:
     """Why a tensor is not what can be stored, and what to store in its place; empty if it is."""
+    if is_lazy(tensor):
+        return "it is not initialized: call its module with a batch first"
+    if tensor.is_nested:
+        return "it is nested: store the tensors that unbind() gives"
     if hasattr(tensor, "__tensor_flatten__"):
         return f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example"
+    if isinstance(tensor, FakeTensor):
+        return "it is a FakeTensor, which has no content: make it outside of FakeTensorMode"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}: make it dense with to_dense()"
     if tensor.is_quantized:
         return f"{tensor.dtype} has more to it than its elements: store int_repr(), scale and zero point"
     if tensor.is_meta:
         return "it is on the meta device, where tensors have no content: materialize it with to_empty() and load it"
-    if has_no_memory(tensor):
+    if _has_no_memory(tensor):
         return (
             "its memory was freed (a parameter that is sharded at the moment, for example): give what holds its content"
         )
     return ""
 
 
-def has_no_memory(tensor: Any) -> bool:
+def has_no_copy(tensor: Any) -> bool:
+    """Whether a copy would have another content, or none that a plan can be made of."""
+    return _is_shapeless(tensor) or _has_no_memory(tensor)
+
+
+def _is_shapeless(tensor: Any) -> bool:
+    return is_lazy(tensor) or bool(tensor.is_nested)
+
+
+def _has_no_memory(tensor: Any) -> bool:
     """Whether a tensor's memory was freed. To look at its elements would be to look anywhere."""
     return bool(tensor.layout == torch.strided and tensor.numel() and not tensor.untyped_storage().nbytes())

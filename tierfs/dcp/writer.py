@@ -24,6 +24,7 @@ from tierfs.dcp.address import Address, inside
 from tierfs.dcp.handedover import SavedMeta, hand_over, keep_here
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.reader import metadata_file
+from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged
 from tierfs.dcp.staging import stage
@@ -419,6 +420,8 @@ def _check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
             "the ranks' states have changed. The next save copies everything again"
         )
     for item, data in items:
+        if isinstance(data, Refused):
+            raise InvalidInputError(f"{item.index.fqn!r}: {data.why}")
         if item.type is WriteItemType.BYTE_IO:
             continue
         planned = item.tensor_data
