@@ -317,6 +317,33 @@ def test_an_arena_that_was_cut_short_is_noticed_when_it_is_opened(stored):
     tier.close()
 
 
+@pytest.mark.parametrize("left", [0, 5, 4096, GRANULE - 1, GRANULE])
+@pytest.mark.parametrize("damage", [delete, empty, garbage])
+def test_a_tier_without_an_index_whose_arena_was_cut_short_begins_anew_and_says_so(stored, damage, left, caplog):
+    before = open_tier(stored)
+    last = before.drafts()[-1].seq
+    before.close()
+    damage(stored / "nvme.db")
+    os.truncate(stored / "nvme.arena", left)
+    tier = open_tier(stored)
+    assert paths(tier) == []
+    assert tier.usage().fallbacks["rebuilt"] == 1
+    assert "making it anew" in caplog.text
+    if left < GRANULE:
+        assert tier.usage().fallbacks["arena_cut"] == 1
+        assert f"nvme.arena: was cut short to {left} bytes" in caplog.text
+        assert "what was pending in it alone is lost" in caplog.text
+    assert (stored / "nvme.db.damaged-1").exists() == (damage is not delete)
+    assert os.path.getsize(stored / "nvme.arena") == BUDGET
+    assert save(tier, "again", 1, 2) > last
+    tier.close()
+    tier = open_tier(stored)
+    assert paths(tier) == ["again"]
+    assert read(tier, 1)
+    assert tier.usage().fallbacks == {}
+    tier.close()
+
+
 def test_extents_of_another_arena_are_not_taken_for_ours(stored):
     arena = Arena.open(stored / "nvme.arena")
     foreign = ExtentPage(ExtentKind.CHUNK, b"f" * 16, 1 << 60, BUDGET - 2 * GRANULE, 5, b"foreign")

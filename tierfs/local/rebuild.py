@@ -23,7 +23,7 @@ from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.local.arena import Arena, Faults
 from tierfs.local.directfile import flush_directory
 from tierfs.local.diskerrors import disk_errors
-from tierfs.local.extentpage import DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
+from tierfs.local.extentpage import GRANULE, DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
 from tierfs.local.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
 from tierfs.local.stored import ARENA_FILE, INDEX_FILE
 
@@ -70,6 +70,8 @@ def open_tier(
     pages: list[ExtentPage] | None = None
     try:
         fresh = not path.exists()
+        if index is None and not fresh and _is_too_short(path, counts):
+            fresh = True
         if fresh:
             if index is None and not counts:
                 # What may be left is the journal of a database that is gone. The index is first, so that an arena without
@@ -118,6 +120,21 @@ def _open_index(path: Path, counts: Counter[str]) -> Index | None:
         _logger.error("the index of the nvme tier is damaged: %s", error)  # noqa: TRY400 - the traceback says nothing more
         return None
     return index
+
+
+def _is_too_short(path: Path, counts: Counter[str]) -> bool:
+    """Whether an arena without an index has no room for a single extent, so that it cannot be told from none."""
+    size = path.stat().st_size
+    if size >= GRANULE:
+        return False
+    counts["arena_cut"] += 1
+    _logger.error(
+        "%s: was cut short to %d bytes, and no index says what was in it: the tier begins anew, and what was pending in it alone "
+        "is lost",
+        path,
+        size,
+    )
+    return True
 
 
 def _is_empty(index: Index) -> bool:
