@@ -23,6 +23,7 @@ from opened import descriptors
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
 from torch._subclasses import FakeTensorMode
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
@@ -539,6 +540,27 @@ def test_a_tensor_that_is_more_than_its_elements_is_refused_by_name(url, what, h
         getattr(dcp, how)(saved, storage_writer=TierWriter(url, **OPTIONS)).result()
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     assert not fs.exists(path)
+
+
+@without_warnings
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("what", set(UNUSUAL) - {"qint8"})
+def test_the_stock_layout_refuses_by_name_what_torch_cannot_save(url, what, how):
+    writer = TierWriter(url, layout="dcp", **OPTIONS)
+    with pytest.raises(dcp.api.CheckpointException, match=rf"'bad', a tensor.*{what}"):
+        getattr(dcp, how)({"bad": UNUSUAL[what]()}, storage_writer=writer).result()
+
+
+@without_warnings
+def test_the_stock_layout_takes_a_quantized_tensor_and_gives_it_back(url):
+    def quantized(value):
+        return torch.quantize_per_tensor(torch.full((4,), value), 0.1, 0, torch.qint8)
+
+    dcp.save({"a": quantized(1.0)}, storage_writer=TierWriter(url, layout="dcp", **OPTIONS))
+    for reader in (TierReader(url, **OPTIONS), FsspecReader(url)):
+        found = {"a": quantized(2.0)}
+        dcp.load(found, storage_reader=reader)
+        assert torch.equal(found["a"], quantized(1.0))
 
 
 class Headstrong(DefaultSavePlanner):

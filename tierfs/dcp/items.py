@@ -193,7 +193,7 @@ def put_in(target: Any, source: Any) -> None:
         target: Of any device, strides and dtype.
         source: On the CPU.
     """
-    if target.dtype == source.dtype and source.dtype.itemsize == 1:
+    if target.dtype == source.dtype and source.dtype.itemsize == 1 and not target.is_quantized:
         # torch does not know how to copy some of the small ones; their bytes it does.
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     with torch.no_grad():

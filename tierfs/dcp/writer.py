@@ -234,6 +234,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             return future
         rank, unique = self._rank_here(), secrets.token_hex(4)
         if self._is_stock:
+            _check_archived(items)
             name = f"__{rank}_{unique}{SUFFIX}"
             length, begins, sizes = write_archives(store, inside(path, name), [data for _, data in items])
         else:
@@ -431,6 +432,13 @@ def _check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
                 f"{list(planned.chunk.sizes)} by the plan, which says how it is read: a planner that keeps plans from save to "
                 "save does not see that a dtype has changed; save without enable_plan_caching"
             )
+
+
+def _check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
+    """See that ``torch.save`` can write what is a tensor; of some it knows more than their elements."""
+    for item, data in items:
+        if item.type is not WriteItemType.BYTE_IO and not (data.is_quantized or hasattr(data, "__tensor_flatten__")):
+            refuse_unusual(data, item.index.fqn)
 
 
 def _length(data: Any) -> int:
