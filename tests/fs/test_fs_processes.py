@@ -159,6 +159,26 @@ def test_an_open_file_that_is_not_open_yet_can_be_pickled(place):
         assert file.read() == "text"
 
 
+def test_an_unpickled_read_handle_goes_on_where_the_pickled_one_was(place, random_bytes):
+    data = random_bytes(3 * MIB, 1)
+    place.fs.pipe(place / "a", data)
+    with place.fs.open(place / "a") as file:
+        file.seek(MIB + 7)
+        file.read(3)
+        with pickle.loads(pickle.dumps(file)) as again:
+            assert (again.tell(), again.read()) == (MIB + 10, data[MIB + 10 :])
+        assert file.tell() == MIB + 10
+    place.fs.pipe(place / "a", b"first\nsecond\n")
+    with fsspec.open(f"{place.url}/a", "r") as text, pickle.loads(pickle.dumps(text)) as again:
+        assert again.read() == "first\nsecond\n"
+
+
+def test_a_write_handle_cannot_be_pickled(place):
+    with place.fs.open(place / "a", "wb") as file, pytest.raises(TypeError, match="close it first"):
+        pickle.dumps(file)
+    assert place.fs.cat(place / "a") == b""
+
+
 def test_json_brings_an_instance_back(place):
     fs = fsspec.filesystem("tierfs", target_protocol=place.protocol)
     assert fsspec.AbstractFileSystem.from_json(fs.to_json()) is fs

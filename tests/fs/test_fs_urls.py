@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pathlib
 
@@ -173,6 +174,29 @@ def test_a_cache_of_fsspec_may_be_put_in_front(place, tmp_path):
     assert place.fs.cat(place / "a") == b"through the cache"
     with fsspec.open(url, "rb", **options) as file:
         assert file.read() == b"through the cache"
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # that cache does not close its own
+@pytest.mark.parametrize("cache", ["blockcache", "cached"])
+def test_a_cache_of_blocks_may_be_put_in_front(place, tmp_path, cache, random_bytes):
+    data = random_bytes(3_000_000, 1)
+    place.fs.pipe(place / "a", data)
+    for _ in range(2):
+        opened = fsspec.open(f"{cache}::{place.url}/a", **{cache: {"cache_storage": str(tmp_path)}})
+        with opened as file:
+            file.seek(7)
+            assert file.read() == data[7:]
+        assert file.closed
+    del file, opened
+    gc.collect()
+
+
+@pytest.mark.parametrize("cache_type", ["none", "readahead"])
+def test_a_kind_of_cache_is_accepted_as_other_filesystems_do(place, cache_type):
+    with place.fs.open(place / "a", "wb", cache_type=cache_type, block_size=5, cache_options={}) as file:
+        file.write(b"x")
+    with place.fs.open(place / "a", cache_type=cache_type, block_size=5, cache_options={}, size=1) as file:
+        assert file.read() == b"x"
 
 
 def test_a_directory_filesystem_may_be_put_in_front(place):

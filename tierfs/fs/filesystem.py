@@ -103,7 +103,7 @@ class TierFileSystem(Tiering):
             path: Where.
             mode: As for the builtin ``open``.
             block_size: Not used; accepted as other filesystems do.
-            cache_options: Not used; accepted as other filesystems do.
+            cache_options: Not used; accepted as other filesystems do. So are ``cache_type`` and ``size``.
             compression: Name of an fsspec compression, or ``"infer"``.
             **kwargs: ``encoding``, ``errors``, ``newline`` in text mode; for a file that is written, ``metadata``, JSON
                 values to keep with it, and ``ack``, the level at which ``close`` returns.
@@ -130,6 +130,8 @@ class TierFileSystem(Tiering):
         block_size: int | None = None,
         autocommit: bool = True,
         cache_options: dict[str, Any] | None = None,
+        cache_type: str | None = None,
+        size: int | None = None,
         metadata: dict[str, Any] | None = None,
         ack: str | None = None,
         **kwargs: Any,

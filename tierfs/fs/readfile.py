@@ -29,12 +29,16 @@ class ReadFile(io.BufferedReader):
     Attributes:
         size: Bytes of the file.
         details: What ``fs.info`` said of it when it was opened.
+        blocksize: For ``blockcache::``, which opens what it may keep here; but all is read from tierfs, which has caches itself.
     """
+
+    blocksize = BLOCK_BYTES
 
     def __init__(self, fs: Any, path: str, reader: Reader, details: dict[str, Any]) -> None:
         super().__init__(_RawReader(path, reader), max(1, min(BLOCK_BYTES, reader.length)))
         self.fs = fs
         self.path = path
+        self._reader = reader
         self.size = reader.length
         self.details = details
 
@@ -46,6 +50,30 @@ class ReadFile(io.BufferedReader):
     def info(self) -> dict[str, Any]:
         """What ``fs.info`` said of it when it was opened."""
         return self.details
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is."""
+        return super().closed
+
+    @closed.setter
+    def closed(self, value: bool) -> None:
+        """What ``blockcache::`` says after it closed the handle."""
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        out = bytearray(max(0, min(end, self.size) - start))
+        self._reader.read_into(start, memoryview(out))
+        return bytes(out)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Opened anew at the same position where it is unpickled: at the version that is there then, which may be another one."""
+        return _reopen, (self.fs, self.path, self.tell())
+
+
+def _reopen(fs: Any, path: str, position: int) -> Any:
+    file = fs.open(path, "rb")
+    file.seek(position)
+    return file
 
 
 class _RawReader(io.RawIOBase):

@@ -179,6 +179,11 @@ class WriteFile(io.BufferedIOBase):
             _logger.warning("%s was dropped without being closed and is not published", self.path)
             warnings.warn(f"unclosed file {self.path!r} is not published", ResourceWarning, stacklevel=3, source=self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.path}: a file that is being written cannot be pickled: close it first, then open it anew"
+        )
+
     def _dealloc_warn(self, source: Any) -> None:
         """What a text wrapper of ``io`` calls when it is dropped unclosed, before it flushes and closes this handle."""
         self.drop()
