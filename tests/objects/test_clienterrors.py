@@ -484,4 +484,14 @@ def test_an_answer_that_makes_no_sense_is_asked_for_again(error: Exception) -> N
 def test_an_answer_that_broke_off_within_its_head_is_sent_for_again():
     error = translate_client_error(KeyError("ContentLength"), "a/b")
     assert (type(error), error.transient) == (StoreError, True)
-    assert str(error) == "a/b: the answer is not whole: it has no 'ContentLength'"
+    assert str(error).startswith(
+        "a/b: the answer is not whole: it has no 'ContentLength'; if it never has, is endpoint_url"
+    )
+
+
+def test_a_client_that_follows_redirections_until_it_cannot_names_what_may_be_wrong():
+    error = translate_client_error(RecursionError("maximum recursion depth exceeded"), "a/b")
+    assert (type(error), error.transient) == (StoreError, False)
+    assert str(error).startswith(
+        "a/b: the endpoint redirects to itself or to a page: is endpoint_url right, or does a proxy"
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http.server
 import io
+import threading
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
@@ -189,3 +192,57 @@ def test_the_options_stay_as_they_were_given() -> None:
     options = {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
     connect_s3(options).close()
     assert options == {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
+
+
+_OPTIONS = {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
+
+
+@pytest.fixture
+def login_page() -> Iterator[Callable[[int], str]]:
+    """Gives a function that makes the server answer everything with a status, and tells its URL."""
+    status = 200
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(status)
+            self.send_header("location", "http://127.0.0.1/login")
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_GET = do_PUT = do_HEAD = do_POST = answer
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+
+        def answering(number: int) -> str:
+            nonlocal status
+            status = number
+            return f"http://127.0.0.1:{server.server_port}"
+
+        yield answering
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("status", [200, 302])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda objects: objects.head("a"),
+        lambda objects: objects.get("a", [(0, memoryview(bytearray(1)))]),
+        lambda objects: objects.put("a", [b"x"]),
+        lambda objects: list(objects.list("")),
+    ],
+    ids=["head", "get", "put", "list"],
+)
+def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    url = login_page(status)
+    objects = open_s3(Direct("s3", lambda: connect_s3({"endpoint_url": url, **_OPTIONS})), "bucket/base")
+    with pytest.raises(StoreError, match="is endpoint_url right, or does a proxy or a login page answer"):
+        ask(objects)

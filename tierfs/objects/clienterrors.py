@@ -40,6 +40,7 @@ __all__ = ["translate_client_error", "translated_client"]
 _CAUSES_MAX = 8
 _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 
+_SOMETHING_ELSE = "is endpoint_url right, or does a proxy or a login page answer?"
 _REASON_CHARS_MAX = 300
 _RETRY_AFTER_S_MAX = 3600.0
 # What gcsfs says of a 404 to a request that names a bucket and no object: a listing, or an upload.
@@ -119,6 +120,11 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, NotImplementedError):
         return ReadOnlyError(f"{key}: this filesystem cannot do that: {reason}", path=key)
     causes = list(_with_causes(error))
+    if any(isinstance(cause, RecursionError) for cause in causes):
+        # What botocore makes of a redirection that names no region.
+        return StoreError(
+            f"{key}: the endpoint redirects to itself or to a page: {_SOMETHING_ELSE} ({reason})", path=key
+        )
     statuses = [status for cause in causes if (status := _http_status(cause)) is not None]
     retry_after_s = next((wait_s for cause in causes if (wait_s := _retry_after_s(cause)) is not None), None)
     telling = next(_meanings(causes), None)
@@ -145,8 +151,12 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, OSError):
         return translate_os_error(error, key, reason)
     if isinstance(error, KeyError):
-        # What HTTP clients make of an answer that broke off within its head.
-        return StoreError(f"{key}: the answer is not whole: it has no {reason}", transient=True, path=key)
+        # What HTTP clients make of an answer that broke off within its head, or comes from something else.
+        return StoreError(
+            f"{key}: the answer is not whole: it has no {reason}; if it never has, {_SOMETHING_ELSE}",
+            transient=True,
+            path=key,
+        )
     return StoreError(f"{key}: {type(error).__name__}: {reason}", path=key)
 
 
