@@ -242,6 +242,23 @@ def test_a_full_disk_behind_stdout_is_an_error_like_others(url):
     assert b"ignored" not in done.stderr
 
 
+@pytest.mark.parametrize("words", ["ls", "ls --json", "cat", "version"])
+def test_a_closed_stdout_is_an_error_like_others(url, words):
+    script = f"{sys.executable} -m tierfs.cli {words} {url * (words != 'version')} >&-"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        b"tierfs: stdout is closed: send it to /dev/null if it is not wanted\n",
+    )
+
+
+def test_a_closed_stdin_is_an_error_like_others(url):
+    script = f"{sys.executable} -m tierfs.cli cp - {url}/a <&-"
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (2, b"tierfs: stdin is closed: there is nothing to copy\n")
+    assert main(["stat", f"{url}/a"]) == 3
+
+
 def test_a_command_imports_nothing_heavy():
     code = """
 import sys

@@ -475,6 +475,12 @@ def test_a_second_flusher_says_that_one_runs(host, url):
     assert "exit_code=4" in done.stderr
 
 
+@pytest.mark.parametrize("uuid", ["", "../../x", "ab" * 15, "AB" * 16, "ab" * 16 + "\n"])
+def test_an_id_that_no_store_has_is_refused(url, uuid, capsys):
+    assert main(["flusher", "run", "--uuid", uuid, url]) == 2
+    assert "--uuid" in capsys.readouterr().err
+
+
 def test_stop_ends_the_flusher_that_runs_and_says_whether_there_was_one(host, url, tell):
     with sidecar(host, url) as process:
         assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True

@@ -135,6 +135,8 @@ def _plan_stream(arguments: argparse.Namespace) -> _Plan:
         if kind == "directory":
             raise InvalidInputError(f"{source.url} is a directory: only a file can go to stdout", path=source.url)
         return _Plan([(source.source(), StreamTarget(sys.stdout.buffer))])
+    if sys.stdin is None:
+        raise InvalidInputError("stdin is closed: there is nothing to copy")
     target = any_place(arguments.target, write=True)
     if arguments.target.endswith("/") or target.kind() == "directory":
         raise InvalidInputError(f"{target.url} is a directory: name the file that stdin becomes", path=target.url)

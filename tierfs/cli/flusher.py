@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +125,8 @@ def _location(arguments: argparse.Namespace) -> Location:
 
 def _run(arguments: argparse.Namespace) -> int:
     spawned = arguments.uuid is not None
+    if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
+        raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")
     linger_s = arguments.linger
     if linger_s is None:
         linger_s = LINGER_S if spawned else math.inf

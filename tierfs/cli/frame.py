@@ -122,6 +122,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or that of the category of the error.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:
+        # What is opened next would take its number, and what is printed would go there.
+        print("tierfs: stdout is closed: send it to /dev/null if it is not wanted", file=sys.stderr)
+        return InvalidInputError.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A name that the terminal cannot show is no reason to fail.
         sys.stdout.reconfigure(errors="backslashreplace")
