@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.flush.draft import Base, Draft, SlotRef
 from tierfs.flush.levels import Level
-from tierfs.flush.tiers import Tiers
 from tierfs.format.manifest import Manifest, Record
 from tierfs.store.away import ask_briefly
 from tierfs.store.records import Observed, publish
 from tierfs.store.store import Store
+
+if TYPE_CHECKING:
+    from tierfs.flush.tiers import Tiers
 
 __all__ = ["follow", "is_staged", "replace", "seal"]
 
