@@ -127,6 +127,7 @@ class SlabWriter:
 
     def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
         """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""
+        self._housekeeping.begin()
         envelope = chunk.envelope()
         name = name or bytes((self._kind,)) + envelope.digest
         self._fault("before chunk.seal")
@@ -172,6 +173,7 @@ class SlabWriter:
         Raises:
             CapacityError: There is no room for it, and none came in time.
         """
+        self._housekeeping.begin()
         room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
         slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=self._capacity_timeout_s, on_wait=self._nudge)
@@ -237,14 +239,11 @@ class SlabWriter:
         self._fault("after announce")
 
     def _nudge(self) -> None:
-        usage = self._ram.usage()
         self._counters.fall_back(
             "waits_for_room",
-            "the ram tier has no room, writers wait: the segments of this host take %s of %s, of this store %s are not flushed "
-            "yet, and the machine has %s of memory left",
-            format_bytes(usage.host_bytes),
-            format_bytes(usage.budget_bytes),
-            format_bytes(usage.dirty_bytes),
+            "the ram tier has no room, writers wait: %s, of this store %s are not flushed yet, and the machine has %s of memory left",
+            self._ram.holders(),
+            format_bytes(self._ram.usage().dirty_bytes),
             format_bytes(memory_available()),
         )
         self.announce()

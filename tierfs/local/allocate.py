@@ -16,11 +16,12 @@ import numpy as np
 
 from tierfs.errors import CapacityError, StoreError
 
-__all__ = ["allocate", "map_shared", "populate"]
+__all__ = ["allocate", "give_up", "map_shared", "populate"]
 
 # madvise(2), Linux 5.14: gets the pages that are missing and maps all, as fallocate and a touch of each would, in one pass.
 MADV_POPULATE_WRITE = 23
 MAP_FIXED = 0x10  # mmap(2); Python has no name for it
+FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 # Both calls hold up whoever wants the process to stop, and fallocate is undone and begun anew when a signal comes in between,
 # so a profiler's timer must not outrun it. Also, what is being reserved can be given up after each piece.
 PIECE_BYTES = 4 << 20
@@ -121,7 +122,20 @@ def map_shared(fd: int, length: int, *, writable: bool = True) -> mmap.mmap:
     return memory
 
 
+def give_up(fd: int, begin: int, end: int) -> None:
+    """Give the memory of a part of a file back, in whole pages. It reads as zeros, and writing to it takes memory anew.
+
+    Raises:
+        StoreError: The filesystem does not do that.
+    """
+    if _libc.fallocate(fd, FALLOC_PUNCH_HOLE | FALLOC_KEEP_SIZE, begin, end - begin):
+        number = ctypes.get_errno()
+        raise StoreError(f"memory of a segment cannot be given back: {os.strerror(number)}", tier="ram")
+
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fallocate.restype = ctypes.c_int
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.madvise.restype = ctypes.c_int
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)

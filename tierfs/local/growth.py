@@ -5,13 +5,16 @@ from __future__ import annotations
 from tierfs.digest import CHUNK_BYTES
 from tierfs.local.slots import Layout
 
-__all__ = ["FIRST_DATA_BYTES", "largest", "next_layout"]
+__all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "largest", "next_layout"]
 
 FIRST_DATA_BYTES = 64 << 20
 
 # Not worth a file of its own, unless somebody asks for just that much. A segment that whole chunks fill has so much more, for what
 # comes with them: a shard file's header would need another segment.
 SMALL_BYTES = 1 << 20
+
+# The least budget for files of any length: for a chunk, and something small.
+CHUNKS_BUDGET_BYTES = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
 
 
 def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max: int, known: int = 0) -> Layout | None:

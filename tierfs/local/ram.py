@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError
-from tierfs.local.growth import largest
+from tierfs.local.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.local.host import Host
 from tierfs.local.loans import Loans
 from tierfs.local.neighbours import Neighbours
 from tierfs.local.shares import LOCK, Shares
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
-from tierfs.local.slots import padded
+from tierfs.local.slots import Layout, padded
 from tierfs.local.supply import Supply, give_back
 from tierfs.units import format_bytes
 
 __all__ = ["RamTier", "RamUsage"]
+
+HOLDERS_NAMED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,10 @@ class RamTier:
         store: The uuid, 32 hex digits.
         budget_bytes: As given.
         loans: What processes of the host lend each other.
+        chunks_budget_bytes: The least budget for files of any length.
     """
+
+    chunks_budget_bytes = CHUNKS_BUDGET_BYTES
 
     def __init__(
         self, host: Host, store: str, *, budget_bytes: int, clock: Clock, segment_bytes_max: int = 1 << 30
@@ -101,6 +107,11 @@ class RamTier:
     def __repr__(self) -> str:
         budget = format_bytes(self.budget_bytes)
         return f"RamTier({str(self._shares.directory)!r}, store={self.store}, budget={budget}, {self._supply!r})"
+
+    @property
+    def holds_chunks(self) -> bool:
+        """Whether the budget is enough for files of any length: for a whole chunk, and what comes with it."""
+        return self.budget_bytes >= self.chunks_budget_bytes
 
     def take(
         self,
@@ -142,7 +153,8 @@ class RamTier:
         if longest > self._length_max:
             raise CapacityError(
                 f"{format_bytes(longest)} are more than the ram tier can hold in one piece "
-                f"({format_bytes(self._length_max)}): raise ram= (TIERFS_RAM) above {format_bytes(self.budget_bytes)}",
+                f"({format_bytes(self._length_max)}): raise ram= (TIERFS_RAM) from {format_bytes(self.budget_bytes)} to "
+                f"{format_bytes(Layout.for_data(longest).size)} at least",
                 tier="ram",
             )
         wanted = self._neighbours.is_wanted()
@@ -153,7 +165,7 @@ class RamTier:
         if len(taken) < len(runs):
             give_back(taken)
             missing = next(lengths for lengths, slots in zip(runs, found, strict=True) if slots is None)
-            raise self._full(sum(map(padded, missing)), timeout_s or 0)
+            raise self._full(sum(map(padded, missing)), timeout_s)
         return taken
 
     def grow_ahead(self) -> None:
@@ -181,10 +193,12 @@ class RamTier:
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
 
-        Happens with every `take`; a process that takes nothing for long does it from time to time.
+        Happens with every `take`; a process that takes nothing for long does it from time to time, and has no share after some
+        seconds.
 
         Returns:
-            Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call.
+            Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
+            something dirty in a segment, what is not goes alone.
         """
         return self._supply.make_room_for_others() if self._neighbours.is_wanted() else 0
 
@@ -267,7 +281,7 @@ class RamTier:
         return RamUsage(
             budget_bytes=self.budget_bytes,
             host_bytes=sum(file.size for file in self._shares.files()),
-            store_bytes=sum(segment.size for segment in segments),
+            store_bytes=sum(segment.memory_bytes for segment in segments),
             used_bytes=dirty + clean + sum(item.filling for item in sums),
             dirty_bytes=dirty,
             clean_bytes=clean,
@@ -283,14 +297,29 @@ class RamTier:
         self._supply.close()
         self._neighbours.close()
 
-    def _full(self, length: int, timeout_s: float) -> CapacityError:
-        usage = self.usage()
-        return CapacityError(
-            f"no room for {format_bytes(length)} in the ram tier within {timeout_s:g} s: the segments of this host take "
-            f"{format_bytes(usage.host_bytes)} of {format_bytes(usage.budget_bytes)}, and of this store "
-            f"{format_bytes(usage.dirty_bytes)} are dirty, waiting for the flusher; raise ram= (TIERFS_RAM), or wait longer",
-            tier="ram",
+    def holders(self) -> str:
+        """What the segments of this host take of the budget, and which stores (their uuids) have most of it. For people."""
+        files = self._shares.files()
+        sizes: Counter[str] = Counter()
+        for file in files:
+            sizes[file.name.store] += file.size
+        stores = ", ".join(
+            f"{format_bytes(size)} of store {store}..." for store, size in sizes.most_common(HOLDERS_NAMED)
         )
+        taken = f"the segments of this host take {format_bytes(sizes.total())} of {format_bytes(self.budget_bytes)}"
+        return f"{taken} ({stores})" if stores else taken
+
+    def _full(self, length: int, timeout_s: float | None) -> CapacityError:
+        what = f"no room for {format_bytes(length)} in the ram tier"
+        dirty = format_bytes(self.usage().dirty_bytes)
+        if timeout_s is not None and (not timeout_s or self._supply.may_come(length)):
+            text = (
+                f"{what} within {timeout_s:g} s: {self.holders()}, and of this store {dirty} are dirty, waiting for the flusher; "
+                "raise ram= (TIERFS_RAM), or wait longer"
+            )
+        else:
+            text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM)"
+        return CapacityError(text, tier="ram")
 
     def _renew_in_child(self) -> None:
         """After a fork: what was ours is another process's."""

@@ -6,8 +6,8 @@ In the host's folder of segments, the name says whose a file is and what for::
                                                                         .slab.new   one whose memory is being reserved
                                                                         .memfd      one that lives elsewhere; no data
 
-The size of each counts against the budget from the moment it is there. A ``.slab`` is whole: it gets that name when its
-memory is reserved and its header written. A ``.memfd`` is locked (shared) by those who have that segment, so that it can be
+The size of each counts against the budget from the moment it is there; of a ``.slab``, what it has memory for. It gets that name
+when that is reserved and its header written. A ``.memfd`` is locked (shared) by those who have that segment, so that it can be
 told when its memory is free.
 """
 
@@ -28,6 +28,7 @@ from tierfs.local.host import PAGE_BYTES, boot_id
 from tierfs.local.slots import CHANGES_AT, SLOTS_MAX, Layout
 
 __all__ = [
+    "SECTOR_BYTES",
     "FileName",
     "Header",
     "OldSegmentError",
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 MAGIC = b"TFSSLAB1"
+SECTOR_BYTES = 512  # what stat(2) counts memory in
 VERSION = 1
 _FIXED = struct.Struct("<8sIIQQQQ16s16s16sQ")
 _CHECKSUM_BYTES = 16

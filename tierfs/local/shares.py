@@ -1,8 +1,9 @@
 """What the host's processes have of the ram budget, as the files in its folder of segments say.
 
-Every segment, of whatever process and store, is there with its size from before it has memory: so the sum of the sizes is
-what is taken, and who looks and makes a file under the host's lock cannot take more than there is. A process that
-waits for room says so with a file ``<id>.want``, so that those who have more than their share give some back.
+Every segment, of whatever process and store, is there with its size from before it has memory: so the sum of the sizes, less
+what was given back of them, is what is taken, and who looks and makes a file under the host's lock cannot take more than
+there is. A process that waits for room says so with a file ``<id>.want``, so that those who have more than their share give
+some back.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 
 from tierfs.errors import StoreError, TierfsError
 from tierfs.local.host import Host, make_private
-from tierfs.local.segmentfile import FileName, Header, OldSegmentError, OwnedFd, make_file
+from tierfs.local.segmentfile import SECTOR_BYTES, FileName, Header, OldSegmentError, OwnedFd, make_file
 from tierfs.local.slab import Segment
 
 __all__ = ["LOCK", "MemfdNote", "SegmentFile", "Shares"]
@@ -28,7 +29,6 @@ __all__ = ["LOCK", "MemfdNote", "SegmentFile", "Shares"]
 LOCK = "ram"
 """What the host's lock on the folder goes by."""
 
-SECTOR_BYTES = 512
 _WANT = re.compile(r"([0-9a-f]{16})\.want")
 _logger = logging.getLogger("tierfs.local")
 
@@ -39,7 +39,7 @@ class SegmentFile(NamedTuple):
     Attributes:
         name: What its name says.
         path: Where it is.
-        size: Bytes that are taken, table included.
+        size: Bytes that are taken, table included, or will be.
         missing: How many of them have no memory yet.
     """
 
@@ -78,8 +78,9 @@ class Shares:
                 continue
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
-                missing = max(status.st_size - status.st_blocks * SECTOR_BYTES, 0) if name.suffix == "slab.new" else 0
-                found.append(SegmentFile(name, Path(entry.path), status.st_size, missing))
+                holes = max(status.st_size - status.st_blocks * SECTOR_BYTES, 0)
+                size = status.st_size - (holes if name.suffix == "slab" else 0)
+                found.append(SegmentFile(name, Path(entry.path), size, holes if name.suffix == "slab.new" else 0))
         return found
 
     def names(self) -> list[FileName]:
@@ -128,7 +129,8 @@ class Shares:
     def orphans(self) -> list[Segment]:
         """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
 
-        Those that an earlier run of the kernel left are removed: memory does not outlive that, though a file may.
+        Of those in which something is, the rest is given back. Those that an earlier run of the kernel left are removed: memory
+        does not outlive that, though a file may.
         """
         found = []
         for file in self.files():
@@ -144,7 +146,10 @@ class Shares:
                 # What cannot be read may be another version's, and dirty: it stays, and is in the way.
                 _logger.debug("%s is left alone: %s", file.path, error)
                 continue
-            if self._host.is_alive(segment.owner) or segment.is_dirty():
+            if self._host.is_alive(segment.owner):
+                segment.close()
+            elif segment.is_dirty():
+                segment.shed()
                 segment.close()
             else:
                 found.append(segment)
@@ -214,6 +219,10 @@ class MemfdNote:
         except OSError as error:
             raise StoreError(f"{path} cannot be opened: {error.strerror}", path=str(path), tier="ram") from error
         fcntl.flock(self._fd.number, fcntl.LOCK_SH)
+
+    def resize(self, size: int) -> None:
+        """Have it count for so many bytes from now on."""
+        os.ftruncate(self._fd.number, size)
 
     def release(self) -> None:
         """Do not have it any more. Whoever has it last removes the file."""

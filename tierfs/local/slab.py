@@ -25,11 +25,11 @@ from threading import Lock
 
 import numpy as np
 
-from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError
-from tierfs.local.allocate import map_shared
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.local.allocate import give_up, map_shared
 from tierfs.local.look import Look
 from tierfs.local.places import Places
-from tierfs.local.segmentfile import Header, OwnedFd, open_segment, reopened
+from tierfs.local.segmentfile import SECTOR_BYTES, Header, OwnedFd, open_segment, reopened
 from tierfs.local.slots import (
     DATA_STATES,
     DIRTY_STATES,
@@ -124,6 +124,7 @@ class Segment:
         self._look = Look(header.layout)
         self._places: Places | None = None
         self._unsound_said = False
+        self._shed_at = -1
         _live.add(self)
 
     def __repr__(self) -> str:
@@ -162,6 +163,18 @@ class Segment:
     def owned(self) -> bool:
         """Whether that is us."""
         return self._places is not None
+
+    @property
+    def retired(self) -> bool:
+        """Whether we own it and give no slots of it away any more."""
+        places = self._places
+        return places is not None and places.retired
+
+    @property
+    def memory_bytes(self) -> int:
+        """What it takes now: `size`, less what `shed` gave back; 0 once it is closed."""
+        fd = self._fd
+        return 0 if fd is None else min(os.fstat(fd.number).st_blocks * SECTOR_BYTES, self.size)
 
     @property
     def closed(self) -> bool:
@@ -308,6 +321,29 @@ class Segment:
             self._own().retire()
             return True
 
+    def shed(self) -> None:
+        """Give back the memory of all that is not dirty or being filled, and no more slots away: there is no memory for them.
+
+        By the owner; or where that is dead, by who keeps others from becoming it. Not while it is registered with a device.
+        Where the filesystem cannot do that, it stays as it is.
+        """
+        table = self._table
+        with self._lock.held():
+            if self._shed_at == int(table.changes[0]):
+                return
+            if self._places is not None:
+                self._places.retire()
+            clean = table.state == SlotState.CLEAN
+            if clean.any():
+                with changing(table):
+                    table.state[clean] = SlotState.FREE
+            try:
+                for begin, end in table.unused():
+                    give_up(self._open().number, begin, end)
+            except StoreError as error:
+                _logger.debug("%s: %s", self, error)
+            self._shed_at = int(table.changes[0])
+
     def disown(self) -> None:
         """Let go of it: from now on it is as if its owner were dead. By the owner only."""
         with self._lock.held():
@@ -430,6 +466,10 @@ class Segment:
     def is_dirty(self) -> bool:
         """Whether a slot is SEALED or CONFLICT."""
         return self._table.has(DIRTY_STATES)
+
+    def awaits(self) -> bool:
+        """Whether a slot is being filled, or is SEALED: on its way to being free."""
+        return self._table.has({SlotState.FILLING, SlotState.SEALED})
 
     def unlink(self) -> None:
         """Remove the file. Who has the segment open keeps it."""

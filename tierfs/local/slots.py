@@ -239,6 +239,23 @@ class Table:
 
         return Sums(total([SlotState.FILLING]), total(DIRTY_STATES), total([SlotState.CLEAN]))
 
+    def unused(self) -> list[tuple[int, int]]:
+        """Where the pages begin and end in which nothing lies but what belongs to free slots; nowhere if a slot is damaged."""
+        layout = self.layout
+        used = [(0, layout.metas_at)]
+        for index in np.nonzero(self.state)[0].tolist():
+            row = self.row(index)
+            if not row.is_sound(layout):
+                return []
+            meta_at = layout.metas_at + index * (SLOT_BYTES - HEAD_BYTES)
+            used += [(meta_at, meta_at + SLOT_BYTES - HEAD_BYTES), (row.offset, row.offset + row.length)]
+        found, at = [], 0
+        for begin, end in [*sorted(used), (layout.size, layout.size)]:
+            if padded(at) < (last := begin // PAGE_BYTES * PAGE_BYTES):
+                found.append((padded(at), last))
+            at = max(at, end)
+        return found
+
     def has(self, states: Iterable[int]) -> bool:
         """Whether a slot is in one of these states."""
         return any(bool((self.state == state).any()) for state in states)

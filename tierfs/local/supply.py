@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierfs.clock import Clock
 from tierfs.daemons import start_daemon
@@ -29,6 +29,8 @@ LOW_WATERMARK = 0.85
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
 WORTHWHILE = 32
+# Who has asked for no slot for so long has no use for its share while others wait.
+IDLE_S = 2.0
 # The part of memory, one in so many, that is never taken however large the budget is.
 MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
@@ -70,6 +72,7 @@ class Supply:
         self._ahead: threading.Thread | None = None
         self._closed = False
         self._memfd_said = False
+        self._asked_s = clock.monotonic()
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
@@ -103,6 +106,7 @@ class Supply:
             For each its slots; None from the first on for which there was no room in that time.
         """
         found: list[list[Slot] | None] = [None] * len(runs)
+        self._asked_s = self._clock.monotonic()
         try:
             if not wanted:
                 self._fit_all(kind, runs, found)
@@ -128,7 +132,9 @@ class Supply:
 
         The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
         """
-        own = self.own
+        if self._is_idle():
+            return
+        own = [segment for segment in self.own if not segment.retired]
         if own:
             sums = own[-1].sums()
             if sums.filling + sums.dirty <= own[-1].data_bytes // 2:
@@ -138,6 +144,18 @@ class Supply:
                 return
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
             self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
+
+    def may_come(self, length: int) -> bool:
+        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up."""
+        own = self.own
+        if any(segment.awaits() for segment in own):
+            return True
+        names = {str(segment.header.name) for segment in own}
+        files = self._shares.files()
+        if any(str(file.name._replace(suffix="slab")) not in names for file in files):
+            return True
+        # Nothing is in the way but the budget, and what else the machine's memory is used for.
+        return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
 
     def trim(self, target_bytes: int) -> int:
         """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.
@@ -161,25 +179,36 @@ class Supply:
         See `RamTier.make_room_for_others`.
         """
         wanting = self._shares.others_wanting()
-        if not wanting:
-            self._draining = frozenset()
-            return 0
+        self._draining = frozenset(self._beyond_share(wanting) if wanting else ())
+        return sum(self._give_back(segment) for segment in self.own if segment in self._draining or segment.retired)
+
+    def _beyond_share(self, wanting: Mapping[str, int]) -> list[Segment]:
         # Who waits may have been told of a smaller budget, and counts what all of us take against that.
         budget_bytes = min(self._budget_bytes, *wanting.values())
-        share = budget_bytes // (len(wanting.keys() | self._shares.others_having()) + 1)
-        kept = 0
-        draining = []
-        for segment in sorted(self.own, key=lambda segment: segment.size):
-            kept += segment.size
-            if kept > share:
-                draining.append(segment)
-        self._draining = frozenset(draining)
-        freed = 0
-        for segment in draining:
-            if segment.owned and segment.retire():
+        parts = len(wanting.keys() | self._shares.others_having()) + 1
+        share = 0 if self._is_idle() else budget_bytes // parts
+        sizes = {segment: segment.memory_bytes for segment in self.own}
+        # What can still be written into comes first.
+        ordered = sorted(sizes, key=lambda segment: (segment.retired, sizes[segment]))
+        kept = itertools.accumulate(sizes[segment] for segment in ordered)
+        return [segment for segment, bytes_ in zip(ordered, kept, strict=True) if bytes_ > share]
+
+    def _give_back(self, segment: Segment) -> int:
+        """Remove an own segment; or if something is dirty in it, give back the rest. Returns the bytes that are free by that."""
+        before = segment.memory_bytes
+        with contextlib.suppress(ReadOnlyError):  # closed meanwhile
+            if segment.retire():
                 self._drop(segment)
-                freed += segment.size
-        return freed
+                return before
+            self._shed(segment)
+            return before - segment.memory_bytes
+        return 0
+
+    def _shed(self, segment: Segment) -> None:
+        segment.shed()
+        note = self._notes.get(segment.id)
+        if note is not None:
+            note.resize(segment.memory_bytes)
 
     def close(self) -> None:
         """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
@@ -198,6 +227,7 @@ class Supply:
                     if not segment.is_dirty():
                         self._drop(segment)
                     else:
+                        self._shed(segment)
                         segment.disown()
                         self._forget(segment)
                 segment.close()
@@ -265,14 +295,19 @@ class Supply:
                 while timeout_s is None or waited_s < timeout_s:
                     self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                     delay_s = min(2 * delay_s, POLL_S_MAX)
+                    is_last = not self.may_come(sum(map(padded, lengths)))
                     slots = self._make_room(kind, lengths)
-                    waited_s = self._clock.monotonic() - started
-                    if slots is not None:
+                    self._asked_s = self._clock.monotonic()
+                    waited_s = self._asked_s - started
+                    if slots is not None or is_last:
                         return slots
         finally:
             with self._lock:
                 self.waited_s += waited_s
         return None
+
+    def _is_idle(self) -> bool:
+        return self._clock.monotonic() - self._asked_s > IDLE_S
 
     def _evict_to_watermark(self) -> None:
         own = self.own
@@ -369,10 +404,10 @@ class Supply:
         return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max, known=known)
 
     def _plan_instead(self, length: int) -> Layout | None:
-        """A segment that takes the place of own ones which are too small for what is wanted, and in which nothing is dirty."""
+        """A segment that takes the place of own ones which are too small for what is wanted, or of what is not dirty there."""
         for segment in self.own:
-            if segment.data_bytes < length and segment.retire():
-                self._drop(segment)
+            if segment.data_bytes < length:
+                self._give_back(segment)
         return self._plan(length)
 
     def _grow_memfd(self, header: Header, note: MemfdNote, *, threads: int | None) -> bool:
@@ -407,7 +442,8 @@ class Supply:
         """Take over what a dead process of this store left, its memory warm; else remove what the dead left."""
         orphans = self._shares.orphans()
         for orphan in orphans:
-            if orphan.path is not None and orphan.store == self._store and orphan.data_bytes >= length:
+            is_whole = orphan.memory_bytes == orphan.size
+            if orphan.path is not None and orphan.store == self._store and is_whole and orphan.data_bytes >= length:
                 try:
                     segment = adopt(orphan.path, self._host.owner())
                 except TierfsError as error:
