@@ -38,6 +38,7 @@ from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
 from tierfs.local.slab import SlotState
 from tierfs.store import Writer, open_store, parse_url
+from tierfs.store.stagedfile import StagedFile
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -779,6 +780,20 @@ def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path
     dcp.load(found, storage_reader=TierReader(url, **options))
     assert same(found, saved)
     writer.wait("object", timeout=60)
+
+
+def test_room_that_did_not_come_for_the_copy_is_not_waited_for_by_the_save(url, monkeypatch):
+    asked = []
+
+    def refuse(_file, _runs, *, wait=True):
+        asked.append(wait)
+        raise CapacityError("no room", tier="ram")
+
+    monkeypatch.setattr(StagedFile, "add_runs", refuse)
+    saved = state(1)
+    dcp.async_save(copy.deepcopy(saved), storage_writer=TierWriter(url, **OPTIONS)).result()
+    assert asked == [True]
+    assert same(loaded(url, saved), saved)
 
 
 def seen(state):

@@ -28,7 +28,7 @@ from tierfs.store.settings import ranks_here
 from tierfs.store.stagedfile import Run, StagedFile, borrowed_runs
 from tierfs.units import format_bytes
 
-__all__ = ["LentShard", "Placed", "ShardFile", "find_staged"]
+__all__ = ["LentShard", "Placed", "ShardFile", "find_staged", "is_private"]
 
 
 # What torch copies as fast as memory, and bit for bit; it is slow at some of the others, and makes every bool 0 or 1.
@@ -153,9 +153,8 @@ class ShardFile:
         self._is_over = False
         if store is not None and not private:
             self._begin_at(store)
-        if not private:
-            with _lock:
-                _live.add(self)
+        with _lock:
+            (_private if private else _live).add(self)
 
     def _begin_at(self, store: Store) -> None:
         self._store, self._file = store, StagedFile(store)
@@ -468,6 +467,13 @@ def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] 
     return None
 
 
+def is_private(tensor: torch.Tensor) -> bool:
+    """Whether it was staged in memory of this process alone."""
+    with _lock:
+        files = list(_private)
+    return any(file.find(tensor) is not None for file in files)
+
+
 def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
     """What is saved with another dtype or shape than it was staged with: by the number of what was staged, what it is now.
 
@@ -503,4 +509,5 @@ def _cut(length: int) -> tuple[int, ...]:
 
 
 _live: weakref.WeakSet[ShardFile] = weakref.WeakSet()
+_private: weakref.WeakSet[ShardFile] = weakref.WeakSet()
 _lock = threading.Lock()

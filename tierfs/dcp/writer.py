@@ -26,7 +26,7 @@ from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.reader import metadata_file
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
-from tierfs.dcp.shardfile import Placed, ShardFile, find_staged
+from tierfs.dcp.shardfile import Placed, ShardFile, find_staged, is_private
 from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
@@ -375,6 +375,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 continue
             refuse_unusual(data, item.index.fqn)
             found = find_staged(data, store)
+            if found is None and is_private(data):
+                raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
             if found is not None and file in {None, found[0]}:
                 file, placed[number] = found
             else:
