@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 import tierfs
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
+from tierfs.store.sinks import SlabSink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -113,10 +114,13 @@ def test_a_state_larger_than_the_ram_tier_is_saved(root, tmp_path):
     assert same(found, saved)
 
 
-def test_an_error_of_the_store_is_not_covered_by_torchs(root, tmp_path):
-    options = {"ram": "8MiB", "nvme": "0", "state_dir": str(tmp_path / "small")}
+def test_an_error_of_the_store_is_not_covered_by_torchs(root, monkeypatch):
+    def full(*_):
+        raise CapacityError("full")
+
+    monkeypatch.setattr(SlabSink, "write", full)
     with pytest.raises(dcp.CheckpointException) as raised:
-        dcp.save({"w": noise(5 << 20)}, storage_writer=TierWriter(f"{root}/run", layout="dcp", **options))
+        dcp.save({"w": noise(5 << 20)}, storage_writer=TierWriter(f"{root}/run", layout="dcp", **OPTIONS))
     assert isinstance(raised.value.failures[0][0], CapacityError), raised.value
 
 

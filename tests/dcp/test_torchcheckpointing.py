@@ -20,6 +20,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs
 import tierfs
 from tierfs.dcp.torchcheckpointing import TierStorageConfig
 from tierfs.errors import CapacityError, ConflictError, InvalidInputError
+from tierfs.store.sinks import SlabSink
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
 
@@ -86,12 +87,15 @@ def test_a_stream_that_is_broken_off_or_forgotten_leaves_what_was_there(root, st
     assert storage.read(root / "a") == b"before"
 
 
-def test_an_error_of_the_store_is_not_covered_by_torchs(root, tmp_path):
-    options = {"ack": "staged", "ram": "8MiB", "nvme": "0", "state_dir": str(tmp_path / "small")}
-    small = TierStorageConfig(options).create_storage()
-    with pytest.raises(CapacityError), small.get_write_stream(root / "a", None) as stream:
+def test_an_error_of_the_store_is_not_covered_by_torchs(root, monkeypatch):
+    def full(*_):
+        raise CapacityError("full")
+
+    storage = TierStorageConfig(OPTIONS | {"ack": "staged"}).create_storage()
+    monkeypatch.setattr(SlabSink, "write", full)
+    with pytest.raises(CapacityError), storage.get_write_stream(root / "a", None) as stream:
         torch.save(noise(5 << 20), stream)
-    assert not small.exists(root / "a")
+    assert not storage.exists(root / "a")
 
 
 def test_what_is_not_there_is_said_so(root, storage):

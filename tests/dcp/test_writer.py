@@ -796,6 +796,22 @@ def test_room_that_did_not_come_for_the_copy_is_not_waited_for_by_the_save(url, 
     assert same(loaded(url, saved), saved)
 
 
+@pytest.mark.parametrize("how", ["save", "async_save"])
+@pytest.mark.parametrize("nvme", ["0", "64MiB"])
+def test_a_ram_tier_that_is_too_small_for_a_chunk_is_passed_by(url, tmp_path, how, nvme, caplog):
+    options = {"ram": "4MiB", "nvme": nvme, "state_dir": str(tmp_path / "small"), "timeout": 20}
+    writer = TierWriter(url, **options)
+    saved = {"large": noise(5 << 20), "small": noise(20), "step": 7}
+    future = getattr(dcp, how)(copy.deepcopy(saved), storage_writer=writer)
+    if how == "async_save":
+        future.result()
+    found = empty_like(saved)
+    dcp.load(found, storage_reader=TierReader(url, **options))
+    assert same(found, saved)
+    assert "ram= (TIERFS_RAM) to 17.3 MiB at least" in caplog.text
+    writer.wait("object", timeout=30)
+
+
 def seen(state):
     """Some of it reshaped, or its bits as another dtype, of some a part alone, or both ways."""
     return state | {

@@ -65,6 +65,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest
 from tierfs.local import growth, newslab, rebuild, slab
 from tierfs.local import host as local_host
+from tierfs.local.ram import RamTier
 from tierfs.objects.protocol import Update
 from tierfs.store import (
     WriteMode,
@@ -138,6 +139,7 @@ def small_and_repeatable():
         patch.setattr(importlib.import_module("tierfs.store.load"), "PIECE_BYTES_MAX", CHUNK)
         patch.setattr(growth, "FIRST_DATA_BYTES", 16 * CHUNK)
         patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
+        patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers, "_shared", InlineTransfers())
         patch.setattr(buffers, "_shared", buffers.Buffers())
         patch.setattr(buffers, "POOLED_BYTES_MIN", 1)
@@ -911,7 +913,8 @@ def test_a_removal_does_not_outlive_what_was_to_be_there_instead(little):
     assert any(content is not None and len(content) == 4 * CHUNK for content in contents)
 
 
-def test_what_was_held_for_a_large_file_is_given_up_when_the_file_is_published(little):
+def test_what_was_held_for_a_large_file_is_given_up_when_the_file_is_published(little, monkeypatch):
+    monkeypatch.setattr(slab.Segment, "shed", lambda _: None)  # what the dead left is in the way
     little.stage(host=0, process=0, path="b", size=10)
     little.crash(host=0, process=0)
     little.stage(host=0, process=0, path="b", size=10)

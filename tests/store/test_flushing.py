@@ -1,6 +1,7 @@
 """What the flusher does with what is pending: in which order, how much at once, and when something keeps it from it."""
 
 import dataclasses
+import os
 import threading
 import time
 import uuid
@@ -21,6 +22,7 @@ from tierfs.flush.uploading import Uploader
 from tierfs.format import keys
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.nvmestate import NvmeState
+from tierfs.local.ram import RamTier
 from tierfs.objects import MemoryObjects
 from tierfs.store import (
     Writer,
@@ -131,6 +133,43 @@ def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
     wait(host.store, "a", Level.OBJECT, 60)
     assert load(host.plain(), "a") == data
     assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
+
+
+@pytest.mark.parametrize("nvme", [0, 64 * MIB])
+@pytest.mark.parametrize("level", [Level.STAGED, Level.LOCAL])
+def test_chunks_pass_a_ram_tier_by_that_cannot_hold_one_and_small_files_do_not(make_host, level, nvme):
+    host = make_host(ram=4 * MIB, nvme=nvme)
+    for path, data in (("a", content()), ("b", content(100_000))):
+        save_at(host.store, path, data, level)
+        assert load(host.store, path) == data
+    assert host.tiers.counters["ram_passed_by"] == 2
+    with host.held():
+        save(host.store, "small", b"few bytes")
+        assert load(host.store, "small") == b"few bytes"
+        assert host.tiers.drafts.pending("small") is not None
+    wait(host.store, "", Level.OBJECT, 30)
+    assert find(host.plain(), "")
+    assert status(host.store)["tiers"]["ram"]["waits"] == 0
+
+
+def test_the_least_ram_tier_for_chunks_holds_one(make_host):
+    host = make_host(ram=RamTier.chunks_budget_bytes, nvme=64 * MIB)
+    data = content()
+    save(host.store, "a", data)
+    assert not host.tiers.counters["ram_passed_by"]
+    assert load(host.store, "a") == data
+    wait(host.store, "", Level.OBJECT, 30)
+
+
+def test_who_only_reads_or_writes_small_files_gives_others_room_as_well(make_host):
+    """Whatever has taken a segment is looked after."""
+    host, other = make_host("host"), make_host("other")
+    save(host.store, "a", b"few bytes")
+    assert host.tiers.writer._housekeeping._process == os.getpid()
+    save_at(host.store, "b", content(MIB), Level.OBJECT)
+    assert load(other.store, "b")
+    assert other.tiers.ram.own_segments()
+    assert other.tiers.writer._housekeeping._process == os.getpid()
 
 
 def test_the_flusher_keeps_to_its_bandwidth(make_host):

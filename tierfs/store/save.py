@@ -32,6 +32,7 @@ from tierfs.store.records import nothing_at, observe, observe_to_replace, observ
 from tierfs.store.sinks import ObjectSink, SlabSink
 from tierfs.store.staging import follow, is_staged, seal
 from tierfs.store.store import Store
+from tierfs.units import format_bytes
 
 __all__ = ["WriteMode", "Writer", "learn_rows", "refuse_foreign", "save", "settle"]
 
@@ -244,12 +245,19 @@ class Writer:
         """Where chunks go from now on, with what was gathered so far at their start."""
         assert not self._done
         if self._sink is None:
-            tiers = self._store.tiers
+            tiers = self._store.tiers if self._staged else None
             cutter = Cutter(at_start=not self._kept)
+            if tiers is not None and not tiers.ram.holds_chunks:
+                tiers.counters.fall_back(
+                    "ram_passed_by",
+                    "a ram tier of %s cannot hold a whole chunk, so the chunks of files go straight to the object tier: raise "
+                    "ram= (TIERFS_RAM) to %s at least",
+                    format_bytes(tiers.ram.budget_bytes),
+                    format_bytes(tiers.ram.chunks_budget_bytes),
+                )
+                tiers = None
             self._sink = (
-                SlabSink(tiers, self._write_id, cutter)
-                if self._staged and tiers
-                else ObjectSink(self._store, self.path, cutter)
+                ObjectSink(self._store, self.path, cutter) if tiers is None else SlabSink(tiers, self._write_id, cutter)
             )
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
