@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import logging
-import mmap
 import os
 import sys
 import warnings
 from types import TracebackType
 from typing import Any
 
-from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import StoreError
 from tierfs.store import Writer
 
@@ -47,7 +44,6 @@ class WriteFile(io.BufferedIOBase):
         self._writer: Writer | None = writer  # None once it is clear what is published
         self._failure: BaseException | None = None
         self._memory_file: int | None = None
-        self._taken_bytes = 0  # of what was written to it
         self._process = os.getpid()
         self._error_at_open = sys.exc_info()[1]
         self._settled = False  # whether it is published, or whoever writes it knows that it is not
@@ -79,33 +75,35 @@ class WriteFile(io.BufferedIOBase):
             return view.nbytes
         if not self._is_ours():
             raise ValueError(f"{self.path} is being written by the process that this one was forked from")
-        self._take_over()
-        return self._append(view.cast("B"))
+        self._raise_failure()
+        view = view.cast("B")
+        try:
+            return self._writer.write(view)
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def tell(self) -> int:
         """Bytes of the file so far; for an appending handle, with what was there."""
         self._check_open()
-        self._take_over()
         return self._writer.length if self._writer is not None else 0
 
     def flush(self) -> None:
-        """Take over what was written to the descriptor. Bytes become visible, and durable, when the file is closed."""
+        """Nothing: bytes become visible, and durable, when the file is closed."""
         self._check_open()
-        self._take_over()
 
     def fileno(self) -> int:
-        """A descriptor for what writes by descriptor, as subprocesses do, and for ``os.fsync``, as DCP calls it.
+        """A descriptor on which ``os.fsync`` succeeds and does nothing, because ``close`` is what makes bytes durable.
 
-        What is written to it is memory until the handle is asked for something again, at the latest by ``close``: then it
-        is added at the end of the file. What was added cannot be changed any more by seeking back. ``os.fsync`` does
-        nothing, because ``close`` is what makes bytes durable; without a descriptor, DCP flushes every filesystem of the machine.
+        Code that flushes what it wrote, as DCP does, would otherwise flush every filesystem of the machine. The file
+        behind it is sealed: writing to the descriptor directly fails rather than losing bytes.
         """
         self._check_open()
-        self._take_over()
         if self._memory_file is None:
             self._memory_file = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            # It only grows, so what was taken over is known by its length.
-            fcntl.fcntl(self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            fcntl.fcntl(
+                self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+            )
         return self._memory_file
 
     def close(self) -> None:
@@ -130,13 +128,16 @@ class WriteFile(io.BufferedIOBase):
                     path=self.path,
                 ) from error
             return
-        self._complete()
+        if self._writer is not None and self._failure is not None:
+            self.discard()
+            self._raise_failure()
+        self._close_handle()
         if self.autocommit:
             self.commit()
 
     def commit(self) -> None:
         """Publish what was written. Raises as `close` does."""
-        self._complete()
+        self._close_handle()
         writer, self._writer = self._writer, None
         if writer is not None and self._is_ours():
             try:
@@ -208,50 +209,6 @@ class WriteFile(io.BufferedIOBase):
     def _check_open(self) -> None:
         if self.closed:
             raise ValueError(f"{self.path}: I/O operation on closed file")
-
-    def _append(self, view: memoryview) -> int:
-        self._raise_failure()
-        assert self._writer is not None
-        try:
-            return self._writer.write(view)
-        except BaseException as error:
-            self._failure = error
-            raise
-
-    def _take_over(self) -> None:
-        """Add what was written to the descriptor since, and give its memory back.
-
-        It is not cut off: whoever has the descriptor may be writing to it at this moment.
-        """
-        if self._memory_file is None or self._writer is None or not self._is_ours():
-            return
-        begin, end = self._taken_bytes, os.fstat(self._memory_file).st_size
-        try:
-            while self._taken_bytes < end:
-                piece = os.pread(self._memory_file, min(BLOCK_BYTES, end - self._taken_bytes), self._taken_bytes)
-                self._append(memoryview(piece))
-                self._taken_bytes += len(piece)
-        except BaseException as error:
-            self._failure = error  # an interrupt may have come after bytes were added and before they were counted
-            raise
-        pages = range(begin // mmap.PAGESIZE, end // mmap.PAGESIZE)  # the last one may be written on
-        # Where the kernel cannot, memory is given back by closing.
-        with contextlib.suppress(OSError):
-            if pages:
-                length, offset = len(pages) * mmap.PAGESIZE, pages.start * mmap.PAGESIZE
-                with mmap.mmap(self._memory_file, length, offset=offset) as memory:
-                    memory.madvise(mmap.MADV_REMOVE)
-
-    def _complete(self) -> None:
-        """Nothing more is written; where a write failed, nothing is published."""
-        try:
-            if self._writer is not None:
-                self._take_over()
-                self._raise_failure()
-        except BaseException:
-            self.discard()
-            raise
-        self._close_handle()
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, Exception):
