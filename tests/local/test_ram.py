@@ -1,8 +1,10 @@
 """The ram tier of a host: what is found, how it stays within its budget, and what happens when it is full."""
 
 import contextlib
+import itertools
 import logging
 import os
+import queue
 import random
 import signal
 import socket
@@ -1167,3 +1169,32 @@ def test_waiting_for_room_needs_none(tmp_path, small_shm):
     with waits.wanting(100 * MIB):
         assert list(sees.others_wanting().values()) == [100 * MIB]
     assert not sees.others_wanting()
+
+
+def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):
+    """At any moment all of it may be free, and taken by somebody else in the next."""
+    tier = open_tier(segment=8 * MIB)
+    sealed, errors, ends = queue.SimpleQueue(), [], time.monotonic() + 2
+
+    def flush():
+        while (slot := sealed.get()) is not None:
+            slot.segment.mark(slot, SlotState.CLEAN)
+
+    def write(thread):
+        for number in itertools.count():
+            if time.monotonic() > ends:
+                return
+            try:
+                sealed.put(put(tier, b"%d-%d" % (thread, number), timeout_s=60, length=2 * MIB))
+            except CapacityError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    flusher = threading.Thread(target=flush)
+    for thread in (flusher, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sealed.put(None)
+    flusher.join()
+    assert errors == []

@@ -31,7 +31,9 @@ def run(tmp_path, level, script):
     (tmp_path / "script.py").write_text(f"{BEGIN}\n{textwrap.dedent(script)}")
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "store"), level]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    # That something is not in the object tier yet may be said, where the machine is slow.
+    lines = [line for line in done.stderr.splitlines() if "files are not in" not in line]
+    assert (done.returncode, lines) == (0, [])
     return done.stdout
 
 
@@ -45,6 +47,40 @@ def late(tmp_path):
 def test_what_a_thread_saves_when_the_program_ends_is_saved(tmp_path, level):
     run(tmp_path, level, "threading.Thread(target=save).start()\nbegun.wait()")
     assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
+
+
+@pytest.mark.parametrize("method", ["spawn", "fork"])
+def test_what_a_thread_of_a_child_saves_when_that_ends_is_saved(tmp_path, method):
+    script = f"""
+    import multiprocessing
+
+    def work():
+        threading.Thread(target=save).start()
+        begun.wait()
+
+    if __name__ == "__main__":
+        child = multiprocessing.get_context({method!r}).Process(target=work)
+        child.start()
+        child.join()
+    """
+    run(tmp_path, "staged", script)
+    assert late(tmp_path) == b"begun" + bytes(range(251)) * 200_000
+
+
+def test_calls_of_the_filesystem_go_on_in_a_thread_when_the_program_ends(tmp_path):
+    script = """
+    def work():
+        begun.set()
+        time.sleep(0.5)
+        fs.pipe(root + "/a", content)
+        assert fs.cat(root + "/a") == content
+        fs.mv(root + "/a", root + "/late")
+
+    threading.Thread(target=work).start()
+    begun.wait()
+    """
+    run(tmp_path, "staged", script)
+    assert late(tmp_path) == bytes(range(251)) * 200_000
 
 
 @pytest.mark.parametrize("level", ["staged", "local", "object"])

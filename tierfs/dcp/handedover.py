@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -43,6 +43,9 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
     root: str = ""
     sequence: int = 0
 
+    def __deepcopy__(self, _memo: object) -> SavedMeta:
+        return replace(self)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _hear, (self.checkpoint_id, self.save_id, self.root, self.sequence)
 
@@ -50,9 +53,10 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 _thread = threading.local()
 
 
-def hand_over(writer: Hearer) -> None:
-    """Note that this thread pickles a writer: what comes back to it is for that one."""
+def hand_over(writer: Hearer) -> Any:
+    """Reduce a writer that goes to another process, and note that this thread sent it: what comes back to it is for that one."""
     _thread.writer = weakref.ref(writer)
+    return writer.__reduce_ex__(2)
 
 
 def keep_here() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -108,8 +109,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        ForkingPickler.register(cls, hand_over)
+
     def __getstate__(self) -> dict[str, Any]:
-        hand_over(self)
         return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -407,6 +411,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def _metadata_name(self) -> str:
         return metadata_file(None if self._save.use_collectives else self._rank_here())
+
+
+ForkingPickler.register(TierWriter, hand_over)
 
 
 def _part(item: WriteItem, data: Any) -> Part:

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from tierfs.store.transfers import Errand
+
 __all__ = ["run_in_thread"]
 
 _Out = TypeVar("_Out")
@@ -24,9 +26,17 @@ _executor: ThreadPoolExecutor | None = None
 
 
 async def run_in_thread(function: Callable[..., _Out], *args: Any, **kwargs: Any) -> _Out:
-    """Await ``function(*args, **kwargs)`` without blocking the event loop."""
-    call = functools.partial(function, *args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_threads(), call)
+    """Await ``function(*args, **kwargs)`` without blocking the event loop; at the interpreter's end, when threads take no more, do it here."""
+    errand = Errand(_call, functools.partial(function, *args, **kwargs))
+    try:
+        _threads().submit(errand.run)
+    except RuntimeError:
+        errand.run()
+    return await asyncio.wrap_future(errand.future)
+
+
+def _call(function: Callable[[], _Out]) -> _Out:
+    return function()
 
 
 def _threads() -> ThreadPoolExecutor:

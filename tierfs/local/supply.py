@@ -148,7 +148,8 @@ class Supply:
     def may_come(self, length: int) -> bool:
         """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up."""
         own = self.own
-        if any(segment.awaits() for segment in own):
+        # Of what no conflict keeps, something may be free at this moment, and another thread's in the next.
+        if any(one.awaits() or (not one.retired and one.data_bytes - one.sums().dirty >= length) for one in own):
             return True
         names = {str(segment.header.name) for segment in own}
         files = self._shares.files()
@@ -404,9 +405,10 @@ class Supply:
         return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max, known=known)
 
     def _plan_instead(self, length: int) -> Layout | None:
-        """A segment that takes the place of own ones which are too small for what is wanted, or of what is not dirty there."""
+        """A segment that takes the place of own ones which are too small for what is wanted, or of what no conflict keeps there."""
         for segment in self.own:
-            if segment.data_bytes < length:
+            # What is filled or flushed now is about to be free, and its memory is warm.
+            if segment.data_bytes < length and not segment.awaits():
                 self._give_back(segment)
         return self._plan(length)
 

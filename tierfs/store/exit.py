@@ -94,7 +94,7 @@ def _register_once() -> None:
     register = getattr(threading, "_register_atexit", atexit.register)
     # An interpreter that is ending takes no more: what is sealed is found by whoever opens the store next.
     with contextlib.suppress(RuntimeError):
-        # The newest is called first, and executors' threads end in one of these: the first one comes after that.
+        # The newest is called first, and executors' threads end in one of these: the first one of CPython's list comes after that.
         register(_put_away_child)
         calls = getattr(threading, "_threading_atexits", [])
         calls[:] = [*calls[-1:], *calls[:-1]]
@@ -111,9 +111,16 @@ def _wait_for_threads() -> None:
 
 
 def _put_away_child() -> None:
-    """A process that multiprocessing started ends without what is registered with `atexit`."""
+    """A process that multiprocessing started ends without what is registered with `atexit`.
+
+    Where a thread that the interpreter waits for is left, it may be in the midst of a save: then nothing is put away, as if the process
+    were killed when that is done.
+    """
     processes = sys.modules.get("multiprocessing.process")
-    if processes is not None and processes.parent_process() is not None:
+    if processes is None or processes.parent_process() is None:
+        return
+    known = (threading.current_thread(), threading.main_thread())
+    if all(thread.daemon or thread in known for thread in threading.enumerate()):
         _put_away_all()
 
 

@@ -130,6 +130,8 @@ class Presence:
         with self._lock:
             self._damaged.add(name)
             self._forget({name})
+            # Another object with the same bytes is not looked for before this one, which may have been removed.
+            self._known.pop(name.digest, None)
             while len(self._damaged) > KNOWN_MAX:
                 self._damaged.pop()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-__all__ = ["Transfers", "transfers"]
+__all__ = ["Errand", "Transfers", "transfers"]
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
@@ -19,14 +19,19 @@ _Out = TypeVar("_Out")
 WORKERS = 16
 
 
-class _Errand(Generic[_In, _Out]):
-    """A task that is done once, by whoever comes first: one that no thread could be started for stays in their queue."""
+class Errand(Generic[_In, _Out]):
+    """A task that is done once, by whoever comes first: one that no thread could be started for stays in their queue.
+
+    Attributes:
+        future: Its result.
+    """
 
     def __init__(self, task: Callable[[_In], _Out], argument: _In) -> None:
         self.future: Future[_Out] = Future()
         self._todo = [(task, argument)]
 
     def run(self) -> None:
+        """Do it, unless somebody did."""
         try:
             task, argument = self._todo.pop()
         except IndexError:
@@ -60,7 +65,7 @@ class Transfers:
 
     def submit(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
         """Start ``task(argument)`` on one of the threads; at the interpreter's end, when they take no more, do it here."""
-        errand = _Errand(task, argument)
+        errand = Errand(task, argument)
         with self._lock:
             if self._executor is None:
                 self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix="tierfs-transfer")
