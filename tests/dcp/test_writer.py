@@ -667,6 +667,15 @@ def test_a_checkpoint_is_not_replaced_against_the_users_will(url):
     assert same(loaded(url, state(1)), state(1))
 
 
+def test_a_writer_that_was_copied_hears_of_no_other_ones_save(url):
+    first, second = TierWriter(f"{url}/1", **OPTIONS), TierWriter(f"{url}/2", **OPTIONS)
+    metadata = [dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True) for writer in (first, second)]
+    for duplicate in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
+        duplicate(first)
+        assert duplicate(metadata[1]).storage_meta == metadata[1].storage_meta
+        assert (first.checkpoint_id, first._done[0]) == (f"{url}/1", f"{url}/1")
+
+
 @pytest.mark.parametrize("level", ["staged", "object"])
 def test_a_save_that_nobody_waits_for_is_finished_when_the_program_ends(url, level, tmp_path):
     script = f"""

@@ -1198,3 +1198,13 @@ def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):
     sealed.put(None)
     flusher.join()
     assert errors == []
+
+
+@pytest.mark.parametrize("state", [SlotState.FILLING, SlotState.SEALED])
+def test_what_is_about_to_be_free_keeps_its_warm_memory_when_there_is_no_room(open_tier, state):
+    tier = open_tier(budget=5 * MIB, segment=4 * MIB)
+    slot = tier.take(SlotKind.CHUNK, MIB, timeout_s=0) if state is SlotState.FILLING else put(tier, b"a", length=MIB)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, 4 * MIB - 64 * KIB, timeout_s=0)
+    assert not slot.segment.retired
+    assert slot.segment.memory_bytes == slot.segment.size

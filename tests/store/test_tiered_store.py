@@ -121,6 +121,23 @@ def test_what_the_object_tier_lost_is_stored_again_by_a_flusher_that_knew_it_to_
     assert [damage.path for damage in verify(host.plain()).damage] == (["run/b"] if how == "damaged" else [])
 
 
+def test_a_damaged_object_that_is_removed_late_is_stored_again_for_all_that_name_it(host):
+    data = content(2 * MIB)
+    for path in ("run/a", "run/b"):
+        save(host.store, path, data)
+        wait(host.store, path, Level.OBJECT, 20)
+    (row,) = stat(host.plain(), "run/b").manifest.rows
+    flip_bit(host.objects, chunk_key(row.name), 8 * MIB)
+    for is_removed in (False, True):
+        if is_removed:
+            host.objects.delete([chunk_key(row.name)])
+        assert verify(host.store).damage
+        save(host.store, "run/a", data)  # first beside the damaged one, then in its place
+        wait(host.store, "run/a", Level.OBJECT, 20)
+    assert load(host.plain(), "run/b") == data
+    assert verify(host.plain()).damage == []
+
+
 def test_a_staged_file_is_listed_at_once(host):
     with host.held():
         save(host.store, "run/sub/a", content(100))
