@@ -89,6 +89,7 @@ class RamTier:
         self.host = host
         self.store = store.replace("-", "")
         self.budget_bytes = budget_bytes
+        self._clock = clock
         self._length_max = largest(budget_bytes, segment_bytes_max)
         self._shares = Shares(host)
         self.loans = Loans(self._shares.directory)
@@ -158,6 +159,7 @@ class RamTier:
                 tier="ram",
             )
         wanted = self._neighbours.is_wanted()
+        started = self._clock.monotonic()
         found = self._supply.take(
             kind, runs, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted, spares_copies=spares_copies
         )
@@ -165,7 +167,7 @@ class RamTier:
         if len(taken) < len(runs):
             give_back(taken)
             missing = next(lengths for lengths, slots in zip(runs, found, strict=True) if slots is None)
-            raise self._full(sum(map(padded, missing)), timeout_s)
+            raise self._full(sum(map(padded, missing)), timeout_s, self._clock.monotonic() - started)
         return taken
 
     def grow_ahead(self) -> None:
@@ -309,10 +311,10 @@ class RamTier:
         taken = f"the segments of this host take {format_bytes(sizes.total())} of {format_bytes(self.budget_bytes)}"
         return f"{taken} ({stores})" if stores else taken
 
-    def _full(self, length: int, timeout_s: float | None) -> CapacityError:
+    def _full(self, length: int, timeout_s: float | None, waited_s: float) -> CapacityError:
         what = f"no room for {format_bytes(length)} in the ram tier"
         dirty = format_bytes(self.usage().dirty_bytes)
-        if timeout_s is not None and (not timeout_s or self._supply.may_come(length)):
+        if timeout_s is not None and waited_s >= timeout_s:
             text = (
                 f"{what} within {timeout_s:g} s: {self.holders()}, and of this store {dirty} are dirty, waiting for the flusher; "
                 "raise ram= (TIERFS_RAM), or wait longer"

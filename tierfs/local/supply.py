@@ -145,19 +145,6 @@ class Supply:
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
             self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
 
-    def may_come(self, length: int) -> bool:
-        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up."""
-        own = self.own
-        # Of what no conflict keeps, something may be free at this moment, and another thread's in the next.
-        if any(one.awaits() or (not one.retired and one.data_bytes - one.sums().dirty >= length) for one in own):
-            return True
-        names = {str(segment.header.name) for segment in own}
-        files = self._shares.files()
-        if any(str(file.name._replace(suffix="slab")) not in names for file in files):
-            return True
-        # Nothing is in the way but the budget, and what else the machine's memory is used for.
-        return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
-
     def trim(self, target_bytes: int) -> int:
         """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.
 
@@ -296,7 +283,7 @@ class Supply:
                 while timeout_s is None or waited_s < timeout_s:
                     self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                     delay_s = min(2 * delay_s, POLL_S_MAX)
-                    is_last = not self.may_come(sum(map(padded, lengths)))
+                    is_last = not self._may_come(sum(map(padded, lengths)))
                     slots = self._make_room(kind, lengths)
                     self._asked_s = self._clock.monotonic()
                     waited_s = self._asked_s - started
@@ -307,11 +294,24 @@ class Supply:
                 self.waited_s += waited_s
         return None
 
+    def _may_come(self, length: int) -> bool:
+        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up."""
+        own = self.own
+        # Of what no conflict keeps, something may be free at this moment, and another thread's in the next.
+        if any(one.awaits() or (not one.retired and one.data_bytes - one.sums().dirty >= length) for one in own):
+            return True
+        names = {str(segment.header.name) for segment in own}
+        files = self._shares.files()
+        if any(str(file.name._replace(suffix="slab")) not in names for file in files):
+            return True
+        # Nothing is in the way but the budget, and what else the machine's memory is used for.
+        return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
+
     def _is_idle(self) -> bool:
         return self._clock.monotonic() - self._asked_s > IDLE_S
 
     def _evict_to_watermark(self) -> None:
-        own = self.own
+        own = [segment for segment in self.own if not segment.retired]  # into the others nothing is put any more
         total = sum(segment.data_bytes for segment in own)
         used = sum(sum(segment.sums()) for segment in own)
         if used > HIGH_WATERMARK * total:
