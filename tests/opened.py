@@ -1,4 +1,7 @@
-"""What this process has open, to compare: ``descriptors() <= before`` fails over what came, not over what other tests left and went meanwhile."""
+"""What this process has open, to compare: ``descriptors() <= before`` fails over what came.
+
+What other tests left, and what went meanwhile, does not matter.
+"""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ FACES = {"fs", "dcp", "mount", "cli"}
 ALLOWED = {
     "errors": set(),
     "digest": {"errors"},
-    "buffers": {"errors", "digest"},
-    "processors": set(),
+    "buffers": {"errors", "digest", "forks"},
+    "processors": {"forks"},
     "clock": {"errors"},
     "units": {"errors"},
     "forks": set(),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 import threading
 from collections.abc import Iterator
 
 from tierfs.digest import CHUNK_BYTES
+from tierfs.forks import PerProcess
 
 __all__ = ["KEPT_MAX", "Buffers", "buffers"]
 
@@ -68,17 +68,5 @@ class Buffers:
             self.give(buffer)
 
 
-_shared = Buffers()
-
-
-def buffers() -> Buffers:
-    """This process's `Buffers`."""
-    return _shared
-
-
-def _renew() -> None:
-    global _shared  # noqa: PLW0603 - in a forked child a thread that it does not have may hold the lock
-    _shared = Buffers()
-
-
-os.register_at_fork(after_in_child=_renew)
+buffers = PerProcess(Buffers)
+"""This process's `Buffers`."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
-from typing import Protocol
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["leave_to_parent", "renew_in_children"]
+__all__ = ["PerProcess", "leave_to_parent", "renew_in_children"]
+
+_Made = TypeVar("_Made")
 
 
 class Renewable(Protocol):
@@ -31,6 +34,29 @@ def leave_to_parent(inherited: object) -> None:
     Its destructors would tell the kernel to forget the parent's connections: an epoll descriptor is shared with it.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
+
+
+class PerProcess(Generic[_Made]):
+    """What each process has one of; a forked child's is a new one.
+
+    Args:
+        make: Makes it.
+
+    Attributes:
+        shared: This process's; a call gives it, too.
+    """
+
+    def __init__(self, make: Callable[[], _Made]) -> None:
+        self._make = make
+        self.shared = make()
+        renew_in_children(self)
+
+    def __call__(self) -> _Made:
+        """This process's."""
+        return self.shared
+
+    def _renew(self) -> None:
+        self.shared = self._make()
 
 
 def _renew_all() -> None:

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
+from tierfs.forks import PerProcess
+
 __all__ = ["Processors", "processors"]
 
 _In = TypeVar("_In")
@@ -159,17 +161,5 @@ class _Job(Generic[_In]):
             self._errors.clear()  # they refer to the job, and to the caller's memory, which would live on until garbage is collected
 
 
-_shared = Processors()
-
-
-def processors() -> Processors:
-    """This process's `Processors`."""
-    return _shared
-
-
-def _renew() -> None:
-    global _shared  # noqa: PLW0603 - a forked child has none of the parent's threads, and maybe a held lock
-    _shared = Processors()
-
-
-os.register_at_fork(after_in_child=_renew)
+processors = PerProcess(Processors)
+"""This process's `Processors`."""

@@ -1,4 +1,6 @@
-"""What `dcp.py` measures, each in a process of its own: saves and loads of a state, a first save, descriptors and memory, and replicas on four ranks.
+"""What `dcp.py` measures, each in a process of its own.
+
+Saves and loads of a state, a first save, descriptors and memory, and replicas on four ranks::
 
     python dcp_worker.py state DIRECTORY BYTES NAME ROUNDS TRAINING
     python dcp_worker.py first DIRECTORY BYTES

@@ -224,7 +224,7 @@ def test_what_lies_in_order_in_memory_is_read_there_without_a_buffer(made, check
 
 
 def test_one_thread_for_transfers_is_enough(made, checkpoint, monkeypatch):
-    monkeypatch.setattr("tierfs.store.transfers._shared", Transfers(workers=1))
+    monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
     tensor = torch.randn(15000, 1000)
     made.tensor("w", tensor, dict(zip(FILES, [[box] for box in grid(tensor.shape, 3, 1)], strict=False)))
     made.save()

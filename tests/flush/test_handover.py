@@ -276,7 +276,7 @@ class Pending:
         self.state = FlushState(self.own.ram, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)
         self.state.publisher = self
-        self.uploader = Uploader(self.state, uploads=1, bandwidth=0)
+        self.uploader = Uploader(self.state, bandwidth=0)
         self.while_asked = lambda: None
 
     def hand_over(self):

@@ -140,8 +140,8 @@ def small_and_repeatable():
         patch.setattr(growth, "FIRST_DATA_BYTES", 16 * CHUNK)
         patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
-        patch.setattr(transfers, "_shared", InlineTransfers())
-        patch.setattr(buffers, "_shared", buffers.Buffers())
+        patch.setattr(transfers.transfers, "shared", InlineTransfers())
+        patch.setattr(buffers.buffers, "shared", buffers.Buffers())
         patch.setattr(buffers, "POOLED_BYTES_MIN", 1)
         logger = logging.getLogger("tierfs")
         level = logger.level

@@ -4,6 +4,7 @@ import hashlib
 import os
 
 from tierfs.clock import ManualClock
+from tierfs.local.arena import no_faults
 from tierfs.local.nvme import NvmeReader, NvmeTier
 
 CHUNK = 150_000
@@ -42,7 +43,7 @@ def meta_of(data):
     return hashlib.sha256(data).digest()
 
 
-def open_tier(directory, *, budget=BUDGET, faults=None, clock=None):
+def open_tier(directory, *, budget=BUDGET, faults=no_faults, clock=None):
     return NvmeTier(directory, budget_bytes=budget, clock=clock or ManualClock(), faults=faults)
 
 

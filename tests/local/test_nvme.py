@@ -131,7 +131,7 @@ def test_a_draft_that_needs_what_is_not_here_is_refused_unless_it_is_elsewhere(t
 def test_a_chunk_is_dirty_for_as_long_as_a_draft_or_a_holder_needs_it(tier):
     (name,) = write(tier, 1)
     first, second = tier.commit(drafts=[draft("a", [name]), draft("b", [name])], holds={"open:me:1": [name]})
-    for drop in (lambda: tier.publish(first), lambda: tier.discard(second), lambda: tier.drop_hold("open:me:1")):
+    for drop in (lambda: tier.publish(first), lambda: tier.publish(second), lambda: tier.drop_hold("open:me:1")):
         assert tier.evict([name]) == 0
         assert tier.usage().clean_bytes == 0
         drop()

@@ -139,11 +139,11 @@ def test_segments_that_come_and_go_are_noticed(tier, open_tier):
     put(tier, b"a")
     time.sleep(0.06)
     assert tier.find(b"a") is not None
-    other = open_tier()
     for turn in range(20):
+        other = open_tier()
         put(other, b"b", b"%d" % turn, clean=True)
         assert content(tier.find(b"b")) == b"%d" % turn
-        other.trim(0)
+        other.close()
         assert tier.find(b"b") is None
 
 
@@ -873,24 +873,6 @@ def test_a_closed_tier_says_so(open_tier):
         first.take(SlotKind.CHUNK, 1, timeout_s=0)
 
 
-def test_trimming_drops_what_is_clean_and_long_unused(open_tier, host):
-    tier = open_tier(budget=6 * MIB)
-    slots = fill(tier, clean=True)
-    dirty = put(tier, b"dirty")
-    for slot in slots:
-        slot.segment.touch(slot, 5 if slot.segment is tier.own_segments()[1] else 9)
-    before = tier.usage().host_bytes
-    first_to_go = tier.own_segments()[1]
-    if first_to_go is not dirty.segment:
-        assert tier.trim(before - 1) == first_to_go.size
-        assert first_to_go not in tier.own_segments()
-    assert tier.trim(0) > 0
-    assert tier.own_segments() == [dirty.segment]
-    assert content(tier.find(b"dirty")) == b"data"
-    assert tier.usage().host_bytes == dirty.segment.size
-    assert suffixes(host) == [".slab"]
-
-
 # -- growing ahead -----------------------------------------------------------------------------------------------------
 
 
@@ -1069,7 +1051,6 @@ def test_a_tier_that_was_closed_leaves_no_descriptor_and_no_mapping(host, open_t
     second = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
     slots = fill(first, clean=True)
     assert second.find(b"fill-0")
-    first.trim(2 * MIB)
     put(second, b"a", clean=True)
     first.close()
     second.close()

@@ -269,7 +269,7 @@ def chunk_requests(measured, action):
 
 @pytest.fixture
 def one_at_a_time(monkeypatch):
-    monkeypatch.setattr("tierfs.store.transfers._shared", Transfers(workers=1))
+    monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
 
 
 def chunks(number, kind):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from tierfs.cli._checkpoint_places import Source, source_of
+from tierfs.cli._checkpoint_places import open_at, source_of
 from tierfs.cli._output import align, print_json, printable
+from tierfs.cli._places import StorePlace
 from tierfs.cli._progress import Progress
 from tierfs.dcp.catalog import candidates
 from tierfs.dcp.checkpoint import Checkpoint
@@ -37,13 +38,13 @@ def verify(arguments: argparse.Namespace) -> int:
     return CorruptionError.exit_code if report.damage else 0
 
 
-def _parts(source: Source, rank: int | None) -> list[Checkpoint]:
+def _parts(source: StorePlace, rank: int | None) -> list[Checkpoint]:
     """All that is to be verified: also where ranks saved on their own, if none is named."""
     if rank is None:
         for candidate in candidates(source.store, source.path):
             if candidate.directory == source.path and candidate.ranks:
-                return [source.open(rank) for rank in candidate.ranks]
-    return [source.open(rank)]
+                return [open_at(source, rank) for rank in candidate.ranks]
+    return [open_at(source, rank)]
 
 
 def _print_report(report: CheckpointReport, url: str) -> None:
@@ -64,7 +65,7 @@ def _print_report(report: CheckpointReport, url: str) -> None:
 def diff(arguments: argparse.Namespace) -> int:
     """Compare, and return 1 if they differ."""
     sources = source_of(arguments.url), source_of(arguments.other)
-    a, b = (source.open(arguments.rank) for source in sources)
+    a, b = (open_at(source, arguments.rank) for source in sources)
     with Progress("diff", total_bytes=a.length, wanted=arguments.progress) as progress:
         found = compare(a, b, progress=progress.advance)
     if arguments.json:
@@ -74,7 +75,7 @@ def diff(arguments: argparse.Namespace) -> int:
     return 0 if found.is_none else DIFFERENT
 
 
-def _document(found: CheckpointDifference, a: Source, b: Source) -> dict[str, object]:
+def _document(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> dict[str, object]:
     return {
         "a": a.url,
         "b": b.url,
@@ -91,7 +92,7 @@ def _document(found: CheckpointDifference, a: Source, b: Source) -> dict[str, ob
     }
 
 
-def _print_difference(found: CheckpointDifference, a: Source, b: Source) -> None:
+def _print_difference(found: CheckpointDifference, a: StorePlace, b: StorePlace) -> None:
     for fqn in found.only_a:
         print(f"only in A  {printable(fqn)}")
     for fqn in found.only_b:

@@ -7,6 +7,7 @@ import math
 
 from tierfs.cli._output import print_json
 from tierfs.cli._places import store_place
+from tierfs.dcp.address import inside
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.store import stat
@@ -22,7 +23,7 @@ def commit(arguments: argparse.Namespace) -> int:
         raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
     place = store_place(arguments.url)
     Commits(place.store).wait(place.path, timeout_s)
-    root = f"{place.path}/{ROOT}" if place.path else ROOT
+    root = inside(place.path, ROOT)
     try:
         manifest = stat(place.store, root).manifest
     except NotFoundError as error:

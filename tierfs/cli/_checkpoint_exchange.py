@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO, cast
 
-from tierfs.cli._checkpoint_places import source_of
+from tierfs.cli._checkpoint_places import open_at, source_of
 from tierfs.cli._local import default_mode, replacing
 from tierfs.cli._output import print_json
 from tierfs.cli._places import LocalPlace, StorePlace, any_place, store_place
@@ -22,8 +21,9 @@ from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.exporting import safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.dcp.importing import import_checkpoint, import_file
 from tierfs.dcp.metadatafile import Place
-from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError
-from tierfs.store import Store, Writer, kind_of, load, stat
+from tierfs.dcp.streams import SaveStream
+from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.store import Writer, kind_of, load
 from tierfs.store.commit import ROOT
 from tierfs.units import format_bytes
 
@@ -37,7 +37,7 @@ def export(arguments: argparse.Namespace) -> int:
     """Write a checkpoint in another format."""
     format_ = arguments.format or _BY_ENDING.get(os.path.splitext(arguments.other)[1].lower(), "dcp")
     source = source_of(arguments.url)
-    checkpoint = source.open(arguments.rank)
+    checkpoint = open_at(source, arguments.rank)
     target = any_place(arguments.other, write=True)
     _refuse_taken(target, format_, force=arguments.force)
     with Progress("export", total_bytes=checkpoint.length, wanted=arguments.progress) as progress:
@@ -68,11 +68,11 @@ def import_(arguments: argparse.Namespace) -> int:
             import_file(arguments.url, place.url, where=arguments.url, overwrite=arguments.force)
         else:
             source = source_of(arguments.url)
-            if _is_file(source.store, source.path):
+            if kind_of(source.store, source.path) == "file":
                 content = load(source.store, source.path)
                 import_file(content, place.url, where=source.url, overwrite=arguments.force)
             else:
-                found = source.open(arguments.rank)
+                found = open_at(source, arguments.rank)
                 progress.expect(found.length)
                 import_checkpoint(found, place.url, overwrite=arguments.force, progress=progress.advance)
     made = open_checkpoint(place.store, place.path)
@@ -94,13 +94,6 @@ def _report(
     else:
         goal = named.get("target", named["url"])
         print(f"{done} {tensors} tensors and {objects} objects, {format_bytes(length)}, to {goal}")
-
-
-def _is_file(store: Store, path: str) -> bool:
-    try:
-        return not stat(store, path).is_directory
-    except NotFoundError:
-        return False  # which who looks for a checkpoint there says better
 
 
 # -- where an export goes ----------------------------------------------------------------------------------------------
@@ -149,27 +142,8 @@ def _stream_to(target: LocalPlace | StorePlace) -> Iterator[BinaryIO]:
             yield file
         return
     target.target()  # refuses the root
-    writer = Writer(target.store, target.path)
-    try:
-        yield cast("BinaryIO", _WriterStream(writer))
-    except BaseException:
-        writer.abort()
-        raise
-    writer.commit()
-
-
-class _WriterStream(io.RawIOBase):
-    """A file of a store as a stream that can be written."""
-
-    def __init__(self, writer: Writer) -> None:
-        super().__init__()
-        self._writer = writer
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        return self._writer.write(memoryview(data))  # type: ignore[arg-type]
+    with SaveStream(Writer(target.store, target.path)) as stream:
+        yield cast("BinaryIO", stream)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import cast
 
-from tierfs.cli._checkpoint_places import Source, source_of
+from tierfs.cli._checkpoint_places import open_at, source_of
 from tierfs.cli._output import align, format_time, print_json, printable
 from tierfs.cli._parallel import run_in_parallel
 from tierfs.cli._places import StorePlace, requests_of, store_place
@@ -109,7 +109,7 @@ def _or_dash(value: object) -> str:
 def show(arguments: argparse.Namespace) -> int:
     """Show what is in a checkpoint."""
     source = source_of(arguments.url)
-    checkpoint = source.open(arguments.rank)
+    checkpoint = open_at(source, arguments.rank)
     names = _matching(checkpoint.tensors, arguments.other)
     objects = _matching(checkpoint.objects, arguments.other)
     where = Placement(checkpoint)
@@ -162,7 +162,7 @@ def _matching(names: Iterable[str], pattern: str | None) -> list[str]:
     return [name for name in names if pattern is None or fnmatch.fnmatchcase(name, pattern)]
 
 
-def _summary(source: Source, checkpoint: Checkpoint) -> dict[str, object]:
+def _summary(source: StorePlace, checkpoint: Checkpoint) -> dict[str, object]:
     note = checkpoint.note
     return {
         "url": source.url,
@@ -176,7 +176,7 @@ def _summary(source: Source, checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def _shown(source: Source, checkpoint: Checkpoint) -> list[tuple[str, object]]:
+def _shown(source: StorePlace, checkpoint: Checkpoint) -> list[tuple[str, object]]:
     summary = _summary(source, checkpoint)
     return [
         ("url", summary["url"]),

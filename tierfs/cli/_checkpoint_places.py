@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from tierfs.cli._places import find_store, store_place
+from tierfs.cli._places import StorePlace, find_store, store_place
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.plainstore import plain_store
-from tierfs.store import Store, parse_url
+from tierfs.store import parse_url
 
-__all__ = ["Source", "source_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A path to read from.
-
-    Attributes:
-        url: How to name it.
-        store: That holds it, or what stands for one.
-        path: There.
-    """
-
-    url: str
-    store: Store
-    path: str
-
-    def open(self, rank: int | None) -> Checkpoint:
-        """The checkpoint there. Raises as `open_checkpoint` does."""
-        return open_checkpoint(self.store, self.path, rank=rank)
+__all__ = ["open_at", "source_of"]
 
 
-def source_of(text: str) -> Source:
+def open_at(place: StorePlace, rank: int | None) -> Checkpoint:
+    """The checkpoint there. Raises as `open_checkpoint` does."""
+    return open_checkpoint(place.store, place.path, rank=rank)
+
+
+def source_of(text: str) -> StorePlace:
     """What an argument names, also outside of any store where it does not begin with ``tierfs``.
 
     Raises:
@@ -41,6 +25,6 @@ def source_of(text: str) -> Source:
     """
     place = store_place(text) if text.startswith("tierfs:") else find_store(text)
     if place is not None:
-        return Source(place.url, place.store, place.path)
+        return place
     location = parse_url(text)
-    return Source(location.url, *plain_store(location))
+    return StorePlace(location.url, *plain_store(location))

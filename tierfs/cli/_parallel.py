@@ -21,15 +21,12 @@ class Stopped(Exception):  # noqa: N818 - not an error
     """Raised inside a task that is to end early, because another one failed or the user interrupted."""
 
 
-def run_in_parallel(
-    task: Callable[[_Item, threading.Event], object], items: Iterable[_Item], *, workers: int = FILES_AT_ONCE
-) -> None:
-    """Call ``task(item, stop)`` for every item.
+def run_in_parallel(task: Callable[[_Item, threading.Event], object], items: Iterable[_Item]) -> None:
+    """Call ``task(item, stop)`` for every item, `FILES_AT_ONCE` at a time.
 
     Args:
         task: Raises `Stopped` at a good place once ``stop`` is set.
         items: What to do.
-        workers: How many at a time.
 
     Raises:
         BaseException: The first error of a task, after every one that had begun has ended.
@@ -59,8 +56,8 @@ def run_in_parallel(
                 errors.append(error)
                 stop.set()
 
-    with ThreadPoolExecutor(min(workers, len(todo)), thread_name_prefix="tierfs-file") as pool:
-        futures = [pool.submit(work) for _ in range(min(workers, len(todo)))]
+    with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="tierfs-file") as pool:
+        futures = [pool.submit(work) for _ in range(min(FILES_AT_ONCE, len(todo)))]
         try:
             for future in futures:
                 future.result()

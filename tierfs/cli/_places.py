@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from tierfs.cli import _local
 from tierfs.cli._transfer import LocalSource, LocalTarget, Source, StoredSource, StoredTarget, Target
@@ -16,6 +16,7 @@ from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.store import Entry, Store, find, make_directory, open_store, parse_url, stat
 from tierfs.store.asked import asked
+from tierfs.store.kind import Kind
 from tierfs.store.url import asks_to_create
 
 __all__ = [
@@ -30,8 +31,6 @@ __all__ = [
     "requests_of",
     "store_place",
 ]
-
-Kind: TypeAlias = Literal["file", "directory"]
 
 _IN_STORE = ("tierfs::", "tierfs://")
 _URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)

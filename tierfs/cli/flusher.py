@@ -10,11 +10,11 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tierfs import __version__
 from tierfs.cli._failures import describe
@@ -24,11 +24,9 @@ from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, 
 from tierfs.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
-    from tierfs.flush.draft import Draft
     from tierfs.flush.engine import FlushEngine
-    from tierfs.flush.publisher import Hint, Publisher, ReadRow
+    from tierfs.flush.publisher import Publisher
     from tierfs.flush.service import Service
-    from tierfs.format.manifest import Row
     from tierfs.store import Location, Store
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
@@ -44,7 +42,6 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
-PIECE_BYTES = 16 << 20
 _ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "codecs", "linger", "log_format")
 _logger = logging.getLogger("tierfs.flush")
 
@@ -195,7 +192,10 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
     engine = build_engine(
-        host, uuid, budgets, lambda options: _LatePublisher(lambda: _open_as_told(url, uuid, options, codecs))
+        host,
+        uuid,
+        budgets,
+        lambda options: cast("Publisher", _LatePublisher(lambda: _open_as_told(url, uuid, options, codecs))),
     )
     return engine, host.store_directory(uuid)
 
@@ -215,31 +215,11 @@ class _LatePublisher:
         self._lock = threading.Lock()
         self._loaded: Publisher | None = None
 
-    def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
-        return self._load().plan(draft, read)
-
-    def put_chunk(
-        self,
-        raw: memoryview,
-        hint: Hint,
-        rows: Sequence[Row | None],
-        *,
-        read: ReadRow,
-        pace: Callable[[int], None],
-    ) -> Row:
-        return self._load().put_chunk(raw, hint, rows, read=read, pace=pace)
-
-    def find_chunk(self, row: Row) -> Row:
-        return self._load().find_chunk(row)
-
-    def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
-        self._load().publish(draft, rows, read=read)
-
-    def distrust(self, key: str) -> None:
-        self._load().distrust(key)
-
     def asked(self) -> dict[str, Any]:
         return {} if self._loaded is None else self._loaded.asked()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._load(), name)
 
     def _load(self) -> Publisher:
         with self._lock:
@@ -306,15 +286,13 @@ def _stop(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from tierfs.store import open_conflict, open_store  # noqa: PLC0415 - only what a command needs
+    from tierfs.cli._transfer import read_pieces  # noqa: PLC0415 - only what a command needs
+    from tierfs.store import open_conflict, open_store  # noqa: PLC0415
 
     store, path = open_store(_location(arguments))
     reader = open_conflict(store, path)
     with open(arguments.file, "xb") as file:
-        for offset in range(0, reader.length, PIECE_BYTES):
-            piece = memoryview(bytearray(min(PIECE_BYTES, reader.length - offset)))
-            reader.read_into(offset, piece)
-            file.write(piece)
+        file.writelines(read_pieces(reader, 0, reader.length))
     if arguments.json:
         print_json({"bytes": reader.length})
     else:

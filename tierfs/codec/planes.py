@@ -73,7 +73,7 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
 
 
 def encode_elements(raw: memoryview, elements: Elements, turn: int, out: memoryview) -> int | None:
-    """Write a block whose elements became ``elements``, each rotated left by ``turn`` bits; return its length, ``None`` where it does not pay."""
+    """Write a block of ``elements``, each rotated left by ``turn`` bits; return its length, ``None`` where it does not pay."""
     width, limit = elements.itemsize, limit_for(raw, elements.itemsize)
     if limit < _HEAD.size:
         return None

@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.items import ItemReader, Saved
+from tierfs.dcp.items import Saved
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.stock import StockPlace
-from tierfs.dcp.stockdata import locate, read_archives
+from tierfs.dcp.stockdata import read_items
 from tierfs.errors import CorruptionError
 
 __all__ = ["BATCH_BYTES", "Box", "BoxReader", "boxes_of", "in_batches"]
@@ -113,14 +113,7 @@ class BoxReader:
         for box in boxes:
             wanted += self._wanted(box)
             planner.add(box)
-        stock = [pair for pair in wanted if isinstance(pair[1].place, StockPlace)]
-        bare = [pair for pair in wanted if not isinstance(pair[1].place, StockPlace)]
-        if stock:
-            located, archived = locate(self._files, stock)
-            bare += located
-            read_archives(self._files, archived, planner)
-        bare.sort(key=lambda pair: (pair[1].place.file, pair[1].place.at))
-        ItemReader(self._files, planner).read(bare)
+        read_items(self._files, wanted, planner)
         return [planner.targets[box.fqn, box.offsets] for box in boxes]
 
     def object(self, fqn: str) -> bytes:

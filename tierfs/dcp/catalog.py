@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from tierfs.dcp.address import inside
-from tierfs.dcp.checkpoint import Checkpoint, open_announced, open_checkpoint, rank_of
-from tierfs.dcp.reader import metadata_file
+from tierfs.dcp.checkpoint import Checkpoint, metadata_file, open_announced, open_checkpoint, rank_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.store import Store, find, stat

@@ -12,14 +12,14 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from tierfs.dcp.address import inside
 from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
-from tierfs.dcp.reader import METADATA_BYTES_MAX, metadata_file
 from tierfs.dcp.stock import decode_pickle
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.store import Store, list_directory, open_entry, stat
-from tierfs.store.commit import PENDING
+from tierfs.store.commit import PENDING, ROOT
 
-__all__ = ["Checkpoint", "Shard", "open_announced", "open_checkpoint", "rank_of"]
+__all__ = ["Checkpoint", "Shard", "metadata_file", "open_announced", "open_checkpoint", "rank_of", "read_checkpoint"]
 
+METADATA_BYTES_MAX = 1 << 30
 _PICKLE = b"\x80"
 _RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
 
@@ -158,6 +158,11 @@ class Checkpoint:
         return place
 
 
+def metadata_file(rank: int | None = None) -> str:
+    """Name of the file that says what is in a checkpoint; of one rank's alone where no collectives were used."""
+    return ROOT if rank is None else f"__{rank}{ROOT}"
+
+
 def rank_of(name: str) -> int | None:
     """The rank whose own metadata a file of this name is; ``None`` for any other name."""
     match = _RANK_FILE.fullmatch(name)
@@ -181,7 +186,7 @@ def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) ->
     """
     path = inside(directory, metadata_file(rank))
     try:
-        return _read(store, path, directory, rank)
+        return read_checkpoint(store, path, directory, rank)
     except NotFoundError as error:
         raise _missing(store, directory, rank) from error
 
@@ -197,10 +202,11 @@ def open_announced(store: Store, path: str) -> Checkpoint:
         NotFoundError: It is not there any more: it was published, or superseded.
         CorruptionError, FormatError, InvalidInputError, TierfsError: As for `open_checkpoint`.
     """
-    return _read(store, path, path.rpartition(f"{PENDING}/")[0].rstrip("/"), None)
+    return read_checkpoint(store, path, path.rpartition(f"{PENDING}/")[0].rstrip("/"), None)
 
 
-def _read(store: Store, path: str, directory: str, rank: int | None) -> Checkpoint:
+def read_checkpoint(store: Store, path: str, directory: str, rank: int | None) -> Checkpoint:
+    """The same from a file of any name. Raises as `open_checkpoint` does."""
     where = store.where(path)
     entry = stat(store, path)
     reader = open_entry(store, entry)

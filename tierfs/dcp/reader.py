@@ -13,33 +13,25 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from tierfs.dcp.address import Address, full_url, inside
-from tierfs.dcp.items import ItemReader, Saved
-from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
+from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
+from tierfs.dcp.items import Saved
+from tierfs.dcp.metadatafile import CheckpointNote, Place
 from tierfs.dcp.shards import ShardFiles
-from tierfs.dcp.stock import StockPlace, decode_pickle
-from tierfs.dcp.stockdata import locate, read_archives
+from tierfs.dcp.stockdata import read_items
 from tierfs.errors import (
     ConflictError,
     CorruptionError,
-    FormatError,
     InvalidInputError,
     NotFoundError,
     TierfsError,
 )
-from tierfs.store import Store, open_entry, parse_url, stat
+from tierfs.store import Store, parse_url
 from tierfs.store.away import ask_briefly
 from tierfs.store.commit import ROOT, Commits, Waiting
 
-__all__ = ["METADATA_BYTES_MAX", "TierReader", "metadata_file"]
+__all__ = ["TierReader"]
 
-METADATA_BYTES_MAX = 1 << 30
-_PICKLE = b"\x80"
 _logger = logging.getLogger("tierfs.dcp")
-
-
-def metadata_file(rank: int | None = None) -> str:
-    """Name of the file that says what is in a checkpoint; of one rank's alone where no collectives were used."""
-    return ROOT if rank is None else f"__{rank}{ROOT}"
 
 
 class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are untyped here
@@ -111,7 +103,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         where = store.where(path)
         waiting = self._commit(store, directory) if name == ROOT else []
         try:
-            reader = open_entry(store, stat(store, path))
+            found = read_checkpoint(store, path, directory, kwargs.get("rank"))
         except NotFoundError as error:
             why = "; ".join(map(str, waiting)) or "a save that has not come to its end has none"
             raise NotFoundError(
@@ -120,18 +112,9 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             ) from error
         for save in waiting:
             _logger.warning("%s: a later save is not complete, and not loaded: %s", self.checkpoint_id, save)
-        if reader.length > METADATA_BYTES_MAX:
-            raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
-        data = bytearray(reader.length)
-        reader.read_into(0, memoryview(data))
-        note = None
-        if data.startswith(_PICKLE):
-            metadata = decode_pickle(bytes(data), where)
-        else:
-            metadata, note = decode(bytes(data), where)
-        self._note = note
+        self._note = note = found.note
         self._shared = note.save_id if note is not None and name == ROOT else None
-        return metadata
+        return found.metadata
 
     def _commit(self, store: Store, directory: str) -> list[Waiting]:
         """See that a save whose last file has arrived is the checkpoint, and say which have to wait."""
@@ -179,13 +162,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         files = ShardFiles(store, directory, lengths)
         wanted = self._wanted(plan)
         files.open(saved.place.file for _, saved in wanted)
-        bare = [pair for pair in wanted if not isinstance(pair[1].place, StockPlace)]
-        if len(bare) < len(wanted):
-            located, archived = locate(files, [pair for pair in wanted if isinstance(pair[1].place, StockPlace)])
-            bare += located
-            read_archives(files, archived, planner)
-        bare.sort(key=lambda pair: (pair[1].place.file, pair[1].place.at))
-        ItemReader(files, planner).read(bare)
+        read_items(files, wanted, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -1,8 +1,8 @@
 """The shard file of one rank and one save: tensors are copied into it before it has a name, and found there again.
 
 `TierWriter.stage` fills one and hands out tensors that are views of it; `TierWriter.write_data` finds them there by where
-they lie, adds what was not staged, and gives the file its name. So nothing of a save is kept on the writer. Both may be
-in two processes: then the file is lent to the one that saves it.
+they lie, adds what was not staged, and gives the file its name. So the writer keeps nothing of it. Both may be in two
+processes: then the file is lent to the one that saves it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
-from tierfs.dcp.shardlayout import Piece, header, plan_runs
+from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
 from tierfs.errors import CapacityError
 from tierfs.store import Store
@@ -365,7 +365,7 @@ class ShardFile:
             Entry(placed.name, placed.dtype, placed.shape, end, 0) for placed in lies.values() if placed.run is None
         ]
         head = header(entries, note)
-        (first,) = self._file.add_runs([_cut(len(head))])
+        (first,) = self._file.add_runs([cut(len(head))])
         first.view[:] = head
         memory = [first, *(run.memory for run in runs)]
         self._file.seal(memory)
@@ -501,11 +501,6 @@ def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int,
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie side by side in this machine's memory, so that any dtype is copied as fast as memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _cut(length: int) -> tuple[int, ...]:
-    (plan,) = plan_runs([Piece("", "", length)])
-    return plan.lengths
 
 
 _live: weakref.WeakSet[ShardFile] = weakref.WeakSet()

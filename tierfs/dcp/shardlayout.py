@@ -3,8 +3,9 @@
 A large tensor begins a chunk of its own and lies in chunks of 16 MiB, so that one that did not change is not stored again,
 whatever happened to those before it. Others of one dtype are packed, those of one role (the last part of their names that is no
 number) side by side; a role that comes behind 1 MiB of others begins a chunk, and tensors below 1 MiB have packs of their own. A
-chunk is a request, so a matrix that many ranks share must not be one on each of them. In memory a pack or a large tensor is one *run*: side by side,
-aligned for its dtype. In the file the runs follow each other without gaps, behind the header that the format has at its front.
+chunk is a request, so a matrix that many ranks share must not be one on each of them. In memory a pack or a large tensor is one
+*run*: side by side, aligned for its dtype. In the file the runs follow each other without gaps, behind the header that the format
+has at its front.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
 """
@@ -19,7 +20,7 @@ from typing import NamedTuple
 from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.digest import CHUNK_BYTES
 
-__all__ = ["Piece", "RunPlan", "header", "plan_runs"]
+__all__ = ["Piece", "RunPlan", "cut", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
 # What is larger than this has chunks of its own: of others two go into one. What is below the other has packs of its own.
@@ -67,7 +68,7 @@ def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
     runs = []
     for pack in sorted(packs):
         runs += _pack(pieces, sorted(packs[pack], key=lambda number: _role(pieces[number])))
-    return [*runs, *(RunPlan((number,), _cut(pieces[number].length)) for number in large)]
+    return [*runs, *(RunPlan((number,), cut(pieces[number].length)) for number in large)]
 
 
 def _role(piece: Piece) -> str:
@@ -88,7 +89,8 @@ def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
     return [*runs, RunPlan(tuple(pack), (length,))]
 
 
-def _cut(length: int) -> tuple[int, ...]:
+def cut(length: int) -> tuple[int, ...]:
+    """Lengths of the chunks of so many bytes."""
     whole, rest = divmod(length, CHUNK_BYTES)
     return (CHUNK_BYTES,) * whole + ((rest,) if rest else ())
 

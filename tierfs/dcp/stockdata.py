@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from tierfs.dcp.items import Saved, put_in
+from tierfs.dcp.items import ItemReader, Saved, put_in
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.shards import FileRange, ShardFiles, raise_named
+from tierfs.dcp.stock import StockPlace
 from tierfs.dcp.streams import ReadStream
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
 
-__all__ = ["locate", "read_archives"]
+__all__ = ["locate", "read_archives", "read_items"]
 
 BATCH_BYTES_MAX = 256 << 20
 STREAMED_BYTES_MIN = 64 << 20
@@ -29,6 +30,17 @@ STREAMED_BYTES_MIN = 64 << 20
 STREAM_BUFFER_BYTES = 1 << 20
 HEADER_BYTES_MAX = 100_000_000
 _ZIP = b"PK\x03\x04"
+
+
+def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]], planner: Any) -> None:
+    """Read items into their destinations, whoever stored them. Arguments and errors as for `locate` and `ItemReader`."""
+    bare = [pair for pair in wanted if not isinstance(pair[1].place, StockPlace)]
+    if len(bare) < len(wanted):
+        located, archived = locate(files, [pair for pair in wanted if isinstance(pair[1].place, StockPlace)])
+        bare += located
+        read_archives(files, archived, planner)
+    bare.sort(key=lambda pair: (pair[1].place.file, pair[1].place.at))
+    ItemReader(files, planner).read(bare)
 
 
 def locate(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]]) -> tuple[list[tuple[Any, Saved]], list[Any]]:

@@ -9,7 +9,8 @@ import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.dcp.shardlayout import header
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
+from tierfs.dcp.tensorbytes import bytes_of
+from tierfs.dcp.tensorplan import described
 from tierfs.store import Store, Writer
 from tierfs.store.commit import part_of
 
@@ -38,8 +39,7 @@ class Part:
 def tensor_part(name: str, tensor: torch.Tensor) -> Part:
     """A dense tensor, on any device."""
     length = tensor.numel() * tensor.element_size()
-    known = SAFETENSORS_NAMES.get(tensor.dtype)
-    return Part(name, known or "U8", tuple(tensor.shape) if known else (length,), length, lambda: bytes_of(tensor))
+    return Part(name, *described(tensor.dtype, tensor.shape, length), length, lambda: bytes_of(tensor))
 
 
 def object_part(name: str, data: memoryview) -> Part:

@@ -42,8 +42,8 @@ class TierStorageConfig(StorageConfig):  # type: ignore[misc]  # its classes may
     """What `TierStorage` is made from, in this process and in the one that saves.
 
     Attributes:
-        options: As for `TierReader`: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``create``, and
-            options of the object tier's filesystem by its protocol.
+        options: As for `TierReader`: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``,
+            ``create``, and options of the object tier's filesystem by its protocol.
     """
 
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)

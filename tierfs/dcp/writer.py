@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
+from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.handedover import SavedMeta, hand_over, keep_here
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
-from tierfs.dcp.reader import metadata_file
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged, is_private

@@ -16,6 +16,7 @@ from tierfs.errors import CapacityError, StoreError
 from tierfs.flush.engine import FlushEngine
 from tierfs.flush.flusher import Flusher
 from tierfs.flush.publisher import Publisher
+from tierfs.local.arena import no_faults
 from tierfs.local.host import Host
 from tierfs.local.nvme import NvmeTier, is_needed
 from tierfs.local.ram import RamTier
@@ -52,7 +53,7 @@ def build_engine(
     *,
     publisher: Publisher | None = None,
     clock: Clock | None = None,
-    faults: Callable[[str], None] | None = None,
+    faults: Callable[[str], None] = no_faults,
 ) -> FlushEngine:
     """Put a flusher together, to be run as a `Service`.
 
@@ -80,9 +81,7 @@ def build_engine(
     return FlushEngine(build, connect)
 
 
-def _nvme_tier(
-    directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None] | None
-) -> NvmeTier | None:
+def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]) -> NvmeTier | None:
     """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet."""
     arena = directory / ARENA_FILE
     if not budget_bytes and not arena.exists():

@@ -129,11 +129,9 @@ class FlusherClient:
         wire.close_all(unexpected)
         return outcome
 
-    def request_fds(
-        self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
-    ) -> list[int]:
+    def request_fds(self, do: str, arguments: Mapping[str, Any] | None = None) -> list[int]:
         """The same, for the descriptors that come with the answer: they are the caller's to close. See `request`."""
-        return self._request(do, arguments, (), timeout_s)[1]
+        return self._request(do, arguments, (), None)[1]
 
     def _request(
         self,

@@ -116,7 +116,7 @@ class Finder:
         lost = [number for number, where in self._lost.items() if where == path]
         for number in lost:
             assert self._state.nvme is not None
-            self._state.nvme.discard(number)
+            self._state.nvme.publish(number)
             del self._lost[number]
         return len(lost)
 

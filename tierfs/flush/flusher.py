@@ -31,7 +31,8 @@ from tierfs.flush.levels import Level
 from tierfs.flush.publisher import Publisher
 from tierfs.flush.settling import Settler
 from tierfs.flush.state import FlushState
-from tierfs.flush.uploading import UPLOADS_MAX, Uploader
+from tierfs.flush.uploading import Uploader
+from tierfs.local.arena import no_faults
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.ram import RamTier
 
@@ -51,7 +52,6 @@ class Flusher:
         nvme: The nvme tier, or ``None`` where there is none.
         clock: Where time comes from.
         random: Uniform in [0, 1); spreads retries out.
-        uploads: Chunks on their way to the object tier at once; each takes two chunks' memory.
         bandwidth: Bytes of chunks per second that go there at most, before they are encoded; 0 for no bound.
         faults: Called with the name of each ordered step before and after it, for tests to fail there.
 
@@ -70,15 +70,14 @@ class Flusher:
         *,
         clock: Clock,
         random: Callable[[], float],
-        uploads: int = UPLOADS_MAX,
         bandwidth: int = 0,
-        faults: Callable[[str], None] | None = None,
+        faults: Callable[[str], None] = no_faults,
     ) -> None:
         self.ram = ram
         self.nvme = nvme
-        self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults or (lambda _point: None))
+        self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults)
         self.finder = Finder(self._state)
-        self.uploader = Uploader(self._state, uploads=uploads, bandwidth=bandwidth)
+        self.uploader = Uploader(self._state, bandwidth=bandwidth)
         self.settler = Settler(self._state, self.uploader.put)
         self._threads: list[threading.Thread] = []
 
@@ -268,7 +267,7 @@ class Flusher:
         for entry in reversed(kept):
             if entry.number is not None:
                 assert self.nvme is not None
-                self.nvme.discard(entry.number)
+                self.nvme.publish(entry.number)
             elif entry.slot is not None:
                 state.drop_holds(entry.draft)
                 state.release(entry.draft, entry.slot, discarded=True)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from tierfs.daemons import start_daemon
 from tierfs.errors import TierfsError
+from tierfs.forks import renew_in_children
 from tierfs.local.slab import Slot
 
 __all__ = ["Keeper"]
@@ -30,11 +30,11 @@ class Keeper:
 
     def __init__(self, keep: Callable[[Sequence[Slot]], int]) -> None:
         self._keep = keep
+        self.failures = 0
         self._lock = threading.Lock()
         self._queue: deque[Slot] = deque(maxlen=QUEUE_MAX)
         self._running = False
-        self._process = os.getpid()
-        self.failures = 0
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"Keeper({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
@@ -42,12 +42,14 @@ class Keeper:
     def add(self, slot: Slot) -> None:
         """Queue a chunk."""
         with self._lock:
-            if self._process != os.getpid():
-                self._process, self._running = os.getpid(), False
-                self._queue.clear()
             self._queue.append(slot)
             if not self._running:
                 self._running = start_daemon(self._run, name="keep") is not None
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._queue.clear()
+        self._running = False
 
     def _run(self) -> None:
         while True:

@@ -10,7 +10,7 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from tierfs.daemons import start_daemon
@@ -69,14 +69,13 @@ class Launched:
             self._ended.set()
 
 
-def spawn(argv: Sequence[str], log: Path, *, environment: Mapping[str, str] | None = None) -> Launched:
+def spawn(argv: Sequence[str], log: Path) -> Launched:
     """Start ``argv`` as a process of its own.
 
     Args:
         argv: The program and its arguments. Anybody on the host can read them: no credentials.
         log: Appended to, with what both its streams say. Readable by this user only; over `LOG_BYTES_MAX` it is moved
             to ``<log>.1`` first. Hold a lock: two at once would move it twice.
-        environment: Instead of this process's own.
 
     Raises:
         StoreError: The program or the log cannot be opened.
@@ -91,7 +90,6 @@ def spawn(argv: Sequence[str], log: Path, *, environment: Mapping[str, str] | No
                 stdout=descriptor,
                 stderr=descriptor,
                 cwd="/",
-                env=environment,
                 start_new_session=True,
                 umask=0o077,
             )

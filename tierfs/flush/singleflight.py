@@ -12,6 +12,8 @@ from pathlib import Path
 
 import xxhash
 
+from tierfs.forks import renew_in_children
+
 __all__ = ["SingleFlight"]
 
 _OFFSETS = 1 << 40
@@ -31,7 +33,7 @@ class SingleFlight:
         self._lock = threading.Lock()
         self._busy: dict[int, threading.Event] = {}
         self._fd: int | None = None
-        self._process = os.getpid()
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way)"
@@ -42,7 +44,6 @@ class SingleFlight:
         offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
         while True:
             with self._lock:
-                self._renew()
                 other = self._busy.get(offset)
                 if other is None:
                     mine = self._busy[offset] = threading.Event()
@@ -69,12 +70,11 @@ class SingleFlight:
 
     def _renew(self) -> None:
         """In a forked child: it holds none of its parent's locks."""
-        if self._process != os.getpid():
-            self._process, self._busy = os.getpid(), {}
-            if self._fd is not None:
-                # Its locks belong to the open file, which is the parent's as well.
-                os.close(self._fd)
-                self._fd = None
+        self._lock, self._busy = threading.Lock(), {}
+        if self._fd is not None:
+            # Its locks belong to the open file, which is the parent's as well.
+            os.close(self._fd)
+            self._fd = None
 
     def _open(self) -> int:
         if self._fd is None:

@@ -7,7 +7,7 @@ where a file is to go through a ram tier that has no room for all of it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tierfs.clock import Clock
@@ -52,7 +52,6 @@ class SlabWriter:
         capacity_timeout_s: How long to wait for room; ``None`` for as long as it takes.
         clock: Where time comes from.
         ended: Set when the tiers are let go of.
-        faults: Called before and after each ordered step, for tests to fail there.
 
     Attributes:
         lending: As given.
@@ -70,7 +69,6 @@ class SlabWriter:
         capacity_timeout_s: float | None,
         clock: Clock,
         ended: threading.Event,
-        faults: Callable[[str], None] = no_faults,
     ) -> None:
         self._ram = ram
         self._flusher = flusher
@@ -81,7 +79,7 @@ class SlabWriter:
         self._capacity_timeout_s = capacity_timeout_s
         self._clock = clock
         self._ended = ended
-        self._fault = faults
+        self._fault = no_faults  # tests fail there
         self._boot = boot_id()
         self._housekeeping = Housekeeping(ram, lending, ended)
         self._lock = threading.Lock()

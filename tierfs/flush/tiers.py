@@ -7,7 +7,6 @@ here, `ChunkCache` keeps copies of what is not. What is left is waiting, which t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 from tierfs.clock import Clock
@@ -48,7 +47,6 @@ class Tiers:
             is the next one down and a directory of this host.
         capacity_timeout_s: How long a writer waits for room; ``None`` for as long as it takes.
         clock: Where time comes from.
-        faults: Called before and after each ordered step of a writer, for tests to fail there.
 
     Attributes:
         ram: As given; so are ``nvme``, ``flusher``, ``has_nvme`` and ``passes_by``.
@@ -74,7 +72,6 @@ class Tiers:
         passes_by: bool,
         capacity_timeout_s: float | None,
         clock: Clock,
-        faults: Callable[[str], None] = no_faults,
     ) -> None:
         self.ram = ram
         self.nvme = nvme
@@ -85,7 +82,7 @@ class Tiers:
         self.away_until_s = 0.0
         self._handover = handover = Handover(ram, flusher, counters)
         self._clock = clock
-        self._fault = faults
+        self._fault = no_faults  # tests fail there
         self._ended = threading.Event()
         stored_level = Level.LOCAL if gives_local else Level.STAGED
         self.drafts = PendingDrafts(ram, nvme, flusher, handover, counters, stored_level=stored_level)
@@ -100,7 +97,6 @@ class Tiers:
             capacity_timeout_s=capacity_timeout_s,
             clock=clock,
             ended=self._ended,
-            faults=faults,
         )
         self.cache = ChunkCache(
             ram,

@@ -17,8 +17,9 @@ from tierfs.flush.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.slab import Slot, SlotState
 
-__all__ = ["UPLOADS_MAX", "Uploader"]
+__all__ = ["Uploader"]
 
+# Chunks on their way at once; each takes two chunks' memory.
 UPLOADS_MAX = 4
 DRAFTS_AT_ONCE_MAX = 4
 # What is uploaded while it is on its way to the nvme tier: less is there before it would have been worth it.
@@ -37,15 +38,14 @@ class Uploader:
 
     Args:
         state: What the flusher's parts share.
-        uploads: See `tierfs.flush.flusher.Flusher`; so is ``bandwidth``.
-        bandwidth: See there.
+        bandwidth: See `tierfs.flush.flusher.Flusher`.
     """
 
-    def __init__(self, state: FlushState, *, uploads: int, bandwidth: int) -> None:
+    def __init__(self, state: FlushState, *, bandwidth: int) -> None:
         self._state = state
         self._bandwidth = bandwidth
         self._paced_until = 0.0
-        self._chunks = ThreadPoolExecutor(uploads, thread_name_prefix="tierfs-upload")
+        self._chunks = ThreadPoolExecutor(UPLOADS_MAX, thread_name_prefix="tierfs-upload")
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
         self._published: list[Entry] = []  # whose rows are still there

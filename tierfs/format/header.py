@@ -125,9 +125,9 @@ class Cursor:
         except UnicodeDecodeError:
             raise self.malformed(f"{field} is not UTF-8") from None
 
-    def digest_kind(self, size: int = 1) -> DigestKind:
-        """The next ``size`` bytes as a digest kind."""
-        number = self.unsigned(size)
+    def digest_kind(self) -> DigestKind:
+        """The next byte as a digest kind."""
+        number = self.unsigned(1)
         try:
             return DigestKind(number)
         except ValueError:

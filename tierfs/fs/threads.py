@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import os
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tierfs.store.transfers import Errand
+from tierfs.forks import PerProcess
+from tierfs.store.transfers import Transfers
 
 __all__ = ["run_in_thread"]
 
@@ -21,35 +19,14 @@ _Out = TypeVar("_Out")
 
 CALLS_MAX = 16
 
-_lock = threading.Lock()
-_executor: ThreadPoolExecutor | None = None
-
 
 async def run_in_thread(function: Callable[..., _Out], *args: Any, **kwargs: Any) -> _Out:
-    """Await ``function(*args, **kwargs)`` without blocking the event loop; at the interpreter's end, when threads take no more, do it here."""
-    errand = Errand(_call, functools.partial(function, *args, **kwargs))
-    try:
-        _threads().submit(errand.run)
-    except RuntimeError:
-        errand.run()
-    return await asyncio.wrap_future(errand.future)
+    """Await ``function(*args, **kwargs)`` without blocking the event loop."""
+    return await asyncio.wrap_future(_calls().submit(_call, functools.partial(function, *args, **kwargs)))
 
 
 def _call(function: Callable[[], _Out]) -> _Out:
     return function()
 
 
-def _threads() -> ThreadPoolExecutor:
-    global _executor  # noqa: PLW0603 - made at first use, and anew in a forked child
-    with _lock:
-        if _executor is None:
-            _executor = ThreadPoolExecutor(CALLS_MAX, thread_name_prefix="tierfs-call")
-        return _executor
-
-
-def _renew() -> None:
-    global _executor, _lock
-    _executor, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew)
+_calls = PerProcess(lambda: Transfers(CALLS_MAX, name="tierfs-call"))

@@ -25,8 +25,8 @@ class WriteFile(io.BufferedIOBase):
     """A file being written. It is published whole by ``close``, or not at all.
 
     An exception inside ``with``, or one that is being handled while ``close`` is called, publishes nothing; nor does a
-    handle that is dropped without being closed. All are logged, and ``close`` raises where no ``with`` does. A write that failed leaves a hole, so from then on every
-    write raises its error again, and so does ``close``, which publishes nothing.
+    handle that is dropped without being closed. All are logged, and ``close`` raises where no ``with`` does. A write that failed
+    leaves a hole, so from then on every write raises its error again, and so does ``close``, which publishes nothing.
 
     Args:
         fs: The filesystem it was opened with.

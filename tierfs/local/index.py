@@ -10,17 +10,16 @@ Nobody may open or close this file but through SQLite: closing any descriptor of
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sqlite3
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from tierfs.errors import CorruptionError, FormatError
+from tierfs.forks import leave_to_parent, renew_in_children
 from tierfs.local.directfile import flush_directory
 from tierfs.local.diskerrors import disk_errors
 
@@ -52,11 +51,10 @@ INSERT_REF = "INSERT OR IGNORE INTO refs VALUES (?, ?)"
 
 
 class _Connection(sqlite3.Connection):
-    """One that can be referred to weakly."""
+    """One that a forked child neither uses nor closes: closing would undo what the parent is writing."""
 
-
-_connections: weakref.WeakSet[_Connection] = weakref.WeakSet()
-_readers: weakref.WeakSet[IndexReader] = weakref.WeakSet()
+    def _renew(self) -> None:
+        leave_to_parent(self)
 
 
 def _connect(path: Path, *, busy_s: float, create: bool = False) -> _Connection:
@@ -65,19 +63,8 @@ def _connect(path: Path, *, busy_s: float, create: bool = False) -> _Connection:
     connection = sqlite3.connect(
         uri, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False, factory=_Connection
     )
-    _connections.add(connection)
+    renew_in_children(connection)
     return connection
-
-
-def _after_fork() -> None:
-    """A child must neither use nor close its parent's connections: closing would undo what the parent is writing."""
-    for connection in list(_connections):
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
-    for reader in list(_readers):
-        reader._renew()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 
 class Index:
@@ -241,7 +228,7 @@ class IndexReader:
         self._connection: sqlite3.Connection | None = None
         self._identity = (0, 0)
         self._epoch = b""
-        _readers.add(self)
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"IndexReader({str(self.path)!r}, busy_s={self._busy_s})"

@@ -63,7 +63,7 @@ class NvmeTier:
     """
 
     def __init__(
-        self, directory: Path, *, budget_bytes: int, clock: Clock, faults: Callable[[str], None] | None = None
+        self, directory: Path, *, budget_bytes: int, clock: Clock, faults: Callable[[str], None] = no_faults
     ) -> None:
         if budget_bytes < BUDGET_BYTES_MIN:
             raise InvalidInputError(
@@ -72,7 +72,7 @@ class NvmeTier:
         make_private(directory)
         self.directory = directory
         self._durable = is_durable(filesystem_of(directory))
-        self._state = NvmeState(directory, budget_bytes, clock=clock, faults=faults or no_faults)
+        self._state = NvmeState(directory, budget_bytes, clock=clock, faults=faults)
 
     def __repr__(self) -> str:
         ledger = self._state.ledger
@@ -214,10 +214,6 @@ class NvmeTier:
                 for seq, draft in gone.items():
                     del ledger.drafts[seq]
                     ledger.give(draft.extent)
-
-    def discard(self, seq: int) -> None:
-        """The user gave this draft up."""
-        self.publish(seq)
 
     def set_state(self, seq: int, state: str, note: str) -> None:
         """Say what became of a draft: ``pending``, ``conflict`` or ``damaged``, and why."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
+from tierfs.forks import renew_in_children
 from tierfs.local.arena import Arena
 from tierfs.local.extentpage import ExtentKind
 from tierfs.local.filesystems import filesystem_of, is_durable
@@ -25,7 +25,7 @@ __all__ = ["FoundChunk", "NvmeReader"]
 BUSY_S = 2.0
 DRAFT_BUSY_S = 30.0
 ATTEMPTS_MAX = 3
-_FIND = "SELECT meta, length, offset, extent_bytes, serial FROM chunks WHERE name = ? AND bad = 0"
+_FIND = "SELECT meta, length, offset, serial FROM chunks WHERE name = ? AND bad = 0"
 _STILL = "SELECT 1 FROM chunks WHERE name = ? AND serial = ? AND bad = 0"
 _OPEN_STATES = "state != 'conflict'"
 _USAGE = """
@@ -36,7 +36,6 @@ SELECT (SELECT COALESCE(SUM(extent_bytes), 0) FROM chunks), (SELECT COALESCE(SUM
     (SELECT COALESCE(MAX(value), 0) FROM meta WHERE key = 'budget_bytes')
 """
 _logger = logging.getLogger("tierfs.local")
-_readers: weakref.WeakSet[NvmeReader] = weakref.WeakSet()
 
 
 class FoundChunk(NamedTuple):
@@ -45,7 +44,6 @@ class FoundChunk(NamedTuple):
     meta: bytes
     length: int
     offset: int
-    extent_bytes: int
     serial: int
 
 
@@ -81,7 +79,7 @@ class NvmeReader:
         self._arena: Arena | None = None
         self._used: LastUsed | None = None
         self._renew()
-        _readers.add(self)
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"NvmeReader({str(self.directory)!r}, fallbacks={dict(self.fallbacks)})"
@@ -229,11 +227,3 @@ class NvmeReader:
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    for reader in list(_readers):
-        reader._renew()
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -7,14 +7,13 @@ in their segments.
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError
+from tierfs.forks import renew_in_children
 from tierfs.local.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.local.host import Host
 from tierfs.local.loans import Loans
@@ -103,7 +102,7 @@ class RamTier:
         )
         supply = self._supply  # no reference to ourselves, so that what nobody uses any more is closed at once
         self._neighbours = Neighbours(self._shares, self.store, lambda: supply.own)
-        _live.add(self)
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         budget = format_bytes(self.budget_bytes)
@@ -180,17 +179,6 @@ class RamTier:
     def own_segments(self) -> list[Segment]:
         """The segments that this process writes into."""
         return list(self._supply.own)
-
-    def trim(self, target_bytes: int) -> int:
-        """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.
-
-        Args:
-            target_bytes: What the own segments may still take. The last one is kept, unless this is 0.
-
-        Returns:
-            Bytes that they take less than before.
-        """
-        return self._supply.trim(target_bytes)
 
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
@@ -323,18 +311,7 @@ class RamTier:
             text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM)"
         return CapacityError(text, tier="ram")
 
-    def _renew_in_child(self) -> None:
+    def _renew(self) -> None:
         """After a fork: what was ours is another process's."""
         self._shares.renew_in_child()
         self._neighbours.renew_in_child(self._supply.renew_in_child())
-
-
-_live: weakref.WeakSet[RamTier] = weakref.WeakSet()
-
-
-def _renew_in_child() -> None:
-    for tier in list(_live):
-        tier._renew_in_child()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)

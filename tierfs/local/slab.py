@@ -17,7 +17,6 @@ import logging
 import mmap
 import os
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from threading import Lock
 import numpy as np
 
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.forks import renew_in_children
 from tierfs.local.allocate import give_up, map_shared
 from tierfs.local.look import Look
 from tierfs.local.places import Places
@@ -125,7 +125,7 @@ class Segment:
         self._places: Places | None = None
         self._unsound_said = False
         self._shed_at = -1
-        _live.add(self)
+        renew_in_children(self)
 
     def __repr__(self) -> str:
         where = str(self.path) if self.path else f"memfd {self.id}"
@@ -533,7 +533,7 @@ class Segment:
         at = (row.offset, row.length, row.stamp_ns, row.used_s)
         return Slot(self, index, row.serial, kind, state, row.name, *at, hidden)
 
-    def _renew_in_child(self) -> None:
+    def _renew(self) -> None:
         """After a fork: we own nothing, and no lock is held by a thread that is not here."""
         self._places = None
         self._look_lock = Lock()
@@ -549,12 +549,3 @@ class Segment:
 
 _KINDS = {int(kind): kind for kind in SlotKind}
 _STATES = {int(state): state for state in SlotState}
-_live: weakref.WeakSet[Segment] = weakref.WeakSet()
-
-
-def _renew_in_child() -> None:
-    for segment in list(_live):
-        segment._renew_in_child()
-
-
-os.register_at_fork(after_in_child=_renew_in_child)

@@ -160,10 +160,9 @@ class Layout(NamedTuple):
         return cls(cls(0, slots).data_at + padded(data_bytes), slots)
 
     @classmethod
-    def for_size(cls, size: int, *, slots: int | None = None) -> Layout:
+    def for_size(cls, size: int) -> Layout:
         """The layout of a segment that is so large as a whole, table included (rounded down to whole pages)."""
-        if slots is None:
-            slots = min(max(size // BYTES_PER_SLOT, SLOTS_MIN), SLOTS_MAX)
+        slots = min(max(size // BYTES_PER_SLOT, SLOTS_MIN), SLOTS_MAX)
         return cls(size // PAGE_BYTES * PAGE_BYTES, slots)
 
 

@@ -145,22 +145,6 @@ class Supply:
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
             self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
 
-    def trim(self, target_bytes: int) -> int:
-        """Give memory back: drop own segments in which nothing is dirty, the empty and long unused ones first.
-
-        Args:
-            target_bytes: What the own segments may still take. The last one is kept, unless this is 0.
-
-        Returns:
-            Bytes that they take less than before.
-        """
-        before = self._own_bytes()
-        for segment in sorted(self.own, key=_last_use):
-            spare = self._own_bytes() > target_bytes or not any(segment.sums())
-            if spare and (target_bytes <= 0 or len(self.own) > 1) and segment.retire():
-                self._drop(segment)
-        return before - self._own_bytes()
-
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
 
@@ -461,9 +445,6 @@ class Supply:
     def _is_closed(self) -> bool:
         return self._closed
 
-    def _own_bytes(self) -> int:
-        return sum(segment.size for segment in self.own)
-
     def _drop(self, segment: Segment) -> None:
         """Remove a segment. Its memory goes when the last slot or view of it does."""
         segment.unlink()
@@ -488,10 +469,6 @@ def _evictable(segments: Iterable[Segment]) -> list[Slot]:
     """The clean slots: hidden ones first, then as they were used."""
     clean = [slot for segment in segments for slot in segment.slots(states={SlotState.CLEAN})]
     return sorted(clean, key=lambda slot: (not slot.hidden, slot.segment.used_s(slot), slot.stamp_ns))
-
-
-def _last_use(segment: Segment) -> tuple[bool, int]:
-    return any(segment.sums()), max((segment.used_s(slot) for slot in segment.slots()), default=0)
 
 
 # Of the segments that this process makes, whatever the store; also after a fork, when they are another process's.

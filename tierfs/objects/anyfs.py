@@ -73,7 +73,8 @@ class FsspecObjects:
     ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it; what the
     filesystem remembers of its listings is dropped before each look. Where versions are made of time and size, by us or,
     as the ETags of many WebDAV servers, by others, a put that would get the version of the object it replaces is written
-    again until it has another one. Where the client is not known to be safe with threads, requests wait for each other, and a lost connection is made anew by the next.
+    again until it has another one. Where the client is not known to be safe with threads, requests wait for each other, and a lost
+    connection is made anew by the next.
 
     Args:
         fs: The filesystem, made without ``asynchronous=True``.

@@ -15,7 +15,6 @@ from tierfs.format.keys import ChunkName
 __all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
 
 PAGE_BYTES = 4096
-_ALL = frozenset(Codec)
 
 
 class EncodedBlock(NamedTuple):
@@ -58,7 +57,7 @@ class Plan(NamedTuple):
 
 
 def encode_blocks(
-    raw: memoryview, plans: Iterable[Plan], reference: memoryview | None, allowed: Container[Codec] = _ALL
+    raw: memoryview, plans: Iterable[Plan], reference: memoryview | None, allowed: Container[Codec]
 ) -> list[EncodedBlock]:
     """Encode a chunk's blocks into scratch memory of this thread.
 

@@ -69,7 +69,6 @@ def tiers_for(
     connect: Callable[[], Store],
     *,
     required: bool,
-    clock: Clock | None = None,
 ) -> Tiers | None:
     """Make this process's side of a store's local tiers, and have what is pending there flushed.
 
@@ -78,12 +77,11 @@ def tiers_for(
         settings: Budgets, the state directory, how long to wait.
         connect: Opens the store without local tiers, for a flusher that is a thread of this process.
         required: Whether the tiers were asked for. If not, and they cannot be used, there are none, which is logged.
-        clock: Where time comes from.
 
     Raises:
         ReadOnlyError, InvalidInputError, StoreError: ``required``, and the state directory cannot be used.
     """
-    clock = clock or SystemClock()
+    clock = SystemClock()
     try:
         host = Host(settings.directory)
         directory = host.store_directory(target.uuid)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tierfs.errors import ConflictError, StoreNotFoundError
@@ -33,21 +32,19 @@ class ProbeReport:
     endpoint: Capabilities
 
 
-def probe_store(location: Location, options: Mapping[str, object] | None = None) -> ProbeReport:
+def probe_store(location: Location) -> ProbeReport:
     """Try the endpoint at ``location``, and note what it keeps in the descriptor of the store that is there, if any.
 
     Processes that have the store open go by what they found when they opened it, until they open it again.
 
     Args:
         location: A store's root, or a path in it; without a store, where one may be made.
-        options: For the object tier's own filesystem, over those of ``location``.
 
     Raises:
         ConflictError: Somebody else changed the descriptor meanwhile.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
         StoreError, ReadOnlyError, CapacityError: It failed.
     """
-    location = replace(location, options={**location.options, **(options or {})})
     try:
         _, relative = open_store(location)
     except StoreNotFoundError:

@@ -178,15 +178,13 @@ class RecordCache:
     A version never means two contents, so what is here needs no check but that of the version.
     """
 
-    def __init__(self, records: int = RECORDS_MAX, size_bytes: int = RECORD_BYTES_MAX) -> None:
-        self._records_max = records
-        self._bytes_max = size_bytes
+    def __init__(self) -> None:
         self._bytes = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, tuple[Version, Record, int]] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"RecordCache({len(self._entries)}/{self._records_max} records, {self._bytes}/{self._bytes_max} bytes)"
+        return f"RecordCache({len(self._entries)}/{RECORDS_MAX} records, {self._bytes}/{RECORD_BYTES_MAX} bytes)"
 
     def get(self, key: str) -> tuple[Version, Record] | None:
         """The newest version seen of this key, and its record."""
@@ -204,7 +202,7 @@ class RecordCache:
             self._drop(key)
             self._entries[key] = (version, record, size)
             self._bytes += size
-            while len(self._entries) > self._records_max or self._bytes > self._bytes_max:
+            while len(self._entries) > RECORDS_MAX or self._bytes > RECORD_BYTES_MAX:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:

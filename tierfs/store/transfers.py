@@ -5,11 +5,12 @@ A task handed to these threads never hands another one to them and waits for it,
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
+
+from tierfs.forks import PerProcess
 
 __all__ = ["Errand", "Transfers", "transfers"]
 
@@ -51,10 +52,12 @@ class Transfers:
 
     Args:
         workers: Requests under way at once.
+        name: Of the threads.
     """
 
-    def __init__(self, workers: int = WORKERS) -> None:
+    def __init__(self, workers: int = WORKERS, *, name: str = "tierfs-transfer") -> None:
         self.workers = workers
+        self._name = name
         # Garbage may be collected while it is held, and what is collected may end a file.
         self._lock = threading.RLock()
         self._places = threading.BoundedSemaphore(workers)
@@ -68,7 +71,7 @@ class Transfers:
         errand = Errand(task, argument)
         with self._lock:
             if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix="tierfs-transfer")
+                self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix=self._name)
             try:
                 self._executor.submit(errand.run)
                 return errand.future
@@ -107,17 +110,5 @@ class Transfers:
         return [future.result() for future in futures]
 
 
-_shared = Transfers()
-
-
-def transfers() -> Transfers:
-    """This process's `Transfers`."""
-    return _shared
-
-
-def _renew() -> None:
-    global _shared  # noqa: PLW0603 - a forked child has none of the parent's threads, and maybe a held lock
-    _shared = Transfers()
-
-
-os.register_at_fork(after_in_child=_renew)
+transfers = PerProcess(Transfers)
+"""This process's `Transfers`."""
