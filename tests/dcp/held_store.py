@@ -29,6 +29,6 @@ def held_store(tmp_path):
     objects = _Refusing(root)
     tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), required=True)
     try:
-        yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, ack_timeout_s=20)
+        yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, timeout_s=20)
     finally:
         tiers.close()

@@ -165,6 +165,13 @@ def forget(tiers):
     tiers.ram = None
 
 
+class ImpatientRam(RamTier):
+    """Where nobody waits for room for as long as for a level, which would be thousands of steps."""
+
+    def take_runs(self, kind, runs, *, timeout_s, **how):
+        return super().take_runs(kind, runs, timeout_s=min(timeout_s, ROOM_S), **how)
+
+
 class Trainer:
     """A process that uses the store on a host."""
 
@@ -172,7 +179,7 @@ class Trainer:
         self.place = host
         world, setup = host.world, host.setup
         self.host = Host(host.state, host.shm)
-        self.ram = RamTier(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
+        self.ram = ImpatientRam(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
         self.tiers = Tiers(
             self.ram,
             NvmeReader(self.host.store_directory(world.uuid), clock=world.clock),
@@ -182,7 +189,6 @@ class Trainer:
             gives_local=bool(setup.nvme),
             keeps_reads=setup.keeps_reads,
             passes_by=setup.passes_by,
-            capacity_timeout_s=ROOM_S,
             clock=world.clock,
         )
         self.tiers.cache._keeper = self
@@ -195,8 +201,8 @@ class Trainer:
         self.store = world.open(host.link, tiers=self.tiers)
         self.alive = True
 
-    def seal_draft(self, draft):
-        self._seal(draft)
+    def seal_draft(self, draft, **how):
+        self._seal(draft, **how)
         self.place.world.sealed(self.place, draft)
 
     def add(self, slot):
@@ -239,7 +245,6 @@ class Observer:
             gives_local=bool(setup.nvme),
             keeps_reads=False,
             passes_by=False,
-            capacity_timeout_s=0,
             clock=world.clock,
         )
         self.store = world.open(world.tier, tiers=self.tiers)
@@ -505,5 +510,5 @@ def store_on(objects, world, tiers=None):
         clock=world.clock,
         random_bytes=world.random.randbytes,
         tiers=tiers,
-        ack_timeout_s=WAIT_S,
+        timeout_s=WAIT_S,
     )

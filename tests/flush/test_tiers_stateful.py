@@ -930,7 +930,7 @@ def test_waiting_ends_even_if_the_flusher_says_done_what_is_not(world, monkeypat
     monkeypatch.setattr(world.hosts[0], "request", lambda *_, **__: {})
     world.clock.meanwhile = lambda: None
     trainer = world.hosts[0].trainers[0]
-    trainer.store.ack_timeout_s = 5.0
+    trainer.store.timeout_s = 5.0
     world.doings.append(world.doing(0, trainer, {"a": b"x"}))
     writer = Writer(trainer.store, "a", level=Level.LOCAL)
     writer.write(b"x")

@@ -99,7 +99,7 @@ def test_a_write_to_the_object_tier_does_not_overtake_what_was_closed_before_it(
     writer.write(content(MIB))
     monkeypatch.setattr(Uploader, "next", lambda _: None)
     save(host.store, "d/a", content(MIB))
-    host.store.ack_timeout_s = 0.2
+    host.store.timeout_s = 0.2
     with pytest.raises(TimeoutError):
         writer.commit()
     assert find(host.plain(), "") == []
@@ -187,7 +187,7 @@ def test_the_flusher_keeps_to_its_bandwidth(make_host):
 
 def test_a_full_ram_tier_makes_writers_wait_and_then_says_what_to_do(make_host):
     host = make_host(ram=64 * MIB, nvme=0)
-    host.tiers.writer._capacity_timeout_s = 0.5
+    host.store.timeout_s = 0.5
     with host.held():
         save(host.store, "a", content(BIG))
         with pytest.raises((CapacityError, StoreError)):
@@ -393,7 +393,7 @@ def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host)
 
 def test_a_file_larger_than_all_local_tiers_is_given_up_after_the_users_time(make_host):
     host = make_host(ram=64 * MIB, nvme=64 * MIB)
-    host.tiers.writer._capacity_timeout_s = 1
+    host.store.timeout_s = 1
     with host.held(), pytest.raises(CapacityError, match=r"raise ram= or nvme="):
         save(host.store, "a", content(200 * MIB))
     assert find(host.store, "") == []

@@ -35,7 +35,7 @@ class Host:
             url="memory://store",
             tiers=self.tiers,
             ack=self.settings.ack,
-            ack_timeout_s=20,
+            timeout_s=20,
         )
 
     @property

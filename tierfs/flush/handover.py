@@ -36,18 +36,18 @@ class Handover:
         self._counters = counters
 
     def __repr__(self) -> str:
-        return f"Handover({len(self._nameless())} to give)"
+        return f"Handover({self._ram!r})"
 
     def is_needed(self) -> bool:
         """Whether this process has segments that are safe from its end only once the flusher has them."""
-        return bool(self._nameless())
+        return bool(self._ram.nameless())
 
     def ask(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Ask the flusher for something that may concern slabs of this process. Raises as `Caller.request` does."""
 
         def give() -> None:
             # Ahead of it, so that a request that takes long keeps no memory that was given back meanwhile.
-            copies = copies_of(self._nameless())
+            copies = copies_of(self._ram.nameless())
             try:
                 for at in range(0, len(copies), DESCRIPTORS_MAX):
                     self._flusher.request("draft", {}, fds=copies[at : at + DESCRIPTORS_MAX], timeout_s=timeout_s)
@@ -81,9 +81,6 @@ class Handover:
             self._ram.add(Segment.attach_fd(descriptor))
         except (OSError, TierfsError) as error:
             self._counters.fall_back("hidden_segments", "a slab of another process cannot be looked into: %s", error)
-
-    def _nameless(self) -> list[Segment]:
-        return [segment for segment in self._ram.own_segments() if segment.path is None]
 
 
 def note_of(segment: Segment) -> str:

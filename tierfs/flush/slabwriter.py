@@ -49,7 +49,6 @@ class SlabWriter:
         lending: What other processes have of this one's slabs.
         counters: Where it is told of what is done in a lesser way.
         kind: The store's digests.
-        capacity_timeout_s: How long to wait for room; ``None`` for as long as it takes.
         clock: Where time comes from.
         ended: Set when the tiers are let go of.
 
@@ -66,7 +65,6 @@ class SlabWriter:
         counters: Counters,
         *,
         kind: DigestKind,
-        capacity_timeout_s: float | None,
         clock: Clock,
         ended: threading.Event,
     ) -> None:
@@ -76,7 +74,6 @@ class SlabWriter:
         self.lending = lending
         self._counters = counters
         self._kind = kind
-        self._capacity_timeout_s = capacity_timeout_s
         self._clock = clock
         self._ended = ended
         self._fault = no_faults  # tests fail there
@@ -89,35 +86,35 @@ class SlabWriter:
         renew_in_children(self)
 
     def __repr__(self) -> str:
-        return f"SlabWriter({self._ram!r}, capacity_timeout_s={self._capacity_timeout_s})"
+        return f"SlabWriter({self._ram!r})"
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
-    def begin_chunk(self, length: int | None = None, *, wait: bool = True) -> ChunkBuffer:
+    def begin_chunk(self, length: int | None = None, *, timeout_s: float | None) -> ChunkBuffer:
         """A chunk's room in a slab; seal it with `seal_chunk` or give it back with `drop`.
 
         Args:
             length: What it will hold at most, in bytes; by default as much as a chunk can.
-            wait: Whether to wait for room.
+            timeout_s: How long to wait for room; ``None`` for as long as it takes.
 
         Raises:
             CapacityError: There is none, and none came in time.
         """
-        ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], wait=wait)
+        ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], timeout_s=timeout_s)
         return chunk
 
-    def begin_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[list[ChunkBuffer]]:
+    def begin_runs(self, runs: Sequence[Sequence[int]], *, timeout_s: float | None) -> list[list[ChunkBuffer]]:
         """The same for runs of chunks that lie side by side in memory; all but a run's last are of whole pages: without gaps.
 
         Args:
             runs: Of each the lengths of its chunks, in bytes, each at most a chunk's.
-            wait: Whether to wait for room.
+            timeout_s: See `begin_chunk`.
         """
         self._housekeeping.begin()
         self.lending.settle()
-        timeout_s = self._capacity_timeout_s if wait else 0
         self._fault("before chunk.take")
-        found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=self._nudge if wait else None)
+        on_wait = None if timeout_s == 0 else self._nudge
+        found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=on_wait)
         self._fault("after chunk.take")
         return [
             [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots] for slots in found
@@ -139,8 +136,8 @@ class SlabWriter:
         """Give a chunk's room back."""
         slot.segment.give(slot)
 
-    def spill(self, holder: str, slots: Sequence[Slot]) -> None:
-        """Have the flusher take chunks of an unfinished file down, so that their room can be used again.
+    def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> None:
+        """Have the flusher take chunks of an unfinished file down, in so many seconds, so that their room can be used again.
 
         Raises:
             TierfsError: It could not.
@@ -150,7 +147,7 @@ class SlabWriter:
         self._fault("before spill")
         for at in range(0, len(slots), NAMES_MAX):
             references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            arguments = {"holder": holder, "slots": references, "timeout_s": self._capacity_timeout_s}
+            arguments = {"holder": holder, "slots": references, "timeout_s": timeout_s}
             self._handover.ask("spill", arguments)
         self._fault("after spill")
 
@@ -165,8 +162,8 @@ class SlabWriter:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def seal_draft(self, draft: Draft) -> None:
-        """Seal a draft: from now on it is pending, and the host sees it.
+    def seal_draft(self, draft: Draft, *, timeout_s: float | None) -> None:
+        """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
 
         Raises:
             CapacityError: There is no room for it, and none came in time.
@@ -174,7 +171,7 @@ class SlabWriter:
         self._housekeeping.begin()
         room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
-        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=self._capacity_timeout_s, on_wait=self._nudge)
+        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
         self._fault("after draft.take")
         stamp_ns = self._stamp()
         data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()

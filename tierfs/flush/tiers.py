@@ -45,7 +45,6 @@ class Tiers:
         shares_reads: See `ChunkCache`.
         passes_by: Whether a write that is to survive a crash of the host passes the local tiers by, because the object tier
             is the next one down and a directory of this host.
-        capacity_timeout_s: How long a writer waits for room; ``None`` for as long as it takes.
         clock: Where time comes from.
 
     Attributes:
@@ -70,7 +69,6 @@ class Tiers:
         keeps_reads: bool,
         shares_reads: bool = False,
         passes_by: bool,
-        capacity_timeout_s: float | None,
         clock: Clock,
     ) -> None:
         self.ram = ram
@@ -94,7 +92,6 @@ class Tiers:
             Lending(ram, self.drafts, handover, clock),
             counters,
             kind=kind,
-            capacity_timeout_s=capacity_timeout_s,
             clock=clock,
             ended=self._ended,
         )
@@ -124,6 +121,7 @@ class Tiers:
         """
         if level <= Level.STAGED or self.drafts.is_settled(path):
             return
+        awaited = self._below(level, path, write_id)
         deadline = None if timeout_s is None else self._clock.monotonic() + timeout_s
         arguments: dict[str, Any] = {"path": path, "level": level.label}
         if write_id is not None:
@@ -135,13 +133,23 @@ class Tiers:
             patience_s = None if left is None else left + ANNOUNCE_S
             self._handover.ask("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
             self._fault("after wait")
-            # A flusher that did not know of the draft, however that came, would not have waited for it.
-            found = self.drafts.pending(path) if write_id is not None else None
-            if found is None or found.draft.write_id != write_id or found.level >= level:
+            # A flusher that did not know of a draft, however that came, would not have waited for it.
+            awaited &= self._below(level, path, write_id)
+            if not awaited:
                 return
             if left == 0:
-                raise TimeoutError(f"{path} has not reached {level.label!r} yet, and the flusher does not know of it")
+                name = min(name for name, _ in awaited)
+                raise TimeoutError(f"{name} has not reached {level.label!r} yet, and the flusher does not know of it")
             self._clock.sleep(ASK_AGAIN_S)
+
+    def _below(self, level: Level, path: str, write_id: bytes | None) -> set[tuple[str, bytes]]:
+        """Path and write id of what is pending at or below ``path``, or of the one draft named, and has not reached ``level``."""
+        if write_id is None:
+            found = self.drafts.pending_below(path)
+        else:
+            one = self.drafts.pending(path)
+            found = {path: one} if one is not None and one.draft.write_id == write_id else {}
+        return {(name, one.draft.write_id) for name, one in found.items() if one.level < level}
 
     def distrust(self, key: str) -> None:
         """Tell the flusher, if one runs, that an object which is a chunk is damaged or missing: it may know it to be there."""

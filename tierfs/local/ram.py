@@ -180,6 +180,10 @@ class RamTier:
         """The segments that this process writes into."""
         return list(self._supply.own)
 
+    def nameless(self) -> list[Segment]:
+        """Those that no file leads to: who looks for what was written there needs their descriptors."""
+        return self._supply.nameless()
+
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
 

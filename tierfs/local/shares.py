@@ -187,6 +187,7 @@ class Shares:
 
     def note_memfd(self, header: Header) -> MemfdNote:
         """Have a segment count that has no file; the one who makes it does so under the host's lock."""
+        make_private(self.directory)  # which somebody may have removed
         path = self.directory / str(header.name._replace(suffix="memfd"))
         with contextlib.suppress(FileNotFoundError):
             return MemfdNote(path)

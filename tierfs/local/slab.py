@@ -471,6 +471,13 @@ class Segment:
         """Whether a slot is being filled, or is SEALED: on its way to being free."""
         return self._table.has({SlotState.FILLING, SlotState.SEALED})
 
+    def is_removed(self) -> bool:
+        """Whether it had a file, and has none any more. Raises `NotFoundError` when it is closed."""
+        if self.path is None:
+            return False
+        fd = self._open()
+        return os.fstat(fd.number).st_nlink == 0
+
     def unlink(self) -> None:
         """Remove the file. Who has the segment open keeps it."""
         if self.path is not None:

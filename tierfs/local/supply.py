@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from tierfs.clock import Clock
 from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
+from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
 from tierfs.local.host import Host
 from tierfs.local.memory import memory_available, memory_limit
@@ -144,6 +144,15 @@ class Supply:
                 return
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
             self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
+
+    def nameless(self) -> list[Segment]:
+        """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
+        for segment in self.own:
+            with contextlib.suppress(NotFoundError):  # closed meanwhile
+                # What is removed because nobody needs it holds nothing of the kind.
+                if segment.is_removed() and segment.sums().filling + segment.sums().dirty:
+                    self._do_without_file(segment)
+        return [segment for segment in self.own if segment.path is None]
 
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
@@ -417,6 +426,24 @@ class Supply:
         with self._lock:
             self._notes[segment.id] = note
         return self._begin(segment)
+
+    def _do_without_file(self, segment: Segment) -> None:
+        with self._host.locked(LOCK):
+            note = self._shares.note_memfd(segment.header)
+        with self._lock:
+            path = segment.path
+            is_ours = path is not None and any(segment is own for own in self.own)
+            if is_ours:
+                self._notes[segment.id] = note
+                segment.path = None
+        if not is_ours:
+            note.release()
+            return
+        _logger.warning(
+            "%s was removed while it is written into: what is in it goes to other processes by way of the flusher, and is lost if both "
+            "end; where a logout did that, see systemd-logind's RemoveIPC",
+            path,
+        )
 
     def _begin(self, segment: Segment) -> bool:
         """Write into this segment from now on."""

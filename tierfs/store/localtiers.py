@@ -101,7 +101,6 @@ def tiers_for(
         keeps_reads=bool(settings.ram_bytes) and not target.host_local,
         shares_reads=ranks_here() > 1,
         passes_by=target.host_local and not settings.nvme_bytes,
-        capacity_timeout_s=settings.timeout_s,
         clock=clock,
     )
     finish_at_exit(tiers, target.url, launcher)

@@ -253,7 +253,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         url=url,
         tiers=tiers,
         ack=settings.ack,
-        ack_timeout_s=settings.timeout_s,
+        timeout_s=settings.timeout_s,
         state_dir=settings.directory,
         codecs=settings.codecs,
     )

@@ -256,9 +256,10 @@ class Writer:
                     format_bytes(tiers.ram.chunks_budget_bytes),
                 )
                 tiers = None
-            self._sink = (
-                ObjectSink(self._store, self.path, cutter) if tiers is None else SlabSink(tiers, self._write_id, cutter)
-            )
+            if tiers is None:
+                self._sink = ObjectSink(self._store, self.path, cutter)
+            else:
+                self._sink = SlabSink(tiers, self._write_id, cutter, timeout_s=self._store.timeout_s)
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
         return self._sink

@@ -140,10 +140,12 @@ class SlabSink:
         tiers: The local tiers.
         write_id: Of the file, so that the flusher knows whose chunks went ahead of it.
         cutter: Says where chunks end.
+        timeout_s: How long to wait for room; ``None`` for as long as it takes.
     """
 
-    def __init__(self, tiers: Tiers, write_id: bytes, cutter: Cutter) -> None:
+    def __init__(self, tiers: Tiers, write_id: bytes, cutter: Cutter, *, timeout_s: float | None) -> None:
         self._cutter = cutter
+        self._timeout_s = timeout_s
         self._writer = tiers.writer
         self._writer.expect()
         self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
@@ -203,7 +205,7 @@ class SlabSink:
 
         def write_one(number: int) -> None:
             with contextlib.suppress(CapacityError):
-                self._fill(first + number, self._writer.begin_chunk(len(pieces[number]), wait=False), pieces[number])
+                self._fill(first + number, self._writer.begin_chunk(len(pieces[number]), timeout_s=0), pieces[number])
 
         processors().share_out(write_one, range(len(pieces)))
         for number, piece in enumerate(pieces):
@@ -222,15 +224,16 @@ class SlabSink:
     def _begin(self, length: int | None = None) -> ChunkBuffer:
         """Room for a chunk. What this file holds itself would never be freed by waiting for it, so it is taken down."""
         if not self._sealing and not any(self._slots):
-            return self._writer.begin_chunk(length)
+            return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
         try:
-            return self._writer.begin_chunk(length, wait=False)
+            return self._writer.begin_chunk(length, timeout_s=0)
         except CapacityError:
             self._collect()
             self._spilled = True
-            self._writer.spill(self._holder, [slot for slot in self._slots if slot is not None])
+            taken = [slot for slot in self._slots if slot is not None]
+            self._writer.spill(self._holder, taken, timeout_s=self._timeout_s)
             self._slots = [None] * len(self._slots)
-            return self._writer.begin_chunk(length)
+            return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
 
     def _seal(self) -> None:
         assert self._chunk is not None

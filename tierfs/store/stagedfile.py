@@ -99,7 +99,8 @@ class StagedFile:
         if self._writer is None:
             return [_private_run(lengths) for lengths in runs]
         found = []
-        for lengths, buffers in zip(runs, self._writer.begin_runs(runs, wait=wait), strict=True):
+        timeout_s = self._store.timeout_s if wait else 0
+        for lengths, buffers in zip(runs, self._writer.begin_runs(runs, timeout_s=timeout_s), strict=True):
             slots = [buffer.slot for buffer in buffers]
             self._taken += slots
             whole = slots[0].segment.view(slots[0], slots[-1])

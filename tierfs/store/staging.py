@@ -58,7 +58,8 @@ def seal(
     _check_unchanged(store, store.tiers, observed)
     rows = record.rows if isinstance(record, Manifest) else ()
     base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
-    store.tiers.writer.seal_draft(Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after))
+    draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
+    store.tiers.writer.seal_draft(draft, timeout_s=store.timeout_s)
 
 
 def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
@@ -97,7 +98,7 @@ def follow(store: Store, record: Record, path: str, level: Level | None = None) 
     assert store.tiers is not None
     wanted = store.ack if level is None else level
     if wanted > Level.STAGED:
-        store.tiers.wait(path, wanted, store.ack_timeout_s, write_id=record.write_id)
+        store.tiers.wait(path, wanted, store.timeout_s, write_id=record.write_id)
     else:
         store.tiers.writer.announce(wait=False)
 

@@ -49,7 +49,7 @@ class Store:
         random_bytes: Where ids come from.
         tiers: The local tiers; ``None`` where all are off, or are none of the caller's business.
         ack: The level at which a change is acknowledged unless it is asked for another.
-        ack_timeout_s: How long that is waited for; ``None`` for as long as it takes.
+        timeout_s: How long that is waited for, and for room in the local tiers; ``None`` for as long as it takes.
         state_dir: Where the host keeps what it knows.
         codecs: What chunks may be encoded with.
     """
@@ -64,7 +64,7 @@ class Store:
         random_bytes: Callable[[int], bytes] = os.urandom,
         tiers: Tiers | None = None,
         ack: Level = Level.OBJECT,
-        ack_timeout_s: float | None = None,
+        timeout_s: float | None = None,
         state_dir: Path | None = None,
         codecs: Codecs = AUTO,
     ) -> None:
@@ -75,7 +75,7 @@ class Store:
         self.random_bytes = random_bytes
         self.tiers = tiers
         self.ack = ack
-        self.ack_timeout_s = ack_timeout_s
+        self.timeout_s = timeout_s
         self._codecs = codecs
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None
