@@ -35,6 +35,7 @@ REPORT = {
     "errors": [],
     "rate_bytes_per_s": 1000.5,
     "unreadable_drafts": 0,
+    "unread_segments": 0,
     "counters": {"flusher_uploaded_bytes": 12, "process_waits_for_room": 2},
 }  # fmt: skip
 

@@ -25,6 +25,11 @@ _STORE_GAUGES = (
     ("oldest_age_s", "queue_oldest_age_seconds", "How long the oldest of these files has been known to the flusher."),
     ("rate_bytes_per_s", "upload_bytes_per_second", "Bytes that went to the object tier lately, per second."),
     ("unreadable_drafts", "unreadable_drafts", "Drafts in the ram tier that cannot be read."),
+    (
+        "unread_segments",
+        "unread_segments",
+        "Segments of the ram tier that cannot be opened: what is in them is not known.",
+    ),
 )
 # The same, of a key that a flusher gives, else the length of a list: a flusher does not list all.
 _STORE_COUNTS = (

@@ -154,7 +154,7 @@ def _counters(report: Mapping[str, Any]) -> Iterator[str]:
         values = report["tiers"].get(tier, {})
         counts |= {f"{tier}_{name}": values[name] for name in _NOTABLE if name in values}
         counts |= {f"{tier}_fallback_{name}": count for name, count in values.get("fallbacks", {}).items()}
-    counts["unreadable_drafts"] = report.get("unreadable_drafts", 0)
+    counts |= {name: report.get(name, 0) for name in ("unreadable_drafts", "unread_segments")}
     counts |= report["counters"]
     rows = [(f"  {name.replace('_', ' ')}", _count(name, count)) for name, count in counts.items() if count]
     if rows:

@@ -140,12 +140,13 @@ class Finder:
 
     def _needed_slots(self, segment: Segment) -> set[int]:
         """The chunk slots of a segment that drafts still need."""
+        state = self._state
+        is_blind = bool(state.ram.unread())
         # Its owner is dead by now, and may have sealed something right before.
         self.discover()
-        state = self._state
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
-            if self._unreadable:
+            if self._unreadable or is_blind:
                 # A draft that cannot be read may need any of them.
                 return {chunk.index for chunk in chunks}
             named = {

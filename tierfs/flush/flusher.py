@@ -39,6 +39,8 @@ from tierfs.local.ram import RamTier
 __all__ = ["Flusher"]
 
 SWEEP_S = 1.0
+# From one look at a segment that could not be opened to the next, while somebody waits.
+SEE_S = 0.05
 # In a report, which has to fit into a message.
 NAMED_MAX = 20
 _logger = logging.getLogger("tierfs.flush")
@@ -121,6 +123,8 @@ class Flusher:
 
     def is_idle(self) -> bool:
         """Whether nothing is on its way but what is kept for a person to decide about."""
+        if self._state.ram.unread():
+            return False
         self.finder.discover()
         with self._state.changed:
             return all(entry.conflict and entry.settled for entry in self._state.entries)
@@ -186,10 +190,11 @@ class Flusher:
             TimeoutError: They have not, in time; names what is pending and the last error.
             TierfsError: One of them cannot get there without somebody doing something.
         """
-        self.finder.discover()
-        self.nudge()
         state = self._state
         deadline = None if timeout_s is None else state.clock.monotonic() + timeout_s
+        self._see_all(deadline, is_gone)
+        self.finder.discover()
+        self.nudge()
         with state.changed:
             waiting = [entry for entry in state.entries if selects(entry)]
             for entry in waiting:
@@ -203,6 +208,18 @@ class Flusher:
             finally:
                 state.local_waits -= is_local
                 state.changed.notify_all()
+
+    def _see_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
+        """Wait until every segment could be looked into: what is waited for may be in any."""
+        state = self._state
+        while (unread := state.ram.unread()) and not is_gone():
+            if deadline is not None and state.clock.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"{min(unread)} cannot be looked into, and what is waited for may be in it: the flusher's log says why"
+                )
+            if state.stopping:
+                raise StoreError("the flusher is ending", transient=True)
+            state.clock.sleep(SEE_S)
 
     def _wait_for(
         self, waiting: list[Entry], level: Level, deadline: float | None, is_gone: Callable[[], bool]
@@ -283,6 +300,7 @@ class Flusher:
         usage = self.nvme.usage() if self.nvme is not None else None
         state = self._state
         publisher = state.publisher
+        unread = len(state.ram.unread())
         now = state.clock.monotonic()
         with state.changed:
             moving = [entry for entry in state.entries if not entry.conflict]
@@ -301,6 +319,7 @@ class Flusher:
                 ][:NAMED_MAX],
                 "rate_bytes_per_s": self.uploader.rate(),
                 "unreadable_drafts": self.finder.unreadable,
+                "unread_segments": unread,
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "counters": dict(state.counters),
                 **(publisher.asked() if publisher is not None else {}),

@@ -108,7 +108,9 @@ class PendingDrafts:
         return found
 
     def is_settled(self, path: str) -> bool:
-        """Whether nothing at or below ``path`` is pending, nor kept as a conflict."""
+        """Whether nothing at or below ``path`` is pending, nor kept as a conflict, as far as this process can see all."""
+        if self._ram.unread():
+            return False
         if any(_is_below(draft.path, path) for draft in self._staged((SlotState.SEALED, SlotState.CONFLICT))):
             return False
         return not self._stored_below(path, conflicts=True)
@@ -146,7 +148,7 @@ class PendingDrafts:
             StoreError, FormatError: The flusher runs, and cannot be asked for what no file leads to.
         """
         self._handover.look_around()
-        if self._ram.unseen():
+        if self._ram.unseen() or self._ram.unread():
             return None
         named: set[SlotRef] = set()
         for slot in self._ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):

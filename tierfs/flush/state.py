@@ -31,7 +31,7 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class NotHandedOverError(StoreError):
-    """A chunk lies in memory without a file whose process, which lives, has not handed it over: wait for that."""
+    """A chunk lies in memory that cannot be seen yet: it could not be opened, or has no file and its process lives."""
 
 
 class FlushState:
@@ -133,10 +133,11 @@ class FlushState:
         if reference is None or entry.slot is None:
             return error
         if self.chunk(reference) is None:
+            is_unread = bool(self.ram.unread())
             is_here = self.ram.segment(reference.segment) is not None
-            if is_here or not self.ram.host.is_alive(entry.slot.segment.owner):
+            if not is_unread and (is_here or not self.ram.host.is_alive(entry.slot.segment.owner)):
                 return error
-        text = f"{entry.path}: a chunk of it lies in memory without a file, which its process has not handed over yet"
+        text = f"{entry.path}: a chunk of it lies in memory that could not be opened yet, or has no file and was not handed over"
         return NotHandedOverError(text, transient=True, path=entry.path, tier="ram")
 
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from tierfs.errors import NotFoundError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.local.shares import MemfdNote, Shares
 from tierfs.local.slab import Segment
 
@@ -34,11 +34,14 @@ class Neighbours:
     Attributes:
         wanted: Whether other processes wait for room, as of the last look.
         unseen: Names of the notes of this store's segments that have no file and were not given to us, as of then.
+        unread: Names of those of its segments that could not be opened, for want of descriptors or memory: as of then, and at
+            each look it is tried again. Nobody knows what is in them.
     """
 
     def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
         self.wanted = False
         self.unseen: frozenset[str] = frozenset()
+        self.unread: frozenset[str] = frozenset()
         self._shares = shares
         self._store = store
         self._own = own
@@ -109,7 +112,7 @@ class Neighbours:
 
     def _look(self) -> None:
         stamp, now_ns = self._stamp(), time.time_ns()
-        if stamp == self._seen_ns:
+        if stamp == self._seen_ns and not self.unread:
             return
         own = {segment.path.name for segment in self._own() if segment.path is not None}
         found = [name for name in self._shares.names() if name.store == self._store[:8]]
@@ -120,9 +123,8 @@ class Neighbours:
         self.wanted = bool(self._shares.others_wanting())
         for name in [name for name in self._files if name not in names]:
             del self._files[name]
-        for name in names:
-            if name not in self._files:
-                self._attach(self._shares.directory / name)
+        new = [name for name in sorted(names) if name not in self._files]
+        self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name))
         self._seen_ns = stamp if now_ns - stamp > SETTLED_NS else -1
 
     def _stamp(self) -> int:
@@ -131,17 +133,23 @@ class Neighbours:
         except FileNotFoundError:
             return 0
 
-    def _attach(self, path: Path) -> None:
+    def _attach(self, path: Path) -> bool:
+        """Look into a segment. Returns whether that is done with: false where it has to be tried again."""
         try:
             key = path.name, path.stat().st_ino
             if key in self._refused:
-                return
+                return True
             segment = Segment.attach(path)
         except (FileNotFoundError, NotFoundError):
-            return
-        except TierfsError as error:
+            return True
+        except (CorruptionError, FormatError) as error:
             _logger.warning("a segment is passed over: %s", error)
             self._refused.add(key)
-            return
+            return True
+        except (TierfsError, OSError, MemoryError) as error:
+            if path.name not in self.unread:
+                _logger.warning("%s cannot be looked into now, and is tried again: %s", path, error or "out of memory")
+            return False
         if segment.store == self._store:
             self._files[path.name] = segment
+        return True

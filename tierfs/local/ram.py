@@ -205,6 +205,11 @@ class RamTier:
         self._neighbours.segments()
         return self._neighbours.unseen
 
+    def unread(self) -> frozenset[str]:
+        """Names of this store's segments that could not be opened just now. What is in them, nobody may count as absent."""
+        self._neighbours.segments()
+        return self._neighbours.unread
+
     def segment(self, ident: str) -> Segment | None:
         """The segment with this id."""
         return next((segment for segment in self.segments() if segment.id == ident), None)

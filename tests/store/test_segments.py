@@ -1,0 +1,136 @@
+"""Segments that cannot be found where they should be: not opened for want of descriptors or memory, or removed by somebody."""
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import time
+from dataclasses import replace
+
+import pytest
+from tiered import BIG, MIB, Gate, Host, content
+
+from tierfs.errors import CapacityError, StoreError
+from tierfs.flush.levels import Level
+from tierfs.local.segmentfile import FileName
+from tierfs.local.slab import Segment
+from tierfs.store import load, open_store, parse_url, save, status, wait
+from tierfs.store.settings import TierOptions
+
+FILES = 3
+
+
+@contextlib.contextmanager
+def out_of(error, number, monkeypatch):
+    """The ``number``-th segment of each process cannot be opened."""
+    attach = Segment.attach.__func__
+
+    def refuse(cls, path):
+        name = FileName.parse(path.name)
+        if name is not None and name.number == number:
+            raise error
+        return attach(cls, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Segment, "attach", classmethod(refuse))
+        yield
+
+
+@pytest.fixture
+def left(tmp_path, root, descriptor):
+    """What a process that died had saved at ``staged`` in two segments; the object tier was away."""
+    files = {f"f{number}": content(BIG) for number in range(FILES)}
+    child = os.fork()
+    if not child:
+        failed = 1
+        try:
+            host = Host(tmp_path, Gate(root), descriptor, ram=256 * MIB, nvme=0)
+            host.objects.down = True
+            for path, data in files.items():
+                save(host.store, path, data)
+            failed = int(len(host.tiers.ram.own_segments()) < 2)
+        finally:
+            os._exit(failed)
+    assert os.waitpid(child, 0)[1] == 0
+    return files
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EMFILE, "no descriptors"), MemoryError(), StoreError("no memory")], ids=repr
+)
+def test_nothing_is_lost_of_a_segment_that_cannot_be_opened_for_a_while(left, make_host, monkeypatch, number, error):
+    with out_of(error, number, monkeypatch):
+        host = make_host(ram=256 * MIB, nvme=0)
+        host.tiers.writer.announce()
+        with pytest.raises(TimeoutError, match="cannot be looked into"):
+            wait(host.store, "", Level.OBJECT, 2.5)
+        assert status(host.store)["unread_segments"] == 1
+    wait(host.store, "", Level.OBJECT, 60)
+    assert {path: load(host.plain(), path) for path in left} == left
+    assert status(host.store)["unread_segments"] == 0
+
+
+@pytest.fixture
+def flushing(make_host):
+    """A host whose flusher has its own look at the segments, as another process does, and one file in the object tier."""
+    host = make_host(nvme=0)
+    save(host.store, "before", content(MIB))
+    wait(host.store, "", Level.OBJECT, 30)
+    return host
+
+
+@pytest.mark.parametrize("what", ["folder", "files"])
+def test_what_is_saved_in_a_segment_that_somebody_removed_is_flushed(flushing, what, caplog):
+    folder = flushing.tiers.ram.host.segments
+    if what == "folder":
+        shutil.rmtree(folder)
+    else:
+        for path in folder.glob("*.slab"):
+            path.unlink()
+    files = {f"after-{number}": content(MIB) for number in range(3)}
+    for path, data in files.items():
+        save(flushing.store, path, data)
+    wait(flushing.store, "", Level.OBJECT, 20)
+    assert {path: load(flushing.plain(), path) for path in files} == files
+    assert [
+        record.levelno for record in caplog.records if "was removed while it is written into" in record.message
+    ] == [logging.WARNING]
+
+
+def test_a_wait_does_not_end_before_the_flusher_knows_what_is_pending(flushing, monkeypatch):
+    """Whatever keeps it from that."""
+    asked = []
+
+    def answer(do, arguments, **_):
+        asked.append(do)
+        return {}
+
+    with flushing.held():
+        save(flushing.store, "a", content(MIB))
+        monkeypatch.setattr(flushing.tiers._handover, "ask", answer)
+        with pytest.raises(TimeoutError, match="a has not reached 'object' yet, and the flusher does not know of it"):
+            flushing.tiers.wait("", Level.OBJECT, 0.3)
+        assert asked.count("wait") > 1
+        monkeypatch.undo()
+    wait(flushing.store, "", Level.OBJECT, 30)
+
+
+def test_each_of_two_users_of_a_store_waits_for_room_as_long_as_it_was_told(tmp_path):
+    location = replace(parse_url(f"file://{tmp_path}/store/run"), root=f"{tmp_path}/store")
+    options = TierOptions(ram=64 * MIB, nvme=64 * MIB, state_dir=str(tmp_path / "state"), ack="staged")
+    stores = [
+        open_store(replace(location, tiers=replace(options, timeout=timeout)), write=True, create=True)[0]
+        for timeout in (60, 0.2)
+    ]
+    assert stores[0].tiers is stores[1].tiers
+    begin = time.monotonic()
+    held = []
+    with pytest.raises(CapacityError):
+        while True:
+            held += stores[1].tiers.writer.begin_runs([[MIB]], timeout_s=stores[1].timeout_s)
+    assert time.monotonic() - begin < 30
+    for (chunk,) in held:
+        stores[1].tiers.writer.drop(chunk.slot)
+    stores[0].tiers.close()
