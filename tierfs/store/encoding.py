@@ -15,6 +15,7 @@ from tierfs.format.keys import ChunkName
 __all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
 
 PAGE_BYTES = 4096
+_ALL = frozenset(Codec)
 
 
 class EncodedBlock(NamedTuple):
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
 
 
 def encode_blocks(
-    raw: memoryview, plans: Iterable[Plan], reference: memoryview | None, allowed: Container[Codec]
+    raw: memoryview, plans: Iterable[Plan], reference: memoryview | None, allowed: Container[Codec] = _ALL
 ) -> list[EncodedBlock]:
     """Encode a chunk's blocks into scratch memory of this thread.
 
