@@ -256,6 +256,17 @@ def test_it_is_the_last_save_that_is_waited_for(url):
     assert writer.ack() == "object"
 
 
+def test_metadata_name_the_save_and_the_load_as_torchs_do(url):
+    writer, reader = TierWriter(url), TierReader(url)
+    assert writer.save_id is None
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    loads = [reader.load_id]
+    meta = reader.read_metadata().storage_meta
+    assert (meta.checkpoint_id, meta.save_id, meta.load_id) == (writer.checkpoint_id, writer.save_id, loads[0])
+    reader.reset()
+    assert reader.read_metadata().storage_meta.load_id == reader.load_id != loads[0]
+
+
 def test_a_save_that_was_removed_did_not_reach_the_object_tier(url):
     writer = TierWriter(url, **OPTIONS)
     dcp.save(state(1), storage_writer=writer)

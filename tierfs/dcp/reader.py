@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from dataclasses import replace
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -31,6 +32,7 @@ from tierfs.store.commit import ROOT, Commits, Waiting
 
 __all__ = ["TierReader"]
 
+LOAD_ID_BYTES = 16
 _logger = logging.getLogger("tierfs.dcp")
 
 
@@ -39,11 +41,14 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
 
     Nothing is opened before `read_metadata`. Every byte is verified. An error names tensor, shard file and tier.
 
+    Attributes:
+        load_id: Random, another one after each `reset`; the metadata that it gives out names it, as those of torch's readers do.
+
     Args:
         path: The checkpoint's directory: ``tierfs::s3://bucket/run/step_10``, ``tierfs://NAME/run/step_10``, the object
             tier's own URL, or a local path.
-        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the filesystem, and
-            options for the object tier's filesystem by its protocol, ``s3={...}``.
+        **options: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs`` and ``create`` as for the
+            filesystem, and options for the object tier's filesystem by its protocol, ``s3={...}``.
 
     Raises:
         InvalidInputError: The URL or an option is no good.
@@ -52,6 +57,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
         super().__init__()
         self._address = Address.of(path, options)
+        self.load_id = secrets.token_hex(LOAD_ID_BYTES)
         self._metadata: Any = None
         self._note: CheckpointNote | None = None
         self._shared: str | None = None
@@ -82,6 +88,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         if checkpoint_id:
             parse_url(full_url(checkpoint_id))
             self._address = self._address.at(checkpoint_id)
+        self.load_id = secrets.token_hex(LOAD_ID_BYTES)
         self._metadata = self._note = self._shared = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +121,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             _logger.warning("%s: a later save is not complete, and not loaded: %s", self.checkpoint_id, save)
         self._note = note = found.note
         self._shared = note.save_id if note is not None and name == ROOT else None
-        return found.metadata
+        meta = found.metadata.storage_meta or StorageMeta()
+        return replace(found.metadata, storage_meta=replace(meta, load_id=self.load_id))
 
     def _commit(self, store: Store, directory: str) -> list[Waiting]:
         """See that a save whose last file has arrived is the checkpoint, and say which have to wait."""

@@ -129,6 +129,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """The directory that is saved to, by the save that was asked for last."""
         return self._address.url
 
+    @property
+    def save_id(self) -> str | None:
+        """The random id of the save that this writer came to the end of last, which its metadata names; ``None`` before."""
+        return None if self._done is None else self._done[2].save_id
+
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it is a place in a tierfs store."""
