@@ -8,12 +8,21 @@ import tierfs
 from tierfs.cli import main
 
 
-def test_it_says_what_a_place_without_a_store_keeps(tmp_path, capsys):
+def test_it_says_what_a_place_without_a_store_keeps_and_leaves_nothing_there(tmp_path, capsys):
+    (tmp_path / "store").mkdir()
     assert main(["probe", str(tmp_path / "store")]) == 0
     printed = capsys.readouterr().out
     assert "kept  conditional create" in printed
     assert f"make one with: tierfs init file://{tmp_path}/store" in printed
-    assert not [path for path in (tmp_path / "store/.tierfs/probe").rglob("*") if path.is_file()]
+    assert not list((tmp_path / "store").iterdir())
+
+
+def test_a_directory_that_is_not_there_is_not_made(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for path in ("a/b", "file", "file/below"):
+        assert main(["probe", str(tmp_path / path)]) == 3
+        assert "is no directory: make it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_a_store_is_found_from_below_and_stays_as_it_was(tmp_path, capsys):

@@ -16,6 +16,7 @@ from tierfs.store import Store, delete, load, rename, save, verify
 from tierfs.store.lineage import KEYFRAME_SAVES
 from tierfs.store.records import observe
 from tierfs.store.series import group_of
+from tierfs.testing import Fault, FaultyObjects
 
 MIB = 1 << 20
 
@@ -294,6 +295,69 @@ def test_bytes_that_did_not_change_are_not_encoded_against_themselves(flushing, 
     raw = memoryview(flushing.local[first[-1].name.digest])
     row = flushing.publisher.put_chunk(raw, hints[-1], [], read=flushing.read, pace=lambda _: None)
     assert row == first[-1]
+
+
+@pytest.mark.parametrize("known", ["anew", "later"])
+def test_bytes_that_the_save_before_names_are_stored_again_where_they_were_lost(flushing, objects, training, known):
+    data = training.file()
+    rows = flushing.save(path_of(1), data)
+    if known == "anew":
+        flushing.restart()
+    flushing.clock.sleep(61)
+    remove(objects, rows[-1].name)
+    assert flushing.save(path_of(1), data) == rows
+    assert load(flushing.bare(), path_of(1)) == data
+
+
+@pytest.mark.parametrize("is_here", [False, True], ids=["base elsewhere", "base on this host"])
+def test_a_delta_whose_base_was_lost_is_not_taken_for_whole(flushing, objects, training, is_here):
+    base = training.file()
+    first = flushing.save(path_of(1), base)
+    data = training.step().file()
+    assert needs(flushing.save(path_of(2), data)) == {first[-1].name}
+    flushing.restart()
+    if not is_here:
+        flushing.local.clear()
+    remove(objects, first[-1].name)
+    assert not needs(flushing.save(path_of(2), data))
+    assert load(flushing.bare(), path_of(2)) == data
+    flushing.save(path_of(1), base)
+    assert verify(flushing.bare()).damage == []
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["at once", "after a failure"])
+def test_what_others_are_encoded_against_stands_alone_again_once_it_was_lost(objects, training, fails):
+    faulty = FaultyObjects(objects)
+    flushing = Flushing(faulty)
+    base = training.file()
+    first = flushing.save(path_of(1), base)
+    flushing.save(path_of(2), training.step().file())
+    remove(objects, first[-1].name)
+    flushing.publisher.distrust(keys.chunk_key(first[-1].name))
+    later = [flushing.save(path_of(step), training.step().file()) for step in (3, 4)]
+    assert not needs(later[0])
+    assert needs(later[1]) <= names(later[0])
+    if fails:
+        faulty.inject(Fault.REFUSED, method="put", key_part=keys.chunk_key(first[-1].name))
+        with pytest.raises(StoreError):
+            flushing.save(path_of(1), base)
+    assert flushing.save(path_of(1), base)[-1] == first[-1]
+    assert verify(flushing.bare()).damage == []
+    assert needs(flushing.save(path_of(5), base[:-4] + b"else")), "from then on it is a chunk like others"
+
+
+def test_a_file_that_did_not_change_costs_a_look_at_each_chunk_and_no_chunk(objects, training):
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+    data = training.file()
+    rows = flushing.save(path_of(1), data)
+    flushing.restart()
+    before = measured.snapshot()
+    assert flushing.save(path_of(1), data) == rows
+    after = measured.snapshot()
+    asked = {name: after[name]["requests"] - before[name]["requests"] for name in ("get", "put")}
+    # The header is read to see how the file is laid out, which is as good as a look; the record and the lease are put.
+    assert asked == {"get": 2 + len(rows) - 1, "put": 2}
 
 
 def test_what_is_condemned_is_no_base(flushing, objects, training):

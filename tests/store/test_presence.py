@@ -68,12 +68,12 @@ def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier
     assert load(store, "b") == CONTENT
 
 
-def test_what_a_manifest_names_is_known_until_it_is_condemned(store, tier, clock):
+def test_what_a_manifest_names_may_be_referred_to_until_it_is_condemned(store, tier, clock):
     base, delta = ChunkName(bytes(16)), ChunkName(bytes(15) + b"1", 0, b"recipe__")
     term = store.presence.ensure()
     store.presence.learn(term, [Row(delta, 1, 1, (base,))])
     assert store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
-    store.presence.learn(term, [Row(delta, 1, 1, (base,))], named=True)
+    store.presence.hear(term, [Row(delta, 1, 1, (base,))])
     assert not store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
     condemn(tier, base)
     clock.sleep(40)
@@ -88,6 +88,53 @@ def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, ti
     other = open_on(tier, clock)
     save(other, "b", CONTENT)
     assert rows_of(other, "b")[0].name.generation == 1
+
+
+def test_what_a_manifest_names_is_not_taken_for_seen(store):
+    rows = [
+        Row(ChunkName(bytes(16)), 1, 1),
+        Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (ChunkName(bytes(16)),)),
+    ]
+    store.presence.hear(store.presence.ensure(), rows)
+    for row in rows:
+        assert store.presence.find(row.name.digest) is None
+        assert store.presence.find_heard(row.name.digest) == row
+        store.presence.see(row.name)
+    assert [store.presence.find(row.name.digest) for row in rows] == [rows[0], None], "what a delta needs was not read"
+    store.presence.distrust(rows[0].name)
+    assert [store.presence.find_heard(row.name.digest) for row in rows] == [None, None]
+
+
+def test_what_was_heard_in_an_expired_lease_is_forgotten(store, clock):
+    row = Row(ChunkName(bytes(16)), 1, 1)
+    term = store.presence.ensure()
+    store.presence.hear(term, [row])
+    clock.sleep(61)
+    store.presence.ensure()
+    store.presence.hear(term, [row])
+    assert store.presence.find_heard(row.name.digest) is None
+    assert store.presence.doubtful([row])
+
+
+def test_bytes_that_are_saved_are_looked_for_whatever_a_manifest_says(tier, clock):
+    save(open_on(tier, clock), "a", CONTENT)
+    store = open_on(tier, clock)
+    copy(store, "a", "b")
+    remove_chunk(tier, rows_of(store, "a")[0].name)
+    save(store, "c", CONTENT)
+    for path in ("a", "b", "c"):
+        assert load(store, path) == CONTENT
+
+
+def test_an_append_does_not_speak_for_the_chunks_that_it_keeps(tier, clock):
+    save(open_on(tier, clock), "a", chunks(2, 0))
+    store = open_on(tier, clock)
+    with_more = Writer(store, "a", mode=WriteMode.APPEND)
+    with_more.write(OTHER)
+    with_more.commit()
+    remove_chunk(tier, rows_of(store, "a")[0].name)
+    save(store, "b", chunks(2, 0))
+    assert load(store, "a") == chunks(2, 0) + OTHER
 
 
 def test_what_was_learned_in_an_expired_lease_is_looked_up_again(store, tier, clock):

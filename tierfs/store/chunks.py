@@ -67,9 +67,25 @@ def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None) -
     term = store.presence.ensure()
     row = store.presence.find(name)
     if row is None:
-        row = _find_or_put(store, name, raw, digests, sending or Alone(store))
+        row = _find_heard(store, name, len(raw))
+        row = row or _find_or_put(store, name, raw, digests, sending or Alone(store))
         store.presence.learn(term, [row])
     return row
+
+
+def _find_heard(store: Store, digest: bytes, raw_length: int) -> Row | None:
+    """The chunk that a manifest names for these bytes, if it is there, and what it is encoded against.
+
+    A manifest tells what may be referred to, not that it was not lost since; and these bytes may be what heals it.
+    """
+    heard = store.presence.find_heard(digest)
+    found = inspect(store, heard.name, raw_length) if heard is not None else None
+    if heard is None or found is None:
+        return None
+    lost = [name for name in found.bases if not are_there(store, [name])]
+    for name in [heard.name] if found is DAMAGED else lost:
+        store.distrust(name)
+    return None if found is DAMAGED or lost else found
 
 
 def _find_or_put(store: Store, name: bytes, raw: memoryview, digests: Sequence[bytes], sending: Sending) -> Row:

@@ -148,14 +148,16 @@ def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, d
     if not row.stored_length:
         row = find_chunk(store, row, where)  # of a draft that was opened before it was published
     try:
-        return _fetch(store, row, parts, where, depth)
+        digests = _fetch(store, row, parts, where, depth)
     except CorruptionError as error:
         _logger.warning("reading a chunk again after a mismatch: %s", error)
         try:
-            return _fetch(store, row, parts, where, depth)
+            digests = _fetch(store, row, parts, where, depth)
         except CorruptionError:
             store.distrust(row.name)
             raise
+    store.presence.see(row.name)
+    return digests
 
 
 def _fetch(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:

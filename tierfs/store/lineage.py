@@ -230,8 +230,8 @@ class Lineages:
         if manifest is None or not manifest.rows:
             return lineage
         rows = expand_rows(self._store, manifest, path)
+        self._store.presence.hear(lineage.term, rows)
         layout = layout_of(open_manifest(self._store, path, manifest).read_into, manifest.length)
-        self._store.presence.learn(lineage.term, rows, named=True)
         there = places(layout, [row.raw_length for row in rows], "")
         for (place, _), row in zip(there, rows, strict=True):
             if not row.bases:
@@ -239,7 +239,7 @@ class Lineages:
         return lineage
 
     def _look_again(self, lineage: Lineage) -> Lineage:
-        """Whether the anchors are in the store still: what names them is there, and it was learned in this lease."""
+        """Whether the anchors may be referred to still: what names them is there, and it was heard in this lease."""
         term = self._store.presence.ensure()
         manifest = observe(self._store, lineage.path).manifest
         rows = () if manifest is None else expand_rows(self._store, manifest, lineage.path)
@@ -247,7 +247,7 @@ class Lineages:
         with self._lock:
             lineage.anchors = {place: anchor for place, anchor in lineage.anchors.items() if anchor.row.name in there}
             lineage.term = term
-        self._store.presence.learn(term, [*(anchor.row for anchor in lineage.anchors.values()), *rows], named=True)
+        self._store.presence.hear(term, [*(anchor.row for anchor in lineage.anchors.values()), *rows])
         return lineage
 
 

@@ -4,6 +4,9 @@ FORMAT.md, "Leases and condemned chunks". Garbage collection condemns what it fi
 later, if it is unreached still. A writer that would refer to a chunk it did not just store must not do so on
 knowledge older than that. So knowledge counts only within the continuous lease it was learned in (its *term*), each
 renewal reads the lists of condemned chunks, and a condemned chunk counts as absent.
+
+What a manifest names is safe from garbage collection, so it may be referred to. Whether it is there is another thing: an object may
+have been lost. So whoever brings bytes that a manifest names has them looked for first.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
+from typing import TypeVar
 
 from tierfs.clock import Clock
 from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError
@@ -29,6 +33,9 @@ LOOKS_AT_FIRST = 2
 LOOKS_EARNED = 3
 LOOKS_MAX = 64
 LIST_BYTES_MAX = 64 << 20
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 class Presence:
@@ -55,10 +62,12 @@ class Presence:
         self._version: Version | None = None
         self._renew_at = self._valid_until = float("-inf")
         self._known: dict[bytes, Row] = {}
-        self._named: dict[ChunkName, None] = {}  # what rows of manifests need
+        self._heard: dict[bytes, Row] = {}  # of manifests, not seen
+        self._named: dict[ChunkName, None] = {}  # what these and other rows need
         self._epochs: set[str] = set()
         self._condemned: set[ChunkName] = set()
         self._damaged: set[ChunkName] = set()
+        self._lost: dict[ChunkName, None] = {}
         self._looks = LOOKS_AT_FIRST
 
     def __repr__(self) -> str:
@@ -96,9 +105,31 @@ class Presence:
             return self._term
 
     def find(self, digest: bytes) -> Row | None:
-        """The chunk with this digest, if it is known to be in the store. Call `ensure` first."""
+        """The chunk with this digest, if it was seen in the store. Call `ensure` first."""
         with self._lock:
             return self._known.get(digest)
+
+    def find_heard(self, digest: bytes) -> Row | None:
+        """The chunk with this digest that a manifest names, which says nothing of whether it is in the store still."""
+        with self._lock:
+            return self._heard.get(digest)
+
+    def hear(self, term: int, rows: Iterable[Row]) -> None:
+        """Note that a manifest that was read since `ensure` returned ``term`` names these chunks: they may be referred to."""
+        with self._lock:
+            for row in rows:
+                if term == self._term and not self._is_bad(row):
+                    self._heard[row.name.digest] = row
+                    self._named |= dict.fromkeys((row.name, *row.bases))
+            _trim(self._heard)
+            _trim(self._named)
+
+    def see(self, name: ChunkName) -> None:
+        """Note that this chunk object was read just now: if a manifest names it, it need not be looked for any more."""
+        with self._lock:
+            heard = self._heard.get(name.digest)
+            if heard is not None and heard.name == name and not heard.bases:
+                self._known.setdefault(name.digest, heard)
 
     def learn(self, term: int, rows: Iterable[Row], *, named: bool = False) -> None:
         """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``.
@@ -106,19 +137,16 @@ class Presence:
         Args:
             term: See there.
             rows: The chunks.
-            named: Whether what they are encoded against was seen, too: a manifest that names them names that as well.
+            named: Whether what they are encoded against was seen, too.
         """
         with self._lock:
             for row in rows:
-                if term == self._term and not any(
-                    name in self._condemned or name in self._damaged for name in (row.name, *row.bases)
-                ):
+                self._lost.pop(row.name, None)
+                if term == self._term and not self._is_bad(row):
                     self._known[row.name.digest] = row
                     self._named |= dict.fromkeys(row.bases if named else ())
-            while len(self._known) > KNOWN_MAX:
-                del self._known[next(iter(self._known))]
-            while len(self._named) > KNOWN_MAX:
-                del self._named[next(iter(self._named))]
+            _trim(self._known)
+            _trim(self._named)
 
     def is_unusable(self, name: ChunkName) -> bool:
         """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
@@ -132,6 +160,7 @@ class Presence:
             self._forget({name})
             # Another object with the same bytes is not looked for before this one, which may have been removed.
             self._known.pop(name.digest, None)
+            self._heard.pop(name.digest, None)
             while len(self._damaged) > KNOWN_MAX:
                 self._damaged.pop()
 
@@ -141,9 +170,16 @@ class Presence:
             return name in self._damaged
 
     def trust(self, name: ChunkName) -> None:
-        """Take back what `distrust` noted: there is no such object any more."""
+        """Take back what `distrust` noted: there is no such object any more. It is lost until it is stored again."""
         with self._lock:
             self._damaged.discard(name)
+            self._lost[name] = None
+            _trim(self._lost)
+
+    def is_lost(self, name: ChunkName) -> bool:
+        """Whether this chunk object was removed and not stored again: what needs it waits for its bytes under this very name."""
+        with self._lock:
+            return name in self._lost
 
     def spend_look(self) -> bool:
         """Whether to look for a chunk that is not known to be there before it is sent.
@@ -170,7 +206,11 @@ class Presence:
     def _begin_term(self) -> None:
         self._term += 1
         self._known.clear()
+        self._heard.clear()
         self._named.clear()
+
+    def _is_bad(self, row: Row) -> bool:
+        return any(name in self._condemned or name in self._damaged for name in (row.name, *row.bases))
 
     def _is_known(self, row: Row) -> bool:
         return all(
@@ -239,8 +279,15 @@ class Presence:
 
     def _forget(self, names: AbstractSet[ChunkName]) -> None:
         """Know nothing any more of chunks that have one of these names, or need one."""
-        gone = [row for row in self._known.values() if row.name in names or not names.isdisjoint(row.bases)]
-        for row in gone:
-            del self._known[row.name.digest]
+        for rows in (self._known, self._heard):
+            gone = [row for row in rows.values() if row.name in names or not names.isdisjoint(row.bases)]
+            for row in gone:
+                del rows[row.name.digest]
         for name in names:
             self._named.pop(name, None)
+
+
+def _trim(known: dict[_Key, _Value]) -> None:
+    """Forget the oldest of what is too much to remember."""
+    while len(known) > KNOWN_MAX:
+        del known[next(iter(known))]

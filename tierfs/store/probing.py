@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from dataclasses import dataclass, replace
 
-from tierfs.errors import ConflictError, StoreNotFoundError
+from tierfs.errors import ConflictError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Capabilities, Descriptor
 from tierfs.objects import Update, as_promised, checksum_for, connect, probe
-from tierfs.objects.probe import Finding
+from tierfs.objects.oserrors import translated
+from tierfs.objects.probe import Finding, Findings
 from tierfs.store.open import open_store
 from tierfs.store.url import Location
 
@@ -38,9 +41,11 @@ def probe_store(location: Location) -> ProbeReport:
     Processes that have the store open go by what they found when they opened it, until they open it again.
 
     Args:
-        location: A store's root, or a path in it; without a store, where one may be made.
+        location: A store's root, or a path in it; without a store, where one may be made, and of this host's directories one that
+            is there: nothing is left in it.
 
     Raises:
+        NotFoundError: It is no directory of this host.
         ConflictError: Somebody else changed the descriptor meanwhile.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
         StoreError, ReadOnlyError, CapacityError: It failed.
@@ -51,9 +56,10 @@ def probe_store(location: Location) -> ProbeReport:
         relative = None
     root = location.path[: len(location.path) - len(relative or "")].rstrip("/")
     url = f"{location.protocol}://{root}"
-    found = probe(connect(location.protocol, root, location.options, attempts=1))
     if relative is None:
+        found = _probe_bare(location, root, url)
         return ProbeReport(url, found.tests, None, found.capabilities)
+    found = probe(connect(location.protocol, root, location.options, attempts=1))
     objects = as_promised(connect(location.protocol, root, location.options), found.capabilities)
     data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
     descriptor = Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
@@ -71,3 +77,14 @@ def probe_store(location: Location) -> ProbeReport:
                     f"{url}: the store's descriptor changed meanwhile: probe it again", path=url
                 ) from error
     return ProbeReport(url, found.tests, descriptor.endpoint, endpoint)
+
+
+def _probe_bare(location: Location, root: str, url: str) -> Findings:
+    """Try a place that is no store."""
+    if location.protocol not in {"file", "local"}:
+        return probe(connect(location.protocol, root, location.options, attempts=1))
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{url} is no directory: make it, or try the one that it is to be in", path=url)
+    # What is put has directories and locks beside it, which can be removed where nobody else uses them.
+    with translated(url), tempfile.TemporaryDirectory(prefix=".tierfs-probe-", dir=root) as directory:
+        return probe(connect(location.protocol, directory, location.options, attempts=1))

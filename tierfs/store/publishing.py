@@ -13,7 +13,7 @@ from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, ReadRow
 from tierfs.format import keys
-from tierfs.format.keys import NO_RECIPE
+from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Manifest, Row, Tombstone
 from tierfs.objects.protocol import Version
 from tierfs.store.asked import asked
@@ -197,9 +197,12 @@ class _Sending(Alone):
 
     def encode(self, raw: memoryview, digest: bytes) -> Encoded:
         hint = self._hint
+        if self._store.presence.is_lost(ChunkName(digest)):
+            # Others may be encoded against it, which are healed by nothing but what stands alone.
+            hint = replace(hint, base=None, sources=())
         if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
             hint = replace(hint, base=None)
-        return self._store.encoder.encode(raw, hint, self._sources(digest), read=self._read, fetch=self._fetch)
+        return self._store.encoder.encode(raw, hint, self._sources(hint, digest), read=self._read, fetch=self._fetch)
 
     @contextlib.contextmanager
     def putting(self, count: int) -> Iterator[None]:
@@ -207,10 +210,10 @@ class _Sending(Alone):
             self._pace(count)
             yield
 
-    def _sources(self, digest: bytes) -> list[Piece]:
+    def _sources(self, hint: Hint, digest: bytes) -> list[Piece]:
         """The hint's sources as they are stored; none if one of them will not do."""
         found: list[Piece] = []
-        for index, offset, length in self._hint.sources:
+        for index, offset, length in hint.sources:
             row = self._rows[index]
             if row is None or not row.stored_length or not self._may_need(row, digest, self._chain_max):
                 return []

@@ -312,10 +312,10 @@ class Writer:
 
 
 def learn_rows(store: Store, manifest: Manifest, path: str) -> list[Row]:
-    """The chunks of a manifest that was just observed, noted as present because it names them."""
+    """The chunks of a manifest that was just observed, which may be referred to because it names them. None is looked at."""
     term = store.presence.ensure() if manifest.rows else 0
     rows = list(expand_rows(store, manifest, path))
-    store.presence.learn(term, rows, named=True)
+    store.presence.hear(term, rows)
     return rows
 
 
