@@ -520,6 +520,33 @@ assert not late, late
     subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
 
 
+def test_a_flusher_for_a_client_is_not_bound_by_the_soft_limits_of_that_client(host):
+    code = """
+import argparse, resource, sys
+from tierfs.cli import frame, flusher
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
+flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
+assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536)
+assert len(set(resource.getrlimit(resource.RLIMIT_AS))) == 1
+"""
+    subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=repr)
+def test_a_flusher_that_cannot_begin_for_want_of_memory_says_so(url, error, monkeypatch, capsys):
+    def lack(arguments):
+        raise error
+
+    monkeypatch.setattr("tierfs.cli.flusher._sidecar", lack)
+    assert main(["flusher", "run", url]) == 8
+    said = capsys.readouterr().err
+    assert "the flusher can have no more" in said
+    assert "Traceback" not in said
+
+
 def arguments_of_flusher(directory):
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

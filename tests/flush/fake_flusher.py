@@ -135,9 +135,9 @@ def until(condition, timeout_s=10.0):
 class Running:
     """A service on a thread."""
 
-    def __init__(self, directory, *, engine=None, version="1.0", linger_s=3600.0, clock=None):
+    def __init__(self, directory, *, engine=None, version="1.0", linger_s=3600.0, clock=None, **more):
         self.engine = engine or FakeEngine()
-        self.service = Service(self.engine, directory, version=version, linger_s=linger_s, clock=clock)
+        self.service = Service(self.engine, directory, version=version, linger_s=linger_s, clock=clock, **more)
         self.outcome = []
         self.thread = threading.Thread(target=lambda: self.outcome.append(self.service.run()))
         self.thread.start()

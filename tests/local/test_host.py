@@ -5,6 +5,8 @@ import errno
 import gc
 import os
 import re
+import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,7 +20,8 @@ import pytest
 from opened import descriptors
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
-from tierfs.local.host import ExclusiveLock, Host, make_private, state_directory
+from tierfs.local.host import ExclusiveLock, Host, entries_of, make_private, state_directory
+from tierfs.local.shares import Shares
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
@@ -398,8 +401,52 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_new_one(tmp_pat
 
 
 def test_a_lock_that_cannot_be_made_is_an_error_of_ours(tmp_path):
-    with pytest.raises(StoreError, match="cannot be locked: No such file"):
-        ExclusiveLock(tmp_path / "missing" / "a.lock").acquire()
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be locked: Not a directory"):
+        ExclusiveLock(tmp_path / "file" / "a.lock").acquire()
+
+
+def test_a_state_directory_that_was_removed_while_it_is_in_use_is_said_to_be(host):
+    lock = ExclusiveLock(host.store_directory("a") / "flusher.lock")
+    shutil.rmtree(host.directory)
+    host.directory.mkdir(mode=0o700)
+    with pytest.raises(
+        StoreError, match="was removed while it is in use, and what was pending there is lost: start"
+    ) as caught:
+        lock.acquire()
+    assert caught.value.kind == "store"
+    assert not caught.value.transient
+
+
+@contextlib.contextmanager
+def no_descriptors_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = os.open("/dev/null", os.O_RDONLY)
+    os.close(last)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (last, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_that_names_it(host):
+    shares = Shares(host)
+    looks = [
+        (host.directory / "processes", host._bury_the_dead),
+        (shares.directory, shares.files),
+        (shares.directory, shares.names),
+        (shares.directory, shares.others_wanting),
+        (shares.directory.parent, shares.sweep_abandoned),
+        (host.directory / "processes", lambda: host.is_alive("0" * 16)),
+    ]
+    for directory, look in looks:
+        with no_descriptors_left(), pytest.raises(StoreError) as caught:
+            look()
+        assert str(directory) in str(caught.value)
+        assert "Too many open files" in str(caught.value)
+        assert "ulimit -n" in str(caught.value)
+    assert entries_of(host.directory / "absent") == []
 
 
 def test_lock_files_do_not_leak_descriptors(tmp_path):

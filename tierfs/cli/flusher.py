@@ -20,7 +20,14 @@ from tierfs import __version__
 from tierfs.cli._failures import describe
 from tierfs.cli._log import FORMATS, logging_to_stderr
 from tierfs.cli._output import add_json_argument, print_json
-from tierfs.errors import AlreadyExistsError, InvalidInputError, NotFoundError, StoreNotFoundError, TierfsError
+from tierfs.errors import (
+    AlreadyExistsError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    StoreNotFoundError,
+    TierfsError,
+)
 from tierfs.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
@@ -135,16 +142,26 @@ def _run(arguments: argparse.Namespace) -> int:
         try:
             engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
             return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
-        except (TierfsError, OSError) as error:
-            failure = describe(error)
+        except (TierfsError, OSError, MemoryError, RuntimeError) as error:
+            from tierfs.flush.limits import shortage  # noqa: PLC0415 - see `_spawned`
+
+            words = shortage(error)
+            if words is not None:
+                failure = describe(StoreError(words))
+            elif isinstance(error, (TierfsError, OSError)):
+                failure = describe(error)
+            else:
+                raise
             _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - for people
             return failure.exit_code
 
 
 def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, spawned: bool) -> int:
-    from tierfs.flush.service import Service  # noqa: PLC0415 - only what a command needs
+    from tierfs.flush.limits import is_short_of_memory  # noqa: PLC0415 - only what a command needs
+    from tierfs.flush.service import Service  # noqa: PLC0415
 
-    service = Service(engine, directory, version=__version__, linger_s=linger_s)
+    alarm = signal.alarm if is_short_of_memory() else _no_alarm
+    service = Service(engine, directory, version=__version__, linger_s=linger_s, alarm=alarm)
     about = {"store": url, "directory": str(directory), "pid": os.getpid()}
     _logger.info("the flusher of %s begins", url, extra=about)
     with _stopped_by_signals(service):
@@ -156,6 +173,10 @@ def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, s
         _logger.info("another flusher of %s runs already", url, extra=about)
         return 0  # which is as good for whoever wanted one
     raise AlreadyExistsError(f"a flusher of {url} runs already: `tierfs flusher stop {url}` ends it", path=url)
+
+
+def _no_alarm(_seconds: int) -> None:
+    """What may have the memory of the host is never ended, however slow that is."""
 
 
 @contextlib.contextmanager
@@ -172,6 +193,7 @@ def _stopped_by_signals(service: Service) -> Iterator[None]:
         service.stop()
 
     previous = {number: signal.signal(number, stop) for number in signals}
+    previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whoever started it
     try:
         yield
     finally:
@@ -185,8 +207,10 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     What is needed to answer is loaded here; the way to the object tier, which takes as long again, when it is needed.
     """
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.flush.limits import raise_limits  # noqa: PLC0415
     from tierfs.local.host import Host, state_directory  # noqa: PLC0415
 
+    raise_limits()
     url, uuid, codecs = arguments.url, arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = Path(arguments.state_dir or state_directory()).absolute()
     host = Host(state)

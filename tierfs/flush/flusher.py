@@ -95,8 +95,8 @@ class Flusher:
             thread = threading.Thread(
                 target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
             )
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def stop(self) -> None:
         """End after the steps that are under way; what is left is for the next flusher."""

@@ -15,13 +15,15 @@ import select
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import FormatError, InvalidInputError, TierfsError
+from tierfs.errors import FormatError, InvalidInputError, StoreError, TierfsError
 from tierfs.flush import wire
+from tierfs.flush.limits import Refusals, shortage
 from tierfs.forks import renew_in_children
 from tierfs.local.host import ExclusiveLock
 
@@ -29,10 +31,14 @@ __all__ = ["LOCK_NAME", "Answer", "Engine", "Peer", "Service"]
 
 LOCK_NAME = "flusher.lock"
 CONNECTIONS_MAX = 256  # and as many threads
+# Who has fewer and can take no more is of no use to a host. With more, those that come wait for their turn.
+CONNECTIONS_USEFUL = 16
 FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
 # Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has put things away.
 ACQUIRE_S = 1.0
 TICK_S = 0.1
+ALARM_S = 15  # many times as long as a turn takes
+RETIRE_ALARM_S = 60  # in good order, if it can: dying leaves no less behind
 TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway
 _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
@@ -131,16 +137,26 @@ class Service:
         version: Of this tierfs. A client with a newer one may have it retire.
         linger_s: How long it stays when there is neither a client nor anything to do.
         clock: What lingering is measured with.
+        alarm: Ends the process where it is not called again within so many seconds, 0 for never; for one that may freeze. A
+            thread that finds no memory as it begins leaves Python waiting for it, or takes the interpreter with it.
     """
 
     def __init__(
-        self, engine: Engine, directory: Path, *, version: str, linger_s: float, clock: Clock | None = None
+        self,
+        engine: Engine,
+        directory: Path,
+        *,
+        version: str,
+        linger_s: float,
+        clock: Clock | None = None,
+        alarm: Callable[[int], object] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._directory = directory
         self._version = version
         self._linger_s = linger_s
         self._clock = clock or SystemClock()
+        self._alarm = alarm
         self._is_stopping = False
         self._wakeup = -1
         self._listener: socket.socket | None = None
@@ -148,6 +164,7 @@ class Service:
         self._connections: dict[int, _Connection] = {}  # by file descriptor
         self._threads: set[threading.Thread] = set()
         self._served = 0
+        self._refusals = Refusals()
         renew_in_children(self)
 
     def __repr__(self) -> str:
@@ -183,6 +200,7 @@ class Service:
             wakeup, self._wakeup = self._wakeup, -1
             os.close(wakeup)
             lock.release()
+            self._alarm(0)
         return True
 
     def _serve(self, listener: socket.socket) -> None:
@@ -193,6 +211,7 @@ class Service:
         idle_since: float | None = None
         pause_s = 0.0
         while not self._is_stopping:
+            self._alarm(ALARM_S)
             events = poll.poll(pause_s * 1000)
             for descriptor, _ in events:
                 if descriptor == listener.fileno():
@@ -203,6 +222,11 @@ class Service:
                     poll.unregister(descriptor)
                     self._tell_of_hang_up(self._connections[descriptor])
             self._close_those_over(poll)
+            if self._refusals.are_hopeless and len(self._connections) < CONNECTIONS_USEFUL:
+                _logger.error(
+                    "this flusher can serve nobody: it retires, for one with other limits. %r", self._refusals
+                )
+                return
             if events:
                 pause_s = 0.0
                 continue
@@ -228,10 +252,8 @@ class Service:
             sock, _ = listener.accept()
         except BlockingIOError:
             return
-        except OSError as error:  # out of descriptors, as a rule
-            _logger.warning("a client could not be accepted: %s", error)
-            self._drop_an_idle_one()
-            time.sleep(_PAUSE_S)
+        except (OSError, MemoryError) as error:  # out of descriptors, as a rule
+            self._refuse(error)
             return
         pid, uid = wire.credentials_of(sock)
         if uid != os.geteuid():
@@ -248,13 +270,18 @@ class Service:
         thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:
-            _logger.warning("a client could not be accepted: %s", error)
+        except (RuntimeError, MemoryError) as error:
             sock.close()
+            self._refuse(error)
             return
         self._threads.add(thread)
         self._connections[sock.fileno()] = connection
         poll.register(sock, select.POLLRDHUP)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refusals.note(error)
+        self._drop_an_idle_one()
+        time.sleep(_PAUSE_S)
 
     def _drop_an_idle_one(self) -> None:
         """Close the connection that was not used for longest; its client opens another when it needs one."""
@@ -281,6 +308,7 @@ class Service:
 
     def _retire(self) -> None:
         self._is_stopping = True
+        self._alarm(RETIRE_ALARM_S if self._refusals.are_hopeless else 0)
         if self._listener is not None:
             if wire.identity_of(self._directory) == self._identity:
                 wire.unlink(self._directory)
@@ -318,6 +346,8 @@ class Service:
                     wire.close_all(outgoing)
         except FormatError as error:
             _logger.warning("the connection of process %d is closed: %s", connection.pid, error)
+        except MemoryError as error:
+            self._refusals.note(error)
         except OSError as error:
             _logger.debug("the connection of process %d broke: %s", connection.pid, error)
         finally:
@@ -353,14 +383,26 @@ class Service:
             more = {"version": self._version} if do == "hello" else {}
             packet = wire.encode({"id": number, "ok": answer.outcome | more})
             wire.check_count(answer.fds)
+            if do != "hello":
+                self._refusals.end()
             return packet, answer.fds
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the client is told
             wire.close_all(answer.fds)
             if self._is_stopping:
                 return ended, []  # which may well be what went wrong
-            if not isinstance(error, (TierfsError, TimeoutError)):
-                _logger.exception("%s failed", do)
-            return wire.encode({"id": number, "error": wire.describe_error(error)}), []
+            return wire.encode({"id": number, "error": wire.describe_error(self._known(error, do))}), []
+
+    def _known(self, error: Exception, do: str) -> Exception:
+        """What a client is told of an error that came up in `do`."""
+        if isinstance(error, (TierfsError, TimeoutError)):
+            self._refusals.end()
+            return error
+        words = shortage(error)
+        if words is None:
+            _logger.error("%s failed", do, exc_info=error)
+            return error
+        self._refusals.note(error)
+        return StoreError(words)
 
     def _greeted(self, connection: _Connection, do: str, arguments: dict[str, Any]) -> Peer:
         version = arguments.get("version")

@@ -15,6 +15,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.draft import Draft, SlotRef
 from tierfs.flush.entries import Entries, Entry
 from tierfs.flush.levels import Level
+from tierfs.flush.limits import shortage
 from tierfs.flush.publisher import Publisher
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.ram import RamTier
@@ -113,6 +114,9 @@ class FlushState:
         if isinstance(error, TierfsError):
             return error
         self.counters["unforeseen_errors"] += 1
+        words = shortage(error)
+        if words is not None:
+            return StoreError(f"{path}: {words}", path=path)
         _logger.error("%s cannot be flushed", path, exc_info=error)
         return StoreError(f"{path}: {error!r}", path=path)
 

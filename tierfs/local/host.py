@@ -25,7 +25,7 @@ import xxhash
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.filesystems import filesystem_of, is_network
 
-__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "boot_id", "make_private", "state_directory"]
+__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "boot_id", "entries_of", "explain", "make_private", "state_directory"]
 
 PAGE_BYTES = 4096
 """What everything in the local tiers is aligned to."""
@@ -70,6 +70,32 @@ def make_private(directory: Path, *, follow_links: bool = True) -> None:
         raise ReadOnlyError(
             f"{directory} must belong to you and be closed to others: chmod 700 {directory}", path=str(directory)
         )
+
+
+def entries_of(directory: Path) -> list[os.DirEntry[str]]:
+    """What a directory holds; nothing where there is none.
+
+    Raises:
+        ReadOnlyError: This user may not.
+        StoreError: It cannot be listed for another reason.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except PermissionError as error:
+        raise ReadOnlyError(f"{directory} cannot be listed: {error.strerror}", path=str(directory)) from error
+    except OSError as error:
+        raise StoreError(f"{directory} cannot be listed: {explain(error)}", path=str(directory)) from error
+
+
+def explain(error: OSError) -> str:
+    """What the operating system says, and what to do about it where that is known."""
+    problem = error.strerror or str(error)
+    if error.errno == errno.EMFILE:
+        return f"{problem}: this process has as many as it may, which `ulimit -n` raises"
+    return problem
 
 
 class ExclusiveLock:
@@ -138,8 +164,14 @@ class ExclusiveLock:
         with _guard:
             try:
                 self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError as error:  # it would have been made
+                raise StoreError(
+                    f"{self.path} cannot be locked: the state directory was removed while it is in use, and what was pending "
+                    "there is lost: start this program again",
+                    path=str(self.path),
+                ) from error
             except OSError as error:
-                raise StoreError(f"{self.path} cannot be locked: {error.strerror}", path=str(self.path)) from error
+                raise StoreError(f"{self.path} cannot be locked: {explain(error)}", path=str(self.path)) from error
             _locks.add(self)
             return self._fd
 
@@ -239,6 +271,9 @@ class Host:
             fd = os.open(self._lock_file(owner), os.O_RDONLY | os.O_NOFOLLOW)
         except FileNotFoundError:
             return False
+        except OSError as error:
+            path = str(self._lock_file(owner))
+            raise StoreError(f"{path} cannot be opened: {explain(error)}", path=path) from error
         try:
             # Shared, so that two who ask at the same time do not take each other for the owner.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -269,8 +304,9 @@ class Host:
         return self._processes / f"{owner}.lock"
 
     def _bury_the_dead(self) -> None:
-        for path in self._processes.glob("*.lock"):
-            self.bury(path.stem)
+        for entry in entries_of(self._processes):
+            if entry.name.endswith(".lock"):
+                self.bury(entry.name.removesuffix(".lock"))
 
     def _find_segments(self, shm: Path) -> Path:
         """Our folder in shared memory, which no other state directory uses.

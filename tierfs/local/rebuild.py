@@ -24,6 +24,7 @@ from tierfs.local.arena import Arena, Faults
 from tierfs.local.directfile import flush_directory
 from tierfs.local.diskerrors import disk_errors
 from tierfs.local.extentpage import GRANULE, DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
+from tierfs.local.host import entries_of
 from tierfs.local.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
 from tierfs.local.stored import ARENA_FILE, INDEX_FILE
 
@@ -324,7 +325,7 @@ def note_intents(arena: Arena, extents: Sequence[tuple[int, int]]) -> None:
 def _move_aside(path: Path, faults: Faults) -> None:
     """Get a database out of the way, and its journal, which SQLite would otherwise play back into the next one."""
     journal = path.with_name(f"{path.name}-journal")
-    earlier = sorted(int(match[1]) for file in path.parent.iterdir() if (match := _ASIDE.fullmatch(file.name)))
+    earlier = sorted(int(match[1]) for file in entries_of(path.parent) if (match := _ASIDE.fullmatch(file.name)))
     for number in earlier[: -ASIDE_MAX + 1]:
         for old in (f"{path}.damaged-{number}", f"{path}.damaged-{number}-journal"):
             Path(old).unlink(missing_ok=True)

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.errors import StoreError, TierfsError
-from tierfs.local.host import Host, make_private
+from tierfs.errors import ReadOnlyError, StoreError, TierfsError
+from tierfs.local.host import Host, entries_of, explain, make_private
 from tierfs.local.segmentfile import SECTOR_BYTES, FileName, Header, OldSegmentError, OwnedFd, make_file
 from tierfs.local.slab import Segment
 
@@ -72,7 +72,7 @@ class Shares:
     def files(self) -> list[SegmentFile]:
         """All that count, in the order of their names."""
         found = []
-        for entry in sorted(_entries(self.directory), key=lambda entry: entry.name):
+        for entry in sorted(entries_of(self.directory), key=lambda entry: entry.name):
             name = FileName.parse(entry.name)
             if name is None:
                 continue
@@ -85,7 +85,7 @@ class Shares:
 
     def names(self) -> list[FileName]:
         """The names of all that count."""
-        names = [FileName.parse(entry.name) for entry in _entries(self.directory)]
+        names = [FileName.parse(entry.name) for entry in entries_of(self.directory)]
         return [name for name in names if name is not None]
 
     def free_bytes(self, files: Iterable[SegmentFile]) -> int:
@@ -101,7 +101,7 @@ class Shares:
             elif file.name.suffix == "memfd":
                 with contextlib.suppress(FileNotFoundError, StoreError):
                     MemfdNote(file.path).release()
-        for entry in _entries(self.directory):
+        for entry in entries_of(self.directory):
             match = _WANT.fullmatch(entry.name)
             if match and not self._host.is_alive(match[1]):
                 os.unlink(entry.path)
@@ -113,14 +113,18 @@ class Shares:
         """
         if self._host.segments is None:
             return
-        for folder in self._host.segments.parent.glob(f"tierfs-{os.geteuid()}-*"):
-            if folder == self._host.segments:
+        siblings: list[os.DirEntry[str]] = []
+        with contextlib.suppress(ReadOnlyError):  # where nobody may list what all share
+            siblings = entries_of(self._host.segments.parent)
+        for sibling in siblings:
+            folder = Path(sibling.path)
+            if folder == self._host.segments or not sibling.name.startswith(f"tierfs-{os.geteuid()}-"):
                 continue
             with contextlib.suppress(OSError):  # somebody uses it, or removes it meanwhile
                 fd = os.open(folder / "state", os.O_RDWR | os.O_NOFOLLOW)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    for entry in _entries(folder):
+                    for entry in entries_of(folder):
                         if _is_worthless(entry):
                             os.unlink(entry.path)
                 finally:
@@ -158,7 +162,7 @@ class Shares:
     def others_wanting(self) -> dict[str, int]:
         """The live processes, without this one, that wait for room; with the budget that each has for all, in bytes."""
         found = {}
-        for entry in _entries(self.directory):
+        for entry in entries_of(self.directory):
             match = _WANT.fullmatch(entry.name)
             if match and self._is_other(match[1]):
                 with contextlib.suppress(FileNotFoundError):  # it has its room
@@ -218,7 +222,7 @@ class MemfdNote:
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise StoreError(f"{path} cannot be opened: {error.strerror}", path=str(path), tier="ram") from error
+            raise StoreError(f"{path} cannot be opened: {explain(error)}", path=str(path), tier="ram") from error
         fcntl.flock(self._fd.number, fcntl.LOCK_SH)
 
     def resize(self, size: int) -> None:
@@ -251,11 +255,3 @@ def _is_worthless(entry: os.DirEntry[str]) -> bool:
         return not segment.is_dirty()
     finally:
         segment.close()
-
-
-def _entries(directory: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(directory) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
