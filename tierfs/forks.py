@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ class Renewable(Protocol):
         """Make new ones. Called in a child before anything else runs there."""
 
 
+_logger = logging.getLogger("tierfs")
 _owners: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
@@ -61,7 +63,10 @@ class PerProcess(Generic[_Made]):
 
 def _renew_all() -> None:
     for owner in list(_owners):
-        owner._renew()
+        try:
+            owner._renew()
+        except Exception:  # noqa: PERF203 - the others' locks must not stay held for that
+            _logger.exception("%r could not be made anew in a forked process", owner)
 
 
 os.register_at_fork(after_in_child=_renew_all)

@@ -19,6 +19,13 @@ print(*(resource.getrlimit(getattr(resource, f"RLIMIT_{name}"))[0] for name in N
 """
 
 
+def caused(error):
+    """One of ours that came of it."""
+    found = StoreError("it cannot be done")
+    found.__cause__ = error
+    return found
+
+
 def raised(ulimits):
     command = f"{ulimits}; exec {sys.executable} -c '{RAISE}'"
     done = subprocess.run(["/bin/bash", "-c", command], capture_output=True, text=True, check=True)
@@ -60,6 +67,8 @@ def test_a_limit_that_nobody_may_raise_stays(monkeypatch):
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "memory"),
         (RuntimeError("can't start new thread"), "threads"),
         (OSError(errno.EMFILE, "Too many open files"), "open files"),
+        (caused(OSError(errno.EMFILE, "Too many open files")), "open files"),
+        (caused(caused(MemoryError())), "memory"),
     ],
 )
 def test_what_is_lacking_is_said_with_the_limits_and_what_to_do(error, lacking, monkeypatch):
@@ -97,4 +106,14 @@ def test_refusals_are_hopeless_when_they_last_and_nobody_was_served(monkeypatch,
     refusals.note(MemoryError())
     assert len(caplog.records) == 2
     refusals.end()
+    assert not refusals.are_hopeless
+
+
+def test_refusals_that_are_far_apart_are_not_hopeless(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("tierfs.flush.limits.time.monotonic", lambda: now[0])
+    refusals = Refusals()
+    refusals.note(MemoryError())
+    now[0] += 2 * limits.SAID_EVERY_S
+    refusals.note(MemoryError())
     assert not refusals.are_hopeless

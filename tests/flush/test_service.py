@@ -405,20 +405,26 @@ def test_it_says_at_each_turn_that_it_is_not_frozen(start, directory):
     assert alarms[-1] == 0
 
 
-def test_one_that_freezes_is_ended_by_its_alarm(directory):
+@pytest.mark.parametrize("clients", [0, 1])
+def test_one_that_freezes_is_ended_by_its_alarm(directory, clients):
     code = """
         import signal, sys, time
         from pathlib import Path
         sys.path.insert(0, sys.argv[2])
         from fake_flusher import FakeEngine
         from tierfs.flush import service
-        service.ALARM_S = 1
+        service.ALARM_S = 2
+        service.TICK_BUSY_S = 0.1
         engine = FakeEngine()
-        engine.is_idle = lambda: time.sleep(3600)
+        begin = time.monotonic()
+        engine.is_idle = lambda: time.monotonic() > begin + 3 and time.sleep(3600)
         service.Service(engine, Path(sys.argv[1]), version="1.0", linger_s=0, alarm=signal.alarm).run()
     """
     argv = [sys.executable, "-c", textwrap.dedent(code), str(directory), str(Path(__file__).parent)]
-    assert subprocess.run(argv, check=False, timeout=60).returncode == -signal.SIGALRM
+    with subprocess.Popen(argv) as process, contextlib.ExitStack() as held:
+        for _ in range(clients):
+            held.enter_context(raw_connection(directory))
+        assert process.wait(60) == -signal.SIGALRM
     assert nobody_holds_the_lock(directory)
 
 

@@ -105,6 +105,34 @@ def test_what_a_manifest_names_is_not_taken_for_seen(store):
     assert [store.presence.find_heard(row.name.digest) for row in rows] == [None, None]
 
 
+def test_what_this_writer_saw_is_not_looked_for_again_while_a_manifest_names_it(store, clock):
+    row = Row(ChunkName(bytes(16)), 1, 1)
+    delta = Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (row.name,))
+    presence = store.presence
+    presence.learn(presence.ensure(), [delta])
+    clock.sleep(61)
+    presence.hear(presence.ensure(), [row, delta])
+    assert [presence.find(each.name.digest) for each in (row, delta)] == [None, None], "its base was not seen"
+    presence.learn(presence.ensure(), [row])
+    clock.sleep(61)
+    term = presence.ensure()
+    assert presence.find(row.name.digest) is None
+    presence.hear(term, [row, delta])
+    assert [presence.find(each.name.digest) for each in (row, delta)] == [row, delta]
+    presence.distrust(row.name)
+    presence.trust(row.name)
+    presence.hear(term, [row, delta])
+    assert [presence.find(each.name.digest) for each in (row, delta)] == [None, None]
+
+
+def test_nobody_who_reads_waits_for_a_lease(store):
+    row = Row(ChunkName(bytes(16)), 1, 1)
+    store.presence.hear(store.presence.ensure(), [row])
+    with store.presence._lock:
+        store.presence.see(row.name)
+    assert store.presence.find(row.name.digest) is None
+
+
 def test_what_was_heard_in_an_expired_lease_is_forgotten(store, clock):
     row = Row(ChunkName(bytes(16)), 1, 1)
     term = store.presence.ensure()

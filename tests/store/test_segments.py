@@ -13,11 +13,20 @@ from tiered import BIG, MIB, Gate, Host, content
 
 from tierfs.errors import CapacityError, StoreError
 from tierfs.flush.levels import Level
-from tierfs.local.slab import Segment
+from tierfs.flush.settling import Settler
+from tierfs.local.slab import Segment, SlotState
 from tierfs.store import load, open_store, parse_url, save, status, wait
 from tierfs.store.settings import TierOptions
+from tierfs.store.stagedfile import StagedFile
 
 FILES = 3
+
+
+def eventually(condition, timeout_s=20.0):
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, "it did not come to pass"
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -58,7 +67,7 @@ def left(tmp_path, root, descriptor):
 
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EMFILE, "no descriptors"), MemoryError(), StoreError("no memory")], ids=repr
+    "error", [OSError(errno.EMFILE, "no descriptors"), MemoryError(), OSError(errno.ENOMEM, "no memory")], ids=repr
 )
 def test_nothing_is_lost_of_a_segment_that_cannot_be_opened_for_a_while(left, make_host, monkeypatch, which, error):
     files, names = left
@@ -100,6 +109,72 @@ def test_what_is_saved_in_a_segment_that_somebody_removed_is_flushed(flushing, w
     ] == [logging.WARNING]
 
 
+def test_where_the_folder_was_removed_new_segments_are_made_in_another(flushing):
+    shutil.rmtree(flushing.tiers.ram.host.segments)
+    files = {f"after-{number}": content(BIG) for number in range(2)}
+    for path, data in files.items():
+        save(flushing.store, path, data)
+    assert len(flushing.tiers.ram.own_segments()) > 1
+    wait(flushing.store, "", Level.OBJECT, 20)
+    assert {path: load(flushing.plain(), path) for path in files} == files
+
+
+def test_what_a_flusher_has_open_of_a_dead_process_outlives_the_files(left, make_host):
+    files, _ = left
+    host = make_host(ram=256 * MIB, nvme=0)
+    with host.held():
+        host.tiers.writer.announce()
+        eventually(lambda: status(host.store)["queue_files"] == len(files))
+        for path in host.tiers.ram.host.segments.glob("*.slab"):
+            path.unlink()
+        time.sleep(1.5)  # in which the flusher looks again
+    host.flusher.wait(lambda _: True, Level.OBJECT, 30)
+    assert {path: load(host.plain(), path) for path in files} == files
+
+
+@pytest.fixture
+def spilled(tmp_path, root, descriptor):
+    """A file larger than the ram tier of a process that died: most of it is in the nvme tier, its draft in a segment."""
+    data = content(2 * BIG)
+    child = os.fork()
+    if not child:
+        failed = 1
+        try:
+            Settler.settle_all = lambda _: None  # no further than what a writer waits for
+            host = Host(tmp_path, Gate(root), descriptor, ram=48 * MIB, nvme=128 * MIB)
+            host.objects.down = True
+            save(host.store, "f", data)
+            (draft,) = host.tiers.ram.drafts((SlotState.SEALED,))
+            (tmp_path / "name").write_text(draft.segment.path.name)
+            failed = 0
+        finally:
+            os._exit(failed)
+    assert os.waitpid(child, 0)[1] == 0
+    return data, (tmp_path / "name").read_text()
+
+
+def test_what_a_dead_process_spilled_is_kept_while_its_draft_cannot_be_seen(spilled, make_host, monkeypatch):
+    data, name = spilled
+    with out_of(MemoryError(), name, monkeypatch):
+        host = make_host(ram=48 * MIB, nvme=128 * MIB)
+        host.tiers.writer.announce()
+        eventually(lambda: status(host.store)["unread_segments"] == 1)
+        save(host.store, "g", content(100 * MIB))
+        time.sleep(3)  # in which the flusher sweeps
+    wait(host.store, "", Level.OBJECT, 60)
+    assert load(host.plain(), "f") == data
+
+
+def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monkeypatch):
+    monkeypatch.setattr("tierfs.flush.flusher.SEE_S_MAX", 0.3)
+    _, names = left
+    with out_of(OSError(errno.ENOMEM, "no memory"), names[0], monkeypatch):
+        host = make_host(ram=256 * MIB, nvme=0)
+        host.tiers.writer.announce()
+        with pytest.raises(StoreError, match="the flusher can have no more memory"):
+            wait(host.store, "", Level.OBJECT, 30)
+
+
 def test_a_wait_does_not_end_before_the_flusher_knows_what_is_pending(flushing, monkeypatch):
     """Whatever keeps it from that."""
     asked = []
@@ -127,11 +202,10 @@ def test_each_of_two_users_of_a_store_waits_for_room_as_long_as_it_was_told(tmp_
     ]
     assert stores[0].tiers is stores[1].tiers
     begin = time.monotonic()
-    held = []
+    staged = StagedFile(stores[1])
     with pytest.raises(CapacityError):
         while True:
-            held += stores[1].tiers.writer.begin_runs([[MIB]], timeout_s=stores[1].timeout_s)
+            staged.add_runs([[MIB]])
     assert time.monotonic() - begin < 30
-    for (chunk,) in held:
-        stores[1].tiers.writer.drop(chunk.slot)
+    staged.abort()
     stores[0].tiers.close()

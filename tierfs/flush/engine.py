@@ -49,7 +49,11 @@ class FlushEngine:
             StoreError, CapacityError, ReadOnlyError: A local tier cannot be opened.
         """
         self._started = self._build()
-        self._started.start()
+        try:
+            self._started.start()
+        except BaseException:
+            self._started.stop()
+            raise
 
     def stop(self) -> None:
         """End; see `Flusher.stop`."""

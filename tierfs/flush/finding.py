@@ -130,9 +130,11 @@ class Finder:
             state.counters["reclaimed_bytes"] += freed
             _logger.info("freed %d bytes of slabs whose processes are gone", freed)
         gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
-        if gone and state.nvme is not None:
+        if gone and state.nvme is not None and not self._unreadable and not state.ram.unread():
             # Their owners are dead by now, and may have sealed what they wrote right before.
             self.discover()
+            if state.ram.unread():
+                return
             with state.changed:
                 useless = [one for one in gone if bytes.fromhex(one.split(":")[2]) not in state.entries]
             state.nvme.drop_hold(*useless)
@@ -146,7 +148,7 @@ class Finder:
         self.discover()
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
-            if self._unreadable or is_blind:
+            if self._unreadable or is_blind or state.ram.unread():
                 # A draft that cannot be read may need any of them.
                 return {chunk.index for chunk in chunks}
             named = {

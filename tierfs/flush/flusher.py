@@ -41,6 +41,7 @@ __all__ = ["Flusher"]
 SWEEP_S = 1.0
 # From one look at a segment that could not be opened to the next, while somebody waits.
 SEE_S = 0.05
+SEE_S_MAX = 10.0
 # In a report, which has to fit into a message.
 NAMED_MAX = 20
 _logger = logging.getLogger("tierfs.flush")
@@ -192,8 +193,7 @@ class Flusher:
         """
         state = self._state
         deadline = None if timeout_s is None else state.clock.monotonic() + timeout_s
-        self._see_all(deadline, is_gone)
-        self.finder.discover()
+        self._discover_all(deadline, is_gone)
         self.nudge()
         with state.changed:
             waiting = [entry for entry in state.entries if selects(entry)]
@@ -209,14 +209,26 @@ class Flusher:
                 state.local_waits -= is_local
                 state.changed.notify_all()
 
-    def _see_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
-        """Wait until every segment could be looked into: what is waited for may be in any."""
+    def _discover_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
+        """Find what there is in every segment; wait until each could be looked into, though not for ever.
+
+        Who cannot for long is of no use to the host; see `tierfs.flush.limits.Refusals`.
+        """
         state = self._state
-        while (unread := state.ram.unread()) and not is_gone():
-            if deadline is not None and state.clock.monotonic() >= deadline:
-                raise TimeoutError(
-                    f"{min(unread)} cannot be looked into, and what is waited for may be in it: the flusher's log says why"
-                )
+        give_up_at = state.clock.monotonic() + SEE_S_MAX
+        while True:
+            unread = state.ram.unread()
+            self.finder.discover()
+            unread |= state.ram.unread()
+            if not unread or is_gone():
+                return
+            text = f"{min(unread)} cannot be looked into, and what is waited for may be in it"
+            now = state.clock.monotonic()
+            if deadline is not None and now >= deadline:
+                raise TimeoutError(f"{text}: the flusher's log says why")
+            if now >= give_up_at:
+                why = state.ram.why_unread
+                raise StoreError(f"{text}: {str(why) or 'out of memory'}", transient=True, tier="ram") from why
             if state.stopping:
                 raise StoreError("the flusher is ending", transient=True)
             state.clock.sleep(SEE_S)

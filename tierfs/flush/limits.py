@@ -12,6 +12,7 @@ import logging
 import resource
 import time
 
+from tierfs.errors import TierfsError
 from tierfs.units import format_bytes
 
 __all__ = ["Refusals", "is_short_of_memory", "raise_limits", "shortage"]
@@ -46,12 +47,15 @@ def is_short_of_memory() -> bool:
 
 def shortage(error: BaseException) -> str | None:
     """What to tell of an error which says that the process may not have more memory, threads or descriptors; None of others."""
-    number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, MemoryError) or number in _NO_MEMORY:
+    known = error
+    while isinstance(known, TierfsError) and known.__cause__ is not None:
+        known = known.__cause__
+    number = known.errno if isinstance(known, OSError) else None
+    if isinstance(known, MemoryError) or number in _NO_MEMORY:
         lacking = "memory"
     elif number in _NO_DESCRIPTORS:
         lacking = "open files"
-    elif isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+    elif isinstance(known, RuntimeError) and "can't start new thread" in str(known):
         lacking = "threads"
     else:
         return None
@@ -78,6 +82,7 @@ class Refusals:
     def __init__(self) -> None:
         self.are_hopeless = False
         self._since: float | None = None
+        self._last = float("-inf")
         self._count = 0
         self._said_at = float("-inf")
 
@@ -87,7 +92,8 @@ class Refusals:
     def note(self, error: BaseException) -> None:
         """A client could not be served. Said in the log, though not each time."""
         now = time.monotonic()
-        since = self._since = now if self._since is None else self._since
+        since = self._since = now if self._since is None or now - self._last > SAID_EVERY_S else self._since
+        self._last = now
         self._count += 1
         self.are_hopeless = now - since >= REFUSING_S_MAX
         if now - self._said_at >= SAID_EVERY_S:

@@ -235,7 +235,7 @@ class Service:
                 # Taken away or replaced: clients do not find us any more, but the next flusher they will.
                 _logger.warning("%s is gone: this flusher retires", self._directory / wire.SOCKET_NAME)
                 return
-            if self._connections or not self._engine.is_idle():
+            if not self._is_idle() or self._connections:  # asked in any case: where that freezes, the alarm ends it
                 idle_since = None
                 pause_s = TICK_BUSY_S
                 continue
@@ -244,6 +244,13 @@ class Service:
             linger_s = self._linger_s if self._served else max(self._linger_s, FIRST_CLIENT_S)
             if now - idle_since >= linger_s:
                 return
+
+    def _is_idle(self) -> bool:
+        try:
+            return self._engine.is_idle()
+        except (TierfsError, OSError, MemoryError) as error:
+            self._refusals.note(error)
+            return False
 
     def _accept(self, listener: socket.socket, poll: select.poll) -> None:
         if len(self._connections) >= CONNECTIONS_MAX:
@@ -394,11 +401,11 @@ class Service:
 
     def _known(self, error: Exception, do: str) -> Exception:
         """What a client is told of an error that came up in `do`."""
-        if isinstance(error, (TierfsError, TimeoutError)):
-            self._refusals.end()
-            return error
         words = shortage(error)
         if words is None:
+            if isinstance(error, (TierfsError, TimeoutError)):
+                self._refusals.end()
+                return error
             _logger.error("%s failed", do, exc_info=error)
             return error
         self._refusals.note(error)

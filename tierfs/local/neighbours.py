@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -9,7 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.errors import NotFoundError, TierfsError
 from tierfs.local.shares import MemfdNote, Shares
 from tierfs.local.slab import Segment
 
@@ -18,6 +19,8 @@ __all__ = ["Neighbours"]
 # The kernel stamps a folder with a clock that may stand still for some milliseconds: a change that follows
 # that soon upon another leaves no trace.
 SETTLED_NS = 50_000_000
+# What the operating system has none left of, to this process or to all, until somebody gives some back.
+_SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -36,12 +39,14 @@ class Neighbours:
         unseen: Names of the notes of this store's segments that have no file and were not given to us, as of then.
         unread: Names of those of its segments that could not be opened, for want of descriptors or memory: as of then, and at
             each look it is tried again. Nobody knows what is in them.
+        why_unread: What came up with the last of these.
     """
 
     def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
         self.wanted = False
         self.unseen: frozenset[str] = frozenset()
         self.unread: frozenset[str] = frozenset()
+        self.why_unread: BaseException | None = None
         self._shares = shares
         self._store = store
         self._own = own
@@ -72,12 +77,12 @@ class Neighbours:
     def add(self, segment: Segment) -> bool:
         """Have one that came as a descriptor, under the host's lock. Returns whether it is of use, and was not known."""
         with self._lock:
-            if segment.store != self._store or segment.id in self._given:
+            if segment.store != self._store or segment.id in self._notes:
                 return False
-            self._given[segment.id] = segment
+            known = self._given.setdefault(segment.id, segment)
             self._seen_ns = -1
             self._notes[segment.id] = self._shares.note_memfd(segment.header)
-            return True
+            return known is segment
 
     def drop(self, segment: Segment) -> None:
         """Remove one; its owner is dead. Its memory goes when the last slot or view of it does."""
@@ -122,7 +127,11 @@ class Neighbours:
         self.unseen = frozenset(str(name) for name in found if name.suffix == "memfd") - seen
         self.wanted = bool(self._shares.others_wanting())
         for name in [name for name in self._files if name not in names]:
-            del self._files[name]
+            segment = self._files.pop(name)
+            # Who removes one in good order does so when nothing is dirty in it; of any other, this is what is left.
+            if name not in own and segment.is_dirty():
+                segment.path = None
+                self._given.setdefault(segment.id, segment)
         new = [name for name in sorted(names) if name not in self._files]
         self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name))
         self._seen_ns = stamp if now_ns - stamp > SETTLED_NS else -1
@@ -142,14 +151,22 @@ class Neighbours:
             segment = Segment.attach(path)
         except (FileNotFoundError, NotFoundError):
             return True
-        except (CorruptionError, FormatError) as error:
-            _logger.warning("a segment is passed over: %s", error)
-            self._refused.add(key)
-            return True
         except (TierfsError, OSError, MemoryError) as error:
+            if not _is_for_now(error):
+                _logger.warning("a segment is passed over: %s", error)
+                self._refused.add(key)
+                return True
             if path.name not in self.unread:
-                _logger.warning("%s cannot be looked into now, and is tried again: %s", path, error or "out of memory")
+                _logger.warning(
+                    "%s cannot be looked into now, and is tried again: %s", path, str(error) or "out of memory"
+                )
+            self.why_unread = error
             return False
         if segment.store == self._store:
             self._files[path.name] = segment
         return True
+
+
+def _is_for_now(error: BaseException) -> bool:
+    cause = error.__cause__ if isinstance(error, TierfsError) and error.__cause__ is not None else error
+    return isinstance(cause, MemoryError) or (isinstance(cause, OSError) and cause.errno in _SHORT)

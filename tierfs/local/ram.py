@@ -210,6 +210,11 @@ class RamTier:
         self._neighbours.segments()
         return self._neighbours.unread
 
+    @property
+    def why_unread(self) -> BaseException | None:
+        """What came up when the last of them was opened."""
+        return self._neighbours.why_unread
+
     def segment(self, ident: str) -> Segment | None:
         """The segment with this id."""
         return next((segment for segment in self.segments() if segment.id == ident), None)

@@ -146,7 +146,7 @@ class Shares:
                 if not self._host.is_alive(file.name.owner):
                     file.path.unlink(missing_ok=True)
                 continue
-            except TierfsError as error:
+            except (TierfsError, OSError, MemoryError) as error:
                 # What cannot be read may be another version's, and dirty: it stays, and is in the way.
                 _logger.debug("%s is left alone: %s", file.path, error)
                 continue
@@ -249,7 +249,7 @@ def _is_worthless(entry: os.DirEntry[str]) -> bool:
         segment = Segment.attach(Path(entry.path))
     except OldSegmentError:
         return True
-    except TierfsError:
+    except (TierfsError, OSError, MemoryError):
         return False  # may be another version's, and dirty
     try:
         return not segment.is_dirty()

@@ -13,7 +13,7 @@ from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
-from tierfs.local.host import Host
+from tierfs.local.host import Host, make_private
 from tierfs.local.memory import memory_available, memory_limit
 from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
 from tierfs.local.segmentfile import Header, Reservation
@@ -148,10 +148,16 @@ class Supply:
     def nameless(self) -> list[Segment]:
         """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
         for segment in self.own:
-            with contextlib.suppress(NotFoundError):  # closed meanwhile
+            try:
                 # What is removed because nobody needs it holds nothing of the kind.
                 if segment.is_removed() and segment.sums().filling + segment.sums().dirty:
                     self._do_without_file(segment)
+            except NotFoundError:  # noqa: PERF203 - closed meanwhile
+                continue
+            except (TierfsError, OSError) as error:
+                _logger.warning(
+                    "%s was removed while it is written into, and cannot be handed over yet: %s", segment.path, error
+                )
         return [segment for segment in self.own if segment.path is None]
 
     def make_room_for_others(self) -> int:
@@ -355,6 +361,7 @@ class Supply:
         with self._host.locked(LOCK):
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
+            make_private(self._shares.directory)  # which somebody may have removed
             layout = self._plan(length, known)
             if not ahead and (layout is None or layout.data_bytes < least):
                 self._shares.sweep()

@@ -79,8 +79,11 @@ def _find_heard(store: Store, digest: bytes, raw_length: int) -> Row | None:
     A manifest tells what may be referred to, not that it was not lost since; and these bytes may be what heals it.
     """
     heard = store.presence.find_heard(digest)
-    found = inspect(store, heard.name, raw_length) if heard is not None else None
-    if heard is None or found is None:
+    if heard is None:
+        return None
+    found = inspect(store, heard.name, raw_length)
+    if found is None:
+        store.presence.trust(heard.name)  # it is lost, and others may be encoded against it
         return None
     lost = [name for name in found.bases if not are_there(store, [name])]
     for name in [heard.name] if found is DAMAGED else lost:

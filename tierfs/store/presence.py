@@ -68,6 +68,7 @@ class Presence:
         self._condemned: set[ChunkName] = set()
         self._damaged: set[ChunkName] = set()
         self._lost: dict[ChunkName, None] = {}
+        self._seen: dict[ChunkName, None] = {}  # at any time, by this writer
         self._looks = LOOKS_AT_FIRST
 
     def __repr__(self) -> str:
@@ -115,21 +116,33 @@ class Presence:
             return self._heard.get(digest)
 
     def hear(self, term: int, rows: Iterable[Row]) -> None:
-        """Note that a manifest that was read since `ensure` returned ``term`` names these chunks: they may be referred to."""
+        """Note that a manifest that was read since `ensure` returned ``term`` names these chunks: they may be referred to.
+
+        Those that this writer itself put or saw once, whenever that was, are not looked for again.
+        """
         with self._lock:
             for row in rows:
                 if term == self._term and not self._is_bad(row):
                     self._heard[row.name.digest] = row
                     self._named |= dict.fromkeys((row.name, *row.bases))
+                    if all(name in self._seen for name in (row.name, *row.bases)):
+                        self._known.setdefault(row.name.digest, row)
             _trim(self._heard)
             _trim(self._named)
+            _trim(self._known)
 
     def see(self, name: ChunkName) -> None:
         """Note that this chunk object was read just now: if a manifest names it, it need not be looked for any more."""
-        with self._lock:
+        # Whoever reads waits for no lease: the lock is held while one is renewed, and in a forked child perhaps for ever.
+        if name.digest not in self._heard or not self._lock.acquire(blocking=False):
+            return
+        try:
             heard = self._heard.get(name.digest)
             if heard is not None and heard.name == name and not heard.bases:
                 self._known.setdefault(name.digest, heard)
+                self._seen[name] = None
+        finally:
+            self._lock.release()
 
     def learn(self, term: int, rows: Iterable[Row], *, named: bool = False) -> None:
         """Note that these chunks were seen in the store, or put there, since `ensure` returned ``term``.
@@ -142,11 +155,13 @@ class Presence:
         with self._lock:
             for row in rows:
                 self._lost.pop(row.name, None)
+                self._seen[row.name] = None
                 if term == self._term and not self._is_bad(row):
                     self._known[row.name.digest] = row
                     self._named |= dict.fromkeys(row.bases if named else ())
             _trim(self._known)
             _trim(self._named)
+            _trim(self._seen)
 
     def is_unusable(self, name: ChunkName) -> bool:
         """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
@@ -173,6 +188,7 @@ class Presence:
         """Take back what `distrust` noted: there is no such object any more. It is lost until it is stored again."""
         with self._lock:
             self._damaged.discard(name)
+            self._seen.pop(name, None)
             self._lost[name] = None
             _trim(self._lost)
 
@@ -285,6 +301,7 @@ class Presence:
                 del rows[row.name.digest]
         for name in names:
             self._named.pop(name, None)
+            self._seen.pop(name, None)
 
 
 def _trim(known: dict[_Key, _Value]) -> None:
