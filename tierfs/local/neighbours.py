@@ -144,6 +144,7 @@ class Neighbours:
 
     def _attach(self, path: Path) -> bool:
         """Look into a segment. Returns whether that is done with: false where it has to be tried again."""
+        key = path.name, 0
         try:
             key = path.name, path.stat().st_ino
             if key in self._refused:
