@@ -160,7 +160,7 @@ def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, s
     from tierfs.flush.limits import is_short_of_memory  # noqa: PLC0415 - only what a command needs
     from tierfs.flush.service import Service  # noqa: PLC0415
 
-    alarm = signal.alarm if is_short_of_memory() else _no_alarm
+    alarm = signal.alarm if is_short_of_memory() else None
     service = Service(engine, directory, version=__version__, linger_s=linger_s, alarm=alarm)
     about = {"store": url, "directory": str(directory), "pid": os.getpid()}
     _logger.info("the flusher of %s begins", url, extra=about)
@@ -173,10 +173,6 @@ def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, s
         _logger.info("another flusher of %s runs already", url, extra=about)
         return 0  # which is as good for whoever wanted one
     raise AlreadyExistsError(f"a flusher of {url} runs already: `tierfs flusher stop {url}` ends it", path=url)
-
-
-def _no_alarm(_seconds: int) -> None:
-    """What may have the memory of the host is never ended, however slow that is."""
 
 
 @contextlib.contextmanager

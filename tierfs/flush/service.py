@@ -149,14 +149,15 @@ class Service:
         version: str,
         linger_s: float,
         clock: Clock | None = None,
-        alarm: Callable[[int], object] = lambda _: None,
+        alarm: Callable[[int], object] | None = None,
     ) -> None:
         self._engine = engine
         self._directory = directory
         self._version = version
         self._linger_s = linger_s
         self._clock = clock or SystemClock()
-        self._alarm = alarm
+        self._may_freeze = alarm is not None
+        self._alarm = alarm or _no_alarm
         self._is_stopping = False
         self._wakeup = -1
         self._listener: socket.socket | None = None
@@ -235,7 +236,8 @@ class Service:
                 # Taken away or replaced: clients do not find us any more, but the next flusher they will.
                 _logger.warning("%s is gone: this flusher retires", self._directory / wire.SOCKET_NAME)
                 return
-            if not self._is_idle() or self._connections:  # asked in any case: where that freezes, the alarm ends it
+            # Who may freeze is asked in any case: the alarm ends it if it does.
+            if (self._connections and not self._may_freeze) or not self._is_idle() or self._connections:
                 idle_since = None
                 pause_s = TICK_BUSY_S
                 continue
@@ -443,3 +445,7 @@ class Service:
             self._listener.close()
         for connection in self._connections.values():
             connection.sock.close()
+
+
+def _no_alarm(_seconds: int) -> None:
+    """What may have the memory of the host is never ended, however slow that is."""
