@@ -430,3 +430,36 @@ def test_a_tier_is_needed_where_it_has_a_draft_or_a_hold_or_cannot_say(directory
     tier.close()
     drop_index(directory)
     assert is_needed(directory)
+
+
+class Died(BaseException):
+    """The process ended there."""
+
+
+def died_at(point, directory, left):
+    """Dies there the first time; what it left is then in another directory, whatever is put in order here."""
+
+    def fault(at):
+        if at == point and not left.exists():
+            shutil.copytree(directory, left)
+            raise Died
+
+    return fault
+
+
+def test_what_is_taken_back_of_a_commit_by_one_that_dies_is_its_end(tmp_path):
+    """And then the index is lost: what was closed later is not there without what was closed before it."""
+    first, second, third = tmp_path / "first", tmp_path / "second", tmp_path / "third"
+    tier = open_tier(first)
+    save(tier, "a", 1)
+    tier.close()
+    tier = open_tier(first, faults=died_at("before index.commit", first, second))
+    with pytest.raises(Died):
+        tier.commit(drafts=[draft(path, write(tier, number)) for number, path in enumerate("bcd", 2)])
+    tier.close()
+    with pytest.raises(Died):
+        open_tier(second, faults=died_at("after arena.release", second, third))
+    drop_index(third)
+    tier = open_tier(third)
+    assert paths(tier) == ["a", "b", "c"]
+    tier.close()

@@ -75,8 +75,8 @@ class Refusals:
     """For how long a flusher could serve no client. Used by many threads; a count that is off by one does no harm.
 
     Attributes:
-        are_hopeless: Whether the last client was refused longer than `REFUSING_S_MAX` after one before it, with none served
-            between them.
+        are_hopeless: Whether clients were refused for `REFUSING_S_MAX`, the last one now, with none served meanwhile and no
+            pause of `SAID_EVERY_S`.
     """
 
     def __init__(self) -> None:

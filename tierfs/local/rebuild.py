@@ -306,7 +306,8 @@ def _release_unacknowledged(arena: Arena, index: Index) -> None:
     intents = arena.read_intents()
     if intents is None or intents.epoch != arena.epoch:
         return
-    for offset, serial in intents.extents:
+    # The last one first: whoever dies on the way leaves what came before, and nothing without what it followed.
+    for offset, serial in reversed(intents.extents):
         if not index.select("SELECT 1 FROM drafts WHERE serial = ?", [serial]):
             _release_if_unchanged(arena, offset, serial)
 
