@@ -8,8 +8,9 @@ from tiered import MIB, content
 
 from tierfs.flush import state, uploading
 from tierfs.flush.levels import Level
-from tierfs.flush.uploading import UPLOADS_MAX, Uploader
+from tierfs.flush.uploading import Uploader, uploads_at_once
 from tierfs.local.nvme import NvmeTier
+from tierfs.objects.memory import MemoryObjects
 from tierfs.store import find, load, save, status, wait
 from tierfs.store.publishing import StorePublisher
 
@@ -85,7 +86,32 @@ def test_nothing_is_uploaded_for_a_while_where_somebody_waits_for_local(host, sm
     assert len(chunks_of(host)) == 1
 
 
+@pytest.mark.parametrize(("processors", "uploads"), [(1, 4), (6, 6), (64, 16)])
+def test_as_many_chunks_are_uploaded_at_once_as_there_are_processors(make_host, monkeypatch, processors, uploads):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(processors))
+    host = make_host(ram=512 * MIB, nvme=512 * MIB)
+    under_way, go_on, put = [], threading.Event(), MemoryObjects.put
+
+    def wait_and_put(objects, key, *arguments, **options):
+        if key.startswith(".tierfs/chunks/"):
+            under_way.append(key)
+            assert go_on.wait(20)
+        return put(objects, key, *arguments, **options)
+
+    monkeypatch.setattr(MemoryObjects, "put", wait_and_put)
+    data = content((uploads + 2) * 16 * MIB)
+    save(host.store, "a", data)
+    try:
+        assert until(lambda: len(under_way) == uploads)
+        assert not until(lambda: len(under_way) > uploads, seconds=0.2)
+    finally:
+        go_on.set()
+    wait(host.store, "a", Level.OBJECT, 40)
+    assert load(host.plain(), "a") == data
+
+
 def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host, small, commits, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2))
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
     put_chunk, put, go_on = StorePublisher.put_chunk, [], threading.Event()
 
@@ -97,14 +123,14 @@ def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host
     monkeypatch.setattr(StorePublisher, "put_chunk", wait_and_put)
     data = content(96 * MIB)
     save(host.store, "a", data)
-    assert until(lambda: len(put) == UPLOADS_MAX)
+    assert until(lambda: len(put) == uploads_at_once())
     waiting = threading.Thread(target=wait, args=(host.store, "a", Level.LOCAL, 20))
     waiting.start()
     assert until(lambda: host.flusher._state.local_waits)
     go_on.set()
     try:
         assert until(lambda: status(host.store)["counters"].get("flusher_ahead_stops"))
-        assert len(put) == UPLOADS_MAX
+        assert len(put) == uploads_at_once()
     finally:
         commits.set()
         waiting.join()

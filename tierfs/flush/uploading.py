@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -17,16 +18,22 @@ from tierfs.flush.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.slab import Slot, SlotState
 
-__all__ = ["Uploader"]
+__all__ = ["Uploader", "uploads_at_once"]
 
-# Chunks on their way at once; each takes two chunks' memory.
-UPLOADS_MAX = 4
+# A connection to a cloud brings some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
+UPLOADS_MIN = 4
+UPLOADS_MAX = 16
 DRAFTS_AT_ONCE_MAX = 4
 # What is uploaded while it is on its way to the nvme tier: less is there before it would have been worth it.
 AHEAD_BYTES_MIN = 64 << 20
 PACE_S = 1.0
 RATE_S = 10  # what "now" means for the rate of uploads
 _logger = logging.getLogger("tierfs.flush")
+
+
+def uploads_at_once() -> int:
+    """Chunks on their way at once: as many as this process has processors, between 4 and 16. See docs/decisions/0026."""
+    return min(max(UPLOADS_MIN, len(os.sched_getaffinity(0))), UPLOADS_MAX)
 
 
 class Uploader:
@@ -45,7 +52,7 @@ class Uploader:
         self._state = state
         self._bandwidth = bandwidth
         self._paced_until = 0.0
-        self._chunks = ThreadPoolExecutor(UPLOADS_MAX, thread_name_prefix="tierfs-upload")
+        self._chunks = ThreadPoolExecutor(uploads_at_once(), thread_name_prefix="tierfs-upload")
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
         self._published: list[Entry] = []  # whose rows are still there
