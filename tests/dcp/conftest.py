@@ -1,8 +1,14 @@
 """No store is left open: what it goes on with in the background would be counted as what another test left behind."""
 
 import importlib
+import uuid
 
+import fsspec
 import pytest
+
+import tierfs
+from tierfs.store.open import open_store
+from tierfs.store.url import parse_url
 
 opened = importlib.import_module("tierfs.store.open")
 
@@ -24,3 +30,17 @@ def plans_are_forgotten():
     for name in vars(planner):
         if name.startswith("_cached_"):
             getattr(planner, name).clear()
+
+
+@pytest.fixture
+def url():
+    """Of a store in memory."""
+    url = f"memory://{uuid.uuid4().hex}"
+    tierfs.init(url)
+    yield url
+    fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+@pytest.fixture
+def store(url):
+    return open_store(parse_url(url))[0]

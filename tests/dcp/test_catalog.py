@@ -1,9 +1,7 @@
 """Which checkpoints are found below a path, and what is said of each one."""
 
 import pickle
-import uuid
 
-import fsspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -12,33 +10,19 @@ import torch.distributed.checkpoint as dcp
 from handmade import Handmade, pickled
 from held_store import held_store
 
-import tierfs
 from tierfs.dcp.catalog import candidates, natural_key, standing, step_of
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
 from tierfs.format.keys import record_key
-from tierfs.store import delete, load, open_store, parse_url, save
+from tierfs.store import delete, load, save
 from tierfs.store.commit import Commits
 from tierfs.store.save import Writer
 from tierfs.testing import flip_bit
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 FILE = "rank-00000-0badcafe.safetensors"
-
-
-@pytest.fixture
-def url():
-    url = f"memory://catalog-{uuid.uuid4().hex}"
-    tierfs.init(url)
-    yield url
-    fsspec.filesystem("memory").rm(url, recursive=True)
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 def make(store, directory, name=".metadata", file=FILE, shape=(3, 2)):

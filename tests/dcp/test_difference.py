@@ -1,9 +1,7 @@
 """How two checkpoints differ: which tensors, by how much, whatever the shards they lie in."""
 
 import math
-import uuid
 
-import fsspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -12,33 +10,18 @@ import torch.distributed.checkpoint as dcp
 from handmade import Handmade, pickled
 from odd_states import DTYPES, noise, odd_state
 
-import tierfs
 from tierfs.dcp import TierWriter, boxes
 from tierfs.dcp.boxes import Box, BoxReader, boxes_of, in_batches
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.difference import compare, compare_tensors
 from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.errors import CorruptionError
-from tierfs.store import open_store, parse_url
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
     pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
 ]
 FILES = [f"rank-{rank:05d}-0badcafe.safetensors" for rank in range(3)]
-
-
-@pytest.fixture
-def url():
-    url = f"memory://difference-{uuid.uuid4().hex}"
-    tierfs.init(url)
-    yield url
-    fsspec.filesystem("memory").rm(url, recursive=True)
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 def saved(store, directory, **tensors):

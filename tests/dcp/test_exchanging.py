@@ -6,9 +6,7 @@ import json
 import os
 import pickle
 import re
-import uuid
 
-import fsspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -31,7 +29,7 @@ from tierfs.dcp.importing import import_checkpoint, import_file
 from tierfs.dcp.plainstore import plain_store
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.errors import AlreadyExistsError, CorruptionError, FormatError, InvalidInputError
-from tierfs.store import delete, load, open_store, parse_url, save
+from tierfs.store import delete, load, parse_url, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -39,19 +37,6 @@ pytestmark = [
 ]
 FILE = "rank-00000-0badcafe.safetensors"
 KNOWN = [dtype for dtype in DTYPES if dtype in SAFETENSORS_NAMES]
-
-
-@pytest.fixture
-def url():
-    url = f"memory://exchanging-{uuid.uuid4().hex}"
-    tierfs.init(url)
-    yield url
-    fsspec.filesystem("memory").rm(url, recursive=True)
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 @pytest.fixture(params=["tierfs", "dcp"])

@@ -5,10 +5,8 @@ import os
 import pathlib
 import pickle
 import threading
-import uuid
 from dataclasses import replace
 
-import fsspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -37,19 +35,6 @@ pytestmark = [
 ]
 MIB = 1 << 20
 FILES = [f"rank-{rank:05d}-0badcafe.safetensors" for rank in range(12)]
-
-
-@pytest.fixture
-def url():
-    url = f"memory://reader-{uuid.uuid4().hex}"
-    tierfs.init(url)
-    yield url
-    fsspec.filesystem("memory").rm(url, recursive=True)
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 def incompressible(*shape):

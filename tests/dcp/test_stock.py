@@ -37,7 +37,7 @@ from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.stock import StockPlace, decode_pickle
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.errors import CorruptionError, InvalidInputError
-from tierfs.store import load, open_store, parse_url, save
+from tierfs.store import load, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -52,11 +52,6 @@ def url(monkeypatch):
     tierfs.init(url)
     yield f"tierfs::{url}"
     fsspec.filesystem("memory").rm(url, recursive=True)
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 def state():

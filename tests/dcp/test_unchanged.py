@@ -11,7 +11,7 @@ from tierfs.codec import Codec
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.format import keys
 from tierfs.objects import LocalObjects
-from tierfs.store import find, open_store, parse_url, stat, usages
+from tierfs.store import find, stat, usages
 from tierfs.store.fetching import read_envelope
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -24,11 +24,6 @@ TIERS = {"direct": {"ram": "0", "nvme": "0"}, "staged": {"ram": "256MiB", "nvme"
 def url(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     return f"tierfs::file://{tmp_path}/store"
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 @pytest.fixture

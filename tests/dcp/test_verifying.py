@@ -1,9 +1,7 @@
 """A checkpoint is read back entirely: what is damaged is found, and its tensors, file and tier are named."""
 
 import pickle
-import uuid
 
-import fsspec
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -20,7 +18,7 @@ from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.plainstore import plain_store
 from tierfs.dcp.verifying import verify_checkpoint
 from tierfs.format.keys import chunk_key, record_key
-from tierfs.store import Store, delete, load, open_store, parse_url, save, stat
+from tierfs.store import Store, delete, load, parse_url, save, stat
 from tierfs.testing import flip_bit, remove
 
 pytestmark = [
@@ -29,19 +27,6 @@ pytestmark = [
 ]
 MIB = 1 << 20
 FILES = [f"rank-{rank:05d}-0badcafe.safetensors" for rank in range(3)]
-
-
-@pytest.fixture
-def url():
-    url = f"memory://verifying-{uuid.uuid4().hex}"
-    tierfs.init(url)
-    yield url
-    fsspec.filesystem("memory").rm(url, recursive=True)
-
-
-@pytest.fixture
-def store(url):
-    return open_store(parse_url(url))[0]
 
 
 def rows_of(store, path):
