@@ -326,5 +326,5 @@ def test_memory_that_no_file_leads_to_is_lent_as_well(url, mortal, monkeypatch, 
     mortal.kill()
     check(url, state())
     settled(url)
-    writer.wait("object", timeout=DEADLINE_S)
+    TierWriter(url, **OPTIONS).wait("object", timeout=DEADLINE_S)
     check(url, state())

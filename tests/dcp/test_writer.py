@@ -256,6 +256,40 @@ def test_it_is_the_last_save_that_is_waited_for(url):
     assert writer.ack() == "object"
 
 
+def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch):
+    writer, go_on, commit = TierWriter(url, **OPTIONS), threading.Event(), ShardFile.commit
+
+    def wait_and_commit(file, *arguments, **options):
+        assert go_on.wait(20)
+        return commit(file, *arguments, **options)
+
+    monkeypatch.setattr(ShardFile, "commit", wait_and_commit)
+    saving = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
+    try:
+        for _ in range(3):
+            with pytest.raises(NotFoundError, match="has not come to its end here"):
+                writer.wait("object", timeout=30)
+    finally:
+        go_on.set()
+    saving.result()
+    writer.wait("object", timeout=30)
+    dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
+    writer.wait("object", timeout=30)
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_save_that_failed_is_not_waited_for(url, how):
+    writer = TierWriter(url, overwrite=False, **OPTIONS)
+    dcp.save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
+    with pytest.raises(dcp.api.CheckpointException, match="overwrite=True"):
+        saving = getattr(dcp, how)(state(2), storage_writer=writer, checkpoint_id=f"{url}/1")
+        saving.result()
+    with pytest.raises(NotFoundError, match="says why if it failed"):
+        writer.wait("object", timeout=30)
+    dcp.async_save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2").result()
+    writer.wait("object", timeout=30)
+
+
 def test_metadata_name_the_save_and_the_load_as_torchs_do(url):
     writer, reader = TierWriter(url), TierReader(url)
     assert writer.save_id is None

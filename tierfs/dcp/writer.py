@@ -32,7 +32,7 @@ from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
 from tierfs.dcp.tensorbytes import refuse_unusual
-from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
+from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
 from tierfs.store import Store, kind_of, level_of, status, wait
@@ -105,6 +105,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._save = _Save()
         self._done: tuple[str, str, SaveMark] | None = None
         self._staged_on: int | None = None  # the thread
+        self._staged: object | None = None  # stands for what was staged last, until a thread saves it
+        self._begun: object | None = None  # the same of the save that began last, until it has come to its end here
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
@@ -117,7 +119,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _replicas=None, _save=_Save(), _done=None, _staged_on=None)
+        self.__dict__.update(
+            state, _replicas=None, _save=_Save(), _done=None, _staged_on=None, _staged=None, _begun=None
+        )
 
     @property
     def _here(self) -> Address:
@@ -152,6 +156,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`."""
         store, _ = self._address.open(write=True)
         self._staged_on = threading.get_ident()
+        self._staged = self._begun = object()
         elsewhere = self._replicas.take() if self._replicas is not None else {}
         if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
             return stage(state_dict, ShardFile(store, private=True), elsewhere)
@@ -191,6 +196,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not self._save.is_reset:
             self._save.address = self._address
         self._save.is_reset = False
+        self._save.begun = self._begun = self._staged or object()
+        self._staged = None
+        self._save.is_coordinator = is_coordinator
         self._save.rank = kwargs.get("rank")
         self._save.use_collectives = kwargs.get("use_collectives", True)
         keep_here()
@@ -232,15 +240,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         store, path = self._here.open(write=True)
         # Not stored: told to the coordinator, which sees to it that somebody else has.
         results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]
-        future: Future[list[WriteResult]] = Future()
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         _check_planned(items)
         if self._replicas is not None:
             was_left = bool(self._save.left) or self._save.offered is None
             self._replicas.learn(self._save.offered, plan.items, was_left=was_left)
-        if not items:
-            future.set_result(results)
-            return future
+        results += self._write(store, path, items) if items else []
+        if not self._save.is_coordinator:
+            self._end()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]) -> list[WriteResult]:
         rank, unique = self._rank_here(), secrets.token_hex(4)
         if self._is_stock:
             _check_archived(items)
@@ -250,12 +262,10 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             name = f"rank-{rank:05d}-{unique}.safetensors"
             length, begins, sizes = self._write_shard(store, inside(path, name), items)
         host = _host_of(store)
-        results += [
+        return [
             WriteResult(item.index, size, (Place(name, begin, size), length, host))
             for (item, _), begin, size in zip(items, begins, sizes, strict=True)
         ]
-        future.set_result(results)
-        return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint, or where ranks are on several hosts have it published when all parts are there.
@@ -300,29 +310,38 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         # DCP returns it, to another process where that had us save.
         metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
         self._done = (self._here.url, root, mark)
+        self._end()
 
     def heard(self, url: str, root: str, mark: SaveMark) -> None:
         """Take note of a save that another process made of what was staged here."""
         self._address = self._address.at(url)
         self._done = (url, root, mark)
+        self._begun = None
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
         """Wait until what was saved where the last save went has reached a level.
 
-        In process mode call it when the save is done: until then nobody here knows where it went.
+        Call it when the save is done, as its future says: until then nobody knows what it comes to.
 
         Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint where the coordinator
         waits, and elsewhere what this host saved and all that is announced.
 
         Raises:
             TimeoutError: It has not, in time; names what is missing.
-            NotFoundError: The save that this writer came to the end of last was removed.
+            NotFoundError: The save that began last has not come to its end, or failed; or the one that this writer came to the
+                end of last was removed.
             ConflictError: The save that this writer came to the end of last was superseded by one that began later.
             TierfsError: What keeps it from getting there.
         """
         store, path = self._address.open()
+        if self._begun is not None:
+            raise NotFoundError(
+                f"{self._address.url}: the save that began last has not come to its end here: `result()` of its future waits "
+                "for that, and says why if it failed",
+                path=path,
+            )
         wanted, begun = Level.parse(level), store.clock.monotonic()
         wait(store, path, wanted, timeout)
         if wanted is not Level.OBJECT:
@@ -352,6 +371,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return status(self._address.open()[0])
 
     # -- parts ---------------------------------------------------------------------------------------------------------
+
+    def _end(self) -> None:
+        """This thread's save has done here what it has to do."""
+        if self._begun is self._save.begun:
+            self._begun = None
 
     def _last(self, path: str) -> tuple[str, SaveMark | None]:
         """Path of the metadata where the last save went, and which save that is if this writer came to its end."""
@@ -475,7 +499,9 @@ class _Save(threading.local):
     """What one thread's save is told of before it begins."""
 
     address: Address | None = None
+    begun: object | None = None
     is_reset: bool = False
+    is_coordinator: bool = True
     rank: int | None = None
     use_collectives: bool = True
     mark: SaveMark | None = None
