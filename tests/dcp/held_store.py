@@ -25,8 +25,8 @@ def held_store(tmp_path):
     root = f"/held-{os.urandom(8).hex()}"
     descriptor, _ = create_store(MemoryObjects(root), URL, digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))
     settings = ResolvedTiers(Level.STAGED, 64 << 20, 0, tmp_path / "host", 20.0)
-    target = Target(descriptor.uuid, URL, {}, DigestKind.XXH3_128, False, True)
     objects = _Refusing(root)
+    target = Target(descriptor.uuid, URL, objects.places(), {}, DigestKind.XXH3_128, False, True)
     tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), required=True)
     try:
         yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, timeout_s=20)

@@ -526,3 +526,13 @@ def test_files_keep_the_mode_that_the_filesystem_gives_them(tmp_path: Path) -> N
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o666 & ~umask
+
+
+def test_where_it_is_says_on_which_host_and_nothing_secret() -> None:
+    class Remote(PrivateMemory):
+        protocol = "remote"
+
+    one = FsspecObjects(Remote(host="one", password="secret", base_url="https://user:secret@one/dav?key=secret"), "run")
+    other = FsspecObjects(Remote(host="other", password="secret"), "run")
+    assert one.places() == ("remote:one:https://one/dav:/run",)
+    assert other.places() == ("remote:other:/run",)

@@ -246,3 +246,23 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     objects = open_s3(Direct("s3", lambda: connect_s3({"endpoint_url": url, **_OPTIONS})), "bucket/base")
     with pytest.raises(StoreError, match="is endpoint_url right, or does a proxy or a login page answer"):
         ask(objects)
+
+
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"endpoint_url": "http://user:secret@127.0.0.1:9"}, "http://127.0.0.1:9 s3://bucket/base"),
+        ({"client_kwargs": {"region_name": "eu-west-1"}}, "amazonaws.com s3://bucket/base"),
+        ({"client_kwargs": {"region_name": "us-east-2"}}, "amazonaws.com s3://bucket/base"),
+        ({"client_kwargs": {"region_name": "cn-north-1"}}, "amazonaws.com.cn s3://bucket/base"),
+    ],
+)
+def test_a_bucket_is_in_one_place_whoever_asks_from_wherever(options, place):
+    objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b", **options})), "bucket/base")
+    assert objects.places() == (place,)
+
+
+def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere:9")
+    objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b"})), "bucket/base")
+    assert objects.places() == ("http://elsewhere:9 s3://bucket/base",)

@@ -27,7 +27,9 @@ class Host:
         self.open()
 
     def open(self):
-        target = Target(self.descriptor.uuid, "memory://store", {}, DigestKind.XXH3_128, False, True)
+        target = Target(
+            self.descriptor.uuid, "memory://store", self.objects.places(), {}, DigestKind.XXH3_128, False, True
+        )
         self.tiers = tiers_for(target, self.settings, self.plain, required=True)
         self.store = Store(
             self.objects,

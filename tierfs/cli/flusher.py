@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tierfs.flush.engine import FlushEngine
     from tierfs.flush.publisher import Publisher
     from tierfs.flush.service import Service
+    from tierfs.local.host import Host
     from tierfs.store import Location, Store
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
@@ -215,7 +216,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         host,
         uuid,
         budgets,
-        lambda options: cast("Publisher", _LatePublisher(lambda: _open_as_told(url, uuid, options, codecs))),
+        lambda options: cast("Publisher", _LatePublisher(lambda: _open_as_told(host, url, uuid, options, codecs))),
     )
     return engine, host.store_directory(uuid)
 
@@ -250,16 +251,18 @@ class _LatePublisher:
             return self._loaded
 
 
-def _open_as_told(url: str, uuid: str, options: dict[str, Any], codecs: str) -> Store:
+def _open_as_told(host: Host, url: str, uuid: str, options: dict[str, Any], codecs: str) -> Store:
     """The store with this id at this root; what was written to it must never get into another one."""
     from tierfs.store import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.store.open import open_bare  # noqa: PLC0415
+    from tierfs.store.place import claim  # noqa: PLC0415
 
     location = parse_url(url)
     tiers = replace(location.tiers, codecs=codecs)
     store, _ = open_bare(replace(location, options={**location.options, **options}, tiers=tiers))
     if store.descriptor.uuid != uuid:
         raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
+    claim(host, uuid, store.objects.places(), url)
     return store
 
 
@@ -268,6 +271,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host  # noqa: PLC0415
     from tierfs.store.open import open_bare  # noqa: PLC0415
+    from tierfs.store.place import claim  # noqa: PLC0415
     from tierfs.store.publishing import StorePublisher  # noqa: PLC0415
 
     location = _location(arguments)
@@ -277,6 +281,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     if not (settings.ram_bytes or settings.nvme_bytes):
         raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
     host, uuid = Host(settings.directory), store.descriptor.uuid
+    directory = claim(host, uuid, store.objects.places(), store.url)
     publisher = StorePublisher(lambda: open_bare(location)[0])
     engine = build_engine(host, uuid, settings, lambda _: publisher, publisher=publisher)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
@@ -284,7 +289,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     _logger.info(
         words, format_bytes(ram), format_bytes(nvme), extra={"uuid": uuid, "ram_bytes": ram, "nvme_bytes": nvme}
     )
-    return engine, host.store_directory(uuid)
+    return engine, directory
 
 
 # -- stop, discard -----------------------------------------------------------------------------------------------------
@@ -294,9 +299,10 @@ def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.flush.stopping import stop_flusher  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host  # noqa: PLC0415
     from tierfs.store.open import open_bare  # noqa: PLC0415
+    from tierfs.store.place import claim  # noqa: PLC0415
 
     store, settings = open_bare(_location(arguments))
-    directory = Host(settings.directory).store_directory(store.descriptor.uuid)
+    directory = claim(Host(settings.directory), store.descriptor.uuid, store.objects.places(), store.url)
     stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
     if arguments.json:
         print_json({"store": store.url, "stopped": stopped})

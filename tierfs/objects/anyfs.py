@@ -33,6 +33,7 @@ from tierfs.objects._entries import Entry, is_directory
 from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.clienterrors import translate_client_error, translated_client
+from tierfs.objects.places import without_secrets
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -58,6 +59,8 @@ _ON_THIS_HOST = frozenset({"file", "local", "memory"})
 # Those, besides the flat and the asynchronous ones, whose clients take requests of several threads at once. fsspec asks
 # for an instance per thread elsewhere: over SFTP, paramiko drops the answer that another thread waits for.
 _THREADED = frozenset({"dav", "file", "hdfs", "hf", "local", "webdav"})
+
+_AT = ("host", "port", "endpoint_url", "base_url", "account_name")  # options that say where a filesystem is
 
 _DELETES_AT_ONCE = 32
 _DIRECTORIES_REMEMBERED = 4096
@@ -118,6 +121,12 @@ class FsspecObjects:
     def capabilities(self) -> Capabilities:
         """See `ObjectTier.capabilities`."""
         return self._capabilities
+
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`. Where on the network is known of filesystems that are made with it."""
+        protocol = self.fs.protocol if isinstance(self.fs.protocol, str) else self.fs.protocol[0]
+        at = [str(self.fs.storage_options[name]) for name in _AT if name in self.fs.storage_options]
+        return (":".join([protocol, *map(without_secrets, [*at, self.root])]),)
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None

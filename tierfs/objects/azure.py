@@ -42,6 +42,7 @@ class AzureSession:
     def __init__(self, fs: adlfs.AzureBlobFileSystem, *, owns_credential: bool) -> None:
         self.fs = fs
         self.client = fs.service_client
+        self.endpoint: str = self.client.url
         # Retries are ours, where they are counted and slow the others down; the SDK's stay out of sight.
         self.options: Mapping[str, Any] = {**fs._timeout_kwargs, "retry_total": 0}
         self._owns_credential = owns_credential

@@ -24,6 +24,7 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import computable
 from tierfs.objects.clienterrors import translated_client
+from tierfs.objects.places import without_secrets
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -135,6 +136,15 @@ class CloudObjects:
     def capabilities(self) -> Capabilities:
         """See `ObjectTier.capabilities`."""
         return self._capabilities
+
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`."""
+
+        async def endpoint(session: Any) -> str:
+            return str(session.endpoint)
+
+        with self._translated(""):
+            return (f"{without_secrets(self._sessions.run(endpoint))} {self._name}",)
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None

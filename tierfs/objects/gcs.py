@@ -48,6 +48,7 @@ class GCSSession:
 
     def __init__(self, fs: gcsfs.core.GCSFileSystem) -> None:
         self.fs = fs
+        self.endpoint: str = fs._location
 
     @asynccontextmanager
     async def request(

@@ -74,6 +74,14 @@ class LocalObjects:
         """See `ObjectTier.capabilities`."""
         return _CAPABILITIES
 
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`. A directory has a number as well, by which it is known where it is mounted twice, or moved."""
+        names = [f"file:{os.path.realpath(self.root)}"]
+        with contextlib.suppress(OSError):  # nothing was put there yet
+            status = self.root.stat()
+            names.append(f"directory:{status.st_dev}:{status.st_ino}")
+        return tuple(names)
+
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:

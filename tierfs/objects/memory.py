@@ -71,6 +71,10 @@ class MemoryObjects:
         """See `ObjectTier.capabilities`."""
         return _CAPABILITIES
 
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`."""
+        return (f"memory:{self.root}",)
+
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:

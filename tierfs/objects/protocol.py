@@ -107,6 +107,13 @@ class ObjectTier(Protocol):
     def capabilities(self) -> Capabilities:
         """What this endpoint promises. Costs nothing."""
 
+    def places(self) -> tuple[str, ...]:
+        """Names of where this is: two tiers of one host that have one in common are the same. No secrets, no request.
+
+        Raises:
+            StoreError, ReadOnlyError, InvalidInputError: It cannot be told, because no connection can be set up.
+        """
+
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
@@ -43,6 +44,7 @@ _CHECKSUMS = {
     "sha256": "ChecksumSHA256",
     "md5": "ContentMD5",
 }
+_AMAZON = re.compile(r"amazonaws\.com(\.cn)?")
 _PIECE_BYTES = 1 << 20
 _CONFIG: Mapping[str, object] = {
     # Retries are ours, where they are counted and slow the others down; botocore's stay out of sight.
@@ -68,6 +70,13 @@ class S3Session:
         send = getattr(self._client, method)
         answer: dict[str, Any] = send(**self._fs._get_s3_method_kwargs(send, **arguments))
         return answer
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests go. All of Amazon's are one place: a bucket's name is nobody else's there."""
+        url = str(self._client.meta.endpoint_url)
+        amazon = _AMAZON.search(url)
+        return url if amazon is None else amazon[0]
 
     def close(self) -> None:
         """See `tierfs.objects.direct.Session`."""

@@ -32,6 +32,7 @@ from tierfs.local.host import Host
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
 from tierfs.store.exit import finish_at_exit
+from tierfs.store.place import claim
 from tierfs.store.publishing import StorePublisher
 from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
@@ -49,6 +50,7 @@ class Target:
     Attributes:
         uuid: The store's.
         url: Its root as the object tier's URL, without credentials.
+        places: See `tierfs.objects.ObjectTier.places`.
         options: For the object tier's filesystem; never shown, since they may hold secrets.
         kind: Its digests.
         host_local: Whether the object tier is a directory of this host.
@@ -57,6 +59,7 @@ class Target:
 
     uuid: str
     url: str
+    places: tuple[str, ...]
     options: dict[str, Any] = field(repr=False)
     kind: DigestKind
     host_local: bool
@@ -84,7 +87,7 @@ def tiers_for(
     clock = SystemClock()
     try:
         host = Host(settings.directory)
-        directory = host.store_directory(target.uuid)
+        directory = claim(host, target.uuid, target.places, target.url)
     except TierfsError as error:
         if required:
             raise

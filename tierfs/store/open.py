@@ -36,7 +36,7 @@ __all__ = ["init", "open_bare", "open_store"]
 NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
 _stores: dict[tuple[str, str], Store] = {}
-_tiers: dict[tuple[str, TierOptions], Tiers] = {}
+_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
 _lock = threading.RLock()
 
 
@@ -232,13 +232,16 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     process_local = location.protocol == "memory"
     tiers = None
     if settings.ram_bytes or settings.nvme_bytes:
-        key = (descriptor.uuid, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None))
+        places = objects.places()
+        key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None))
         tiers = _tiers.get(key)
         if tiers is None:
             from tierfs.store.localtiers import Target, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
 
             options_given = dict(location.options)
-            target = Target(descriptor.uuid, url, options_given, descriptor.digest_kind, host_local, process_local)
+            target = Target(
+                descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
+            )
             tiers = tiers_for(
                 target,
                 settings,

@@ -171,6 +171,10 @@ class FaultyObjects:
         """See `ObjectTier.capabilities`."""
         return self.inner.capabilities
 
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`."""
+        return self.inner.places()
+
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
     ) -> ObjectInfo:

@@ -73,6 +73,10 @@ class ObjectTierTests:
         """An empty object tier."""
         raise NotImplementedError("give the suite an empty object tier")
 
+    def test_it_is_somewhere(self, objects: ObjectTier) -> None:
+        assert objects.places()
+        assert objects.places() == objects.places()
+
     # Put
 
     def test_what_is_put_can_be_read(self, objects: ObjectTier) -> None:

@@ -1,0 +1,111 @@
+"""A copy of a store has its id, and gets nothing that was saved to the store, which gets nothing that was saved to the copy."""
+
+import json
+import os
+import shutil
+
+import fsspec
+import pytest
+
+import tierfs
+from tierfs.cli import main
+from tierfs.errors import InvalidInputError, StoreError
+from tierfs.local.host import Host
+from tierfs.store.place import claim
+
+UUID = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def host(tmp_path):
+    return Host(tmp_path / "state")
+
+
+@pytest.fixture
+def store(tmp_path):
+    root = tmp_path / "store"
+    tierfs.init(f"file://{root}")
+    return root
+
+
+@pytest.fixture
+def options(tmp_path):
+    return {"state_dir": str(tmp_path / "state"), "ram": "64MiB", "nvme": "0"}
+
+
+def open_at(root, **options):
+    return fsspec.url_to_fs(f"tierfs::file://{root}", skip_instance_cache=True, **options)
+
+
+def copied(store):
+    fs, path = open_at(store, ram=0, nvme=0)
+    fs.pipe(f"{path}/latest", b"saved to the store")
+    copy = store.with_name("copy")
+    shutil.copytree(store, copy)
+    return copy
+
+
+def test_local_tiers_are_not_shared_with_a_copy(store, options):
+    copy = copied(store)
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/latest", b"saved to the store later")
+    with pytest.raises(InvalidInputError, match="has the id of a store that this host keeps local tiers for"):
+        open_at(copy, **options)[0].ls(str(copy))
+    fs.wait(path, "object", timeout=30)
+    assert open_at(store, ram=0, nvme=0)[0].cat(str(store / "latest")) == b"saved to the store later"
+    assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "latest")) == b"saved to the store"
+
+
+def test_a_copy_is_used_without_local_tiers_that_nobody_asked_for(store, options, monkeypatch, caplog):
+    monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
+    copy = copied(store)
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/latest", b"saved to the store later")
+    other, there = open_at(copy)
+    other.pipe(f"{there}/latest", b"saved to the copy")
+    assert "is used without local tiers" in caplog.text
+    assert other.ack(f"{there}/latest") == "object"
+    fs.wait(path, "object", timeout=30)
+    assert fs.cat(f"{path}/latest") == b"saved to the store later"
+    assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "latest")) == b"saved to the copy"
+
+
+def test_a_flusher_of_a_store_is_not_one_of_its_copy(store, options, capsys):
+    copy = copied(store)
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/latest", b"saved to the store later")
+    for command in ("run", "stop"):
+        told = ["flusher", command, f"file://{copy}", "--state-dir", options["state_dir"]]
+        assert main(told) == 2
+        assert "has the id of a store" in capsys.readouterr().err
+    fs.wait(path, "object", timeout=30)
+
+
+def test_a_store_is_the_same_by_another_path_and_where_it_was_moved(store, options, tmp_path):
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/a", b"saved")
+    fs.wait(path, "object", timeout=30)
+    link = tmp_path / "link"
+    link.symlink_to(store)
+    assert open_at(link, **options)[0].cat(f"{link}/a") == b"saved"
+    moved = store.rename(tmp_path / "moved")
+    assert open_at(moved, **options)[0].cat(f"{moved}/a") == b"saved"
+
+
+def test_the_first_one_has_them(host):
+    directory = claim(host, UUID, ("a", "number 1"), "url")
+    assert directory == host.store_directory(UUID)
+    for places in (("a", "number 2"), ("b", "number 1")):
+        assert claim(host, UUID, places, "url") == directory
+    with pytest.raises(InvalidInputError, match=f"at b, not at a.*remove {directory}/place.json"):
+        claim(host, UUID, ("b", "number 2"), "url")
+    os.unlink(directory / "place.json")
+    claim(host, UUID, ("b", "number 2"), "url")
+    assert json.loads((directory / "place.json").read_bytes()) == ["b", "number 2"]
+
+
+def test_what_does_not_say_whose_they_are_is_no_leave(host):
+    directory = claim(host, UUID, ("a",), "url")
+    (directory / "place.json").write_text("[")
+    with pytest.raises(StoreError, match="does not say whose"):
+        claim(host, UUID, ("a",), "url")
