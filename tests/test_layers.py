@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tierfs"
 
 ABOVE_NOTHING = {"errors"}
-GROUND = ABOVE_NOTHING | {"digest", "buffers", "processors", "clock", "units", "forks", "daemons"}
+GROUND = ABOVE_NOTHING | {"digest", "buffers", "processors", "clock", "units", "forks", "daemons", "localfile"}
 PURE = {"format", "codec"}
 BACKENDS = {"objects", "local", "device"}
 FACES = {"fs", "dcp", "mount", "cli"}
@@ -23,6 +23,7 @@ ALLOWED = {
     "units": {"errors"},
     "forks": set(),
     "daemons": set(),
+    "localfile": set(),
     "format": GROUND,
     "codec": GROUND,
     "objects": GROUND | PURE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from random import Random
 
 import pytest
@@ -179,6 +180,80 @@ def test_files_that_get_makes_have_the_mode_of_any_new_file(place, tmp_path, uma
     finally:
         os.umask(before)
     assert (tmp_path / "local").stat().st_mode & 0o777 == mode
+
+
+def test_get_follows_a_link_and_leaves_a_file_its_rights(place, tmp_path):
+    place.fs.pipe(place / "a", b"new")
+    (tmp_path / "real").touch(mode=0o600)
+    (tmp_path / "link").symlink_to("real")
+    place.fs.get_file(place / "a", str(tmp_path / "link"))
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_bytes() == b"new"
+    assert (tmp_path / "real").stat().st_mode & 0o777 == 0o600
+
+
+def test_get_writes_into_a_pipe(place, tmp_path):
+    place.fs.pipe(place / "a", b"content")
+    os.mkfifo(tmp_path / "pipe")
+    # Open for both, so that neither side waits for the other.
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR | os.O_NONBLOCK)
+    try:
+        place.fs.get_file(place / "a", str(tmp_path / "pipe"))
+        assert os.read(pipe, 100) == b"content"
+    finally:
+        os.close(pipe)
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_a_file_does_not_replace_a_directory(place, tmp_path):
+    place.fs.pipe(place / "a", b"content")
+    with pytest.raises(IsADirectoryError):
+        place.fs.get_file(place / "a", str(tmp_path))
+
+
+class Partial(io.RawIOBase):
+    """A file without a buffer that takes three bytes at a time, and after ``limit`` of them nothing."""
+
+    def __init__(self, limit):
+        self.taken = bytearray()
+        self.limit = limit
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        if len(self.taken) >= self.limit:
+            return None
+        self.taken += bytes(data[:3])
+        return len(data[:3])
+
+
+def test_get_goes_on_where_a_file_took_a_part(place):
+    place.fs.pipe(place / "a", b"0123456789")
+    out = Partial(100)
+    place.fs.get_file(place / "a", out)
+    assert out.taken == b"0123456789"
+
+
+def test_get_says_so_where_a_file_takes_no_more(place):
+    place.fs.pipe(place / "a", b"0123456789")
+    with pytest.raises(BlockingIOError):
+        place.fs.get_file(place / "a", Partial(6))
+
+
+def test_get_takes_a_file_that_does_not_count(place):
+    class Silent:
+        taken = b""
+
+        def write(self, data):
+            self.taken += bytes(data)
+
+        read = close = tell = None
+
+    place.fs.pipe(place / "a", b"0123456789")
+    out = Silent()
+    place.fs.get_file(place / "a", out)
+    assert out.taken == b"0123456789"
 
 
 def test_get_never_touches_the_umask_that_all_threads_share(place, tmp_path, monkeypatch):

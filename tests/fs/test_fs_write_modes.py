@@ -460,3 +460,16 @@ def test_an_unknown_compression_is_refused_before_anything_is_opened(place, recw
         place.fs.open(place / "a", "wb", compression="klingon")
     assert not recwarn.list
     assert not place.fs.exists(place / "a")
+
+
+# -- archives ----------------------------------------------------------------------------------------------------
+
+
+def test_a_zip_is_written_without_going_back(place):
+    # `zipfile` asks for the place where the file is: were it given that, it would go back to each header later.
+    with place.fs.open(place / "a.npz", "wb") as file:
+        np.savez(file, first=np.arange(10), second=np.ones(3))
+    with place.fs.open(place / "a.npz", "rb") as file:
+        found = np.load(file)
+        assert np.array_equal(found["first"], np.arange(10))
+        assert np.array_equal(found["second"], np.ones(3))

@@ -530,7 +530,12 @@ def test_a_link_to_a_private_directory_will_do_unless_links_are_refused(tmp_path
 
 @pytest.mark.parametrize(
     ("given", "xdg", "expected"),
-    [("/a/b", "/x", "/a/b"), ("", "/x", "/x/tierfs"), (None, None, "/home/me/.local/state/tierfs")],
+    [
+        ("/a/b", "/x", "/a/b"),
+        ("~/b", None, "/home/me/b"),
+        ("", "/x", "/x/tierfs"),
+        (None, None, "/home/me/.local/state/tierfs"),
+    ],
 )
 def test_the_state_directory_is_named_by_the_environment(monkeypatch, given, xdg, expected):
     monkeypatch.setenv("HOME", "/home/me")
@@ -539,6 +544,16 @@ def test_the_state_directory_is_named_by_the_environment(monkeypatch, given, xdg
         if value is not None:
             monkeypatch.setenv(name, value)
     assert state_directory() == Path(expected)
+    assert state_directory("~/given") == Path("/home/me/given")
+
+
+@pytest.mark.parametrize("given", ["relative", "./relative", "~nobody-of-this-name/state"])
+def test_a_relative_state_directory_is_refused_by_name(monkeypatch, given):
+    with pytest.raises(InvalidInputError, match=f"{given}: .* from the root"):
+        state_directory(given)
+    monkeypatch.setenv("TIERFS_STATE_DIR", given)
+    with pytest.raises(InvalidInputError, match=f"{given}: .* from the root"):
+        state_directory()
 
 
 # -- segments ------------------------------------------------------------------------------------------------------

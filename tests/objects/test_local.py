@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -195,6 +196,29 @@ def test_a_put_answers_its_own_version_when_it_is_overwritten_at_once(
     assert mine.size == 4
     with pytest.raises(ConflictError):
         objects.put("run/a", [b"mine again"], mode=Update(mine.version))
+
+
+def test_versions_differ_where_times_are_whole_seconds_and_inodes_are_used_again(
+    objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe = local_module._info
+
+    def coarse(key: str, status: os.stat_result) -> Any:
+        whole_ns = status.st_mtime_ns // 10**9 * 10**9
+        seen: Any = SimpleNamespace(st_mtime_ns=whole_ns, st_ino=1, st_size=status.st_size)
+        return describe(key, seen)
+
+    monkeypatch.setattr(local_module, "_info", coarse)
+    monkeypatch.setattr(time, "time_ns", lambda: 1_700_000_000_500_000_000)
+    versions = [objects.put("run/a", [b"0"], mode=CREATE).version]
+    for number in range(1, 4):
+        versions.append(objects.put("run/a", [b"%d" % number], mode=Update(versions[-1])).version)
+        assert objects.head("run/a").version == versions[-1]
+    versions.append(objects.put("run/a", [b"4"]).version)
+    assert len(set(versions)) == 5
+    for version in versions[:-1]:
+        with pytest.raises(ConflictError):
+            objects.put("run/a", [b"late"], mode=Update(version))
 
 
 def test_nothing_is_written_until_something_is_put(objects: LocalObjects, root: Path) -> None:

@@ -4,6 +4,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 import uuid
 from dataclasses import replace
 
@@ -141,6 +142,26 @@ def test_what_was_noted_is_written_when_the_process_ends(state):
     with sqlite3.connect(state / "records.sqlite") as connection:
         assert connection.execute("SELECT key, data FROM records").fetchall() == [("key", b"data")]
     connection.close()
+
+
+def test_what_was_seen_earlier_and_written_later_does_not_replace_what_was_seen_last(state):
+    early, late, reader = (HostRecords("0" * 32, state) for _ in range(3))
+    early.add("key", "1", b"one")
+    late.add("key", "2", b"two")
+    late.flush()
+    assert early.newest("key") == ("2", b"two")
+    early.flush()
+    assert reader.newest("key") == ("2", b"two")
+
+
+def test_what_was_seen_before_the_clock_was_set_back_is_replaced(state, monkeypatch):
+    records = HostRecords("0" * 32, state)
+    records.add("key", "1", b"one")
+    records.flush()
+    monkeypatch.setattr(time, "time_ns", lambda: 1_600_000_000_000_000_000)
+    records.add("key", "2", b"two")
+    records.flush()
+    assert records.newest("key") == ("2", b"two")
 
 
 def test_a_store_on_this_host_keeps_no_records_beside_it(state):

@@ -62,6 +62,28 @@ def test_a_state_directory_that_is_no_good_is_not_taken_for_a_store_that_is_not_
         open_store(replace(parse_url(f"file://{tmp_path}/store/a"), tiers=options))
 
 
+def test_a_state_directory_of_home_is_the_same_one_in_every_working_directory(tmp_path, monkeypatch):
+    tierfs.init(f"file://{tmp_path}/store")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("home", "work"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    location = parse_url(f"file://{tmp_path}/store/a")
+    store, path = open_store(replace(location, tiers=TierOptions(ram="64MiB", state_dir="~/state")))
+    save(store, path, b"content")
+    assert os.listdir(tmp_path / "home") == ["state"]
+    assert os.listdir() == []
+
+
+def test_a_relative_state_directory_is_refused(tmp_path, monkeypatch):
+    tierfs.init(f"file://{tmp_path}/store")
+    monkeypatch.chdir(tmp_path)
+    location = parse_url(f"file://{tmp_path}/store/a")
+    with pytest.raises(InvalidInputError, match="relative: a state directory is named from the root"):
+        open_store(replace(location, tiers=TierOptions(ram="64MiB", state_dir="relative")))
+    assert os.listdir() == ["store"]
+
+
 def test_a_store_that_was_deleted_takes_no_more_writes(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     location = parse_url(f"file://{tmp_path}/store/a")

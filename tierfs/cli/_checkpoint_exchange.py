@@ -6,13 +6,12 @@ import argparse
 import contextlib
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from typing import BinaryIO, cast
 
 from tierfs.cli._checkpoint_places import open_at, source_of
-from tierfs.cli._local import default_mode, replacing
 from tierfs.cli._output import print_json
 from tierfs.cli._places import LocalPlace, StorePlace, any_place, store_place
 from tierfs.cli._progress import Progress
@@ -23,6 +22,7 @@ from tierfs.dcp.importing import import_checkpoint, import_file
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.streams import SaveStream
 from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.localfile import replacing
 from tierfs.store import Writer, kind_of, load
 from tierfs.store.commit import ROOT
 from tierfs.units import format_bytes
@@ -152,9 +152,9 @@ def _new_directory(path: str) -> Iterator[str]:
     target = os.path.realpath(path)
     above = os.path.dirname(target)
     os.makedirs(above, exist_ok=True)
-    temporary = tempfile.mkdtemp(dir=above, prefix=".tierfs-export-")
+    temporary = os.path.join(above, f".tierfs-export-{secrets.token_hex(8)}")
+    os.mkdir(temporary)
     try:
-        os.chmod(temporary, default_mode(0o777))
         yield temporary
         if os.path.isdir(target):
             _refuse_others_files(target)  # of what came since the export began

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from tierfs.buffers import buffers
-from tierfs.cli._local import replacing
 from tierfs.digest import CHUNK_BYTES
+from tierfs.localfile import replacing, write_all
 from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
 
 __all__ = [
@@ -130,7 +130,7 @@ class StreamTarget:
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
         """See `Target.fill`, but that what is written stays written."""
         for piece in pieces:
-            _write_all(self.stream, piece)
+            write_all(self.stream, piece)
         self.stream.flush()
 
 
@@ -182,12 +182,6 @@ def read_pieces(reader: Reader, start: int, stop: int) -> Iterator[memoryview]:
         piece = window[: min(WINDOW_BYTES, stop - offset)]
         reader.read_into(offset, piece)
         yield piece
-
-
-def _write_all(stream: BinaryIO, piece: memoryview) -> None:
-    # Where Python runs unbuffered, stdout is the bare descriptor and may take only a part.
-    while len(piece):
-        piece = piece[stream.write(piece) :]
 
 
 def _read_file(file: RawInput) -> Iterator[memoryview]:

@@ -209,7 +209,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
     raise_limits()
     url, uuid, codecs = arguments.url, arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
-    state = Path(arguments.state_dir or state_directory()).absolute()
+    state = state_directory(arguments.state_dir)
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
     engine = build_engine(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import struct
 import threading
@@ -12,54 +13,91 @@ from pathlib import Path
 
 import xxhash
 
+from tierfs.clock import Clock, SystemClock
 from tierfs.forks import renew_in_children
 
 __all__ = ["SingleFlight"]
 
+# Longer than a chunk takes that is slow to come, so that only what has stopped is fetched twice.
+PATIENCE_S = 20.0
+# Waiting is a little longer than the fetch at most: by a fifth, and by no more than the longest pause.
+_PAUSE_S_MIN = 0.0005
+_PAUSE_S_MAX = 0.005
 _OFFSETS = 1 << 40
+_logger = logging.getLogger("tierfs.flush")
 
 
 class SingleFlight:
-    """Locks on names: among threads by an entry in a table, among processes by one byte of a file.
+    """Locks on names: among threads by a table, among processes by one byte of a file.
 
-    Two names that share a byte wait for each other for nothing, which happens once in 10^12 pairs.
+    Two names that share a byte wait for each other for nothing, which happens once in 10^12 pairs. Nobody waits for good:
+    a lock only saves work, and who holds it may be stopped in the midst of a fetch, by a signal or with its container.
 
     Args:
         path: The file whose bytes are locked. It stays empty.
+        clock: What waiting is measured with.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, clock: Clock | None = None) -> None:
         self._path = path
+        self._clock: Clock = clock or SystemClock()
         self._lock = threading.Lock()
-        self._busy: dict[int, threading.Event] = {}
+        self._busy: set[int] = set()
         self._fd: int | None = None
+        self._passed_by = 0
         renew_in_children(self)
 
     def __repr__(self) -> str:
-        return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way)"
+        return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way, {self._passed_by} not waited for)"
 
     @contextlib.contextmanager
     def holding(self, name: bytes) -> Iterator[None]:
-        """Hold a name. What was wanted may be there by now: somebody else may have held it until just then."""
+        """Hold a name, or find out in `PATIENCE_S` that somebody else goes on holding it.
+
+        What was wanted may be there by now: somebody else may have held it until just then.
+        """
         offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
-        while True:
-            with self._lock:
-                other = self._busy.get(offset)
-                if other is None:
-                    mine = self._busy[offset] = threading.Event()
-                    fd = self._open()
-                    break
-            other.wait()
+        fd = self._wait(offset)
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte(fcntl.F_WRLCK, offset))
-            try:
-                yield
-            finally:
-                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
+            yield
         finally:
-            with self._lock:
-                self._busy.pop(offset, None)
-            mine.set()
+            if fd is not None:
+                with self._lock:
+                    self._busy.discard(offset)
+                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
+
+    def _wait(self, offset: int) -> int | None:
+        """The descriptor by which a byte is locked, or ``None`` where it was waited for in vain."""
+        deadline = self._clock.monotonic() + PATIENCE_S
+        pause_s = _PAUSE_S_MIN
+        while True:
+            fd = self._try(offset)
+            if fd is not None:
+                return fd
+            if self._clock.monotonic() >= deadline:
+                self._passed_by += 1
+                if self._passed_by == 1:
+                    _logger.warning(
+                        "%s: a chunk is fetched that somebody else on this host began to fetch %.0f s ago: it is slow,"
+                        " or was stopped",
+                        self._path,
+                        PATIENCE_S,
+                    )
+                return None
+            self._clock.sleep(pause_s)
+            pause_s = min(pause_s * 1.25, _PAUSE_S_MAX)
+
+    def _try(self, offset: int) -> int | None:
+        with self._lock:
+            if offset in self._busy:
+                return None
+            fd = self._open()
+            try:
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, offset))
+            except BlockingIOError:
+                return None
+            self._busy.add(offset)
+            return fd
 
     def close(self) -> None:
         """Close the file. What is held meanwhile is let go of."""
@@ -70,7 +108,7 @@ class SingleFlight:
 
     def _renew(self) -> None:
         """In a forked child: it holds none of its parent's locks."""
-        self._lock, self._busy = threading.Lock(), {}
+        self._lock, self._busy = threading.Lock(), set()
         if self._fd is not None:
             # Its locks belong to the open file, which is the parent's as well.
             os.close(self._fd)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import secrets
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -18,6 +16,7 @@ from tierfs.buffers import buffers
 from tierfs.errors import TierfsError
 from tierfs.fs.looking import Looking
 from tierfs.fs.threads import run_in_thread
+from tierfs.localfile import replacing, write_all
 
 __all__ = ["Reading"]
 
@@ -113,19 +112,8 @@ class Reading(Looking):
             os.makedirs(target, exist_ok=True)
             return
         reader = verbs.open_entry(store, entry)
-        directory = os.path.dirname(os.path.abspath(target))
-        os.makedirs(directory, exist_ok=True)
-        # Beside the target, then renamed: a download that breaks off leaves no half file under the real name. Opened as
-        # any new file, so that the kernel applies the umask, which no thread can read without changing it for all.
-        temporary = os.path.join(directory, f".tierfs-get-{secrets.token_hex(8)}")
-        try:
-            with open(temporary, "xb") as file:
-                self._download(reader, file, callback)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        with replacing(target) as file:
+            self._download(reader, file, callback)
 
     def _download(self, reader: Any, file: Any, callback: Any) -> None:
         callback.set_size(reader.length)
@@ -133,7 +121,7 @@ class Reading(Looking):
             for offset in range(0, reader.length, COPY_BYTES):
                 piece = buffer[: min(COPY_BYTES, reader.length - offset)]
                 reader.read_into(offset, piece)
-                file.write(piece)
+                write_all(file, piece)
                 callback.relative_update(len(piece))
             if hasattr(file, "flush"):
                 file.flush()

@@ -36,12 +36,28 @@ _NAME = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _logger = logging.getLogger("tierfs.local")
 
 
-def state_directory() -> Path:
-    """Where this host keeps what it knows: ``TIERFS_STATE_DIR``, else ``tierfs`` in the user's state directory."""
-    given = os.environ.get("TIERFS_STATE_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "tierfs"
+def state_directory(given: str | None = None) -> Path:
+    """Where this host keeps what it knows.
+
+    Args:
+        given: Its path, where ``~`` is the user's home; ``TIERFS_STATE_DIR`` by default, else ``tierfs`` in the user's state
+            directory.
+
+    Raises:
+        InvalidInputError: It is a relative path: programs started in two directories would be two hosts, and neither would
+            see what the other has pending.
+    """
+    given = given or os.environ.get("TIERFS_STATE_DIR")
+    if not given:
+        given = os.path.join(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "tierfs")
+    directory = Path(os.path.expanduser(given))
+    if not directory.is_absolute():
+        raise InvalidInputError(
+            f"{given}: a state directory is named from the root, or from ~, so that it is the same one wherever a program"
+            " is started",
+            path=given,
+        )
+    return directory
 
 
 def make_private(directory: Path, *, follow_links: bool = True) -> None:

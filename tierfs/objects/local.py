@@ -3,6 +3,10 @@
 A put writes a temporary file, flushes it, and puts it in its place with ``link`` (create) or ``rename`` under a lock
 (overwrite, update), then flushes the directories concerned; so an object is there whole or not at all, whatever
 crashes, and conditions hold between processes. Keys are file names. Temporary files and locks lie in ``.tierfs/tmp``.
+
+A version is made of time, inode and size. Where times are whole seconds, what replaces an object is given a later time
+than it, so no two contents have one version. What is deleted and made again within a second may have its version again
+there; nobody who goes by versions does that: a record is never deleted, but replaced by a tombstone.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ _TEMPORARY = f"{_PRIVATE}/tmp"  # noqa: S108 - below the root, not the system's
 _logger = logging.getLogger("tierfs.objects")
 _LOCKS = 64
 _IOV_MAX = 512
+SECOND_NS = 1_000_000_000
 STALE_TEMPORARY_S = 86400.0
 
 _CAPABILITIES = Capabilities(
@@ -110,6 +115,8 @@ class LocalObjects:
                 with self._lock(key):
                     if isinstance(mode, Update):
                         self._expect(key, mode.version)
+                    if not info.modified_ns % SECOND_NS:
+                        info = self._move_on(key, temporary, info)
                     os.rename(temporary, target)
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -257,6 +264,22 @@ class LocalObjects:
                 os.unlink(temporary)
             raise
         return temporary, info
+
+    def _move_on(self, key: str, temporary: Path, info: ObjectInfo) -> ObjectInfo:
+        """Give what is about to replace an object a later time, where that is not so by itself.
+
+        A filesystem of whole seconds (ext3, ext4 with inodes of 128 bytes) may use an inode number again at once, too.
+        """
+        try:
+            before_ns = self.head(key).modified_ns
+        except NotFoundError:
+            return info
+        if info.modified_ns > before_ns:
+            return info
+        with open(temporary, "rb", buffering=0) as file:
+            os.utime(file.fileno(), ns=(before_ns + SECOND_NS, before_ns + SECOND_NS))
+            os.fsync(file.fileno())
+            return _info(key, os.fstat(file.fileno()))
 
     def _sweep(self, directory: Path) -> None:
         """Delete what crashed puts left, about once in a thousand puts."""

@@ -37,6 +37,13 @@ CREATE TABLE IF NOT EXISTS records (
 )
 """
 
+# What somebody else has seen later stays, unless the clock was set back since.
+_NOTE = """
+INSERT INTO records VALUES (?1, ?2, ?3, ?4, ?5)
+ON CONFLICT (store, key) DO UPDATE SET version = excluded.version, seen = excluded.seen, data = excluded.data
+WHERE excluded.seen >= seen OR seen > ?6
+"""
+
 
 class HostRecords:
     """The host's records of one store. Safe for use by many threads.
@@ -55,7 +62,7 @@ class HostRecords:
         self._uuid = uuid
         self._path = directory / "records.sqlite"
         self._lock = threading.Lock()
-        self._pending: dict[str, tuple[Version, bytes]] = {}
+        self._pending: dict[str, tuple[int, Version, bytes]] = {}  # with the time at which it was seen
         self._process = os.getpid()
         self.failures = 0
         atexit.register(self.flush)
@@ -68,7 +75,7 @@ class HostRecords:
         if len(data) > RECORD_BYTES_MAX:
             return
         with self._lock:
-            self._pending[key] = (version, data)
+            self._pending[key] = (time.time_ns(), version, data)
             full = len(self._pending) >= PENDING_MAX
         if full:
             self.flush()
@@ -96,16 +103,15 @@ class HostRecords:
         """The version of a record that the host saw last, and the record."""
         with self._lock:
             noted = self._pending.get(key)
-        if noted is not None or self.failures or not self._path.exists():
-            return noted
-        found: list[tuple[Version, bytes]] = []
+        found: list[tuple[int, Version, bytes]] = [] if noted is None else [noted]
 
         def look_up(connection: sqlite3.Connection) -> None:
-            query = "SELECT version, data FROM records WHERE store = ? AND key = ?"
+            query = "SELECT seen, version, data FROM records WHERE store = ? AND key = ?"
             found.extend(connection.execute(query, [self._uuid, key]))
 
-        self._use(look_up)
-        return found[0] if found else None
+        if not self.failures and self._path.exists():
+            self._use(look_up)
+        return max(found)[1:] if found else None
 
     def flush(self) -> None:
         """Write what was noted to disk. In a forked child nothing: what the parent noted is the parent's to write."""
@@ -115,11 +121,12 @@ class HostRecords:
             pending, self._pending = self._pending, {}
         if not pending or self.failures:
             return
-        now = int(time.time())
-        rows = [(self._uuid, key, version, now, data) for key, (version, data) in pending.items()]
+        rows = [
+            (self._uuid, key, version, seen, data, time.time_ns()) for key, (seen, version, data) in pending.items()
+        ]
 
         def write(connection: sqlite3.Connection) -> None:
-            connection.executemany("INSERT OR REPLACE INTO records VALUES (?, ?, ?, ?, ?)", rows)
+            connection.executemany(_NOTE, rows)
             (count,) = connection.execute("SELECT COUNT(*) FROM records").fetchone()
             if count > ROWS_MAX:
                 oldest = "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY seen LIMIT ?)"

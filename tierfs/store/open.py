@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfs.digest import DigestKind
@@ -222,7 +221,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
 def _known_stores(location: Location) -> KnownStores:
     options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
     through = json.dumps(location.options, sort_keys=True, default=repr)
-    return KnownStores(Path(options.state_dir) if options.state_dir else state_directory(), through)
+    return KnownStores(state_directory(options.state_dir), through)
 
 
 def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str) -> Store:

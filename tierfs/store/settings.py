@@ -119,7 +119,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
     Raises:
         InvalidInputError: A value is no good.
     """
-    directory = Path(options.state_dir) if options.state_dir else state_directory()
+    directory = state_directory(options.state_dir)
     ram = options.ram if options.ram is not None else "0" if process_local else RAM_SHARE
     nvme: str | int = "0" if host_local or process_local else _default_nvme(directory / "stores" / uuid)
     if options.nvme is not None:
@@ -132,7 +132,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         ack=Level.parse(options.ack) if options.ack else _default_ack(),
         ram_bytes=parse_share(ram, memory_limit()),
         nvme_bytes=parse_share(nvme, _free_bytes(directory)),
-        directory=directory.absolute(),
+        directory=directory,
         timeout_s=timeout_s,
         bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
@@ -168,7 +168,7 @@ def _default_nvme(directory: Path) -> str | int:
 
 def _free_bytes(directory: Path) -> int:
     """Of the filesystem that the directory lies on, or will."""
-    existing = directory.absolute()
+    existing = directory
     while not existing.exists():
         existing = existing.parent
     return shutil.disk_usage(existing).free
