@@ -278,7 +278,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
     host, uuid = Host(settings.directory), store.descriptor.uuid
     publisher = StorePublisher(lambda: open_bare(location)[0])
-    engine = build_engine(host, uuid, settings, lambda _: publisher, publisher=publisher)
+    engine = build_engine(host, uuid, settings, None, publisher=publisher)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"
     _logger.info(
