@@ -103,7 +103,7 @@ class FlushEngine:
             self._flusher.connect(offers)
             return Answer()
         # What it sends is refused, but not necessarily what its environment holds.
-        return Answer(retires=offers.are_refused())
+        return Answer(retires=offers.are_refused() and self._flusher.is_replaceable())
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
         """Something was sealed."""

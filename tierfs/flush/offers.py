@@ -95,10 +95,13 @@ class Offers:
 
     def _try(self, do: Callable[[Publisher], _Done]) -> _Done:
         refusal: TierfsError | None = None
-        for offer in self._offers:
+        tried: list[Publisher] = []
+        # Some may come meanwhile.
+        while offer := next((each for each in self._offers if each.publisher not in tried), None):
+            tried.append(offer.publisher)
             try:
                 done = do(offer.publisher)
-            except (ConflictError, CorruptionError, CapacityError):  # noqa: PERF203 - a few at most
+            except (ConflictError, CorruptionError, CapacityError):
                 self._works(offer)
                 raise
             except TierfsError as error:
@@ -126,7 +129,7 @@ class Offers:
         with self._lock:
             if self._refused_since is None:
                 self._refused_since = self._clock.monotonic()
-                words = "the object tier refuses all %d credentials or options that clients sent so far: %s"
+                words = "the object tier refuses whatever clients sent so far (%d sets of options): %s"
                 _logger.warning(words, len(self._offers), refusal)
 
 

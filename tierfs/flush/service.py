@@ -120,6 +120,7 @@ class _Connection:
         self.number = number
         self.pid = pid
         self.peer: Peer | None = None  # once it said hello
+        self.is_welcome = False  # once its hello was answered
         self.is_watched = True
         self.is_busy = False
         self.is_over = False
@@ -395,6 +396,7 @@ class Service:
                 _logger.warning("retiring, so that process %d starts a flusher with its own environment", peer.pid)
                 self.stop()
                 return ended, []
+            connection.is_welcome = True
             more = {"version": self._version} if do == "hello" else {}
             packet = wire.encode({"id": number, "ok": answer.outcome | more})
             wire.check_count(answer.fds)
@@ -430,8 +432,8 @@ class Service:
 
     def _is_known(self, connection: _Connection) -> bool:
         """Whether the same process has another connection: it has brought what it has, and would bring it again and again."""
-        others = [other for other in list(self._connections.values()) if other is not connection]
-        return any(other.pid == connection.pid != 0 and not other.is_over for other in others)
+        others = list(self._connections.values())
+        return any(other.is_welcome and not other.is_over and other.pid == connection.pid != 0 for other in others)
 
     def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
         if asked_to_stop:
