@@ -84,6 +84,22 @@ def test_the_flusher_is_told_hello_with_what_the_client_says(directory, threads)
     assert arguments == {"options": {"key": "secret"}, "version": "1.0"}
 
 
+def test_a_hello_that_has_changed_is_said_on_each_connection_that_is_used_from_then_on(running, directory):
+    told = {"options": {"key": "old"}}
+    with FlusherClient(directory, fail_to_launch, "1.0", lambda: told) as client:
+        client.request("echo")
+        waiter = threading.Thread(target=client.request, args=("wait",))
+        waiter.start()
+        until(lambda: running.engine.waiting)
+        told = {"options": {"key": "new"}}
+        client.greet_again()
+        running.engine.release()
+        waiter.join()
+        client.request("echo")
+        client.request("echo")
+    assert [arguments["options"]["key"] for arguments, _ in running.engine.hellos] == ["old", "new"]
+
+
 def test_a_stale_socket_and_the_lock_of_a_dead_process_are_no_obstacle(directory):
     launched = launcher(directory)()
     until(lambda: wire.identity_of(directory))

@@ -283,7 +283,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     host, uuid = Host(settings.directory), store.descriptor.uuid
     directory = claim(host, uuid, store.objects.places(), store.url)
     publisher = StorePublisher(lambda: open_bare(location)[0])
-    engine = build_engine(host, uuid, settings, lambda _: publisher, publisher=publisher)
+    engine = build_engine(host, uuid, settings, None, publisher=publisher)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"
     _logger.info(

@@ -49,7 +49,7 @@ def build_engine(
     host: Host,
     uuid: str,
     budgets: Budgets,
-    connect: Callable[[dict[str, Any]], Publisher],
+    connect: Callable[[dict[str, Any]], Publisher] | None,
     *,
     publisher: Publisher | None = None,
     clock: Clock | None = None,
@@ -61,8 +61,8 @@ def build_engine(
         host: The host.
         uuid: The store's.
         budgets: Of its tiers.
-        connect: Makes the way to the object tier from the options that a client sends.
-        publisher: The way to the object tier until a client sends options; by default that is waited for.
+        connect: Makes the way to the object tier from the options that a client sends, which are waited for.
+        publisher: The way to the object tier where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
     """
@@ -78,7 +78,7 @@ def build_engine(
             flusher.connect(publisher)
         return flusher
 
-    return FlushEngine(build, connect)
+    return FlushEngine(build, connect, clock=clock)
 
 
 def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]) -> NvmeTier | None:

@@ -74,6 +74,7 @@ class FlusherClient:
         self._is_closed = False
         self._idle: list[socket.socket] = []
         self._open: set[socket.socket] = set()  # idle or not
+        self._outdated: set[socket.socket] = set()  # of these, those that began with another hello
         self._finalizer = weakref.finalize(self, _close_all, self._open)
         renew_in_children(self)
 
@@ -90,6 +91,12 @@ class FlusherClient:
         """Hang up the connections that are not in use; those in use are when they are not any more."""
         with self._lock:
             self._is_closed = True
+        self._forget_idle()
+
+    def greet_again(self) -> None:
+        """Begin each request with a new hello, because what that says has changed."""
+        with self._lock:
+            self._outdated = set(self._open)
         self._forget_idle()
 
     def is_running(self) -> bool:
@@ -224,13 +231,14 @@ class FlusherClient:
 
     def _keep(self, connection: socket.socket) -> None:
         with self._lock:
-            if not self._is_closed and len(self._idle) < IDLE_MAX:
+            if not self._is_closed and len(self._idle) < IDLE_MAX and connection not in self._outdated:
                 self._idle.append(connection)
                 return
         self._discard(connection)
 
     def _discard(self, connection: socket.socket) -> None:
         self._open.discard(connection)
+        self._outdated.discard(connection)
         # Closing is not enough where another thread is starting a process just now, which has a copy.
         with contextlib.suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
@@ -356,6 +364,7 @@ class FlusherClient:
         """In a forked child: its parent's connections are closed, not hung up."""
         self._lock = threading.Lock()
         self._idle.clear()
+        self._outdated.clear()
         _close_all(self._open)
 
 

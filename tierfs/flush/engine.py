@@ -6,11 +6,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError
 from tierfs.flush.entries import Entry
 from tierfs.flush.flusher import Flusher
 from tierfs.flush.handover import copies_of, note_of
 from tierfs.flush.levels import Level
+from tierfs.flush.offers import Offers
 from tierfs.flush.publisher import Publisher
 from tierfs.flush.service import Answer, Peer
 from tierfs.flush.wire import DESCRIPTORS_MAX
@@ -25,13 +27,20 @@ class FlushEngine:
 
     Args:
         build: Makes what does the work; called by `start`, when nobody else works on these tiers.
-        connect: Makes the way to the object tier from the options that a client sends; must not block.
+        connect: Makes the way to the object tier from the options that a client sends; must not block. ``None`` where what
+            does the work has its own.
+        clock: Where time comes from.
     """
 
-    def __init__(self, build: Callable[[], Flusher], connect: Callable[[dict[str, Any]], Publisher]) -> None:
+    def __init__(
+        self,
+        build: Callable[[], Flusher],
+        connect: Callable[[dict[str, Any]], Publisher] | None,
+        *,
+        clock: Clock | None = None,
+    ) -> None:
         self._build = build
-        self._connect = connect
-        self._options: dict[str, Any] | None = None
+        self._offers = None if connect is None else Offers(connect, clock or SystemClock())
         self._started: Flusher | None = None
 
     def __repr__(self) -> str:
@@ -86,11 +95,15 @@ class FlushEngine:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
         return answer if isinstance(answer, Answer) else Answer(answer or {})
 
-    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
-        options = arguments.get("options")
-        if options is not None and options != self._options:
-            self._flusher.connect(self._connect(options))
-            self._options = options
+    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> Answer:
+        offers, options = self._offers, arguments.get("options")
+        if offers is None or options is None:
+            return Answer()
+        if offers.add([options, *arguments.get("earlier", [])]):
+            self._flusher.connect(offers)
+            return Answer()
+        # What it sends is refused, but not necessarily what its environment holds.
+        return Answer(retires=offers.are_refused() and self._flusher.is_replaceable())
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
         """Something was sealed."""

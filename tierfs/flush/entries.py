@@ -73,7 +73,7 @@ class Entry:
             self.conflict = isinstance(error, ConflictError)
 
     def clear(self) -> None:
-        """Note that it went well; here, too, a conflict stays."""
+        """Note that it went well, or may from now on; here, too, a conflict stays."""
         if not self.conflict:
             self.error, self.failures, self.retry_at = None, 0, 0.0
 

@@ -114,12 +114,12 @@ class Flusher:
             self.nvme.close()
 
     def connect(self, publisher: Publisher) -> None:
-        """Use this way to the object tier from now on."""
+        """Use this way to the object tier from now on. What failed before says nothing of it."""
         state = self._state
         with state.changed:
             state.publisher = publisher
             for entry in state.entries:
-                entry.retry_at = 0.0
+                entry.clear()
             state.changed.notify_all()
 
     def is_idle(self) -> bool:
@@ -129,6 +129,11 @@ class Flusher:
         self.finder.discover()
         with self._state.changed:
             return all(entry.conflict and entry.settled for entry in self._state.entries)
+
+    def is_replaceable(self) -> bool:
+        """Whether the next flusher finds all that is pending: none of it lies in memory whose file was never made, or is gone."""
+        dirty = [segment for segment in self.ram.segments() if segment.is_dirty()]
+        return all(segment.path is not None and segment.path.exists() for segment in dirty)
 
     def nudge(self) -> None:
         """Say that there is something new in a slab."""

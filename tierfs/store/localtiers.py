@@ -24,6 +24,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.flush.building import TRANSIT_BYTES, build_engine
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.launch import LOG_NAME, Launched, spawn
+from tierfs.flush.offers import OFFERS_MAX
 from tierfs.flush.publisher import Publisher
 from tierfs.flush.service import Service
 from tierfs.flush.tiers import Tiers
@@ -37,7 +38,7 @@ from tierfs.store.publishing import StorePublisher
 from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 
-__all__ = ["Launcher", "Target", "tiers_for"]
+__all__ = ["Launcher", "Target", "offer", "tiers_for"]
 
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
@@ -113,6 +114,12 @@ def tiers_for(
     return tiers
 
 
+def offer(tiers: Tiers, options: dict[str, Any]) -> None:
+    """Have the flusher of these tiers know of other options for the object tier, which may be renewed credentials."""
+    assert isinstance(tiers.flusher, _Client)
+    tiers.flusher.offer(options)
+
+
 class Launcher:
     """Starts a flusher for this process: as a process, or as a thread where that cannot serve."""
 
@@ -131,9 +138,10 @@ class Launcher:
         self._directory = directory
         self._publisher = publisher
         self._clock = clock
-        self._options = _as_json(target.options)
         self.fallbacks = 0
         self._lock = threading.Lock()
+        self._options: list[dict[str, Any]] = []  # the newest first
+        self.offer(target.options)
         self.thread: threading.Thread | None = None
         self._service: Service | None = None
         self._is_stopped = False
@@ -148,11 +156,19 @@ class Launcher:
 
     def hello(self) -> dict[str, Any]:
         """What a flusher is told of the object tier, credentials included."""
-        return {"url": self._target.url, "options": self._options}
+        options = self._options
+        return {"url": self._target.url, "options": options[0] if options else None, "earlier": options[1:]}
+
+    def offer(self, options: dict[str, Any]) -> None:
+        """Tell flushers of these options, too, from the next hello on; not of such as cannot be sent to another process."""
+        sent = _as_json(options)
+        if sent is not None:
+            with self._lock:
+                self._options = [sent, *(each for each in self._options if each != sent)][:OFFERS_MAX]
 
     def launch(self) -> Launched | None:
         """Start one. ``None`` where it is a thread."""
-        if self._target.process_local or self._options is None:
+        if self._target.process_local or not self._options:
             self._start_thread("its object tier can be reached from this process alone")
             return None
         settings = self._settings
@@ -175,7 +191,7 @@ class Launcher:
             self._host,
             self._target.uuid,
             self._settings,
-            lambda _: publisher,
+            None,
             publisher=publisher,
             clock=self._clock,
         )
@@ -203,6 +219,10 @@ class _Client(FlusherClient):
     def __init__(self, directory: Path, launcher: Launcher) -> None:
         super().__init__(directory, launcher.launch, __version__, launcher.hello)
         self._launcher = launcher
+
+    def offer(self, options: dict[str, Any]) -> None:
+        self._launcher.offer(options)
+        self.greet_again()
 
     def close(self) -> None:
         super().close()

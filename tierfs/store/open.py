@@ -234,10 +234,12 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         places = objects.places()
         key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None))
         tiers = _tiers.get(key)
-        if tiers is None:
-            from tierfs.store.localtiers import Target, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
+        from tierfs.store.localtiers import Target, offer, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
 
-            options_given = dict(location.options)
+        options_given = dict(location.options)
+        if tiers is not None:
+            offer(tiers, options_given)
+        else:
             target = Target(
                 descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
             )

@@ -1,0 +1,210 @@
+"""Whose credentials the flusher uses, and how renewed ones get to it."""
+
+import os
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from tiered import save_at
+
+import tierfs
+from tierfs import __version__
+from tierfs.errors import ReadOnlyError, StoreError
+from tierfs.flush import offers
+from tierfs.flush.building import build_engine
+from tierfs.flush.levels import Level
+from tierfs.flush.service import Service
+from tierfs.objects import LocalObjects
+from tierfs.objects.wrapper import WrappedObjects
+from tierfs.store import TierOptions, load, open_store, parse_url, status, wait
+from tierfs.store import open as opening
+from tierfs.store.create import read_descriptor
+from tierfs.store.localtiers import Launcher
+from tierfs.store.publishing import StorePublisher
+from tierfs.store.store import Store
+
+DATA = os.urandom(300_000)
+
+
+class Cloud:
+    """An object tier that refuses some keys, and flushers on threads that are told a key by option or by environment."""
+
+    def __init__(self, tmp_path):
+        self.url = f"file://{tmp_path}/store"
+        self.path = tmp_path
+        self.environment = "none"
+        self.nvme = "64MiB"
+        self.expired, self.readers = set(), set()
+        self.started = []
+        tierfs.init(self.url)
+
+    def client(self, **options):
+        """The store as a process with these options sees it."""
+        tiers = TierOptions(ram="64MiB", nvme=self.nvme, state_dir=str(self.path / "state"), ack="local", timeout=20)
+        return open_store(replace(parse_url(self.url), options=options, tiers=tiers))[0]
+
+    def launch(self, launcher):
+        environment = self.environment
+
+        def connect(options):
+            objects = Guarded(LocalObjects(self.path / "store"), self, options.get("key", environment))
+            return StorePublisher(lambda: Store(objects, read_descriptor(objects, self.url), url=self.url))
+
+        engine = build_engine(launcher._host, launcher._target.uuid, launcher._settings, connect)
+        service = Service(engine, launcher._directory, version=__version__, linger_s=60)
+        thread = threading.Thread(target=service.run)
+        thread.start()
+        self.started.append((service, thread))
+
+    def end(self, client):
+        """Of a process; the next one is another."""
+        client.tiers.close()
+        until(lambda: not self.started[-1][0]._connections)
+        opening._renew()
+
+    def stop(self):
+        for service, thread in self.started:
+            service.stop()
+            thread.join()
+
+
+class Guarded(WrappedObjects):
+    def __init__(self, inner, cloud, key):
+        super().__init__(inner)
+        self.cloud, self.key = cloud, key
+
+    def _around(self, request, send):
+        if self.key in {*self.cloud.expired, "none"}:
+            raise StoreError(f"the credentials {self.key} have expired")
+        if self.key in self.cloud.readers and request.method in {"put", "delete"}:
+            raise ReadOnlyError(f"{self.key} may only read")
+        return send()
+
+
+@pytest.fixture
+def cloud(tmp_path, monkeypatch):
+    cloud = Cloud(tmp_path)
+    monkeypatch.setattr(Launcher, "launch", lambda self: cloud.launch(self))
+    monkeypatch.setattr(offers, "REFUSED_S", 0.0)
+    opened = []
+    make = cloud.client
+    monkeypatch.setattr(cloud, "client", lambda **options: opened.append(make(**options)) or opened[-1])
+    yield cloud
+    for store in opened:
+        store.tiers.close()
+    cloud.stop()
+    opening._renew()
+
+
+def until(condition, timeout_s=20.0):
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, "it did not come to pass"
+        time.sleep(0.002)
+
+
+def begin_another_process():
+    opening._renew()
+
+
+@pytest.mark.parametrize("reader", [{"key": "reading"}, {}], ids=["may only read", "has nothing"])
+def test_a_reader_that_asks_for_the_status_takes_nothing_from_who_saves(cloud, reader):
+    cloud.readers.add("reading")
+    writer = cloud.client(key="writing")
+    save_at(writer, "a", DATA, Level.LOCAL)
+    wait(writer, "", Level.OBJECT, 20)
+    begin_another_process()
+    status(cloud.client(**reader))
+    save_at(writer, "b", DATA, Level.LOCAL)
+    wait(writer, "", Level.OBJECT, 20)
+    assert len(cloud.started) == 1
+
+
+def test_a_reader_for_whom_the_flusher_was_started_keeps_nothing_from_who_saves(cloud):
+    cloud.readers.add("reading")
+    status(cloud.client(key="reading"))
+    begin_another_process()
+    writer = cloud.client(key="writing")
+    save_at(writer, "a", DATA, Level.LOCAL)
+    wait(writer, "", Level.OBJECT, 20)
+
+
+def test_credentials_renewed_as_options_reach_the_flusher(cloud):
+    first = cloud.client(key="old")
+    save_at(first, "a", DATA, Level.LOCAL)
+    wait(first, "", Level.OBJECT, 20)
+    cloud.expired.add("old")
+    save_at(first, "b", DATA, Level.LOCAL)
+    with pytest.raises(StoreError, match="old have expired"):
+        wait(first, "", Level.OBJECT, 20)
+    second = cloud.client(key="new")
+    assert second.tiers is first.tiers
+    wait(second, "", Level.OBJECT, 20)
+    save_at(second, "c", DATA, Level.LOCAL)
+    wait(first, "", Level.OBJECT, 20)
+    assert len(cloud.started) == 1
+
+
+def test_options_of_a_process_reach_the_next_flusher_all(cloud):
+    cloud.readers.add("reading")
+    writer = cloud.client(key="writing")
+    save_at(writer, "a", DATA, Level.LOCAL)
+    wait(writer, "", Level.OBJECT, 20)
+    cloud.client(key="reading")
+    cloud.stop()
+    save_at(writer, "b", DATA, Level.LOCAL)
+    wait(writer, "", Level.OBJECT, 20)
+    assert len(cloud.started) == 2
+
+
+def test_credentials_renewed_in_the_environment_reach_what_is_pending(cloud):
+    cloud.environment = "old"
+    trainer = cloud.client()
+    save_at(trainer, "a", DATA, Level.LOCAL)
+    wait(trainer, "", Level.OBJECT, 20)
+    cloud.expired.add("old")
+    save_at(trainer, "b", DATA, Level.LOCAL)
+    with pytest.raises(StoreError, match="old have expired"):
+        wait(trainer, "", Level.OBJECT, 20)
+    cloud.end(trainer)
+    cloud.environment = "new"
+    shell = cloud.client()
+    wait(shell, "", Level.OBJECT, 20)
+    assert len(cloud.started) == 2
+    assert load(open_store(parse_url(cloud.url))[0], "b") == DATA
+
+
+def test_a_flusher_that_alone_has_what_is_pending_stays(cloud):
+    cloud.nvme = "0"
+    cloud.environment = "old"
+    cloud.expired.add("old")
+    trainer = cloud.client()
+    save_at(trainer, "a", DATA, Level.STAGED)
+    with pytest.raises(StoreError, match="old have expired"):
+        wait(trainer, "", Level.OBJECT, 20)
+    for path in trainer.tiers.ram.host.segments.glob("*.slab"):
+        path.unlink()
+    cloud.end(trainer)
+    status(cloud.client())
+    assert len(cloud.started) == 1
+    cloud.expired.clear()
+    engine = cloud.started[0][0]._engine
+    until(engine.is_idle)
+    assert load(open_store(parse_url(cloud.url))[0], "a") == DATA
+
+
+def test_a_process_that_stays_has_the_flusher_end_for_its_environment_once(cloud):
+    cloud.environment = "old"
+    cloud.expired.add("old")
+    trainer = cloud.client()
+    save_at(trainer, "a", DATA, Level.LOCAL)
+    for _ in range(3):
+        threads = [threading.Thread(target=status, args=(trainer,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        with pytest.raises(StoreError, match="old have expired"):
+            wait(trainer, "", Level.OBJECT, 20)
+        for thread in threads:
+            thread.join()
+    assert len(cloud.started) <= 2
