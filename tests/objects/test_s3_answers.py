@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import io
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
@@ -246,3 +247,29 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     objects = open_s3(Direct("s3", lambda: connect_s3({"endpoint_url": url, **_OPTIONS})), "bucket/base")
     with pytest.raises(StoreError, match="is endpoint_url right, or does a proxy or a login page answer"):
         ask(objects)
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("bucket/base", {**_OPTIONS, "endpoint_url": "http://AKIAKEY:s3cr3t@bad host"}),
+        ("bucket/base", {**_OPTIONS, "endpoint_url": "AKIAKEY:s3cr3t@127.0.0.1:1"}),
+        ("AKIAKEY:s3cr3t@bucket/base", _OPTIONS),
+    ],
+    ids=["a host that is none", "no scheme", "in the URL"],
+)
+def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options: dict[str, object]) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with pytest.raises(InvalidInputError) as caught:
+        open_s3(Direct("s3", lambda: connect_s3(options)), path).head("a")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "s3cr3t" not in shown
+
+
+def test_a_credential_that_ends_in_a_newline_is_not_shown() -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    options = {**_OPTIONS, "token": "s3cr3t\n", "endpoint_url": "http://127.0.0.1:1"}
+    with pytest.raises(StoreError, match="does one of them end in a newline") as caught:
+        open_s3(Direct("s3", lambda: connect_s3(options)), "bucket/base").head("a")
+    assert not caught.value.transient
+    assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))

@@ -64,6 +64,9 @@ NOT_ACCEPTED = Meaning(
 NO_BUCKET_GCS = Meaning(
     "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}"
 )
+_BAD_HEADER = Meaning(
+    "the credentials cannot be sent as they were given: does one of them end in a newline, as one read from a file may?"
+)
 _AGAIN = Meaning("the endpoint asks to send it again", transient=True)
 _NOT_OFFERED = Meaning("the endpoint does not offer what was asked for")
 _EXISTS = Meaning("something is there", kind=AlreadyExistsError)
@@ -154,6 +157,8 @@ BY_TEXT = tuple(
         (r"not valid in the specified time frame|the token is expired", _EXPIRED),
         (r"doesn't match calculated|malformed multipart", _CHECKSUM),
         (r"^forbidden: ", DENIED),  # gcsfs
+        (r"(?:invalid|illegal|\) in) header value(?=:? b?['\"])", _BAD_HEADER),  # http.client, httpx, requests
+        (r"header injection|newline or carriage return character detected", _BAD_HEADER),  # aiohttp
     )
 )
 """By what is said, where a client keeps no code, and of codes that mean several things."""

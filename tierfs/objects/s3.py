@@ -24,6 +24,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import ConflictError, InvalidInputError, StoreError
+from tierfs.objects.clienterrors import cause_of, refused_options
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.direct import Direct
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -121,7 +122,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
             **{"endpoint_url": fs.endpoint_url, "use_ssl": fs.use_ssl, **keys, **fs.client_kwargs},
         )
     except (TypeError, ValueError, KeyError) as error:
-        raise InvalidInputError(f"s3:// refuses its options: {error}") from error
+        raise refused_options(error, "s3") from cause_of(error)
     refuse_broken_heads(client)
     fs._kwargs_helper = ParamKwargsHelper(client)
     return S3Session(fs, client)
