@@ -136,6 +136,33 @@ def test_a_deletion_that_failed_for_one_key_failed(code: str, kind: type[Excepti
     assert getattr(caught.value, "transient", None) == transient
 
 
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("NotImplemented", "A header or query you provided requested a function that is not implemented."),
+        ("MissingContentMD5", "Missing required header for this request: Content-MD5."),
+        ("InvalidRequest", "Missing required header for this request: Content-MD5"),
+    ],
+)
+def test_where_many_keys_cannot_be_deleted_at_once_each_is_deleted_by_itself(code: str, message: str) -> None:
+    exceptions = pytest.importorskip("botocore.exceptions", reason="botocore is not installed")
+    deleted: list[str] = []
+
+    class Single(Session):
+        def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+            if method == "delete_objects":
+                raise exceptions.ClientError({"Error": {"Code": code, "Message": message}}, "DeleteObjects")
+            assert method == "delete_object"
+            deleted.append(arguments["Key"])
+            if arguments["Key"] == "base/gone":
+                raise exceptions.ClientError({"Error": {"Code": "NoSuchKey"}}, "DeleteObject")
+            return {}
+
+    session = Single([])
+    open_s3(Direct("s3", lambda: session), "bucket/base").delete(["a", "gone", "b"])  # type: ignore[arg-type]
+    assert deleted == ["base/a", "base/gone", "base/b"]
+
+
 def test_deleting_what_is_not_there_is_no_failure() -> None:
     pytest.importorskip("botocore", reason="botocore is not installed")
     _objects({"Errors": [{"Key": "base/a", "Code": "NoSuchKey"}]}).delete(["a"])
