@@ -406,6 +406,7 @@ def test_bytes_that_changed_on_their_way_may_be_sent_again(error: Exception) -> 
     [
         BotoError(409, "ConditionalRequestConflict"),
         BotoError(409, "OperationAborted"),
+        BotoError(307, "TemporaryRedirect"),
         _caused(TimeoutError("Your socket"), BotoError(400, "RequestTimeout")),
         BotoError(400, "IncompleteBody"),
         AzureError(409, "LeaseAlreadyPresent"),

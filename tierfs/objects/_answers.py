@@ -112,6 +112,7 @@ BY_CODE = {
         (THROTTLED, "SlowDown ServiceUnavailable Throttling ThrottlingException RequestThrottled RequestLimitExceeded"),
         (THROTTLED, "TooManyRequests TooManyRequestsException BandwidthLimitExceeded"),
         (_AGAIN, "RequestTimeout IncompleteBody"),  # with status 400
+        (_AGAIN, "TemporaryRedirect"),  # of a bucket made a moment ago
         (_AGAIN, "InternalError"),  # of one key of a deletion, without a status
         (_AGAIN, "ConditionalRequestConflict OperationAborted"),  # another write of the key is under way
         (_CHECKSUM, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
