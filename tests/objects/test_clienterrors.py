@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import traceback
 from types import SimpleNamespace
 from typing import Any
 
@@ -302,6 +303,14 @@ FINAL = [
     ),
     (FileExistsError("a"), AlreadyExistsError, "exists"),
     (AzureError(409, "BlobAlreadyExists"), AlreadyExistsError, "something is there"),
+    (AzureError(409, "BlobImmutableDueToPolicy"), ReadOnlyError, "lift it"),
+    (GcsError(403, "retentionPolicyNotMet"), ReadOnlyError, "lift it"),
+    (AzureError(409, "BlobArchived"), StoreError, "bring it back"),
+    (_caused(PermissionError("no"), BotoError(403, "InvalidObjectState")), StoreError, "bring it back"),
+    (AzureError(412, "LeaseIdMissing"), StoreError, "somebody holds a lease"),
+    (AzureError(412, "LeaseLost"), StoreError, "somebody holds a lease"),
+    (AzureError(409, "SnapshotsPresent"), StoreError, "delete them"),
+    (AzureError(409, "InvalidBlobType"), StoreError, "move it away"),
     (AzureError(404, x_ms_error_code="ContainerNotFound"), StoreError, "az storage container create"),
     (AzureError(500, "FeatureNotSupported"), StoreError, "does not offer"),
     (_caused(FileNotFoundError("a"), BotoError(404, "NoSuchKey")), NotFoundError, "is not there"),
@@ -397,6 +406,7 @@ def test_bytes_that_changed_on_their_way_may_be_sent_again(error: Exception) -> 
     [
         BotoError(409, "ConditionalRequestConflict"),
         BotoError(409, "OperationAborted"),
+        BotoError(307, "TemporaryRedirect"),
         _caused(TimeoutError("Your socket"), BotoError(400, "RequestTimeout")),
         BotoError(400, "IncompleteBody"),
         AzureError(409, "LeaseAlreadyPresent"),
@@ -422,6 +432,27 @@ def test_what_an_earlier_request_met_says_nothing_of_this_one() -> None:
     assert not caught.value.transient
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        # As of botocore.
+        type("HTTPClientError", (Exception,), {})(
+            "An HTTP Client raised an unhandled exception: Invalid header value b't0ken\\n'"
+        ),
+        ValueError("Forbidden control character detected in headers. Potential header injection attack."),
+        ValueError("Newline or carriage return character detected in HTTP status message or header."),
+        ValueError("Invalid leading whitespace or return character(s) in header value: 't0ken\\n'"),
+    ],
+    ids=["botocore", "aiohttp", "older aiohttp", "requests"],
+)
+def test_a_credential_that_ends_in_a_newline_is_not_shown_and_not_sent_again(error: Exception) -> None:
+    translation = translate_client_error(error, "a")
+    assert isinstance(translation, StoreError)
+    assert not translation.transient
+    assert "does one of them end in a newline" in str(translation)
+    assert "t0ken" not in str(translation)
+
+
 SECRETS = ["AKIAKEY", "s3cr3t", "t0ken"]
 LEAKS = [
     "Cannot connect to https://AKIAKEY:s3cr3t@127.0.0.1:9000/bucket",
@@ -429,6 +460,8 @@ LEAKS = [
     "Max retries exceeded with url: /c/b?sv=2026&sig=s3cr3t (Caused by t0ken)",
     "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=s3cr3t==;EndpointSuffix=t0ken",
     "the header Authorization: Bearer t0ken is refused",
+    "Invalid endpoint: AKIAKEY:s3cr3t@127.0.0.1",
+    "Invalid header value b'Bearer t0ken s3cr3t'",
     "https://bucket/a?X-Amz-Credential=AKIAKEY%2F2026&X-Amz-Signature=s3cr3t\nand more",
 ]
 
@@ -455,6 +488,14 @@ def test_no_message_holds_a_credential(make: Any, text: str) -> None:
     message = str(translate_client_error(make(text), "run/a"))
     assert message.startswith("run/a")
     assert not [secret for secret in SECRETS if secret in message], message
+
+
+@pytest.mark.parametrize("text", LEAKS)
+def test_no_traceback_holds_a_credential(text: str) -> None:
+    with pytest.raises(TierfsError) as caught, translated_client("run/a"):
+        raise _caused(OSError("it failed"), ValueError(text))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert not [secret for secret in SECRETS if secret in shown], shown
 
 
 def test_a_message_stays_short_and_on_one_line() -> None:

@@ -283,3 +283,33 @@ def test_updates_in_two_processes_are_not_lost(objects: LocalObjects, root: Path
     seen = _in_processes(_count_up, root)
     assert sorted(value for values in seen for value in values) == list(range(PROCESSES * KEYS))
     assert objects.read("counter", 100)[0] == b"%d" % (PROCESSES * KEYS)
+
+
+def test_a_link_that_leads_nowhere_is_passed_over_unless_it_is_the_store_s(
+    root: Path, objects: LocalObjects, caplog: pytest.LogCaptureFixture
+) -> None:
+    objects.put("a", [b"x"])
+    (root / "loop").symlink_to("loop")
+    (root / "gone").symlink_to("nowhere")
+    assert [listed.key for listed in objects.list("")] == ["a"]
+    assert "loop is passed over" in caplog.text
+    objects.put(".tierfs/tree/a", [b"x"])
+    (root / ".tierfs/tree/loop").symlink_to("loop")
+    with pytest.raises(StoreError, match="symbolic links"):
+        list(objects.list(""))
+
+
+def test_a_link_to_where_this_user_may_not_look_is_passed_over(
+    root: Path, objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed:
+        name = "link"
+        stat = is_file = staticmethod(_failing(errno.EACCES))
+
+        def is_dir(self, *, follow_symlinks: bool) -> bool:
+            return False
+
+    objects.put("a", [b"x"])
+    entries = [*os.scandir(root), Closed()]
+    monkeypatch.setattr(os, "scandir", lambda path: entries if Path(path) == root else [])
+    assert [listed.key for listed in objects.list("")] == ["a"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import io
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
@@ -133,6 +134,33 @@ def test_a_deletion_that_failed_for_one_key_failed(code: str, kind: type[Excepti
     with pytest.raises(kind) as caught:
         objects.delete(["a", "b"])
     assert getattr(caught.value, "transient", None) == transient
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("NotImplemented", "A header or query you provided requested a function that is not implemented."),
+        ("MissingContentMD5", "Missing required header for this request: Content-MD5."),
+        ("InvalidRequest", "Missing required header for this request: Content-MD5"),
+    ],
+)
+def test_where_many_keys_cannot_be_deleted_at_once_each_is_deleted_by_itself(code: str, message: str) -> None:
+    exceptions = pytest.importorskip("botocore.exceptions", reason="botocore is not installed")
+    deleted: list[str] = []
+
+    class Single(Session):
+        def call(self, method: str, **arguments: Any) -> dict[str, Any]:
+            if method == "delete_objects":
+                raise exceptions.ClientError({"Error": {"Code": code, "Message": message}}, "DeleteObjects")
+            assert method == "delete_object"
+            deleted.append(arguments["Key"])
+            if arguments["Key"] == "base/gone":
+                raise exceptions.ClientError({"Error": {"Code": "NoSuchKey"}}, "DeleteObject")
+            return {}
+
+    session = Single([])
+    open_s3(Direct("s3", lambda: session), "bucket/base").delete(["a", "gone", "b"])  # type: ignore[arg-type]
+    assert deleted == ["base/a", "base/gone", "base/b"]
 
 
 def test_deleting_what_is_not_there_is_no_failure() -> None:
@@ -266,3 +294,29 @@ def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere:9")
     objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b"})), "bucket/base")
     assert objects.places() == ("http://elsewhere:9 s3://bucket/base",)
+
+
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("bucket/base", {**_OPTIONS, "endpoint_url": "http://AKIAKEY:s3cr3t@bad host"}),
+        ("bucket/base", {**_OPTIONS, "endpoint_url": "AKIAKEY:s3cr3t@127.0.0.1:1"}),
+        ("AKIAKEY:s3cr3t@bucket/base", _OPTIONS),
+    ],
+    ids=["a host that is none", "no scheme", "in the URL"],
+)
+def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options: dict[str, object]) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with pytest.raises(InvalidInputError) as caught:
+        open_s3(Direct("s3", lambda: connect_s3(options)), path).head("a")
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "s3cr3t" not in shown
+
+
+def test_a_credential_that_ends_in_a_newline_is_not_shown() -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    options = {**_OPTIONS, "token": "s3cr3t\n", "endpoint_url": "http://127.0.0.1:1"}
+    with pytest.raises(StoreError, match="does one of them end in a newline") as caught:
+        open_s3(Direct("s3", lambda: connect_s3(options)), "bucket/base").head("a")
+    assert not caught.value.transient
+    assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))

@@ -286,6 +286,19 @@ def test_leases_that_ran_out_long_ago_are_tidied_up(tier, clock, monkeypatch):
     assert len(list(tier.list(keys.LEASES))) == 1
 
 
+@pytest.mark.parametrize("method", ["list", "delete"])
+def test_a_save_goes_on_where_leases_that_ran_out_cannot_be_tidied_up(tier, clock, monkeypatch, caplog, method):
+    save(open_on(tier, clock), "a", CONTENT)
+    (lease,) = tier.list(keys.LEASES)
+    now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
+    monkeypatch.setattr("time.time_ns", lambda: now_ns)
+    faulty = FaultyObjects(tier)
+    faulty.inject(Fault.DENIED, method=method, key_part="" if method == "delete" else keys.LEASES)
+    save(open_on(faulty, clock), "b", CONTENT)
+    assert "leases that ran out are left" in caplog.text
+    assert lease.key in {info.key for info in tier.list(keys.LEASES)}
+
+
 def test_something_else_among_the_condemned_lists_stops_nobody(store, tier):
     tier.put(f"{keys.GC}.DS_Store", [b"rubbish"])
     save(store, "a", CONTENT)

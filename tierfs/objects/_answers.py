@@ -64,6 +64,9 @@ NOT_ACCEPTED = Meaning(
 NO_BUCKET_GCS = Meaning(
     "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}"
 )
+_BAD_HEADER = Meaning(
+    "the credentials cannot be sent as they were given: does one of them end in a newline, as one read from a file may?"
+)
 _AGAIN = Meaning("the endpoint asks to send it again", transient=True)
 _NOT_OFFERED = Meaning("the endpoint does not offer what was asked for")
 _EXISTS = Meaning("something is there", kind=AlreadyExistsError)
@@ -82,6 +85,18 @@ _REGION = Meaning(
     "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs"
 )
 _CHECKSUM = Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
+_IMMUTABLE = Meaning(
+    "the object may not be changed or deleted, by a retention policy or a hold: lift it for the store's objects",
+    kind=ReadOnlyError,
+)
+_ARCHIVED = Meaning(
+    "the object is archived: bring it back from there, and exempt the store's objects from the rule that archives them"
+)
+_LEASED = Meaning("somebody holds a lease on this blob or its container: break it, or have it given back")
+_SNAPSHOTS = Meaning("the blob has snapshots, without which it cannot be deleted: delete them")
+_OTHER_KIND = Meaning(
+    "something of another kind is there, or it is encrypted with a key that is not given: it is none of the store's: move it away"
+)
 _DENIED_UNSAID = Meaning(
     "access was denied, and the endpoint does not say why: check the credentials, their rights, and this machine's clock",
     kind=ReadOnlyError,
@@ -97,6 +112,7 @@ BY_CODE = {
         (THROTTLED, "SlowDown ServiceUnavailable Throttling ThrottlingException RequestThrottled RequestLimitExceeded"),
         (THROTTLED, "TooManyRequests TooManyRequestsException BandwidthLimitExceeded"),
         (_AGAIN, "RequestTimeout IncompleteBody"),  # with status 400
+        (_AGAIN, "TemporaryRedirect"),  # of a bucket made a moment ago
         (_AGAIN, "InternalError"),  # of one key of a deletion, without a status
         (_AGAIN, "ConditionalRequestConflict OperationAborted"),  # another write of the key is under way
         (_CHECKSUM, "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch"),
@@ -106,6 +122,7 @@ BY_CODE = {
         (_CLOCK, "RequestTimeTooSkewed"),
         (_REGION, "PermanentRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException"),
         (DENIED, "AccessDenied AllAccessDisabled"),
+        (_ARCHIVED, "InvalidObjectState"),  # with status 403
         # what botocore makes of an answer without a body, as those to a HEAD are
         (_REGION, "301"),
         (_UNSAID, "400"),
@@ -118,9 +135,18 @@ BY_CODE = {
         (NOT_ACCEPTED, "NoAuthenticationInformation"),
         (_NO_CONTAINER, "ContainerNotFound"),
         (DENIED, "AuthorizationFailure AuthorizationPermissionMismatch InsufficientAccountPermissions"),
+        # those with the status 409 that do not pass, and those with 412 that are about no condition of ours
+        (_IMMUTABLE, "BlobImmutableDueToPolicy"),
+        (_ARCHIVED, "BlobArchived BlobBeingRehydrated"),
+        (_LEASED, "LeaseIdMissing LeaseLost LeaseIdMismatchWithBlobOperation LeaseIdMismatchWithContainerOperation"),
+        (_LEASED, "LeaseNotPresentWithBlobOperation LeaseNotPresentWithContainerOperation"),
+        (_SNAPSHOTS, "SnapshotsPresent"),
+        (_OTHER_KIND, "InvalidBlobType ResourceTypeMismatch BlobUsesCustomerSpecifiedEncryption"),
+        (_OTHER_KIND, "PathConflict DirectoryNotEmpty DirectoryIsNotEmpty"),
         # GCS, whose reasons come with the status 403, too
         (THROTTLED, "rateLimitExceeded userRateLimitExceeded"),
         (DENIED, "insufficientPermissions"),
+        (_IMMUTABLE, "retentionPolicyNotMet objectUnderActiveHold"),
     )
     for code in codes.split()
 }
@@ -154,6 +180,8 @@ BY_TEXT = tuple(
         (r"not valid in the specified time frame|the token is expired", _EXPIRED),
         (r"doesn't match calculated|malformed multipart", _CHECKSUM),
         (r"^forbidden: ", DENIED),  # gcsfs
+        (r"(?:invalid|illegal|\) in) header value(?=:? b?['\"])", _BAD_HEADER),  # http.client, httpx, requests
+        (r"header injection|newline or carriage return character detected", _BAD_HEADER),  # aiohttp
     )
 )
 """By what is said, where a client keeps no code, and of codes that mean several things."""

@@ -32,7 +32,7 @@ from tierfs.format.descriptor import Capabilities
 from tierfs.objects._entries import Entry, is_directory
 from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import verify_checksum
-from tierfs.objects.clienterrors import translate_client_error, translated_client
+from tierfs.objects.clienterrors import cause_of, translate_client_error, translated_client
 from tierfs.objects.places import without_secrets
 from tierfs.objects.protocol import (
     OVERWRITE,
@@ -165,7 +165,7 @@ class FsspecObjects:
             pieces = self.fs.cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
         for span, piece in zip(spans, pieces, strict=True):
             if isinstance(piece, BaseException):
-                raise translate_client_error(piece, key) from piece
+                raise translate_client_error(piece, key) from cause_of(piece)
             if len(piece) != span.end - span.start:
                 raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
             span.take(span.start, piece)
@@ -216,7 +216,7 @@ class FsspecObjects:
                 for key, error in zip(some, self._remove(paths), strict=True):
                     translation = error and translate_client_error(error, key)
                     if translation is not None and not isinstance(translation, NotFoundError):
-                        raise translation from error
+                        raise translation from error and cause_of(error)
 
     def delete_version(self, key: str, version: Version) -> None:
         """See `ObjectTier.delete_version`."""

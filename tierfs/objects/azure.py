@@ -19,7 +19,8 @@ from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.errors import NotFoundError
+from tierfs.objects.clienterrors import cause_of, refused_options
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.lanes import Lanes
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -66,7 +67,7 @@ async def connect_azure(options: Mapping[str, object]) -> AzureSession:
     try:
         fs = adlfs.AzureBlobFileSystem(**{**options, **ours, "loop": asyncio.get_running_loop()})
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"abfs:// refuses its options: {error}") from error
+        raise refused_options(error, "abfs") from cause_of(error)
     # At the end of the process, and of those forked from it, they would close it on a loop that an asynchronous one has
     # not, and keep it until then.
     for reference in weakref.getweakrefs(fs):

@@ -18,6 +18,7 @@ from tierfs.errors import (
     CapacityError,
     ConflictError,
     CorruptionError,
+    InvalidInputError,
     NotFoundError,
     ReadOnlyError,
     StoreError,
@@ -35,7 +36,7 @@ from tierfs.objects._answers import (
 )
 from tierfs.objects.oserrors import translate_os_error
 
-__all__ = ["translate_client_error", "translated_client"]
+__all__ = ["cause_of", "refused_options", "translate_client_error", "translated_client"]
 
 _CAUSES_MAX = 8
 _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
@@ -48,7 +49,8 @@ _GCS_BUCKET = re.compile(r"^(?:https?://\S+/)?b/([^/]{3,})/o$")
 _REGION = re.compile(r"\b[a-z]{2,}(?:-[a-z]+)+-\d+\b")
 _REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", re.IGNORECASE)
 _SECRETS = (
-    (re.compile(r"://[^/\s@'\"]+@"), "://"),
+    (re.compile(r"(header value:?)\s.*", re.IGNORECASE), r"\1 ..."),
+    (re.compile(r"(?:(?<=://)[^/\s@'\"]+|[^/\s@:'\"]+:[^/\s@'\"]+)@"), ""),
     (re.compile(r"(://[^\s?'\"<>]*)\?[^\s'\"<>)]*"), r"\1"),
     (
         re.compile(r"\b(AccountKey|SharedAccessSignature|sig|access_token|Authorization)\b\s*[=:].*", re.IGNORECASE),
@@ -101,9 +103,20 @@ def translated_client(key: str, *, bucket: str = "") -> Iterator[None]:
         try:
             if translation is error:
                 raise
-            raise translation from error
+            raise translation from cause_of(error)
         finally:
             del translation  # it holds this frame, which would hold it, and all that was lent, until collected
+
+
+def refused_options(error: Exception, protocol: str) -> InvalidInputError:
+    """Our error for one that a client raised when it was made."""
+    return InvalidInputError(f"{protocol}:// refuses its options: {_reason(error)}")
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """What to raise ours from, where a traceback may show it: nothing where it says what may be a credential."""
+    texts = [_line(str(cause)) for cause in _with_causes(error)]
+    return error if all(_without_secrets(text) == text for text in texts) else None
 
 
 def translate_client_error(error: BaseException, key: str, *, bucket: str = "") -> TierfsError:
@@ -174,10 +187,18 @@ def _reason(error: BaseException) -> str:
     """What an error says, as one line without anything that may hold a credential."""
     message = getattr(error, "message", None)  # azure.core's text repeats the whole answer
     text = getattr(error, "strerror", None) or (message if isinstance(message, str) and message else str(error))
-    for pattern, replacement in _SECRETS:
-        text = pattern.sub(replacement, text)
-    text = " ".join(text.split()) or type(error).__name__
+    text = _without_secrets(_line(text)) or type(error).__name__
     return text if len(text) <= _REASON_CHARS_MAX else f"{text[:_REASON_CHARS_MAX]}..."
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _without_secrets(line: str) -> str:
+    for pattern, replacement in _SECRETS:
+        line = pattern.sub(replacement, line)
+    return line
 
 
 def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, Meaning, str]]:

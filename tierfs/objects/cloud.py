@@ -275,8 +275,15 @@ def open_cloud(
         path: The bucket, and the prefix in it.
         scheme: Of URLs there.
         checksums: That the cloud knows; those that cannot be computed here are not asked for.
+
+    Raises:
+        InvalidInputError: The URL has credentials in it, which messages would repeat.
     """
     bucket, _, base = path.strip("/").partition("/")
+    if ":" in bucket.rpartition("@")[0]:
+        raise InvalidInputError(
+            f"{scheme}:// takes no credentials in its URL: give them as options or in the environment"
+        )
     capabilities = Capabilities(
         conditional_create=True,
         conditional_update=True,

@@ -15,7 +15,7 @@ import fsspec.asyn
 from tierfs.errors import InvalidInputError
 from tierfs.objects.anyfs import FsspecObjects
 from tierfs.objects.azure import connect_azure, open_azure
-from tierfs.objects.clienterrors import translate_client_error
+from tierfs.objects.clienterrors import cause_of, refused_options, translate_client_error
 from tierfs.objects.cloud import CloudObjects, Sessions
 from tierfs.objects.direct import Direct
 from tierfs.objects.gcs import connect_gcs, open_gcs
@@ -108,6 +108,6 @@ def _filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.Abstract
     try:
         return kind(**chosen)
     except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"{protocol}:// refuses its options: {error}") from error
-    except Exception as error:  # of those that connect at once, as SFTP does
-        raise translate_client_error(error, f"{protocol}://") from error
+        raise refused_options(error, protocol) from cause_of(error)
+    except Exception as error:  # noqa: BLE001 - raised again, as ours; of those that connect at once, as SFTP does
+        raise translate_client_error(error, f"{protocol}://") from cause_of(error)

@@ -21,7 +21,8 @@ from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from tierfs.errors import ConflictError, InvalidInputError, StoreError
+from tierfs.errors import ConflictError, StoreError
+from tierfs.objects.clienterrors import cause_of, refused_options
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.lanes import Lanes
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -110,7 +111,7 @@ async def connect_gcs(options: Mapping[str, object]) -> GCSSession:
     try:
         fs = await asyncio.to_thread(make)  # asks around for credentials, and waits for the answers
     except (TypeError, ValueError, KeyError) as error:
-        raise InvalidInputError(f"gs:// refuses its options: {error}") from error
+        raise refused_options(error, "gs") from cause_of(error)
     # It would be called when a forked child ends, and cut the connections of the parent.
     fs.close_session = lambda *_: None
     await fs._set_session()

@@ -180,11 +180,22 @@ class LocalObjects:
                         yield Prefix(f"{key}/")
                     else:
                         yield from self._list_below(key)
-                elif entry.is_file():
-                    with translated(self._name(key)):
-                        yield _info(key, entry.stat())
+                elif (info := self._file(key, entry)) is not None:
+                    yield info
             except (FileNotFoundError, NotFoundError):
                 continue  # deleted since the directory was read
+
+    def _file(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
+        """The object that an entry of a directory is; none where it is no file, or leads nowhere that may be looked into."""
+        try:
+            with translated(self._name(key)):
+                status = entry.stat()
+        except (ReadOnlyError, StoreError) as error:
+            if key.partition("/")[0] == _PRIVATE or getattr(error, "transient", False):
+                raise
+            _logger.warning("%s is passed over: %s", self._name(key), error)  # somebody else's link
+            return None
+        return _info(key, status) if stat.S_ISREG(status.st_mode) else None
 
     def _list_below(self, directory: str) -> Iterator[Listed]:
         try:

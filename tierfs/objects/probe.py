@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import compute
-from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, ObjectTier, PutMode, Update
+from tierfs.objects.protocol import CREATE, OVERWRITE, Checksum, ObjectInfo, ObjectTier, PutMode, Update
+from tierfs.objects.retry import RetryingObjects
 
 __all__ = ["Finding", "Findings", "probe"]
 
@@ -59,7 +61,8 @@ def probe(objects: ObjectTier) -> Findings:
 
     Args:
         objects: Based at the root of the store, there already or to be made. Its ``capabilities`` say what it can ask
-            for; nothing beyond that is tried.
+            for; nothing beyond that is tried. It should not send anything again by itself: what fails for the moment is
+            sent again here, but for what is to be refused.
 
     Raises:
         StoreError, ReadOnlyError, CapacityError: It failed: nothing was found out.
@@ -69,7 +72,8 @@ def probe(objects: ObjectTier) -> Findings:
 
 class _Probe:
     def __init__(self, objects: ObjectTier) -> None:
-        self._objects = objects
+        self._once = objects  # for what is refused on purpose as if it were for the moment
+        self._objects = RetryingObjects(objects)
         self._prefix = f"{keys.PROBE}{os.urandom(8).hex()}/"
         self._count = 0
         self._tests: list[Finding] = []
@@ -77,7 +81,7 @@ class _Probe:
     def run(self) -> Findings:
         can = self._objects.capabilities
         try:
-            self._objects.put(self._key(), [_CONTENT])  # what fails here fails altogether
+            self._put(self._key(), [_CONTENT])  # what fails here fails altogether
             kept = replace(
                 can,
                 conditional_create=self._try("conditional create", can.conditional_create, self._create),
@@ -120,12 +124,17 @@ class _Probe:
         self._count += 1
         return f"{self._prefix}{self._count}"
 
+    def _put(self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE) -> ObjectInfo:
+        # A bucket with a retention of its own takes nothing without a checksum. This one every server knows.
+        checksum = compute("md5", data) if "md5" in self._objects.capabilities.checksums else None
+        return self._objects.put(key, data, mode=mode, checksum=checksum)
+
     # Each says what was done instead of what was asked for, or "".
 
     def _create(self) -> str:
         key = self._key()
         try:
-            self._objects.put(key, [_CONTENT], mode=CREATE)
+            self._put(key, [_CONTENT], mode=CREATE)
         except AlreadyExistsError:
             return _REFUSED
         if not self._is_refused(key, CREATE, AlreadyExistsError):
@@ -134,9 +143,9 @@ class _Probe:
 
     def _update(self) -> str:
         key = self._key()
-        first = self._objects.put(key, [_CONTENT])
+        first = self._put(key, [_CONTENT])
         try:
-            second = self._objects.put(key, [_CONTENT, b"2"], mode=Update(first.version))
+            second = self._put(key, [_CONTENT, b"2"], mode=Update(first.version))
         except ConflictError:
             return _REFUSED
         if second.version == first.version:
@@ -149,7 +158,7 @@ class _Probe:
 
     def _is_refused(self, key: str, mode: PutMode, refusal: type[TierfsError]) -> bool:
         try:
-            self._objects.put(key, [b"to be refused"], mode=mode)
+            self._put(key, [b"to be refused"], mode=mode)
         except refusal:
             return True
         return False
@@ -157,7 +166,7 @@ class _Probe:
     def _list(self) -> str:
         key = self._key()
         for _ in range(3):
-            info = self._objects.put(key, [_CONTENT, os.urandom(4)])
+            info = self._put(key, [_CONTENT, os.urandom(4)])
             if info not in list(self._objects.list(self._prefix)):
                 return "a listing did not show what had been written"
             self._objects.delete([key])
@@ -178,7 +187,7 @@ class _Probe:
             wrong = Checksum(algorithm, bytes([right.value[0] ^ 1 << number]) + right.value[1:])
             key = self._key()
             try:
-                self._objects.put(key, [_CONTENT], mode=OVERWRITE, checksum=wrong)
+                self._once.put(key, [_CONTENT], checksum=wrong)
             except StoreError:
                 with contextlib.suppress(NotFoundError):
                     self._objects.head(key)
@@ -190,7 +199,7 @@ class _Probe:
     def _ranges(self) -> str:
         content = bytes(range(256))
         key = self._key()
-        self._objects.put(key, [content])
+        self._put(key, [content])
         out = memoryview(bytearray(20))
         try:
             self._objects.get(key, [(100, out)])
@@ -200,8 +209,8 @@ class _Probe:
 
     def _pinned(self) -> str:
         key = self._key()
-        first = self._objects.put(key, [_CONTENT])
-        second = self._objects.put(key, [_CONTENT, b"2"])
+        first = self._put(key, [_CONTENT])
+        second = self._put(key, [_CONTENT, b"2"])
         ranges = [(0, memoryview(bytearray(4)))]
         try:
             self._objects.get(key, ranges, version=second.version)

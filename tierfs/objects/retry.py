@@ -16,6 +16,7 @@ from tierfs.objects.wrapper import Answer, Request, WrappedObjects
 __all__ = ["ATTEMPTS", "RetryingObjects"]
 
 ATTEMPTS = 5
+_THROTTLED_S_MIN = 1.0  # GCS takes one write of an object in a second: https://cloud.google.com/storage/quotas#objects
 
 _log = logging.getLogger("tierfs.objects")
 
@@ -23,7 +24,8 @@ _log = logging.getLogger("tierfs.objects")
 class RetryingObjects(WrappedObjects):
     """Retries transient failures, each after a random wait up to a bound that doubles ("full jitter").
 
-    Where the endpoint asks for a wait (Retry-After), that one goes before the random one, up to ``delay_s_max``.
+    Where the endpoint asks for a wait (Retry-After), that one goes before the random one, up to ``delay_s_max``; where it
+    asks for fewer requests and does not say when, a second does.
 
     It does not interpret outcomes: where the answer to a conditional put was lost and the put had taken effect, the
     second one meets the first, and its `AlreadyExistsError` or `ConflictError` goes to the caller, who can tell.
@@ -102,7 +104,8 @@ class RetryingObjects(WrappedObjects):
         bound_s = min(self.delay_s_max, self.delay_s * 2 ** (attempt - 1))
         with self._lock:
             self.retries += 1
-            wait_s = self._random.uniform(0, bound_s) + min(error.retry_after_s or 0.0, self.delay_s_max)
+            asked_s = error.retry_after_s or (_THROTTLED_S_MIN if error.throttled else 0.0)
+            wait_s = self._random.uniform(0, bound_s) + min(asked_s, self.delay_s_max)
         _log.warning(
             "%s %s failed, attempt %d of %d, again in %.2f s: %s",
             request.method,

@@ -25,6 +25,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import ConflictError, InvalidInputError, StoreError
+from tierfs.objects.clienterrors import cause_of, refused_options
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.direct import Direct
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -32,6 +33,7 @@ from tierfs.objects.wholeheads import refuse_broken_heads
 
 if TYPE_CHECKING:
     import s3fs
+    from botocore.exceptions import ClientError
     from botocore.response import StreamingBody
 
 __all__ = ["connect_s3", "open_s3"]
@@ -45,6 +47,7 @@ _CHECKSUMS = {
     "md5": "ContentMD5",
 }
 _AMAZON = re.compile(r"amazonaws\.com(\.cn)?")
+_NO_BATCH = frozenset({"NotImplemented", "MethodNotAllowed", "MissingContentMD5", "501", "405"})
 _PIECE_BYTES = 1 << 20
 _CONFIG: Mapping[str, object] = {
     # Retries are ours, where they are counted and slow the others down; botocore's stay out of sight.
@@ -130,7 +133,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
             **{"endpoint_url": fs.endpoint_url, "use_ssl": fs.use_ssl, **keys, **fs.client_kwargs},
         )
     except (TypeError, ValueError, KeyError) as error:
-        raise InvalidInputError(f"s3:// refuses its options: {error}") from error
+        raise refused_options(error, "s3") from cause_of(error)
     refuse_broken_heads(client)
     fs._kwargs_helper = ParamKwargsHelper(client)
     return S3Session(fs, client)
@@ -210,13 +213,29 @@ class _S3Client:
         from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
 
         objects = [{"Key": self._base + key} for key in keys]
-        answer = self._session.call("delete_objects", Bucket=self._bucket, Delete={"Objects": objects})
-        for error in answer.get("Errors", []):
-            if error.get("Code") != "NoSuchKey":
-                raise ClientError({"Error": error}, "DeleteObjects")
+        try:
+            answer = self._session.call("delete_objects", Bucket=self._bucket, Delete={"Objects": objects})
+        except ClientError as error:
+            if not _is_no_batch(error):
+                raise
+            for key in keys:
+                self._delete_one(key)
+            return
+        for failed in answer.get("Errors", []):
+            if failed.get("Code") != "NoSuchKey":
+                raise ClientError({"Error": failed}, "DeleteObjects")
         # Asked to be quiet, a server would say of what it deleted as much as an answer that lost its body: nothing.
         if not answer.get("Deleted") and not answer.get("Errors"):
             raise StoreError("an answer to a deletion says nothing of what is deleted", transient=True, tier="object")
+
+    def _delete_one(self, key: str) -> None:
+        from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
+
+        try:
+            self._call("delete_object", key)
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") not in {"NoSuchKey", "404"}:
+                raise
 
     async def delete_version(self, key: str, version: Version) -> None:
         # Looked at first, because not every server heeds the condition on a deletion.
@@ -256,6 +275,12 @@ class _Body:
         """Back to the beginning, to be sent again where the bucket is in another region."""
         assert to == 0
         self._next = self._at = 0
+
+
+def _is_no_batch(error: ClientError) -> bool:
+    """Whether a server does not take many keys in one deletion, or not with the digest that botocore sends by now."""
+    said = error.response.get("Error", {})
+    return said.get("Code") in _NO_BATCH or "content-md5" in str(said.get("Message")).lower()
 
 
 def _read_into(body: Any, out: memoryview) -> int:

@@ -162,7 +162,7 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
     except NotFoundError:
         _refuse_nested(objects, url)
         if not endpoint.host_local:
-            # What is refused on purpose is not to be sent again.
+            # It sends again what failed for the moment, but not what is refused on purpose.
             endpoint = probe(connect(location.protocol, root, location.options, attempts=1)).capabilities
     promised = as_promised(objects, endpoint, _verify_writes(location))
     descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))

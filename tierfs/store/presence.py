@@ -11,13 +11,14 @@ have been lost. So whoever brings bytes that a manifest names has them looked fo
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
 from typing import TypeVar
 
 from tierfs.clock import Clock
-from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError
+from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
@@ -33,6 +34,7 @@ LOOKS_AT_FIRST = 2
 LOOKS_EARNED = 3
 LOOKS_MAX = 64
 LIST_BYTES_MAX = 64 << 20
+_logger = logging.getLogger("tierfs.store")
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -248,12 +250,18 @@ class Presence:
         self._sweep(self._put_lease(CREATE))
 
     def _sweep(self, mine: ObjectInfo) -> None:
-        """Delete leases that ran out more than a grace ago by the object tier's clock: nobody else tidies them up."""
+        """Delete leases that ran out more than a grace ago by the object tier's clock: nobody else tidies them up.
+
+        Where that fails, for want of the right to delete for example, they lie there, and do no harm.
+        """
         oldest_ns = mine.modified_ns - (self._descriptor.lease_s + self._descriptor.grace_s) * 1_000_000_000
-        leases = [item for item in self._objects.list(keys.LEASES) if isinstance(item, ObjectInfo)]
-        expired = [item.key for item in leases if 0 < item.modified_ns < oldest_ns]
-        if expired:
-            self._objects.delete(expired)
+        try:
+            leases = [item for item in self._objects.list(keys.LEASES) if isinstance(item, ObjectInfo)]
+            expired = [item.key for item in leases if 0 < item.modified_ns < oldest_ns]
+            if expired:
+                self._objects.delete(expired)
+        except TierfsError as error:
+            _logger.warning("leases that ran out are left, since they could not be deleted: %s", error)
 
     def _put_lease(self, mode: PutMode) -> ObjectInfo:
         self._sequence += 1
