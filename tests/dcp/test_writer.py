@@ -33,7 +33,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.shardfile import ShardFile, find_staged
 from tierfs.dcp.verifying import verify_checkpoint
-from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
+from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
 from tierfs.local.slab import SlotState
@@ -805,6 +805,19 @@ def test_without_collectives_each_rank_has_metadata_of_its_own(url):
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     assert fs.exists(f"{path}/__0.metadata")
     assert not fs.exists(f"{path}/.metadata")
+
+
+@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
+def test_ranks_that_save_on_their_own_do_not_save_where_they_saved_together(url, layout):
+    writer = TierWriter(url, layout=layout, **OPTIONS)
+    dcp.save(state(1), storage_writer=writer)
+    with pytest.raises(AlreadyExistsError, match=r"another directory, or remove \.metadata"):
+        dcp.save(state(2), storage_writer=writer, use_collectives=False)
+    assert same(loaded(url, state(1)), state(1))
+    fs, path = fsspec.url_to_fs(url, **OPTIONS)
+    fs.rm_file(f"{path}/.metadata")
+    dcp.save(state(2), storage_writer=writer, use_collectives=False)
+    assert same(loaded(url, state(2)), state(2))
 
 
 def test_objects_of_any_kind_come_back(url):
