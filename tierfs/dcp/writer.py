@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -284,6 +285,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             ConflictError: It was not published, because a save to the same place that began later is published.
         """
         store, path = self._here.open(write=True)
+        metadata.version = filesystem.CURRENT_DCP_VERSION  # of what is written and, as with torch's writers, returned
         here = _host_of(store)
         places: dict[MetadataIndex, Place] = {}
         files: dict[str, int] = {}

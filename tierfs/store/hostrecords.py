@@ -132,7 +132,9 @@ class HostRecords:
         try:
             make_private(self._path.parent)
             with contextlib.suppress(FileExistsError):
-                self._path.touch(0o600, exist_ok=False)  # SQLite would make it by the umask; its journal has the rights that it has
+                self._path.touch(
+                    0o600, exist_ok=False
+                )  # SQLite would make it by the umask; its journal has the rights that it has
             with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S_MAX)) as connection, connection:
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute(_SCHEMA)
