@@ -1,10 +1,14 @@
 """`TierLoadPlanner`: values come back, and nothing that a checkpoint brings along is run."""
 
 import collections
+import importlib
 import os
+import re
+import threading
 import uuid
 
 import fsspec
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -121,3 +125,60 @@ def test_it_takes_what_torchs_own_takes(save_object):
         False,
         True,
     )
+
+
+def test_what_the_program_allows_torch_stays_allowed(save_object):
+    before = torch.serialization.get_safe_globals()
+    with torch.serialization.safe_globals([Setting]):
+        assert load(save_object(Setting(5)), TierLoadPlanner(allow=[Setting])) == Setting(5)
+        assert Setting in torch.serialization.get_safe_globals()
+    assert set(torch.serialization.get_safe_globals()) == set(before)
+
+
+def test_many_threads_load_at_once(save_object, monkeypatch):
+    reader, together = save_object(Setting(5)), threading.Barrier(2)
+    load_one, failed = torch.load, []
+
+    def slow(*args, **kwargs):
+        try:
+            together.wait(0.2)  # for another that is allowed as much; none comes
+        except threading.BrokenBarrierError:
+            together.reset()
+        else:
+            failed.append("two at once")
+        return load_one(*args, **kwargs)
+
+    def work():
+        try:
+            assert load(reader, TierLoadPlanner(allow=[Setting])) == Setting(5)
+        except BaseException as error:
+            failed.append(error)
+
+    monkeypatch.setattr(torch, "load", slow)
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_hints_lead_to_all_that_a_numpy_array_needs(save_object):
+    reader, allow = save_object(np.arange(3, dtype=np.uint32)), []
+    while len(allow) < 4:
+        error = failure(reader, TierLoadPlanner(allow=allow))
+        module, _, name = re.search(r"allow=\[([\w.]+)\]", str(error))[1].rpartition(".")
+        allow.append(getattr(importlib.import_module(module), name))
+    assert load(reader, TierLoadPlanner(allow=allow)).tolist() == [0, 1, 2]
+
+
+def test_all_of_numpy_can_be_allowed_together(save_object):
+    allow = [
+        *(value.__reduce__()[0] for value in (np.zeros(1), np.float64())),
+        np.ndarray,
+        np.dtype,
+        *{type(np.dtype(code)) for code in np.typecodes["All"]},
+    ]
+    saved = {"state": np.random.RandomState(5).get_state(), "scalar": np.float32(2.5), "text": np.array(["a", "bc"])}
+    loaded = load(save_object(saved), TierLoadPlanner(allow=allow))
+    assert repr(loaded) == repr(saved)

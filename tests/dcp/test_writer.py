@@ -1,6 +1,7 @@
 """Checkpoints that TierWriter saves are what was to be saved, whatever happens right after, and whole or not there."""
 
 import copy
+import functools
 import gc
 import io
 import json
@@ -25,6 +26,7 @@ from safetensors.torch import load as load_safetensors
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 import tierfs
@@ -33,7 +35,7 @@ from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.shardfile import ShardFile, find_staged
 from tierfs.dcp.verifying import verify_checkpoint
-from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
+from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
 from tierfs.local.slab import SlotState
@@ -662,8 +664,9 @@ def test_a_planner_may_make_of_an_unusual_tensor_what_can_be_stored(url):
     [
         ({"a": torch.ones([1] * 65)}, "'a' has 65 dimensions, and a tensor of a checkpoint 64 at most"),
         ({"a\udcff": torch.ones(1)}, r"'a\\udcff' is not valid Unicode"),
+        ({"a": functools.reduce(lambda inner, _: {"b": inner}, range(256), 5)}, "257 levels deep .* 256 at most"),
     ],
-    ids=["dimensions", "name"],
+    ids=["dimensions", "name", "depth"],
 )
 def test_what_the_metadata_cannot_say_is_refused_by_name(url, saved, named):
     with pytest.raises(dcp.api.CheckpointException, match=named):
@@ -805,6 +808,26 @@ def test_without_collectives_each_rank_has_metadata_of_its_own(url):
     fs, path = fsspec.url_to_fs(url, **OPTIONS)
     assert fs.exists(f"{path}/__0.metadata")
     assert not fs.exists(f"{path}/.metadata")
+
+
+@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
+def test_ranks_that_save_on_their_own_do_not_save_where_they_saved_together(url, layout):
+    writer = TierWriter(url, layout=layout, **OPTIONS)
+    dcp.save(state(1), storage_writer=writer)
+    with pytest.raises(AlreadyExistsError, match=r"another directory, or remove \.metadata"):
+        dcp.save(state(2), storage_writer=writer, use_collectives=False)
+    assert same(loaded(url, state(1)), state(1))
+    fs, path = fsspec.url_to_fs(url, **OPTIONS)
+    fs.rm_file(f"{path}/.metadata")
+    dcp.save(state(2), storage_writer=writer, use_collectives=False)
+    assert same(loaded(url, state(2)), state(2))
+
+
+@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
+def test_the_metadata_has_torch_s_version(url, layout):
+    returned = dcp.save({"a": noise(3)}, storage_writer=TierWriter(url, layout=layout, **OPTIONS))
+    found = TierReader(url, **OPTIONS).read_metadata()
+    assert found.version == returned.version == CURRENT_DCP_VERSION
 
 
 def test_objects_of_any_kind_come_back(url):

@@ -25,12 +25,22 @@ def ended(launched):
 
 
 def test_the_process_has_its_own_session_and_the_root_as_its_directory(tmp_path):
-    script = "cat /proc/$$/stat | cut -d' ' -f1,5,6; pwd; umask"
+    script = "cat /proc/$$/stat | cut -d' ' -f1,5,6; pwd"
     launched = spawn(shell(script), tmp_path / "log")
     assert ended(launched) == 0
-    ids, directory, umask = (tmp_path / "log").read_text().splitlines()
+    ids, directory = (tmp_path / "log").read_text().splitlines()
     assert ids.split() == [str(launched.pid)] * 3
-    assert (directory, umask) == ("/", "0077")
+    assert directory == "/"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_the_process_has_the_umask_of_who_started_it(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        assert ended(spawn(shell("umask"), tmp_path / "log")) == 0
+    finally:
+        os.umask(before)
+    assert int((tmp_path / "log").read_text(), 8) == umask
 
 
 def test_the_process_inherits_nothing_but_its_log(tmp_path):

@@ -1,6 +1,10 @@
 """What moves chunks has bounds, and never waits for itself."""
 
+import contextlib
+import os
+import signal
 import threading
+import time
 
 import pytest
 
@@ -58,3 +62,57 @@ def test_every_task_ends_before_the_first_error_is_raised():
     with pytest.raises(ValueError, match="first"):
         transfers.map(task, range(20))
     assert sorted(done) == list(range(1, 20))
+
+
+def test_an_interrupt_waits_for_what_has_begun_and_lets_nothing_else_begin():
+    transfers = Transfers(workers=2)
+    gate, begun, ended = threading.Event(), [], []
+
+    def task(number):
+        begun.append(number)
+        assert gate.wait(10)
+        ended.append(number)
+
+    def interrupt():
+        for _ in range(3):  # whoever is impatient does not cut the wait short
+            time.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.2)
+        gate.set()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            transfers.map(task, range(20))
+        finally:
+            ended_by_then = sorted(ended)
+            while not gate.is_set():  # the interrupts are meant for nobody else
+                with contextlib.suppress(KeyboardInterrupt):
+                    gate.wait()
+    thread.join()
+    assert ended_by_then == sorted(begun) == [0, 1]
+    assert transfers.submit(lambda _: "later", None).result(10) == "later"
+    assert sorted(begun) == [0, 1]
+
+
+def test_an_interrupt_amid_handing_tasks_over_leaves_none_of_them_to_run(monkeypatch):
+    transfers = Transfers(workers=1)
+    gate, begun = threading.Event(), []
+    held = transfers.submit(lambda _: gate.wait(10), None)
+    submit, handed_over = transfers._executor.submit, []
+
+    def interrupted(run):
+        submit(run)
+        handed_over.append(run)
+        if len(handed_over) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(transfers._executor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        transfers.map(begun.append, range(3))
+    monkeypatch.undo()
+    gate.set()
+    assert held.result(10)
+    transfers.submit(lambda _: None, None).result(10)
+    assert begun == []

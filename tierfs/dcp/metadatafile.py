@@ -293,6 +293,11 @@ def _encode_paths(planner_data: Any) -> dict[str, list[object]] | None:
             raise InvalidInputError(
                 f"{fqn}: its path in the state is {path!r}: only strings and integers can be stored as keys"
             )
+        if len(path) > PATH_PARTS_MAX:
+            raise InvalidInputError(
+                f"{fqn}: it lies {len(path)} levels deep in the state, and a value of a checkpoint {PATH_PARTS_MAX} at most: "
+                "nest the state less deeply"
+            )
         paths[fqn] = list(path)
     refuse_names(paths)
     return paths

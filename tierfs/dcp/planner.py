@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from tierfs.errors import InvalidInputError
+from tierfs.forks import PerProcess
 
 __all__ = ["TierLoadPlanner", "unpickle_safely"]
 
-_GLOBAL = re.compile(r"GLOBAL ([\w.]+)")
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
+_allowing = PerProcess(threading.RLock)
+"""Held while torch's list, of which there is one in a process, has what is allowed for one value."""
 
 
 class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's classes are untyped here
@@ -85,13 +89,16 @@ def unpickle_safely(
         InvalidInputError: It is made with something that is not allowed, which was not run, or it is damaged.
     """
     try:
-        with torch.serialization.safe_globals(list(allow)):
-            return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
+        with _allowing():
+            # What is there already the program put there, and needs it afterwards.
+            added = set(allow).difference(torch.serialization.get_safe_globals())
+            with torch.serialization.safe_globals(list(added)):
+                return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
     except Exception as error:  # what a pickle that somebody else made may raise has no end
-        refused = _GLOBAL.search(str(error))
+        refused = _REFUSED.search(str(error))
         if refused is None:
             raise InvalidInputError(f"{where} cannot be loaded with weights_only=True: {error}") from error
-        name = refused[1]
+        name = refused[1] or refused[2]
         raise InvalidInputError(
             f"{where} is made with {name}, which a checkpoint may not bring in by itself, so it was not run: "
             f"{hint.format(name=name)}"

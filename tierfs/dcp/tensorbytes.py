@@ -133,7 +133,10 @@ def problem_of(tensor: Any) -> str:
     if tensor.is_nested:
         return "it is nested: store the tensors that unbind() gives"
     if hasattr(tensor, "__tensor_flatten__"):
-        return f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example"
+        return (
+            f"a {type(tensor).__name__} is made of other tensors: give those, a DTensor's to_local() for example, or save it "
+            "as it is by dcp.save with layout='dcp'"
+        )
     if isinstance(tensor, FakeTensor):
         return "it is a FakeTensor, which has no content: make it outside of FakeTensorMode"
     if tensor.layout != torch.strided:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -213,7 +214,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """As they are, if every tensor that ranks left to each other is in one of them. Called on the coordinator alone.
 
         Raises:
-            AlreadyExistsError: There is a checkpoint, and it may not be replaced.
+            AlreadyExistsError: There is a checkpoint, and it may not be replaced; or it would be loaded in place of this one.
             InvalidInputError: A tensor is in none.
         """
         store, path = self._here.open(write=True)
@@ -221,6 +222,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not self._overwrite and kind_of(store, root) is not None:
             raise AlreadyExistsError(
                 f"{self._here.url} holds a checkpoint: save to another directory, or give overwrite=True", path=path
+            )
+        if not self._save.use_collectives and kind_of(store, inside(path, metadata_file())) is not None:
+            raise AlreadyExistsError(
+                f"{self._here.url} holds a checkpoint that ranks saved together, which would be loaded in place of what each saves "
+                f"with use_collectives=False: save to another directory, or remove {metadata_file()} there",
+                path=path,
             )
         if all(plan.usable for plan in plans):  # else they are only what has changed, and `finish` sees the rest
             self._check_owners(
@@ -278,6 +285,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             ConflictError: It was not published, because a save to the same place that began later is published.
         """
         store, path = self._here.open(write=True)
+        metadata.version = filesystem.CURRENT_DCP_VERSION  # of what is written and, as with torch's writers, returned
         here = _host_of(store)
         places: dict[MetadataIndex, Place] = {}
         files: dict[str, int] = {}

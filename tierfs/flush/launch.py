@@ -1,7 +1,8 @@
 """Starting the flusher's process, so that it outlives who started it.
 
 It gets its own session (torchrun kills process groups), ``/`` as its directory (so that nothing stays mounted for it)
-and a log file for what it says. What it is given to do, credentials above all, travels over its socket, never here.
+and a log file for what it says. It keeps its starter's umask, by which files in a store on a directory are made. What it is
+given to do, credentials above all, travels over its socket, never here.
 """
 
 from __future__ import annotations
@@ -91,7 +92,6 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
                 stderr=descriptor,
                 cwd="/",
                 start_new_session=True,
-                umask=0o077,
             )
         finally:
             os.close(descriptor)

@@ -103,6 +103,7 @@ class KnownStores:
             make_private(self._directory.parent)
             make_private(self._directory)
             temporary = path.with_suffix(f".{os.getpid()}")
+            temporary.touch(0o600)
             temporary.write_bytes(data)
             temporary.replace(path)
         except (TierfsError, OSError) as error:

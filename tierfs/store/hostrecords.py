@@ -138,6 +138,9 @@ class HostRecords:
         """One transaction. What goes wrong with the file is logged, and ends its use by this process."""
         try:
             make_private(self._path.parent)
+            # SQLite would make it by the umask. Its journal is as open as it is itself.
+            with contextlib.suppress(FileExistsError):
+                self._path.touch(0o600, exist_ok=False)
             with contextlib.closing(sqlite3.connect(self._path, timeout=BUSY_S_MAX)) as connection, connection:
                 connection.execute("PRAGMA synchronous = OFF")
                 connection.execute(_SCHEMA)

@@ -5,9 +5,10 @@ A task handed to these threads never hands another one to them and waits for it,
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
 from tierfs.forks import PerProcess
@@ -37,14 +38,20 @@ class Errand(Generic[_In, _Out]):
             task, argument = self._todo.pop()
         except IndexError:
             return
-        if not self.future.set_running_or_notify_cancel():
-            return
         try:
-            self.future.set_result(task(argument))
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(task(argument))
         except BaseException as error:  # noqa: BLE001 - raised by who waits for the future
             self.future.set_exception(error)
             # The error knows this frame, and the future the error: without this, memory that is only lent would be kept.
             del self, task, argument
+
+    def cancel(self) -> bool:
+        """Have nobody begin it, and forget what it was lent. Returns whether nobody had."""
+        is_cancelled = self.future.cancel()
+        if is_cancelled:
+            self._todo.clear()
+        return is_cancelled
 
 
 class Transfers:
@@ -69,15 +76,7 @@ class Transfers:
     def submit(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
         """Start ``task(argument)`` on one of the threads; at the interpreter's end, when they take no more, do it here."""
         errand = Errand(task, argument)
-        with self._lock:
-            if self._executor is None:
-                self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix=self._name)
-            try:
-                self._executor.submit(errand.run)
-                return errand.future
-            except RuntimeError:
-                pass
-        errand.run()
+        self._start(errand)
         return errand.future
 
     def send(self, task: Callable[[_In], _Out], argument: _In) -> Future[_Out]:
@@ -97,17 +96,40 @@ class Transfers:
     def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> list[_Out]:
         """Run ``task`` on every argument and return the results in order.
 
+        If it is interrupted, no further task is begun, and those that were have ended when this raises: what they were lent is
+        the caller's again. A request that hangs keeps the interrupt waiting for its timeout.
+
         Raises:
             BaseException: The first error of a task, after every task has ended.
         """
         items = list(arguments)
         if len(items) < 2:  # noqa: PLR2004 - one item needs no thread
             return [task(item) for item in items]
-        futures = [self.submit(task, item) for item in items]
-        errors = [error for error in [future.exception() for future in futures] if error is not None]
+        errands = [Errand(task, item) for item in items]
+        try:
+            for errand in errands:
+                self._start(errand)
+            errors = [error for error in [errand.future.exception() for errand in errands] if error is not None]
+        except BaseException:
+            while not all(errand.future.done() for errand in errands):
+                with contextlib.suppress(BaseException):  # another interrupt must not cut this one's wait short
+                    wait([errand.future for errand in errands if not errand.cancel()])
+            raise
         if errors:
             raise errors[0]
-        return [future.result() for future in futures]
+        return [errand.future.result() for errand in errands]
+
+    def _start(self, errand: Errand[_In, _Out]) -> None:
+        with self._lock:
+            if self._executor is None:
+                self._executor = ThreadPoolExecutor(self.workers, thread_name_prefix=self._name)
+            try:
+                self._executor.submit(errand.run)
+            except RuntimeError:
+                pass
+            else:
+                return
+        errand.run()
 
 
 transfers = PerProcess(Transfers)
