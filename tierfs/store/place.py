@@ -40,10 +40,13 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
         except (OSError, ValueError) as error:
             raise StoreError(f"{path} does not say whose local tiers these are: {error}", path=str(path)) from error
         if known is None:
+            temporary = path.with_suffix(".new")  # nobody else writes one: the lock is held
             try:
-                path.write_text(json.dumps(list(places)), encoding="utf-8")
+                temporary.unlink(missing_ok=True)
+                temporary.touch(0o600)
+                temporary.write_text(json.dumps(list(places)), encoding="utf-8")
+                temporary.replace(path)
             except OSError as error:
-                path.unlink(missing_ok=True)
                 raise StoreError(f"{path} cannot be written: {error.strerror}", path=str(path)) from error
             return directory
     if set(places).isdisjoint(known):
