@@ -1,22 +1,27 @@
-"""One fetch at a time of what several threads and processes of a host want at once."""
+"""One at a time, of what several threads and processes of a host want to do at once."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
 
+from tierfs.errors import StoreError
 from tierfs.forks import renew_in_children
 
 __all__ = ["SingleFlight"]
 
+LOOK_AGAIN_S = 0.002
 _OFFSETS = 1 << 40
+_HELD = frozenset({errno.EAGAIN, errno.EACCES})
 
 
 class SingleFlight:
@@ -39,19 +44,31 @@ class SingleFlight:
         return f"SingleFlight({str(self._path)!r}, {len(self._busy)} under way)"
 
     @contextlib.contextmanager
-    def holding(self, name: bytes) -> Iterator[None]:
-        """Hold a name. What was wanted may be there by now: somebody else may have held it until just then."""
+    def holding(self, name: bytes, *, timeout_s: float | None = None) -> Iterator[None]:
+        """Hold a name. What was wanted may be there by now: somebody else may have held it until just then.
+
+        Args:
+            name: Which.
+            timeout_s: How long to wait for it; ``None`` for as long as it takes.
+
+        Raises:
+            StoreError: Somebody else held it for so long; it is transient.
+            OSError: The file cannot be opened, or locked.
+        """
         offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
+        ends = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._lock:
                 other = self._busy.get(offset)
                 if other is None:
-                    mine = self._busy[offset] = threading.Event()
                     fd = self._open()
+                    mine = self._busy[offset] = threading.Event()
                     break
-            other.wait()
+            if not other.wait(None if ends is None else max(0.0, ends - time.monotonic())):
+                raise self._is_kept(timeout_s)
         try:
-            fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte(fcntl.F_WRLCK, offset))
+            if not _lock(fd, offset, ends):
+                raise self._is_kept(timeout_s)
             try:
                 yield
             finally:
@@ -76,10 +93,31 @@ class SingleFlight:
             os.close(self._fd)
             self._fd = None
 
+    def _is_kept(self, timeout_s: float | None) -> StoreError:
+        return StoreError(f"{self._path}: somebody else kept a byte of it locked for {timeout_s} s", transient=True)
+
     def _open(self) -> int:
         if self._fd is None:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         return self._fd
+
+
+def _lock(fd: int, offset: int, ends: float | None) -> bool:
+    """Lock a byte, by that time; false if somebody else has it still."""
+    if ends is None:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, _byte(fcntl.F_WRLCK, offset))
+        return True
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_WRLCK, offset))
+        except OSError as error:
+            if error.errno not in _HELD:
+                raise
+        else:
+            return True
+        if time.monotonic() >= ends:
+            return False
+        time.sleep(LOOK_AGAIN_S)
 
 
 def _byte(kind: int, offset: int) -> bytes:
