@@ -27,7 +27,7 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         CapacityError: The disk, or what the user may use of it, is full.
         CorruptionError: What should be a database is none, or is damaged.
         ReadOnlyError: It may not be written.
-        StoreError: Anything else; ``transient`` where somebody else held a lock for too long, or no descriptors are left.
+        StoreError: Anything else; ``transient`` where somebody else held a lock for too long.
     """
     try:
         yield
@@ -58,8 +58,8 @@ def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
     if "readonly" in reason:
         return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
     shortage = _shortage() if "unable to open" in reason or "disk I/O" in reason else ""
-    transient = bool(shortage) or "locked" in reason
-    return StoreError(f"{path}: {reason}{shortage}", transient=transient, path=path, tier="nvme")
+    # Not transient, which who asks the object tier takes for its being away.
+    return StoreError(f"{path}: {reason}{shortage}", transient="locked" in reason, path=path, tier="nvme")
 
 
 def _shortage() -> str:
