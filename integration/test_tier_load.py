@@ -203,7 +203,16 @@ def judge_leftovers(load, state, uuid):
     alive = [path.stem for path in (state / "processes").glob("*.lock") if path.stem != own]
     assert all(host.is_alive(owner) for owner in alive), "the dead are buried"
     directory = state / "stores" / uuid
-    known = {"nvme.arena", "nvme.db", "nvme.db-journal", "nvme.used", "flusher.lock", "launch.lock", "fetch.lock"}
+    known = {
+        "nvme.arena",
+        "nvme.db",
+        "nvme.db-journal",
+        "nvme.used",
+        "flusher.lock",
+        "launch.lock",
+        "fetch.lock",
+        "seal.lock",
+    }
     names = {path.name for path in directory.iterdir()} - {"flusher.log"}
     assert names <= known, names - known
 

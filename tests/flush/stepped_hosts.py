@@ -222,6 +222,7 @@ class Trainer:
             self.host._own.release()
         for segment in self.ram.segments():
             segment.close()
+        self.tiers.writer.close()
         forget(self.tiers)
         self.ram = self.host = None
 

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tierfs.errors import StoreError
 from tierfs.flush.keeper import Keeper
 from tierfs.flush.singleflight import SingleFlight
 
@@ -61,6 +62,33 @@ def test_a_fetch_begins_in_a_child_while_the_parent_was_about_to(flight):
 def test_a_fetch_of_the_parent_holds_up_none_of_the_child_for_good(flight):
     with flight.holding(b"another chunk"):
         assert child_of(lambda: flown(flight)) == 0
+
+
+def test_what_another_process_or_thread_holds_is_waited_for_so_long_and_no_longer(flight):
+    def hold_in_vain():
+        with pytest.raises(StoreError) as caught, flight.alone(b"a chunk", timeout_s=0.1):
+            pass
+        assert caught.value.transient
+        with flight.alone(b"another chunk", timeout_s=0):
+            pass
+
+    with flight.holding(b"a chunk"):
+        assert child_of(hold_in_vain) == 0
+        thread = threading.Thread(target=hold_in_vain)
+        thread.start()
+        thread.join()
+    with flight.alone(b"a chunk", timeout_s=0):
+        pass
+
+
+def test_what_a_killed_process_held_is_free(flight):
+    def be_killed():
+        with flight.holding(b"a chunk"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WTERMSIG(child_of(be_killed)) == signal.SIGKILL
+    with flight.alone(b"a chunk", timeout_s=0):
+        pass
 
 
 def test_a_chunk_is_kept_by_a_child_while_the_parent_was_about_to(keeper, kept):

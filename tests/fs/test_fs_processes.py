@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from random import Random
+from typing import Any
 
 import fsspec
 import pytest
@@ -311,3 +312,51 @@ def test_of_exclusive_creators_in_many_processes_one_wins(directory_place):
         ]
     assert won.count(True) == 1
     assert place.fs.cat(place / "once") == b"%d" % won.index(True)
+
+
+ROUNDS = 15
+RIVALS = 3
+
+
+def close_at_once(
+    root: str, tiers: dict[str, str], mode: str, number: int, begin: threading.Barrier, told: Any
+) -> None:
+    """Write a file in each round that all have open before anybody closes it."""
+    fs = fsspec.filesystem("tierfs", target_protocol="file", **tiers)
+    for turn in range(ROUNDS):
+        file = fs.open(f"{root}/{turn}/latest", mode)
+        file.write(b"%d" % number)
+        begin.wait(30)
+        try:
+            file.close()
+            told.put((turn, "ok"))
+        except tierfs.TierfsError as error:
+            told.put((turn, type(error).__name__))
+        begin.wait(30)
+
+
+@pytest.mark.parametrize("mode", ["wb", "xb", "ab"])
+@pytest.mark.parametrize("nvme", ["0", "8MiB"])
+def test_of_processes_that_have_a_path_open_at_once_one_saves_it_and_the_others_hear_of_it(
+    directory_place, tmp_path, nvme, mode
+):
+    root = directory_place.root
+    tiers = {"ack": "staged", "ram": "64MiB", "nvme": nvme, "state_dir": str(tmp_path / "state")}
+    context = multiprocessing.get_context("fork")
+    begin, told = context.Barrier(RIVALS), context.Queue()
+    processes = [
+        context.Process(target=close_at_once, args=(root, tiers, mode, number, begin, told)) for number in range(RIVALS)
+    ]
+    for process in processes:
+        process.start()
+    outcomes: dict[int, list[str]] = {turn: [] for turn in range(ROUNDS)}
+    for _ in range(ROUNDS * RIVALS):
+        turn, outcome = told.get(timeout=60)
+        outcomes[turn].append(outcome)
+    for process in processes:
+        process.join(30)
+    lost = "AlreadyExistsError" if mode == "xb" else "ConflictError"
+    assert {tuple(sorted(each)) for each in outcomes.values()} == {(lost,) * (RIVALS - 1) + ("ok",)}
+    fs = fsspec.filesystem("tierfs", target_protocol="file", **tiers)
+    fs.wait(root, timeout=30)
+    assert fs.status(root)["conflicts"] == []

@@ -1,9 +1,11 @@
 """Readers in other processes: never an exception, never wrong bytes, whatever the writer does meanwhile."""
 
+import contextlib
 import errno
 import json
 import os
 import random
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -132,6 +134,55 @@ def test_a_chunk_is_absent_while_the_index_is_kept_busy_and_drafts_are_an_error(
     other.close()
     assert read(reader, 1)
     assert reader.draft("a")
+
+
+@contextlib.contextmanager
+def no_descriptors_left():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+    taken = []
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/", os.O_RDONLY))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_without_descriptors_a_chunk_is_absent_and_drafts_are_an_error_that_says_what_to_do(tier, directory, is_open):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+    for ask in (lambda: reader.draft("a"), lambda: reader.drafts_below("", conflicts=True)):
+        if is_open:
+            assert ask()
+        with no_descriptors_left(), pytest.raises(StoreError, match="ulimit -n") as caught:
+            ask()
+        assert not caught.value.transient
+        assert ask()
+    if is_open:
+        assert read(reader, 1)
+    with no_descriptors_left():
+        assert reader.find(content_of(1)[0]) is None
+    assert read(reader, 1)
+
+
+def test_an_index_that_cannot_be_read_is_no_answer_about_drafts(tier, directory, monkeypatch):
+    save(tier, "a", 1)
+    reader = NvmeReader(directory)
+
+    def failing(*_arguments, **_options):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(sqlite3, "connect", failing)
+    assert read(reader, 1) is None
+    assert reader.fallbacks["unreadable"] == 1
+    with pytest.raises(StoreError, match="disk I/O error") as caught:
+        reader.draft("a")
+    assert not caught.value.transient
 
 
 def test_a_damaged_index_is_passed_by_for_chunks_and_an_error_for_drafts(tier, directory):

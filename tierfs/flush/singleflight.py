@@ -1,4 +1,4 @@
-"""One fetch at a time of what several threads and processes of a host want at once."""
+"""One at a time, of what several threads and processes of a host want to do at once."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import xxhash
 
 from tierfs.clock import Clock, SystemClock
+from tierfs.errors import StoreError
 from tierfs.forks import renew_in_children
 
 __all__ = ["SingleFlight"]
@@ -31,7 +32,7 @@ class SingleFlight:
     """Locks on names: among threads by a table, among processes by one byte of a file.
 
     Two names that share a byte wait for each other for nothing, which happens once in 10^12 pairs. Nobody waits for good:
-    a lock only saves work, and who holds it may be stopped in the midst of a fetch, by a signal or with its container.
+    who holds a lock may be stopped, by a signal or with its container.
 
     Args:
         path: The file whose bytes are locked. It stays empty.
@@ -52,29 +53,12 @@ class SingleFlight:
 
     @contextlib.contextmanager
     def holding(self, name: bytes) -> Iterator[None]:
-        """Hold a name, or find out in `PATIENCE_S` that somebody else goes on holding it.
+        """Fetch: hold a name, or find out in `PATIENCE_S` that somebody else goes on holding it. Then the lock only saves work.
 
         What was wanted may be there by now: somebody else may have held it until just then.
         """
-        offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
-        fd = self._wait(offset)
-        try:
-            yield
-        finally:
-            if fd is not None:
-                with self._lock:
-                    self._busy.discard(offset)
-                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
-
-    def _wait(self, offset: int) -> int | None:
-        """The descriptor by which a byte is locked, or ``None`` where it was waited for in vain."""
-        deadline = self._clock.monotonic() + PATIENCE_S
-        pause_s = _PAUSE_S_MIN
-        while True:
-            fd = self._try(offset)
-            if fd is not None:
-                return fd
-            if self._clock.monotonic() >= deadline:
+        with self._held(name, PATIENCE_S) as is_held:
+            if not is_held:
                 self._passed_by += 1
                 if self._passed_by == 1:
                     _logger.warning(
@@ -83,9 +67,43 @@ class SingleFlight:
                         self._path,
                         PATIENCE_S,
                     )
+            yield
+
+    @contextlib.contextmanager
+    def alone(self, name: bytes, *, timeout_s: float) -> Iterator[None]:
+        """Hold a name, which is waited for.
+
+        Raises:
+            StoreError: Somebody else held it for so long; it is transient.
+            OSError: The file cannot be opened, or locked.
+        """
+        with self._held(name, timeout_s) as is_held:
+            if not is_held:
+                why = f"{self._path}: somebody else kept a byte of it locked for {timeout_s:g} s"
+                raise StoreError(why, transient=True)
+            yield
+
+    @contextlib.contextmanager
+    def _held(self, name: bytes, timeout_s: float) -> Iterator[bool]:
+        offset = xxhash.xxh3_64_intdigest(name) % _OFFSETS
+        fd = self._wait(offset, self._clock.monotonic() + timeout_s)
+        try:
+            yield fd is not None
+        finally:
+            if fd is not None:
+                with self._lock:
+                    self._busy.discard(offset)
+                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
+
+    def _wait(self, offset: int, deadline_s: float) -> int | None:
+        """The descriptor by which a byte is locked, or ``None`` where it was waited for in vain."""
+        pause_s = _PAUSE_S_MIN
+        while (fd := self._try(offset)) is None:
+            if self._clock.monotonic() >= deadline_s:
                 return None
             self._clock.sleep(pause_s)
             pause_s = min(pause_s * 1.25, _PAUSE_S_MAX)
+        return fd
 
     def _try(self, offset: int) -> int | None:
         with self._lock:

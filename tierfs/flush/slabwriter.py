@@ -6,8 +6,9 @@ where a file is to go through a ram tier that has no room for all of it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from tierfs.clock import Clock
@@ -21,9 +22,10 @@ from tierfs.flush.draft import Draft
 from tierfs.flush.handover import Handover
 from tierfs.flush.housekeeping import Housekeeping
 from tierfs.flush.lending import Lending
+from tierfs.flush.singleflight import SingleFlight
 from tierfs.forks import renew_in_children
 from tierfs.local.arena import no_faults
-from tierfs.local.host import boot_id
+from tierfs.local.host import boot_id, explain
 from tierfs.local.memory import memory_available
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
@@ -37,6 +39,8 @@ ANNOUNCE_S = 10.0
 NAMES_MAX = 500
 # What a draft grows by when it is closed.
 STAMP_BYTES = 64
+# For who seals a change of the same path, which takes a moment, unless that process was stopped amid it.
+SEAL_S = 30.0
 
 
 class SlabWriter:
@@ -79,6 +83,7 @@ class SlabWriter:
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
         self._housekeeping = Housekeeping(ram, lending, ended)
+        self._sealing = SingleFlight(ram.host.store_directory(ram.store) / "seal.lock")
         self._lock = threading.Lock()
         self._is_news = False
         self._is_telling = False
@@ -162,26 +167,58 @@ class SlabWriter:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def seal_draft(self, draft: Draft, *, timeout_s: float | None) -> None:
+    def seal_draft(self, draft: Draft, *, timeout_s: float | None, check: Callable[[], None]) -> None:
         """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
+
+        Args:
+            draft: What to seal.
+            timeout_s: How long to wait for room.
+            check: Raises if the path is not what the draft replaces any more. From then on until it is sealed, nobody else
+                of the host seals one of this path.
 
         Raises:
             CapacityError: There is no room for it, and none came in time.
+            StoreError: The path cannot be locked, or a process that was stopped keeps it locked; then it is transient.
         """
         self._housekeeping.begin()
         room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
         slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
         self._fault("after draft.take")
-        stamp_ns = self._stamp()
-        data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
-        slot.segment.view(slot)[: len(data)] = data
-        if self._handover.is_needed():
-            # Before others can find the draft: if this process ended then, nobody would have its chunks.
-            self._tell()
-        self._fault("before draft.seal")
-        slot.segment.seal(slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns)
-        self._fault("after draft.seal")
+        with contextlib.ExitStack() as until_checked:
+            until_checked.callback(self.drop, slot)
+            if self._handover.is_needed():
+                # Before others can find the draft: if this process ended then, nobody would have its chunks.
+                self._tell()
+            with self._alone_at(draft.path):
+                check()
+                until_checked.pop_all()
+                stamp_ns = self._stamp()
+                data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
+                slot.segment.view(slot)[: len(data)] = data
+                self._fault("before draft.seal")
+                slot.segment.seal(
+                    slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
+                )
+                self._fault("after draft.seal")
+
+    @contextlib.contextmanager
+    def _alone_at(self, path: str) -> Iterator[None]:
+        """While nobody else of the host seals a change of this path."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._sealing.alone(path.encode(), timeout_s=SEAL_S))
+            except StoreError as error:
+                raise StoreError(
+                    f"{path}: another change of it is being sealed for {SEAL_S:g} s now, perhaps by a process that is stopped: "
+                    "this one was not made; let that process go on, or end it, and try again",
+                    transient=True,
+                    path=path,
+                    tier="ram",
+                ) from error
+            except OSError as error:
+                raise StoreError(f"{path} cannot be sealed: {self._sealing!r}: {explain(error)}", path=path) from error
+            yield
 
     def expect(self) -> None:
         """Say that something is going to be sealed: a flusher is started meanwhile, where none runs."""
@@ -202,6 +239,10 @@ class SlabWriter:
             self._tell()
         else:
             self._tell_soon()
+
+    def close(self) -> None:
+        """Let go of the file that sealing locks."""
+        self._sealing.close()
 
     def _tell_soon(self) -> None:
         with self._lock:

@@ -164,5 +164,6 @@ class Tiers:
         self._ended.set()
         self.flusher.close()
         self.ram.close()
+        self.writer.close()
         self.cache.close()
         self.nvme.close()

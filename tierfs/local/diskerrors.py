@@ -9,11 +9,14 @@ import sqlite3
 from collections.abc import Iterator
 
 from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreError, TierfsError
+from tierfs.local.host import explain
 
 __all__ = ["disk_errors"]
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+# What it has open at once to look something up: the database, its journal, their directory, and one for the moment.
+_SQLITE_FILES = 4
 
 
 @contextlib.contextmanager
@@ -54,7 +57,23 @@ def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
         return CorruptionError(f"{path}: {reason}", path=path, tier="nvme")
     if "readonly" in reason:
         return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
-    return StoreError(f"{path}: {reason}", transient="locked" in reason, path=path, tier="nvme")
+    shortage = _shortage() if "unable to open" in reason or "disk I/O" in reason else ""
+    # Not transient, which who asks the object tier takes for its being away.
+    return StoreError(f"{path}: {reason}{shortage}", transient="locked" in reason, path=path, tier="nvme")
+
+
+def _shortage() -> str:
+    """What keeps SQLite from opening files where it is a want of descriptors, which it does not tell; empty where not."""
+    opened: list[int] = []
+    try:
+        for _ in range(_SQLITE_FILES):
+            opened.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - those before are to be closed
+    except OSError as error:
+        return f": {explain(error)}"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return ""
 
 
 def _full(path: str, reason: str) -> CapacityError:

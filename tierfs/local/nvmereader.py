@@ -136,7 +136,7 @@ class NvmeReader:
         """The newest draft of a file that is pending, or damaged: the caller must not show an older file instead.
 
         Raises:
-            StoreError: The writer kept the index busy for too long.
+            StoreError: The writer kept the index busy for too long, or it cannot be read now.
             CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
         """
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE path = ? AND {_OPEN_STATES} ORDER BY seq DESC LIMIT 1"  # noqa: S608
@@ -151,7 +151,7 @@ class NvmeReader:
             conflicts: Whether to give those that are kept because of a conflict, too.
 
         Raises:
-            StoreError: The writer kept the index busy for too long.
+            StoreError: The writer kept the index busy for too long, or it cannot be read now.
             CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
         """
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE {'1' if conflicts else _OPEN_STATES}"  # noqa: S608 - constants only
@@ -198,11 +198,6 @@ class NvmeReader:
     def _select_drafts(self, query: str, values: Sequence[Any]) -> list[StoredDraft]:
         try:
             found = self._drafts.select(query, values)
-        except StoreError as error:
-            if error.transient:
-                raise
-            self._note("unreadable", error)
-            return []
         except CorruptionError as error:
             self._note("index_damaged", error)
             raise

@@ -31,8 +31,11 @@ def kind_of(store: Store, path: str) -> Kind | None:
     """
     if store.tiers is None or store.ack is Level.OBJECT:
         return _look(store, path)
+    kind = _pending_kind(store, path)
+    if kind is not None:
+        return kind
     try:
-        return _pending_kind(store, path) or ask_briefly(store, lambda: _look(store, path))
+        return ask_briefly(store, lambda: _look(store, path))
     except StoreError as error:
         if not error.transient:
             raise

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.local.host import Host
 
 __all__ = ["claim"]
@@ -47,7 +48,10 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
                 temporary.write_text(json.dumps(list(places)), encoding="utf-8")
                 temporary.replace(path)
             except OSError as error:
-                raise StoreError(f"{path} cannot be written: {error.strerror}", path=str(path)) from error
+                problem = f"{path} cannot be written: {error.strerror}"
+                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+                    raise CapacityError(f"{problem}: free some room and try again", path=str(path)) from error
+                raise StoreError(problem, path=str(path)) from error
             return directory
     if set(places).isdisjoint(known):
         raise InvalidInputError(

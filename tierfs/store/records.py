@@ -26,6 +26,7 @@ __all__ = [
     "observe",
     "observe_listed",
     "observe_marker",
+    "observe_published",
     "observe_to_replace",
     "observe_to_stage",
     "publish",
@@ -101,10 +102,10 @@ def observe_to_replace(store: Store, path: str) -> Observed:
 
     A damaged record is then no error but a warning: its file is lost already, and replacing it is what heals the path.
     """
-    return _observe_draft(store, path) or _observe_published(store, path)
+    return _observe_draft(store, path) or observe_published(store, path)
 
 
-def _observe_published(store: Store, path: str) -> Observed:
+def observe_published(store: Store, path: str) -> Observed:
     """What the object tier has, to be replaced."""
     key = keys.record_key(path)
     try:
@@ -126,8 +127,8 @@ def observe_to_stage(store: Store, path: str) -> Observed:
         return draft
     try:
         if store.tiers is None:
-            return _observe_published(store, path)
-        return ask_briefly(store, lambda: _observe_published(store, path))
+            return observe_published(store, path)
+        return ask_briefly(store, lambda: observe_published(store, path))
     except StoreError as error:
         if not error.transient or store.tiers is None:
             raise

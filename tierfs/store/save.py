@@ -206,8 +206,10 @@ class Writer:
                 slots += [None] * (len(rows) - len(slots))
                 self._is_sealing = True
                 seal(self._store, self._observed, manifest, slots=slots)
-        except BaseException:
+        except BaseException as error:
             self.abort()
+            if isinstance(error, ConflictError):
+                self._refuse_created()
             raise
         self._done = True
         if self._staged:
@@ -217,13 +219,17 @@ class Writer:
         try:
             publish(self._store, self._observed, manifest)
         except ConflictError:
-            if self._mode is WriteMode.CREATE and observe(self._store, self.path).manifest is not None:
-                raise AlreadyExistsError(
-                    f"{self._store.where(self.path)} was created by somebody else in the meantime", path=self.path
-                ) from None
+            self._refuse_created()
             raise
         self._is_done = True
         return manifest
+
+    def _refuse_created(self) -> None:
+        """In a conflict: what it is for who wanted to create a file, if there is one now."""
+        if self._mode is WriteMode.CREATE and observe(self._store, self.path).manifest is not None:
+            raise AlreadyExistsError(
+                f"{self._store.where(self.path)} was created by somebody else in the meantime", path=self.path
+            ) from None
 
     def abort(self) -> None:
         """Publish nothing. Chunks already stored are left for garbage collection. May be called twice.

@@ -10,7 +10,7 @@ from tierfs.flush.draft import Base, Draft, SlotRef
 from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest, Record
 from tierfs.store.away import ask_briefly
-from tierfs.store.records import Observed, publish
+from tierfs.store.records import Observed, observe_published, publish
 from tierfs.store.store import Store
 
 if TYPE_CHECKING:
@@ -53,13 +53,14 @@ def seal(
     Raises:
         ConflictError: Another process of this host, or another thread, changed the path since. Nothing is pending.
         CapacityError: The ram tier has no room, and none came in time. Nothing is pending.
+        StoreError: A process that was stopped while it sealed a change of the path keeps others from it. Nothing is pending.
     """
-    assert store.tiers is not None
-    _check_unchanged(store, store.tiers, observed)
+    tiers = store.tiers
+    assert tiers is not None
     rows = record.rows if isinstance(record, Manifest) else ()
     base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
-    store.tiers.writer.seal_draft(draft, timeout_s=store.timeout_s)
+    tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
 
 
 def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
@@ -70,11 +71,9 @@ def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
     pending = tiers.drafts.pending(observed.path)
     if pending is not None:
         is_same = pending.draft.write_id == observed.draft
-    elif observed.draft is None and store.descriptor.endpoint.host_local:
+    elif store.descriptor.endpoint.host_local:
         try:
-            is_same = ask_briefly(store, lambda: store.objects.head(observed.key).version) == observed.version
-        except NotFoundError:
-            is_same = observed.version is None
+            is_same = ask_briefly(store, lambda: _stands(store, observed))
         except StoreError:  # it is away: then that comes out later, too
             return
     else:
@@ -85,6 +84,17 @@ def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
             "made; reload and try again",
             path=observed.path,
         )
+
+
+def _stands(store: Store, observed: Observed) -> bool:
+    """Whether the object tier has what was observed, and nothing newer."""
+    if observed.draft is not None:  # it is published by now, as whatever version
+        record = observe_published(store, observed.path).record
+        return record is None or record.write_id == observed.draft
+    try:
+        return store.objects.head(observed.key).version == observed.version
+    except NotFoundError:
+        return observed.version is None
 
 
 def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:

@@ -1,0 +1,133 @@
+"""Several writers of one host change one path at the same moment: one of them does, and the others hear of it at once."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from tiered import MIB, content
+
+from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
+from tierfs.flush import slabwriter
+from tierfs.flush.levels import Level
+from tierfs.store import WriteMode, Writer, delete, load, rename, save, staging, status, wait
+
+
+def outcomes_of(*changes):
+    """What each of these came to, begun at once on a thread of its own."""
+    outcomes = [None] * len(changes)
+    begin = threading.Barrier(len(changes))
+
+    def make(number):
+        begin.wait(10)
+        try:
+            changes[number]()
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=make, args=(number,)) for number in range(len(changes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcomes
+
+
+@pytest.fixture
+def slow_looks(monkeypatch):
+    """There is time between the look at what is to be replaced and the seal."""
+    look = staging._check_unchanged
+
+    def look_slowly(*arguments):
+        look(*arguments)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(staging, "_check_unchanged", look_slowly)
+
+
+def written(store, path, mode=WriteMode.OVERWRITE):
+    writer = Writer(store, path, mode=mode)
+    writer.write(content(MIB))
+    return writer
+
+
+@pytest.mark.usefixtures("slow_looks")
+@pytest.mark.parametrize("change", ["overwrite", "append", "create", "delete", "rename", "rename onto", "first"])
+def test_of_two_changes_of_a_path_at_one_moment_one_is_made(any_host, change):
+    host, store = any_host, any_host.store
+    mode = {"append": WriteMode.APPEND, "create": WriteMode.CREATE}.get(change, WriteMode.OVERWRITE)
+    writers = [written(store, "run/a", mode) for _ in range(2)] if change in ("create", "first") else []
+    with host.held():
+        save(store, "run/b", b"other")
+        if not writers:
+            save(store, "run/a", b"before")
+            writers = [written(store, "run/a", mode) for _ in range(2)]
+        theirs = {
+            "delete": lambda: delete(store, "run/a"),
+            "rename": lambda: rename(store, "run/a", "run/c"),
+            "rename onto": lambda: rename(store, "run/b", "run/a"),
+        }.get(change, writers[1].commit)
+        outcomes = outcomes_of(writers[0].commit, theirs)
+    writers[1].abort()
+    lost = [outcome for outcome in outcomes if outcome is not None]
+    assert [type(error) for error in lost] == [AlreadyExistsError if change == "create" else ConflictError], outcomes
+    wait(store, "", Level.OBJECT, 20)
+    assert host.tiers.drafts.conflicts() == []
+    host.tiers.away_until_s = 0
+    save(store, "run/a", b"again")
+    wait(store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "run/a") == b"again"
+    assert status(store)["tiers"]["ram"]["dirty_bytes"] == 0
+
+
+@pytest.mark.usefixtures("slow_looks")
+def test_changes_of_several_paths_at_one_moment_are_all_made(host):
+    writers = [written(host.store, f"run/{number}") for number in range(4)]
+    assert outcomes_of(*(writer.commit for writer in writers)) == [None] * 4
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_who_followed_upon_what_was_pending_hears_of_what_was_published_since(host, is_changed):
+    with host.held():
+        save(host.store, "run/a", b"pending")
+        late = written(host.store, "run/a", WriteMode.APPEND)
+    wait(host.store, "", Level.OBJECT, 20)
+    host.tiers.away_until_s = 0
+    if is_changed:
+        save(host.store, "run/a", b"newer")
+        wait(host.store, "", Level.OBJECT, 20)
+        with pytest.raises(ConflictError, match="on this host"):
+            late.commit()
+    else:
+        late.commit()
+    wait(host.store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "run/a")[:7] == (b"newer" if is_changed else b"pending")
+
+
+def test_a_process_that_is_stopped_while_it_seals_holds_up_others_at_its_path_for_some_time(host, monkeypatch):
+    monkeypatch.setattr(slabwriter, "SEAL_S", 0.5)
+    save(host.store, "run/a", b"before")
+    wait(host.store, "", Level.OBJECT, 20)
+    child = os.fork()
+    if not child:
+        try:
+            monkeypatch.setattr(staging, "_check_unchanged", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
+            save(host.store, "run/a", b"from the child")
+        finally:
+            os._exit(1)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        used = status(host.store)["tiers"]["ram"]["used_bytes"]
+        for _ in range(2):
+            with pytest.raises(StoreError, match="stopped") as caught:
+                save(host.store, "run/a", b"after")
+            assert caught.value.transient
+        assert status(host.store)["tiers"]["ram"]["used_bytes"] == used
+        save(host.store, "run/b", b"elsewhere")
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    save(host.store, "run/a", b"after")
+    wait(host.store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "run/a") == b"after"
