@@ -280,6 +280,8 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     ("options", "place"),
     [
         ({"endpoint_url": "http://user:secret@127.0.0.1:9"}, "http://127.0.0.1:9 s3://bucket/base"),
+        ({"endpoint_url": "HTTP://LocalHost:9/"}, "http://127.0.0.1:9 s3://bucket/base"),
+        ({"endpoint_url": "https://s3.example.org:443"}, "https://s3.example.org s3://bucket/base"),
         ({"client_kwargs": {"region_name": "eu-west-1"}}, "amazonaws.com s3://bucket/base"),
         ({"client_kwargs": {"region_name": "us-east-2"}}, "amazonaws.com s3://bucket/base"),
         ({"client_kwargs": {"region_name": "cn-north-1"}}, "amazonaws.com.cn s3://bucket/base"),

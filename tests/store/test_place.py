@@ -95,7 +95,7 @@ def test_a_store_is_the_same_by_another_path_and_where_it_was_moved(store, optio
 def test_the_first_one_has_them(host):
     directory = claim(host, UUID, ("a", "number 1"), "url")
     assert directory == host.store_directory(UUID)
-    for places in (("a", "number 2"), ("b", "number 1")):
+    for places in (("a", "number 2"), ("b", "number 2"), ("a", "number 2"), ("a", "number 1"), ()):
         assert claim(host, UUID, places, "url") == directory
     with pytest.raises(InvalidInputError, match=f"at b, not at a.*remove {directory}/place.json"):
         claim(host, UUID, ("b", "number 2"), "url")
@@ -104,8 +104,44 @@ def test_the_first_one_has_them(host):
     assert json.loads((directory / "place.json").read_bytes()) == ["b", "number 2"]
 
 
-def test_what_does_not_say_whose_they_are_is_no_leave(host):
+@pytest.mark.parametrize("kept", ["[", "{}", "5", "[5]"])
+def test_what_does_not_say_whose_they_are_is_no_leave(host, kept):
     directory = claim(host, UUID, ("a",), "url")
-    (directory / "place.json").write_text("[")
+    (directory / "place.json").write_text(kept)
     with pytest.raises(StoreError, match="does not say whose"):
         claim(host, UUID, ("a",), "url")
+
+
+def test_what_a_crash_left_empty_is_nobodys(host):
+    directory = claim(host, UUID, ("a",), "url")
+    (directory / "place.json").write_text("")
+    claim(host, UUID, ("b",), "url")
+    assert json.loads((directory / "place.json").read_bytes()) == ["b"]
+
+
+def test_a_store_and_its_copy_that_took_its_path_do_not_both_have_them(store, options):
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/a", b"saved")
+    fs.wait(path, "object", timeout=30)
+    old = store.rename(store.with_name("old"))
+    shutil.copytree(old, store)
+    assert open_at(store, **options)[0].cat(f"{store}/a") == b"saved"
+    with pytest.raises(InvalidInputError, match="has the id of a store"):
+        open_at(old, **options)[0].ls(str(old))
+
+
+def test_a_flusher_goes_on_for_the_store_that_it_was_started_for(store, options):
+    copy = copied(store)
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/latest", b"saved to the store later")
+    fs.wait(path, "object", timeout=30)
+    (place,) = store.with_name("state").glob("stores/*/place.json")
+    place.unlink()
+    other, there = open_at(copy, ack="staged", **options)
+    with pytest.raises(StoreError, match=f"is that of the store at file:{store}, and not of"):
+        other.pipe(f"{there}/new", b"saved to the copy")
+        other.wait(there, "object", timeout=30)
+    assert main(["flusher", "stop", f"file://{copy}", "--state-dir", options["state_dir"]]) == 0
+    other.wait(there, "object", timeout=30)
+    assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "new")) == b"saved to the copy"
+    assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "new"))

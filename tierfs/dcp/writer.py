@@ -108,6 +108,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._staged_on: int | None = None  # the thread
         self._staged: object | None = None  # stands for what was staged last, until a thread saves it
         self._begun: object | None = None  # the same of the save that began last, until it has come to its end here
+        self._sent: object | None = None  # the same of the save that went to another process last
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
@@ -117,11 +118,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         ForkingPickler.register(cls, hand_over)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._sent = self._begun
         return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            state, _replicas=None, _save=_Save(), _done=None, _staged_on=None, _staged=None, _begun=None
+            state, _replicas=None, _save=_Save(), _done=None, _staged_on=None, _staged=None, _begun=None, _sent=None
         )
 
     @property
@@ -253,7 +255,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             was_left = bool(self._save.left) or self._save.offered is None
             self._replicas.learn(self._save.offered, plan.items, was_left=was_left)
         results += self._write(store, path, items) if items else []
-        if not self._save.is_coordinator:
+        if not self._save.is_coordinator and self._save.use_collectives:
             self._end()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -324,7 +326,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Take note of a save that another process made of what was staged here."""
         self._address = self._address.at(url)
         self._done = (url, root, mark)
-        self._begun = None
+        if self._begun is self._sent:
+            self._begun = None
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
@@ -338,7 +341,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         Raises:
             TimeoutError: It has not, in time; names what is missing.
-            NotFoundError: The save that began last has not come to its end, or failed; or the one that this writer came to the
+            NotFoundError: The save that began last has not come to its end on this rank, or failed on it; or the one that this writer came to the
                 end of last was removed.
             ConflictError: The save that this writer came to the end of last was superseded by one that began later.
             TierfsError: What keeps it from getting there.

@@ -33,7 +33,7 @@ from tierfs.objects._entries import Entry, is_directory
 from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import verify_checksum
 from tierfs.objects.clienterrors import cause_of, translate_client_error, translated_client
-from tierfs.objects.places import without_secrets
+from tierfs.objects.places import plain
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -126,7 +126,9 @@ class FsspecObjects:
         """See `ObjectTier.places`. Where on the network is known of filesystems that are made with it."""
         protocol = self.fs.protocol if isinstance(self.fs.protocol, str) else self.fs.protocol[0]
         at = [str(self.fs.storage_options[name]) for name in _AT if name in self.fs.storage_options]
-        return (":".join([protocol, *map(without_secrets, [*at, self.root])]),)
+        return (
+            ":".join([protocol, *map(plain, at), self.root.rpartition("@")[2] if "://" in self.root else self.root]),
+        )
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None

@@ -6,6 +6,7 @@ few requests and pinned to one version, errors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
@@ -24,7 +25,7 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import computable
 from tierfs.objects.clienterrors import translated_client
-from tierfs.objects.places import without_secrets
+from tierfs.objects.places import plain
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -41,6 +42,7 @@ from tierfs.objects.spans import Span, spans_of
 __all__ = ["CloudClient", "CloudObjects", "Content", "Sessions", "open_cloud"]
 
 Answer = TypeVar("Answer")
+_ACCOUNT = re.compile(r"(?<=://)([^/@]+)@[^/]*")  # which the endpoint names as well
 
 
 class Content(NamedTuple):
@@ -144,7 +146,7 @@ class CloudObjects:
             return str(session.endpoint)
 
         with self._translated(""):
-            return (f"{without_secrets(self._sessions.run(endpoint))} {self._name}",)
+            return (" ".join([plain(self._sessions.run(endpoint)), _ACCOUNT.sub(r"\1", self._name)]),)
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["without_secrets"]
+__all__ = ["plain"]
 
-_SECRET = re.compile(r"(?<=//)[^/@]*@|\?.*")
+_NOT_THE_PLACE = re.compile(r"(?<=//)[^/@]*@|\?.*|(?<=\d):80(?=/|$)|:443(?=/|$)|/$")
 
 
-def without_secrets(url: str) -> str:
-    """A URL without who asks: no user, no password, no query."""
-    return _SECRET.sub("", url)
+def plain(url: str) -> str:
+    """An endpoint as all write it who mean it: no user, no password, no query, no port where that is the usual one."""
+    return _NOT_THE_PLACE.sub("", url).lower().replace("//localhost", "//127.0.0.1")

@@ -157,7 +157,12 @@ class Launcher:
     def hello(self) -> dict[str, Any]:
         """What a flusher is told of the object tier, credentials included."""
         options = self._options
-        return {"url": self._target.url, "options": options[0] if options else None, "earlier": options[1:]}
+        return {
+            "url": self._target.url,
+            "options": options[0] if options else None,
+            "earlier": options[1:],
+            "places": self._target.places,
+        }
 
     def offer(self, options: dict[str, Any]) -> None:
         """Tell flushers of these options, too, from the next hello on; not of such as cannot be sent to another process."""

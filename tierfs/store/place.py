@@ -24,7 +24,7 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
     Args:
         host: Whose tiers.
         uuid: The store's.
-        places: See `ObjectTier.places`.
+        places: See `ObjectTier.places`; none where it cannot be told, because the object tier is away.
         url: For errors.
 
     Raises:
@@ -32,32 +32,48 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     directory = host.store_directory(uuid)
-    path = directory / _NAME
+    path, names = directory / _NAME, list(places)
+    known = _read(path)
+    if not names or known == names:
+        return directory
     with host.locked("places"):
-        try:
-            known = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            known = None
-        except (OSError, ValueError) as error:
-            raise StoreError(f"{path} does not say whose local tiers these are: {error}", path=str(path)) from error
-        if known is None:
-            temporary = path.with_suffix(".new")  # nobody else writes one: the lock is held
-            try:
-                temporary.unlink(missing_ok=True)
-                temporary.touch(0o600)
-                temporary.write_text(json.dumps(list(places)), encoding="utf-8")
-                temporary.replace(path)
-            except OSError as error:
-                problem = f"{path} cannot be written: {error.strerror}"
-                if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-                    raise CapacityError(f"{problem}: free some room and try again", path=str(path)) from error
-                raise StoreError(problem, path=str(path)) from error
-            return directory
-    if set(places).isdisjoint(known):
-        raise InvalidInputError(
-            f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {places[0]}, not at "
-            f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or none (ram=0, nvme=0); if it is "
-            f"the same one under another name, or has moved for good, remove {path}",
-            path=url,
-        )
+        known = _read(path)
+        if known and set(names).isdisjoint(known):
+            raise InvalidInputError(
+                f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {names[0]}, not at "
+                f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or none (ram=0, nvme=0); if it "
+                f"is the same one under another name, or has moved for good, remove {path}",
+                path=url,
+            )
+        _write(path, names)  # by one of them it was known, and the others may have changed
     return directory
+
+
+def _read(path: Path) -> list[str]:
+    """What is kept there; nothing where nothing is."""
+    try:
+        text = path.read_bytes()
+        kept = json.loads(text) if text else []
+        if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+            raise ValueError("it is no list of names")
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"{path} does not say whose local tiers these are ({error}): remove it", path=str(path)
+        ) from error
+    return kept
+
+
+def _write(path: Path, names: list[str]) -> None:
+    temporary = path.with_suffix(".new")  # nobody else writes one: the lock is held
+    try:
+        temporary.unlink(missing_ok=True)
+        temporary.touch(0o600)
+        temporary.write_text(json.dumps(names), encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        problem = f"{path} cannot be written: {error.strerror}"
+        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
+            raise CapacityError(f"{problem}: free some room and try again", path=str(path)) from error
+        raise StoreError(problem, path=str(path)) from error
