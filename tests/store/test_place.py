@@ -11,7 +11,7 @@ import tierfs
 from tierfs.cli import main
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.local.host import Host
-from tierfs.store.place import claim
+from tierfs.local.place import claim
 
 UUID = "0123456789abcdef0123456789abcdef"
 

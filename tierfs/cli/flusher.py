@@ -253,9 +253,9 @@ class _LatePublisher:
 
 def _open_as_told(host: Host, url: str, uuid: str, options: dict[str, Any], codecs: str) -> Store:
     """The store with this id at this root; what was written to it must never get into another one."""
+    from tierfs.local.place import claim  # noqa: PLC0415
     from tierfs.store import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.store.open import open_bare  # noqa: PLC0415
-    from tierfs.store.place import claim  # noqa: PLC0415
 
     location = parse_url(url)
     tiers = replace(location.tiers, codecs=codecs)
@@ -270,8 +270,8 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """For whoever writes on this host, with the credentials of this process."""
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host  # noqa: PLC0415
+    from tierfs.local.place import claim  # noqa: PLC0415
     from tierfs.store.open import open_bare  # noqa: PLC0415
-    from tierfs.store.place import claim  # noqa: PLC0415
     from tierfs.store.publishing import StorePublisher  # noqa: PLC0415
 
     location = _location(arguments)
@@ -298,8 +298,8 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.flush.stopping import stop_flusher  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host  # noqa: PLC0415
+    from tierfs.local.place import claim  # noqa: PLC0415
     from tierfs.store.open import open_bare  # noqa: PLC0415
-    from tierfs.store.place import claim  # noqa: PLC0415
 
     store, settings = open_bare(_location(arguments))
     directory = claim(Host(settings.directory), store.descriptor.uuid, store.objects.places(), store.url)

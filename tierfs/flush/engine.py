@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import InvalidInputError
 from tierfs.flush.entries import Entry
 from tierfs.flush.flusher import Flusher
 from tierfs.flush.handover import copies_of, note_of
@@ -41,7 +41,6 @@ class FlushEngine:
     ) -> None:
         self._build = build
         self._offers = None if connect is None else Offers(connect, clock or SystemClock())
-        self._places: dict[str, None] = {}  # in the order in which they came
         self._started: Flusher | None = None
 
     def __repr__(self) -> str:
@@ -97,7 +96,8 @@ class FlushEngine:
         return answer if isinstance(answer, Answer) else Answer(answer or {})
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> Answer:
-        self._check_place(arguments.get("places") or (), str(arguments.get("url")))
+        if arguments.get("places"):
+            self._flusher.serve(arguments["places"], str(arguments.get("url")))
         offers, options = self._offers, arguments.get("options")
         if offers is None or options is None:
             return Answer()
@@ -106,14 +106,6 @@ class FlushEngine:
             return Answer()
         # What it sends is refused, but not necessarily what its environment holds.
         return Answer(retires=offers.are_refused() and self._flusher.is_replaceable())
-
-    def _check_place(self, places: Sequence[str], url: str) -> None:
-        """See that a client means the store that the first one meant: another of its id may have taken its place."""
-        if places and self._places and self._places.keys().isdisjoint(places):
-            raise StoreError(
-                f"the flusher that runs is that of the store at {next(iter(self._places))}, and not of {url}: tierfs flusher stop {url}"
-            )
-        self._places.update(dict.fromkeys(places))
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
         """Something was sealed."""

@@ -31,9 +31,9 @@ from tierfs.flush.tiers import Tiers
 from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.host import Host
 from tierfs.local.nvmereader import NvmeReader
+from tierfs.local.place import claim
 from tierfs.local.ram import RamTier
 from tierfs.store.exit import finish_at_exit
-from tierfs.store.place import claim
 from tierfs.store.publishing import StorePublisher
 from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
