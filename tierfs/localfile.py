@@ -25,7 +25,8 @@ def replacing(path: str) -> Iterator[BinaryIO]:
         IsADirectoryError: A directory is there.
         OSError: It cannot be written.
     """
-    target = os.path.realpath(path)
+    # A pipe may have no name of its own, but only links to it, like ``/dev/stdout``.
+    target = path if os.path.exists(path) and not os.path.isfile(path) else os.path.realpath(path)
     try:
         mode = os.stat(target).st_mode
     except FileNotFoundError:

@@ -488,6 +488,20 @@ def test_stop_ends_the_flusher_that_runs_and_says_whether_there_was_one(host, ur
     assert "was not running" in tell("flusher", "stop", url)
 
 
+def test_stop_ends_a_flusher_though_it_is_not_known_any_more_whose_tiers_these_are(host, url, tell):
+    with sidecar(host, url) as process:
+        (store_directory(host, url) / "place.json").write_text("[")
+        assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
+        assert ended(process)[0] == 0
+
+
+def test_a_copy_does_not_stop_the_flusher_of_what_it_is_a_copy_of(host, url, fail):
+    shutil.copytree(host / "store", host / "copy")
+    with sidecar(host, url) as process:
+        assert fail("flusher", "stop", f"tierfs::file://{host}/copy")[0] == 2
+        assert process.poll() is None
+
+
 def test_a_flusher_that_does_not_linger_ends_when_its_client_goes(host, url):
     with sidecar(host, url, "--linger", "0") as process:
         with FlusherClient(store_directory(host, url), refuse_to_spawn, tierfs.__version__, dict) as client:

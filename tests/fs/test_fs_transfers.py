@@ -205,6 +205,17 @@ def test_get_writes_into_a_pipe(place, tmp_path):
     assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
+def test_get_writes_into_a_pipe_that_has_no_name(place):
+    place.fs.pipe(place / "a", b"content")
+    reading, writing = os.pipe()
+    try:
+        place.fs.get(place / "a", f"/proc/self/fd/{writing}")
+        assert os.read(reading, 100) == b"content"
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
 def test_a_file_does_not_replace_a_directory(place, tmp_path):
     place.fs.pipe(place / "a", b"content")
     with pytest.raises(IsADirectoryError):

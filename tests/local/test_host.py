@@ -535,6 +535,9 @@ def test_a_link_to_a_private_directory_will_do_unless_links_are_refused(tmp_path
         ("~/b", None, "/home/me/b"),
         ("", "/x", "/x/tierfs"),
         (None, None, "/home/me/.local/state/tierfs"),
+        (None, "~/x", "/home/me/x/tierfs"),
+        (None, "relative", "/home/me/.local/state/tierfs"),
+        (None, "./relative", "/home/me/.local/state/tierfs"),
     ],
 )
 def test_the_state_directory_is_named_by_the_environment(monkeypatch, given, xdg, expected):

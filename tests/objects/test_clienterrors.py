@@ -21,7 +21,8 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
-from tierfs.objects.clienterrors import translate_client_error, translated_client
+from tierfs.objects import clienterrors
+from tierfs.objects.clienterrors import cause_of, translate_client_error, translated_client
 
 
 class BotoError(Exception):
@@ -453,6 +454,7 @@ def test_a_credential_that_ends_in_a_newline_is_not_shown_and_not_sent_again(err
     assert "t0ken" not in str(translation)
 
 
+MIB = 1 << 20
 SECRETS = ["AKIAKEY", "s3cr3t", "t0ken"]
 LEAKS = [
     "Cannot connect to https://AKIAKEY:s3cr3t@127.0.0.1:9000/bucket",
@@ -461,6 +463,10 @@ LEAKS = [
     "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=s3cr3t==;EndpointSuffix=t0ken",
     "the header Authorization: Bearer t0ken is refused",
     "Invalid endpoint: AKIAKEY:s3cr3t@127.0.0.1",
+    f"Invalid endpoint: AKIAKEY:{'s3cr3t' * 100}@127.0.0.1",
+    "Invalid endpoint:AKIAKEY:s3cr3t:t0ken@127.0.0.1",
+    "Invalid endpoint: :s3cr3t@127.0.0.1",
+    f"https://a/b?{'a' * 4000} {'b' * 60} AKIAKEY:s3cr3t{'c' * 60}@127.0.0.1",
     "Invalid header value b'Bearer t0ken s3cr3t'",
     "https://bucket/a?X-Amz-Credential=AKIAKEY%2F2026&X-Amz-Signature=s3cr3t\nand more",
 ]
@@ -496,6 +502,25 @@ def test_no_traceback_holds_a_credential(text: str) -> None:
         raise _caused(OSError("it failed"), ValueError(text))
     shown = "".join(traceback.format_exception(caught.value))
     assert not [secret for secret in SECRETS if secret in shown], shown
+
+
+@pytest.mark.parametrize("text", ["a" * MIB, "a b " * (MIB // 4)], ids=["one word", "words"])
+def test_of_a_long_text_the_beginning_alone_is_searched_and_no_more_is_shown(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    searched: list[int] = []
+
+    class Pattern:
+        def sub(self, _replacement: str, line: str) -> str:
+            searched.append(len(line))
+            return line
+
+    monkeypatch.setattr(clienterrors, "_SECRETS", ((Pattern(), ""),))
+    error = _caused(OSError("it failed"), ValueError(text))
+    assert cause_of(error) is None
+    assert len(str(translate_client_error(ValueError(text), "a"))) < 500
+    assert len(searched) == 3
+    assert max(searched) <= 4096
 
 
 def test_a_message_stays_short_and_on_one_line() -> None:

@@ -27,7 +27,7 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import CREATE, Checksum, ObjectInfo, Update
 from tierfs.objects.checksums import compute
-from tierfs.objects.cloud import CloudObjects, Content
+from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.lanes import Lanes
 from tierfs.objects.protocol import Create, Listed, Prefix, PutMode, Range, Version
 from tierfs.objects.spans import GAP_BYTES_MAX
@@ -483,3 +483,18 @@ def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudO
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    "path", ["AKIAKEY:s3cr3t@bucket/base", "AKIAKEY:s3c/r3t@bucket/base", "AKIAKEY:/s3cr3t@bucket"]
+)
+def test_a_url_with_credentials_is_refused_without_a_word_of_them(cloud: Cloud, path: str) -> None:
+    with pytest.raises(InvalidInputError) as caught:
+        open_cloud(Lanes("cloud", cloud.connect), Client, path, scheme="cloud", checksums=())
+    assert str(caught.value).startswith("cloud:// takes no credentials in its URL: give them as options")
+
+
+@pytest.mark.parametrize("path", ["bucket/run/a:b@c", "bucket/a:b/c@d", "us@er/base", "arn:aws:s3:::bucket/base"])
+def test_what_looks_like_credentials_and_is_none_is_taken(cloud: Cloud, path: str) -> None:
+    objects = open_cloud(Lanes("cloud", cloud.connect), Client, path, scheme="cloud", checksums=())
+    assert f"cloud://{path}" in repr(objects)

@@ -304,8 +304,9 @@ def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
         ("bucket/base", {**_OPTIONS, "endpoint_url": "http://AKIAKEY:s3cr3t@bad host"}),
         ("bucket/base", {**_OPTIONS, "endpoint_url": "AKIAKEY:s3cr3t@127.0.0.1:1"}),
         ("AKIAKEY:s3cr3t@bucket/base", _OPTIONS),
+        ("AKIAKEY:s3cr3t/s3cr3t@bucket/base", _OPTIONS),
     ],
-    ids=["a host that is none", "no scheme", "in the URL"],
+    ids=["a host that is none", "no scheme", "in the URL", "in the URL, with a slash"],
 )
 def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options: dict[str, object]) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
@@ -313,6 +314,7 @@ def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options
         open_s3(Direct("s3", lambda: connect_s3(options)), path).head("a")
     shown = "".join(traceback.format_exception(caught.value))
     assert "s3cr3t" not in shown
+    assert "AKIAKEY" not in shown
 
 
 def test_a_credential_that_ends_in_a_newline_is_not_shown() -> None:

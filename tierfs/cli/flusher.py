@@ -302,7 +302,11 @@ def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.store.open import open_bare  # noqa: PLC0415
 
     store, settings = open_bare(_location(arguments))
-    directory = claim(Host(settings.directory), store.descriptor.uuid, store.objects.places(), store.url)
+    host, uuid, places = Host(settings.directory), store.descriptor.uuid, store.objects.places()
+    try:
+        directory = claim(host, uuid, places, store.url)
+    except StoreError:  # it is not known whose they are, and what is pending stays in them
+        directory = host.store_directory(uuid)
     stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
     if arguments.json:
         print_json({"store": store.url, "stopped": stopped})

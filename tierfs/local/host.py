@@ -49,7 +49,9 @@ def state_directory(given: str | None = None) -> Path:
     """
     given = given or os.environ.get("TIERFS_STATE_DIR")
     if not given:
-        given = os.path.join(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "tierfs")
+        users = os.path.expanduser(os.environ.get("XDG_STATE_HOME", ""))
+        # Its specification says to ignore a relative one.
+        given = os.path.join(users if os.path.isabs(users) else "~/.local/state", "tierfs")
     directory = Path(os.path.expanduser(given))
     if not directory.is_absolute():
         raise InvalidInputError(

@@ -43,6 +43,7 @@ _PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExists
 
 _SOMETHING_ELSE = "is endpoint_url right, or does a proxy or a login page answer?"
 _REASON_CHARS_MAX = 300
+_SEARCHED_CHARS_MAX = 4096
 _RETRY_AFTER_S_MAX = 3600.0
 # What gcsfs says of a 404 to a request that names a bucket and no object: a listing, or an upload.
 _GCS_BUCKET = re.compile(r"^(?:https?://\S+/)?b/([^/]{3,})/o$")
@@ -50,7 +51,8 @@ _REGION = re.compile(r"\b[a-z]{2,}(?:-[a-z]+)+-\d+\b")
 _REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", re.IGNORECASE)
 _SECRETS = (
     (re.compile(r"(header value:?)\s.*", re.IGNORECASE), r"\1 ..."),
-    (re.compile(r"(?:(?<=://)[^/\s@'\"]+|[^/\s@:'\"]+:[^/\s@'\"]+)@"), ""),
+    # From the beginning of a word alone: from each of its letters, a long one would be gone through as often as it has some.
+    (re.compile(r"(?:(?<=://)[^/\s@'\"]+|(?<![^/\s@'\"])[^/\s@:'\"]*:[^/\s@'\"]+)@"), ""),
     (re.compile(r"(://[^\s?'\"<>]*)\?[^\s'\"<>)]*"), r"\1"),
     (
         re.compile(r"\b(AccountKey|SharedAccessSignature|sig|access_token|Authorization)\b\s*[=:].*", re.IGNORECASE),
@@ -114,7 +116,10 @@ def refused_options(error: Exception, protocol: str) -> InvalidInputError:
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """What to raise ours from, where a traceback may show it: nothing where it says what may be a credential."""
+    """What to raise ours from, where a traceback may show it: nothing where it says what may be a credential.
+
+    Nor where it says more than is searched for one.
+    """
     texts = [_line(str(cause)) for cause in _with_causes(error)]
     return error if all(_without_secrets(text) == text for text in texts) else None
 
@@ -196,6 +201,9 @@ def _line(text: str) -> str:
 
 
 def _without_secrets(line: str) -> str:
+    """The beginning of a line, as much of it as is searched, without anything that may be a credential."""
+    if len(line) > _SEARCHED_CHARS_MAX:
+        line = line[:_SEARCHED_CHARS_MAX].rpartition(" ")[0]  # a part of a word may be one of a credential
     for pattern, replacement in _SECRETS:
         line = pattern.sub(replacement, line)
     return line

@@ -282,7 +282,8 @@ def open_cloud(
         InvalidInputError: The URL has credentials in it, which messages would repeat.
     """
     bucket, _, base = path.strip("/").partition("/")
-    if ":" in bucket.rpartition("@")[0]:
+    # A secret may have a slash in it, behind which the rest looks like a key; no bucket's name has a colon.
+    if ":" in bucket and ("@" in bucket or not bucket.startswith("arn:")):
         raise InvalidInputError(
             f"{scheme}:// takes no credentials in its URL: give them as options or in the environment"
         )
