@@ -90,6 +90,8 @@ class Cloud:
 
 
 class Session:
+    endpoint = "http://cloud"
+
     def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
 
