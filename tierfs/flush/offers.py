@@ -111,25 +111,25 @@ class Offers:
         refusal: TierfsError | None = None
         failure: TierfsError | None = None
         tried: list[Publisher] = []
-        # Some may come meanwhile.
-        while offer := next((each for each in self._offers if each.publisher not in tried), None):
-            tried.append(offer.publisher)
-            try:
-                done = do(offer.publisher)
-            except TierfsError as error:
-                if _is_refusal(error):
-                    refusal = refusal or error
-                elif refusal is not None and _is_of_objects(error) and getattr(error, "transient", False):
-                    failure = failure or error  # it may work yet, and so may the next one now
-                else:
-                    if _is_of_objects(error) and isinstance(error, _ANSWERS):
-                        self._works(offer)
-                    raise
-            else:
-                self._works(offer)
-                return done
-        assert refusal is not None
         try:
+            # Some may come meanwhile.
+            while offer := next((each for each in self._offers if each.publisher not in tried), None):
+                tried.append(offer.publisher)
+                try:
+                    done = do(offer.publisher)
+                except TierfsError as error:
+                    if _is_refusal(error):
+                        refusal = refusal or error
+                    elif refusal is not None and _is_of_objects(error) and getattr(error, "transient", False):
+                        failure = failure or error  # it may work yet, and so may the next one now
+                    else:
+                        if _is_of_objects(error) and isinstance(error, _ANSWERS):
+                            self._works(offer)
+                        raise
+                else:
+                    self._works(offer)
+                    return done
+            assert refusal is not None
             if failure is not None:
                 raise failure
             self._note(refusal)
