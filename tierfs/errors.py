@@ -135,6 +135,7 @@ class StoreError(TierfsError, OSError):
         transient: Whether the same request may succeed if it is sent again.
         throttled: Whether the endpoint asks for fewer requests; it is transient then.
         retry_after_s: How many seconds the endpoint asks to wait before it is sent again; ``None`` if it does not say.
+        refused: Whether other credentials or options may be accepted: it is about those, and not about this one object.
         path: The key concerned.
         tier: The tier concerned.
     """
@@ -149,6 +150,7 @@ class StoreError(TierfsError, OSError):
         transient: bool = False,
         throttled: bool = False,
         retry_after_s: float | None = None,
+        refused: bool = False,
         path: str | None = None,
         tier: str | None = None,
     ) -> None:
@@ -156,6 +158,7 @@ class StoreError(TierfsError, OSError):
         self.transient = transient or throttled
         self.throttled = throttled
         self.retry_after_s = retry_after_s
+        self.refused = refused
 
 
 class CapacityError(TierfsError, OSError):
@@ -167,8 +170,21 @@ class CapacityError(TierfsError, OSError):
 
 
 class ReadOnlyError(TierfsError, PermissionError):
-    """This may be read but not changed, or the credentials do not allow it."""
+    """This may be read but not changed, or the credentials do not allow it.
+
+    Args:
+        message: What went wrong, where, and what to do next.
+        refused: Whether other credentials or options may be accepted: it is about those, and not about this one object.
+        path: The path, key or URL concerned.
+        tier: The tier concerned.
+    """
 
     kind = "read-only"
     exit_code = 10
     error_number = errno.EACCES
+
+    def __init__(
+        self, message: str = "", *, refused: bool = False, path: str | None = None, tier: str | None = None
+    ) -> None:
+        super().__init__(message, path=path, tier=tier)
+        self.refused = refused

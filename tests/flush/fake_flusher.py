@@ -28,7 +28,6 @@ class FakeEngine:
         self.asked = []
         self.told_gone = []
         self.hellos = []
-        self.retires = False
         self.waiting = 0
         self.released = False
 
@@ -58,7 +57,7 @@ class FakeEngine:
             raise InvalidInputError("this flusher has ended")
         if do == "hello":
             self.hellos.append((arguments, peer))
-            return Answer({"greeting": "hello"}, retires=self.retires)
+            return Answer({"greeting": "hello"})
         self.asked.append(do)
         answer = getattr(self, f"do_{do}", self.unknown)(arguments, fds, peer)
         return answer if isinstance(answer, Answer) else Answer(answer)

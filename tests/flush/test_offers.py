@@ -2,9 +2,17 @@
 
 import pytest
 
-from tierfs.clock import ManualClock
-from tierfs.errors import ConflictError, ReadOnlyError, StoreError
-from tierfs.flush.offers import OFFERS_MAX, REFUSED_S, Offers
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+    StoreNotFoundError,
+)
+from tierfs.flush.offers import OFFERS_MAX, Offers
 
 
 class Way:
@@ -21,22 +29,17 @@ class Way:
 
 
 @pytest.fixture
-def clock():
-    return ManualClock()
-
-
-@pytest.fixture
 def ways():
     return {}
 
 
 @pytest.fixture
-def offers(ways, clock):
-    return Offers(lambda options: ways.setdefault(options["key"], Way()), clock)
+def offers(ways):
+    return Offers(lambda options: ways.setdefault(options["key"], Way()))
 
 
 def expired():
-    return StoreError("the credentials have expired")
+    return StoreError("the credentials have expired", refused=True)
 
 
 def test_what_works_stays_whatever_else_is_offered(offers, ways):
@@ -50,14 +53,14 @@ def test_what_works_stays_whatever_else_is_offered(offers, ways):
 def test_what_was_refused_makes_way_for_what_works(offers, ways):
     offers.add([{"key": "a"}])
     offers.add([{"key": "b"}])
-    ways["a"].error = ReadOnlyError("access was denied")
+    ways["a"].error = ReadOnlyError("access was denied", refused=True)
     for _ in range(3):
         assert offers.find_chunk("row") == "row"
     assert (ways["a"].count, ways["b"].count) == (1, 3)
 
 
 def test_the_newest_is_tried_first_and_the_first_refusal_is_told_where_none_works(offers, ways):
-    ways.update({key: Way(StoreError(f"{key} has expired")) for key in "abc"})
+    ways.update({key: Way(StoreError(f"{key} has expired", refused=True)) for key in "abc"})
     for key in "abc":
         offers.add([{"key": key}])
     with pytest.raises(StoreError, match="a has expired"):
@@ -69,8 +72,14 @@ def test_the_newest_is_tried_first_and_the_first_refusal_is_told_where_none_work
 
 @pytest.mark.parametrize(
     "error",
-    [StoreError("503", transient=True), ConflictError("theirs stands"), StoreError("the disk", tier="nvme")],
-    ids=["transient", "conflict", "local"],
+    [
+        StoreError("503", transient=True),
+        ConflictError("theirs stands"),
+        StoreError("the disk", tier="nvme"),
+        ReadOnlyError("a policy holds the object"),
+        StoreError("the object is archived"),
+    ],
+    ids=["transient", "conflict", "local", "immutable", "archived"],
 )
 def test_nothing_else_is_tried_where_credentials_do_not_matter(offers, ways, error):
     offers.add([{"key": "a"}])
@@ -81,11 +90,30 @@ def test_nothing_else_is_tried_where_credentials_do_not_matter(offers, ways, err
     assert ways["b"].count == 0
 
 
-def test_a_conflict_that_the_next_one_meets_is_told(offers, ways):
-    ways.update(a=Way(expired()), b=Way(ConflictError("theirs stands")))
+@pytest.mark.parametrize("error", [InvalidInputError("no such option"), StoreNotFoundError("no store is there")])
+def test_options_that_open_nothing_make_way_for_those_that_do(offers, ways, error):
+    ways["a"] = Way(error)
     offers.add([{"key": "a"}, {"key": "b"}])
-    with pytest.raises(ConflictError):
+    assert offers.find_chunk("row") == "row"
+
+
+@pytest.mark.parametrize("kind", [AlreadyExistsError, ConflictError, CorruptionError, NotFoundError])
+def test_an_answer_that_the_next_one_gets_is_told(offers, ways, kind):
+    ways.update(a=Way(expired()), b=Way(kind("what it says")))
+    offers.add([{"key": "a"}, {"key": "b"}])
+    for _ in range(2):
+        with pytest.raises(kind):
+            offers.find_chunk("row")
+    assert (ways["a"].count, ways["b"].count) == (1, 2)
+
+
+def test_that_the_next_one_may_work_later_is_told_where_no_other_works_now(offers, ways):
+    ways.update(a=Way(expired()), b=Way(StoreError("503", transient=True)), c=Way(expired()))
+    offers.add([{"key": key} for key in "abc"])
+    with pytest.raises(StoreError, match="503"):
         offers.find_chunk("row")
+    ways["c"].error = None
+    assert offers.find_chunk("row") == "row"
 
 
 def test_no_more_than_a_few_are_kept_and_the_one_that_works_is_among_them(offers, ways):
@@ -103,14 +131,14 @@ def test_no_more_than_a_few_are_kept_and_the_one_that_works_is_among_them(offers
     assert sum(way.count for way in ways.values()) == 2 + OFFERS_MAX
 
 
-def test_all_are_refused_when_that_has_lasted_a_while_with_no_success(offers, ways, clock):
-    offers.add([{"key": "a"}])
-    ways["a"].error = expired()
-    with pytest.raises(StoreError):
-        offers.find_chunk("row")
-    assert not offers.are_refused()
-    clock.sleep(REFUSED_S)
-    assert offers.are_refused()
-    ways["a"].error = None
-    offers.find_chunk("row")
-    assert not offers.are_refused()
+def test_sets_that_are_offered_in_turns_are_new_once(offers, ways):
+    keys = range(OFFERS_MAX + 2)
+    assert all(offers.add([{"key": key}]) for key in keys)
+    assert not any(offers.add([{"key": key}]) for _ in range(3) for key in keys)
+    ways[0].error = expired()
+    for key in keys[1:]:
+        ways[key].error = expired()
+    offers.add([{"key": 1}])
+    ways[1].error = None
+    assert offers.find_chunk("row") == "row"  # what comes again is tried all the same
+    assert offers.add([{"key": "new"}, {"key": 1}])

@@ -590,21 +590,6 @@ def test_a_newer_client_may_have_it_retire(running, directory):
     assert running.end()
 
 
-def test_it_retires_at_the_hello_of_a_process_that_may_start_a_better_one(running, directory):
-    running.engine.retires = True
-    with raw_connection(directory, greet=False) as connection:
-        assert ask(connection, "hello", {"version": "1.0"}) == {"id": 7, "ended": True}
-    assert running.end()
-
-
-def test_it_stays_where_that_process_is_connected_already(running, directory):
-    with raw_connection(directory):
-        running.engine.retires = True
-        with raw_connection(directory, greet=False) as connection:
-            assert ask(connection, "hello", {"version": "1.0"})["ok"]
-            assert ask(connection, "echo")["ok"]
-
-
 @pytest.mark.parametrize("version", ["1.0", "0.9", "1.0.0", "nonsense"])
 def test_no_other_client_may_have_it_retire(running, directory, version):
     with raw_connection(directory, greet=False) as connection:

@@ -11,7 +11,6 @@ from tiered import save_at
 import tierfs
 from tierfs import __version__
 from tierfs.errors import ReadOnlyError, StoreError
-from tierfs.flush import offers
 from tierfs.flush.building import build_engine
 from tierfs.flush.levels import Level
 from tierfs.flush.service import Service
@@ -76,9 +75,9 @@ class Guarded(WrappedObjects):
 
     def _around(self, request, send):
         if self.key in {*self.cloud.expired, "none"}:
-            raise StoreError(f"the credentials {self.key} have expired")
+            raise StoreError(f"the credentials {self.key} have expired", refused=True)
         if self.key in self.cloud.readers and request.method in {"put", "delete"}:
-            raise ReadOnlyError(f"{self.key} may only read")
+            raise ReadOnlyError(f"{self.key} may only read", refused=True)
         return send()
 
 
@@ -86,7 +85,6 @@ class Guarded(WrappedObjects):
 def cloud(tmp_path, monkeypatch):
     cloud = Cloud(tmp_path)
     monkeypatch.setattr(Launcher, "launch", lambda self: cloud.launch(self))
-    monkeypatch.setattr(offers, "REFUSED_S", 0.0)
     opened = []
     make = cloud.client
     monkeypatch.setattr(cloud, "client", lambda **options: opened.append(make(**options)) or opened[-1])
@@ -158,7 +156,7 @@ def test_options_of_a_process_reach_the_next_flusher_all(cloud):
     assert len(cloud.started) == 2
 
 
-def test_credentials_renewed_in_the_environment_reach_what_is_pending(cloud):
+def test_credentials_renewed_in_the_environment_reach_the_next_flusher(cloud):
     cloud.environment = "old"
     trainer = cloud.client()
     save_at(trainer, "a", DATA, Level.LOCAL)
@@ -170,41 +168,28 @@ def test_credentials_renewed_in_the_environment_reach_what_is_pending(cloud):
     cloud.end(trainer)
     cloud.environment = "new"
     shell = cloud.client()
+    status(shell)
+    assert len(cloud.started) == 1
+    cloud.stop()
     wait(shell, "", Level.OBJECT, 20)
     assert len(cloud.started) == 2
     assert load(open_store(parse_url(cloud.url))[0], "b") == DATA
 
 
-def test_a_flusher_that_alone_has_what_is_pending_stays(cloud):
-    cloud.nvme = "0"
+def test_a_process_without_credentials_takes_the_flusher_from_nobody(cloud):
     cloud.environment = "old"
-    cloud.expired.add("old")
-    trainer = cloud.client()
-    save_at(trainer, "a", DATA, Level.STAGED)
-    with pytest.raises(StoreError, match="old have expired"):
-        wait(trainer, "", Level.OBJECT, 20)
-    for path in trainer.tiers.ram.host.segments.glob("*.slab"):
-        path.unlink()
-    cloud.end(trainer)
-    status(cloud.client())
-    assert len(cloud.started) == 1
-    cloud.expired.clear()
-    engine = cloud.started[0][0]._engine
-    until(engine.is_idle)
-    assert load(open_store(parse_url(cloud.url))[0], "a") == DATA
-
-
-def test_a_process_that_stays_has_the_flusher_end_for_its_environment_once(cloud):
-    cloud.environment = "old"
-    cloud.expired.add("old")
     trainer = cloud.client()
     save_at(trainer, "a", DATA, Level.LOCAL)
-    for _ in range(3):
-        threads = [threading.Thread(target=status, args=(trainer,)) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        with pytest.raises(StoreError, match="old have expired"):
-            wait(trainer, "", Level.OBJECT, 20)
-        for thread in threads:
-            thread.join()
-    assert len(cloud.started) <= 2
+    wait(trainer, "", Level.OBJECT, 20)
+    cloud.expired.add("old")
+    save_at(trainer, "b", DATA, Level.LOCAL)
+    with pytest.raises(StoreError, match="old have expired") as refusal:
+        wait(trainer, "", Level.OBJECT, 20)
+    assert refusal.value.refused
+    begin_another_process()
+    cloud.environment = "none"
+    status(cloud.client())
+    cloud.expired.clear()
+    until(cloud.started[0][0]._engine.is_idle)
+    wait(trainer, "", Level.OBJECT, 20)
+    assert len(cloud.started) == 1

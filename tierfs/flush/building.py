@@ -78,7 +78,7 @@ def build_engine(
             flusher.connect(publisher)
         return flusher
 
-    return FlushEngine(build, connect, clock=clock)
+    return FlushEngine(build, connect)
 
 
 def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]) -> NvmeTier | None:

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError
 from tierfs.flush.entries import Entry
 from tierfs.flush.flusher import Flusher
@@ -29,18 +28,15 @@ class FlushEngine:
         build: Makes what does the work; called by `start`, when nobody else works on these tiers.
         connect: Makes the way to the object tier from the options that a client sends; must not block. ``None`` where what
             does the work has its own.
-        clock: Where time comes from.
     """
 
     def __init__(
         self,
         build: Callable[[], Flusher],
         connect: Callable[[dict[str, Any]], Publisher] | None,
-        *,
-        clock: Clock | None = None,
     ) -> None:
         self._build = build
-        self._offers = None if connect is None else Offers(connect, clock or SystemClock())
+        self._offers = None if connect is None else Offers(connect)
         self._started: Flusher | None = None
 
     def __repr__(self) -> str:
@@ -95,17 +91,14 @@ class FlushEngine:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
         return answer if isinstance(answer, Answer) else Answer(answer or {})
 
-    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> Answer:
+    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
         if arguments.get("places"):
             self._flusher.serve(arguments["places"], str(arguments.get("url")))
         offers, options = self._offers, arguments.get("options")
         if offers is None or options is None:
-            return Answer()
+            return
         if offers.add([options, *arguments.get("earlier", [])]):
             self._flusher.connect(offers)
-            return Answer()
-        # What it sends is refused, but not necessarily what its environment holds.
-        return Answer(retires=offers.are_refused() and self._flusher.is_replaceable())
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
         """Something was sealed."""

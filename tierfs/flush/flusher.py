@@ -146,11 +146,6 @@ class Flusher:
         with self._state.changed:
             return all(entry.conflict and entry.settled for entry in self._state.entries)
 
-    def is_replaceable(self) -> bool:
-        """Whether the next flusher finds all that is pending: none of it lies in memory whose file was never made, or is gone."""
-        dirty = [segment for segment in self.ram.segments() if segment.is_dirty()]
-        return all(segment.path is not None and segment.path.exists() for segment in dirty)
-
     def nudge(self) -> None:
         """Say that there is something new in a slab."""
         with self._state.changed:

@@ -6,13 +6,23 @@ writes may renew its credentials.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tierfs.clock import Clock
-from tierfs.errors import CapacityError, ConflictError, CorruptionError, ReadOnlyError, StoreError, TierfsError
+from tierfs.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreNotFoundError,
+    TierfsError,
+)
 from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, Publisher, ReadRow
 from tierfs.format.manifest import Row
@@ -20,7 +30,9 @@ from tierfs.format.manifest import Row
 __all__ = ["OFFERS_MAX", "Offers"]
 
 OFFERS_MAX = 4
-REFUSED_S = 2.0  # from the first refusal until it is not to be expected any more that one of them works
+_KNOWN_MAX = 1024
+# What only who is let in gets to hear.
+_ANSWERS = (AlreadyExistsError, CapacityError, ConflictError, CorruptionError, NotFoundError)
 _Done = TypeVar("_Done")
 _logger = logging.getLogger("tierfs.flush")
 
@@ -35,31 +47,33 @@ class Offers:
 
     Args:
         connect: Makes the way to the object tier from the options that a client sends; must not block.
-        clock: Where time comes from.
     """
 
-    def __init__(self, connect: Callable[[dict[str, Any]], Publisher], clock: Clock) -> None:
+    def __init__(self, connect: Callable[[dict[str, Any]], Publisher]) -> None:
         self._connect = connect
-        self._clock = clock
         self._lock = threading.Lock()
         self._offers: tuple[_Offer, ...] = ()  # the one that worked last, then the newest first
-        self._refused_since: float | None = None
+        self._known: dict[bytes, None] = {}  # digests of all that were ever offered, the oldest first
+        self._is_refused = False
 
     def __repr__(self) -> str:
         return f"Offers({len(self._offers)}/{OFFERS_MAX})"
 
     def add(self, offered: Sequence[dict[str, Any]]) -> bool:
-        """Take up options, the newest first, behind those that worked last. Returns whether there are new ones among them."""
-        with self._lock:
-            known = [offer.options for offer in self._offers]
-            new = [_Offer(options, self._connect(options)) for options in offered if options not in known]
-            self._offers = (*self._offers[:1], *new, *self._offers[1:])[:OFFERS_MAX]
-        return bool(new)
+        """Take up options, the newest first, behind those that worked last.
 
-    def are_refused(self) -> bool:
-        """Whether the object tier has refused all of them for a while: perhaps not who has another environment."""
-        since = self._refused_since
-        return since is not None and self._clock.monotonic() - since >= REFUSED_S
+        Returns whether some were never offered before: those that gave way to others, and come again, do not count.
+        """
+        digests = [_digest(options) for options in offered]
+        with self._lock:
+            held = [offer.options for offer in self._offers]
+            come = [_Offer(options, self._connect(options)) for options in offered if options not in held]
+            self._offers = (*self._offers[:1], *come, *self._offers[1:])[:OFFERS_MAX]
+            has_new = any(digest not in self._known for digest in digests)
+            self._known |= dict.fromkeys(digests)
+            for digest in list(self._known)[:-_KNOWN_MAX]:
+                del self._known[digest]
+        return has_new
 
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
         """See `Publisher.plan`."""
@@ -95,45 +109,62 @@ class Offers:
 
     def _try(self, do: Callable[[Publisher], _Done]) -> _Done:
         refusal: TierfsError | None = None
+        failure: TierfsError | None = None
         tried: list[Publisher] = []
-        # Some may come meanwhile.
-        while offer := next((each for each in self._offers if each.publisher not in tried), None):
-            tried.append(offer.publisher)
-            try:
-                done = do(offer.publisher)
-            except (ConflictError, CorruptionError, CapacityError):
-                self._works(offer)
-                raise
-            except TierfsError as error:
-                if refusal is None and not _is_refusal(error):
-                    raise
-                refusal = refusal or error
-            else:
-                self._works(offer)
-                return done
-        assert refusal is not None
         try:
+            # Some may come meanwhile.
+            while offer := next((each for each in self._offers if each.publisher not in tried), None):
+                tried.append(offer.publisher)
+                try:
+                    done = do(offer.publisher)
+                except TierfsError as error:
+                    if _is_refusal(error):
+                        refusal = refusal or error
+                    elif refusal is not None and _is_of_objects(error) and getattr(error, "transient", False):
+                        failure = failure or error  # it may work yet, and so may the next one now
+                    else:
+                        if _is_of_objects(error) and isinstance(error, _ANSWERS):
+                            self._works(offer)
+                        raise
+                else:
+                    self._works(offer)
+                    return done
+            assert refusal is not None
+            if failure is not None:
+                raise failure
             self._note(refusal)
             raise refusal
         finally:
-            del refusal  # it holds this frame, which would hold it, and all that was lent, until collected
+            del refusal, failure  # they hold this frame, which would hold them, and all that was lent, until collected
 
     def _works(self, offer: _Offer) -> None:
-        if self._offers[0] is offer and self._refused_since is None:
+        if self._offers[0] is offer and not self._is_refused:
             return
         with self._lock:
             self._offers = (offer, *(other for other in self._offers if other is not offer))[:OFFERS_MAX]
-            self._refused_since = None
+            self._is_refused = False
 
     def _note(self, refusal: TierfsError) -> None:
         with self._lock:
-            if self._refused_since is None:
-                self._refused_since = self._clock.monotonic()
-                words = "the object tier refuses whatever clients sent so far (%d sets of options): %s"
+            if not self._is_refused:
+                self._is_refused = True
+                words = (
+                    "the object tier refuses whatever clients sent so far (%d sets of options): %s; credentials that"
+                )
+                words += " are renewed in the environment reach the next flusher: tierfs flusher stop URL"
                 _logger.warning(words, len(self._offers), refusal)
+
+
+def _digest(options: dict[str, Any]) -> bytes:
+    text = json.dumps(options, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).digest()
 
 
 def _is_refusal(error: TierfsError) -> bool:
     """Whether others may fare better than who got this: no rights, credentials that have expired, another endpoint."""
-    is_ours = error.tier in {None, "object"}
-    return is_ours and isinstance(error, (ReadOnlyError, StoreError)) and not getattr(error, "transient", False)
+    is_refused = isinstance(error, (InvalidInputError, StoreNotFoundError)) or getattr(error, "refused", False)
+    return is_refused and _is_of_objects(error)
+
+
+def _is_of_objects(error: TierfsError) -> bool:
+    return error.tier in {None, "object"}

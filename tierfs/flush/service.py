@@ -69,12 +69,10 @@ class Answer:
         outcome: What JSON holds, within a message.
         fds: Descriptors to go with it, as many as a message carries. They are the service's to close, sent or not, and
             so must be nobody else's: copies, which stay what they are until then.
-        retires: To a hello: whether a flusher that this client starts may do better than this one, which is of no use.
     """
 
     outcome: dict[str, Any] = field(default_factory=dict)
     fds: list[int] = field(default_factory=list)
-    retires: bool = False
 
 
 class Engine(Protocol):
@@ -120,7 +118,6 @@ class _Connection:
         self.number = number
         self.pid = pid
         self.peer: Peer | None = None  # once it said hello
-        self.is_welcome = False  # once its hello was answered
         self.is_watched = True
         self.is_busy = False
         self.is_over = False
@@ -392,11 +389,6 @@ class Service:
                 self._retire_for(peer, asked_to_stop=do == "stop")
             else:
                 answer = self._engine.handle(do, arguments, fds, peer)
-            if answer.retires and not self._is_known(connection):
-                _logger.warning("retiring, so that process %d starts a flusher with its own environment", peer.pid)
-                self.stop()
-                return ended, []
-            connection.is_welcome = True
             more = {"version": self._version} if do == "hello" else {}
             packet = wire.encode({"id": number, "ok": answer.outcome | more})
             wire.check_count(answer.fds)
@@ -429,11 +421,6 @@ class Service:
         if not connection.is_watched:
             peer.gone.set()  # it hung up before we knew it by a name
         return peer
-
-    def _is_known(self, connection: _Connection) -> bool:
-        """Whether the same process has another connection: it has brought what it has, and would bring it again and again."""
-        others = list(self._connections.values())
-        return any(other.is_welcome and not other.is_over and other.pid == connection.pid != 0 for other in others)
 
     def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
         if asked_to_stop:

@@ -160,7 +160,8 @@ def describe_error(error: Exception) -> dict[str, Any]:
         return {"kind": "timeout", "message": text, "transient": True}
     if not isinstance(error, TierfsError):
         return {"kind": StoreError.kind, "message": f"the flusher failed: {type(error).__name__}: {text}"}
-    described = {"kind": error.kind, "message": text, "transient": getattr(error, "transient", False)}
+    described: dict[str, Any] = {"kind": error.kind, "message": text}
+    described |= {name: getattr(error, name, False) for name in ("transient", "refused")}
     where = {"path": error.path, "tier": error.tier}
     # Better none than one cut short.
     return described | {name: value for name, value in where.items() if value and len(value) <= _ERROR_TEXT_MAX}
@@ -174,10 +175,14 @@ def error_from(described: object) -> Exception:
     if kind == "timeout":
         return TimeoutError(message)
     path, tier = (value if isinstance(value, str) else None for value in map(described.get, ("path", "tier")))
+    refused = described.get("refused") is True
+    if kind == ReadOnlyError.kind:
+        return ReadOnlyError(message, refused=refused, path=path, tier=tier)
     if isinstance(kind, str) and kind in _KINDS:
         return _KINDS[kind](message, path=path, tier=tier)
     # Kinds that only a newer flusher knows included.
-    return StoreError(message, transient=described.get("transient") is True, path=path, tier=tier)
+    transient = described.get("transient") is True
+    return StoreError(message, transient=transient, refused=refused, path=path, tier=tier)
 
 
 def version_of(text: object) -> tuple[int, ...]:

@@ -25,12 +25,14 @@ class Meaning:
         kind: Our error.
         transient: Whether the same request may succeed if it is sent again.
         throttled: Whether fewer requests are asked for.
+        refused: Whether other credentials or options may be accepted: it is about those, and not about one object.
     """
 
     text: str
     kind: type[TierfsError] = StoreError
     transient: bool = False
     throttled: bool = False
+    refused: bool = False
 
     def error(
         self, key: str, said: str, *, bucket: str = "", region: str = "", retry_after_s: float | None = None
@@ -48,8 +50,15 @@ class Meaning:
         message = f"{key}: {text} ({said})"
         if self.kind is StoreError:
             return StoreError(
-                message, transient=self.transient, throttled=self.throttled, retry_after_s=retry_after_s, path=key
+                message,
+                transient=self.transient,
+                throttled=self.throttled,
+                retry_after_s=retry_after_s,
+                refused=self.refused,
+                path=key,
             )
+        if self.kind is ReadOnlyError:
+            return ReadOnlyError(message, refused=self.refused, path=key)
         return self.kind(message, path=key)
 
 
@@ -57,32 +66,40 @@ THROTTLED = Meaning("the endpoint asks for fewer requests", transient=True, thro
 DENIED = Meaning(
     "access was denied: ask for the right to read, write, list and delete there, and check the credentials",
     kind=ReadOnlyError,
+    refused=True,
 )
 NOT_ACCEPTED = Meaning(
-    "the endpoint does not accept the credentials: check them, that they have not expired, and that they are this endpoint's"
+    "the endpoint does not accept the credentials: check them, that they have not expired, and that they are this endpoint's",
+    refused=True,
 )
 NO_BUCKET_GCS = Meaning(
-    "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}"
+    "the bucket is not there: correct the URL, or create it: gcloud storage buckets create gs://{bucket}",
+    refused=True,
 )
 _BAD_HEADER = Meaning(
-    "the credentials cannot be sent as they were given: does one of them end in a newline, as one read from a file may?"
+    "the credentials cannot be sent as they were given: does one of them end in a newline, as one read from a file may?",
+    refused=True,
 )
 _AGAIN = Meaning("the endpoint asks to send it again", transient=True)
 _NOT_OFFERED = Meaning("the endpoint does not offer what was asked for")
 _EXISTS = Meaning("something is there", kind=AlreadyExistsError)
-_EXPIRED = Meaning("the credentials have expired: renew them")
+_EXPIRED = Meaning("the credentials have expired: renew them", refused=True)
 _NO_CREDENTIALS = Meaning(
-    "no credentials could be had: give them as options, in the environment, or in the provider's own file"
+    "no credentials could be had: give them as options, in the environment, or in the provider's own file",
+    refused=True,
 )
 _NO_BUCKET_S3 = Meaning(
-    "the bucket is not there: correct the URL or endpoint_url, or create it: aws s3 mb s3://{bucket}"
+    "the bucket is not there: correct the URL or endpoint_url, or create it: aws s3 mb s3://{bucket}",
+    refused=True,
 )
 _NO_CONTAINER = Meaning(
-    "the container is not there: correct the URL, or create it: az storage container create --name {bucket}"
+    "the container is not there: correct the URL, or create it: az storage container create --name {bucket}",
+    refused=True,
 )
 _CLOCK = Meaning("this machine's clock and the endpoint's differ too much: set this one, by NTP for example")
 _REGION = Meaning(
-    "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs"
+    "the bucket is in {region}: give its region, in AWS_DEFAULT_REGION or as region_name in the option client_kwargs",
+    refused=True,
 )
 _CHECKSUM = Meaning("the bytes that arrived do not have the checksum sent with them", transient=True)
 _IMMUTABLE = Meaning(
@@ -100,9 +117,11 @@ _OTHER_KIND = Meaning(
 _DENIED_UNSAID = Meaning(
     "access was denied, and the endpoint does not say why: check the credentials, their rights, and this machine's clock",
     kind=ReadOnlyError,
+    refused=True,
 )
 _UNSAID = Meaning(
-    "the endpoint refuses the request and does not say why: expired credentials, or a bucket in another region, as a rule"
+    "the endpoint refuses the request and does not say why: expired credentials, or a bucket in another region, as a rule",
+    refused=True,
 )
 
 BY_CODE = {

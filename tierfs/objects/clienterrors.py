@@ -299,7 +299,7 @@ def _translate_status(status: int, reason: str, key: str, retry_after_s: float |
         case 403:
             return DENIED.error(key, f"{reason}, HTTP status 403")
         case 405:
-            return ReadOnlyError(f"{message}: check the credentials and their rights", path=key)
+            return ReadOnlyError(f"{message}: check the credentials and their rights", refused=True, path=key)
         case 404 | 410:
             return NotFoundError(f"{key} is not there", path=key)
         case 412:

@@ -71,6 +71,7 @@ def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsErro
         case FileExistsError():
             return AlreadyExistsError(f"{key} exists", path=key)
         case PermissionError():
-            return ReadOnlyError(f"{key}: {reason}: check the rights of the directory", path=key)
+            refused = error.errno != errno.EPERM  # which is said of a file that nobody may change
+            return ReadOnlyError(f"{key}: {reason}: check the rights of the directory", refused=refused, path=key)
     transient = error.errno in _TRANSIENT or isinstance(error, TimeoutError | ConnectionError)
     return StoreError(f"{key}: {reason}", transient=transient, path=key)
