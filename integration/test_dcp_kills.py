@@ -328,10 +328,16 @@ def passed(child, point):
 
 
 def check_waited(job, operations, alive, is_up):
-    """Who waits for a checkpoint is told that it stands, or what is missing, or that a later one does."""
+    """Who waits for a checkpoint is told that it stands, or what is missing, or that a later one does, or that its save failed."""
     for rank in alive:
+        failed = {line["failed"] for line in job.lines(rank) if "failed" in line}
         for line in job.lines(rank):
             if "failed" in line and operations[line["failed"]][0] == "wait":
+                saves = [number for number in range(line["failed"]) if operations[number][0] not in {"wait", "await"}]
+                if saves and saves[-1] in failed:
+                    assert line["error"] == "NotFoundError", f"{line}\n{job.logs()}"
+                    assert "has not come to its end here" in line["message"], line
+                    continue
                 assert not is_up, f"{line}\n{job.logs()}"
                 assert line["error"] == "TimeoutError", f"{line}\n{job.logs()}"
                 assert NAMES.search(line["message"]) or "have not reached" in line["message"], line

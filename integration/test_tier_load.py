@@ -212,6 +212,7 @@ def judge_leftovers(load, state, uuid):
         "launch.lock",
         "fetch.lock",
         "seal.lock",
+        "place.json",
     }
     names = {path.name for path in directory.iterdir()} - {"flusher.log"}
     assert names <= known, names - known
