@@ -335,7 +335,7 @@ def check_waited(job, operations, alive, is_up):
             if "failed" in line and operations[line["failed"]][0] == "wait":
                 saves = [number for number in range(line["failed"]) if operations[number][0] not in {"wait", "await"}]
                 if line["error"] == "NotFoundError":
-                    assert saves and saves[-1] in failed, f"{line}\n{job.logs()}"
+                    assert failed & set(saves[-1:]), f"{line}\n{job.logs()}"
                     assert "has not come to its end here" in line["message"], line
                     continue
                 assert not is_up, f"{line}\n{job.logs()}"
