@@ -11,7 +11,7 @@ import tierfs
 from tierfs.cli import main
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.local.host import Host
-from tierfs.local.place import claim
+from tierfs.local.place import check, claim
 
 UUID = "0123456789abcdef0123456789abcdef"
 
@@ -145,3 +145,14 @@ def test_a_flusher_goes_on_for_the_store_that_it_was_started_for(store, options)
     other.wait(there, "object", timeout=30)
     assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "new")) == b"saved to the copy"
     assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "new"))
+
+
+def test_a_look_changes_nothing(host):
+    directory = claim(host, UUID, ("a", "number 2"), "url")
+    check(directory, ("a", "number 1"), "url")
+    with pytest.raises(InvalidInputError, match="has the id of a store"):
+        check(directory, ("b", "number 1"), "url")
+    assert json.loads((directory / "place.json").read_bytes()) == ["a", "number 2"]
+    (directory / "place.json").unlink()
+    check(directory, ("b",), "url")
+    assert not (directory / "place.json").exists()

@@ -18,7 +18,7 @@ from tierfs.flush.levels import Level
 from tierfs.flush.limits import shortage
 from tierfs.flush.publisher import Publisher
 from tierfs.local.nvme import NvmeTier
-from tierfs.local.place import claim
+from tierfs.local.place import check
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotState
 
@@ -94,7 +94,7 @@ class FlushState:
         if publisher is None:
             raise StoreError("the flusher has no way to the object tier yet", transient=True)
         if self.places:
-            claim(self.ram.host, self.ram.store, list(self.places), self.url)
+            check(self.ram.host.store_directory(self.ram.store), list(self.places), self.url)
         return publisher
 
     def settles_first(self) -> bool:

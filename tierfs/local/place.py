@@ -10,7 +10,7 @@ from pathlib import Path
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.local.host import Host
 
-__all__ = ["claim"]
+__all__ = ["check", "claim"]
 
 _NAME = "place.json"
 
@@ -37,16 +37,22 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
     if not names or known == names:
         return directory
     with host.locked("places"):
-        known = _read(path)
-        if known and set(names).isdisjoint(known):
-            raise InvalidInputError(
-                f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {names[0]}, not at "
-                f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or none (ram=0, nvme=0); if it "
-                f"is the same one under another name, or has moved for good, remove {path}",
-                path=url,
-            )
+        check(directory, names, url)
         _write(path, names)  # by one of them it was known, and the others may have changed
     return directory
+
+
+def check(directory: Path, places: Sequence[str], url: str) -> None:
+    """See that local tiers are those of the store that is there, and leave what says so as it is: see `claim`."""
+    path = directory / _NAME
+    known = _read(path)
+    if known and set(places).isdisjoint(known):
+        raise InvalidInputError(
+            f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {places[0]}, not at "
+            f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or none (ram=0, nvme=0); if it "
+            f"is the same one under another name, or has moved for good, remove {path}",
+            path=url,
+        )
 
 
 def _read(path: Path) -> list[str]:
