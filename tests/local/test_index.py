@@ -90,6 +90,43 @@ def test_a_reader_cannot_write(path):
     reader.close()
 
 
+@pytest.mark.parametrize("made_anew", [True, False])
+def test_an_index_that_goes_away_under_a_query_is_no_error_of_the_one_that_is_there(path, made_anew, monkeypatch):
+    index = Index(path)
+    with index.transaction() as database:  # leaves a journal, which SQLite looks at beside the database that it expects
+        database.execute(INSERT_CHUNK, chunk_row(1))
+    index.close()
+    reader = IndexReader(path, busy_s=1)
+    opened, away = reader._opened, []
+
+    def goes_away(identity):
+        connection = opened(identity)
+        if not away:
+            away.append(os.rename(path, f"{path}.damaged-1"))
+            if made_anew:
+                Index.create(path, epoch=EPOCH[::-1])
+        return connection
+
+    monkeypatch.setattr(reader, "_opened", goes_away)
+    found = reader.select(COUNT)
+    assert away
+    # What the old one answers by itself, where SQLite does not notice, is as good as if it had been asked before.
+    assert found in ((EPOCH, [(1,)]), (EPOCH[::-1], [(0,)]) if made_anew else None)
+    assert reader.select(COUNT) == ((EPOCH[::-1], [(0,)]) if made_anew else None)
+    reader.close()
+
+
+def test_an_index_that_stays_and_cannot_be_read_is_an_error(path, monkeypatch):
+    reader = IndexReader(path, busy_s=1)
+
+    def fails(identity):
+        raise sqlite3.OperationalError("disk I/O error")
+
+    monkeypatch.setattr(reader, "_opened", fails)
+    with pytest.raises(StoreError, match="disk I/O error"):
+        reader.select(COUNT)
+
+
 def test_a_forked_child_reads_with_a_connection_of_its_own_and_leaves_its_parents_alone(path):
     reader, index = IndexReader(path, busy_s=1), Index(path)
     reader.select(COUNT)

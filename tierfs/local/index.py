@@ -242,22 +242,30 @@ class IndexReader:
             FormatError: A newer version of tierfs made it.
         """
         with self._lock, disk_errors(self.path):
-            try:
-                status = os.stat(self.path)
-            except FileNotFoundError:
-                self._close()
-                return None
-            try:
-                connection = self._opened((status.st_dev, status.st_ino))
-                return self._epoch, connection.execute(query, values).fetchall()
-            except BaseException:
-                self._close()
-                raise
+            while (identity := self._found()) is not None:
+                try:
+                    connection = self._opened(identity)
+                    return self._epoch, connection.execute(query, values).fetchall()
+                except BaseException as error:  # noqa: PERF203 - nothing waits for it
+                    # One that is being made anew goes away under the query: what failed then is not the one that is there.
+                    replaced = isinstance(error, sqlite3.OperationalError) and self._found() != identity
+                    self._close()
+                    if not replaced:
+                        raise
+            self._close()
+            return None
 
     def close(self) -> None:
         """Close the connection; the next query opens one."""
         with self._lock:
             self._close()
+
+    def _found(self) -> tuple[int, int] | None:
+        try:
+            status = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
 
     def _opened(self, identity: tuple[int, int]) -> sqlite3.Connection:
         if self._connection is None or self._identity != identity:
