@@ -1,7 +1,9 @@
 """No test touches what this host keeps for its user."""
 
+import gc
 import os
 import signal
+import sys
 import tempfile
 
 import pytest
@@ -10,6 +12,17 @@ import pytest
 def pytest_configure():
     # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_xdist_auto_num_workers():
+    # Most of these tests wait for much of their time: for each other's threads and processes, and for the disk.
+    return 2 * len(os.sched_getaffinity(0))
+
+
+def pytest_collection_finish():
+    # Some tests count what the collector leaves: it need not go through all that was imported each time.
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,3 +38,15 @@ def state_of_its_own():
         yield
         for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
             os.environ.pop(name, None)
+
+
+@pytest.fixture(autouse=True)
+def stores_are_closed(tmp_path):
+    """Those whose state is a test's own, before that goes: whoever closed them afterwards would find it gone."""
+    yield
+    opened = sys.modules.get("tierfs.store.open")
+    for key, store in list(vars(opened)["_stores"].items()) if opened is not None else ():
+        if store._state_dir is not None and tmp_path in store._state_dir.parents:
+            del opened._stores[key]
+            if store.tiers is not None:
+                store.tiers.close()

@@ -1,4 +1,4 @@
-"""What this process has open, to compare: ``descriptors() <= before`` fails over what came.
+"""What this process has open, and that it may open no more. To compare: ``descriptors() <= before`` fails over what came.
 
 What other tests left, and what went meanwhile, does not matter.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections import Counter
+from collections.abc import Iterator
 
 
 def descriptors() -> Counter[tuple[str, str]]:
@@ -25,3 +27,14 @@ def mappings(of: str) -> Counter[str]:
     """How often each file is mapped whose path has ``of`` in it."""
     with open("/proc/self/maps", encoding="utf-8") as lines:
         return Counter(line.split(maxsplit=5)[5].strip().removesuffix(" (deleted)") for line in lines if of in line)
+
+
+@contextlib.contextmanager
+def no_descriptors_left() -> Iterator[None]:
+    """Nothing can be opened, whatever is closed meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -14,7 +14,7 @@ opened = importlib.import_module("tierfs.store.open")
 
 
 @pytest.fixture(autouse=True)
-def stores_are_closed():
+def all_stores_are_closed(stores_are_closed):
     yield
     while opened._stores:
         _, store = opened._stores.popitem()

@@ -814,7 +814,7 @@ class TieredHosts(RuleBasedStateMachine):
 
 
 _settings = settings(
-    max_examples=EXAMPLES or 100,
+    max_examples=EXAMPLES or 60,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -5,7 +5,6 @@ import errno
 import gc
 import os
 import re
-import resource
 import shutil
 import signal
 import stat
@@ -17,7 +16,7 @@ import traceback
 from pathlib import Path
 
 import pytest
-from opened import descriptors
+from opened import descriptors, no_descriptors_left
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.host import ExclusiveLock, Host, entries_of, make_private, state_directory
@@ -416,18 +415,6 @@ def test_a_state_directory_that_was_removed_while_it_is_in_use_is_said_to_be(hos
         lock.acquire()
     assert caught.value.kind == "store"
     assert not caught.value.transient
-
-
-@contextlib.contextmanager
-def no_descriptors_left():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    last = os.open("/dev/null", os.O_RDONLY)
-    os.close(last)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (last, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_that_names_it(host):

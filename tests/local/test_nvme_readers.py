@@ -1,11 +1,9 @@
 """Readers in other processes: never an exception, never wrong bytes, whatever the writer does meanwhile."""
 
-import contextlib
 import errno
 import json
 import os
 import random
-import resource
 import sqlite3
 import subprocess
 import sys
@@ -14,6 +12,7 @@ import time
 
 import pytest
 from nvme_tools import content_of, draft, drop_index, meta_of, open_tier, read, save, write
+from opened import no_descriptors_left
 
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
 from tierfs.local.nvme import NvmeReader
@@ -134,22 +133,6 @@ def test_a_chunk_is_absent_while_the_index_is_kept_busy_and_drafts_are_an_error(
     other.close()
     assert read(reader, 1)
     assert reader.draft("a")
-
-
-@contextlib.contextmanager
-def no_descriptors_left():
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
-    taken = []
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/", os.O_RDONLY))
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.parametrize("is_open", [False, True])

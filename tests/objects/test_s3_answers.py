@@ -288,11 +288,13 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     ],
 )
 def test_a_bucket_is_in_one_place_whoever_asks_from_wherever(options, place):
+    pytest.importorskip("botocore", reason="botocore is not installed")
     objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b", **options})), "bucket/base")
     assert objects.places() == (place,)
 
 
 def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
+    pytest.importorskip("botocore", reason="botocore is not installed")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere:9")
     objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b"})), "bucket/base")
     assert objects.places() == ("http://elsewhere:9 s3://bucket/base",)

@@ -295,5 +295,5 @@ class TwoHosts(RuleBasedStateMachine):
 
 TestTwoHosts = TwoHosts.TestCase
 TestTwoHosts.settings = settings(
-    max_examples=120, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
 )
