@@ -14,6 +14,7 @@ def pytest_configure():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     # Most of these tests wait for much of their time: for each other's threads and processes, and for the disk.
     return 2 * len(os.sched_getaffinity(0))
