@@ -138,14 +138,20 @@ def test_what_is_saved_is_what_is_loaded(url):
     assert same(loaded(f"{url}/1", state(1)), state(1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_bit_for_bit(url, dtype):
-    saved = {"plain": noise(33, dtype=dtype), "scalar": noise(dtype=dtype), "none": noise(0, 2, dtype=dtype)}
-    if dtype.itemsize > 1 or dtype in {torch.uint8, torch.int8, torch.bool}:
-        saved["strided"] = noise(12, 8, dtype=dtype)[::2, 1:5]
+def test_every_dtype_comes_back_bit_for_bit(url):
+    saved = {}
+    for dtype in DTYPES:
+        saved[str(dtype)] = {
+            "plain": noise(33, dtype=dtype),
+            "scalar": noise(dtype=dtype),
+            "none": noise(0, 2, dtype=dtype),
+        }
+        if dtype.itemsize > 1 or dtype in {torch.uint8, torch.int8, torch.bool}:
+            saved[str(dtype)]["strided"] = noise(12, 8, dtype=dtype)[::2, 1:5]
     writer = TierWriter(url, **OPTIONS)
     dcp.async_save(saved, storage_writer=writer).result()
-    assert same(loaded(url, saved), saved)
+    found = loaded(url, saved)
+    assert [dtype for dtype in saved if not same(found[dtype], saved[dtype])] == []
 
 
 def test_nothing_that_happens_after_staging_reaches_the_checkpoint(url):
