@@ -1,11 +1,12 @@
-"""Time as an argument, so that tests decide what time it is."""
+"""Time as an argument, so that tests decide what time it is; and what counts until the next start of the host alone."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Protocol
 
-__all__ = ["Clock", "ManualClock", "SystemClock"]
+__all__ = ["Clock", "ManualClock", "SystemClock", "boot_id"]
 
 
 class Clock(Protocol):
@@ -54,3 +55,8 @@ class ManualClock:
     def sleep(self, seconds: float) -> None:
         """Move the clock on by ``seconds``."""
         self._now_s += seconds
+
+
+def boot_id() -> str:
+    """Which run of the kernel this is; hex."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")

@@ -72,8 +72,8 @@ def test_a_store_is_known_by_its_url_until_its_note_is_damaged(tmp_path, caplog)
     descriptor, _ = create_store(MemoryObjects("/away"), "x://a", digest=DigestKind.XXH3_128, random_bytes=bytes(16))
     known = KnownStores(tmp_path / "state")
     assert known.find("x://a") is None
-    known.remember("x://a", descriptor)
-    assert KnownStores(tmp_path / "state").find("x://a") == descriptor
+    known.remember("x://a", descriptor, ("a", "b"))
+    assert KnownStores(tmp_path / "state").find("x://a") == (descriptor, ("a", "b"))
     assert KnownStores(tmp_path / "state", "of another account").find("x://a") is None
     assert known.find("x://b") is None
     (note,) = (tmp_path / "state" / "known").iterdir()

@@ -46,8 +46,8 @@ class Cloud:
     def launch(self, launcher):
         environment = self.environment
 
-        def connect(options):
-            objects = Guarded(LocalObjects(self.path / "store"), self, options.get("key", environment))
+        def connect(way):
+            objects = Guarded(LocalObjects(self.path / "store"), self, way["options"].get("key", environment))
             return StorePublisher(lambda: Store(objects, read_descriptor(objects, self.url), url=self.url))
 
         engine = build_engine(launcher._host, launcher._target.uuid, launcher._settings, connect)

@@ -1,17 +1,26 @@
 """A copy of a store has its id, and gets nothing that was saved to the store, which gets nothing that was saved to the copy."""
 
+import errno
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import fsspec
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 
 import tierfs
 from tierfs.cli import main
-from tierfs.errors import InvalidInputError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.format import keys
+from tierfs.format.keys import ChunkName
 from tierfs.local.host import Host
 from tierfs.local.place import check, claim
+from tierfs.store import open_store, parse_url
+from tierfs.store.localtiers import publisher_of
+from tierfs.store.open import open_bare
+from tierfs.store.settings import TierOptions
 
 UUID = "0123456789abcdef0123456789abcdef"
 
@@ -95,7 +104,7 @@ def test_a_store_is_the_same_by_another_path_and_where_it_was_moved(store, optio
 def test_the_first_one_has_them(host):
     directory = claim(host, UUID, ("a", "number 1"), "url")
     assert directory == host.store_directory(UUID)
-    for places in (("a", "number 2"), ("b", "number 2"), ("a", "number 2"), ("a", "number 1"), ()):
+    for places in (("a", "number 2"), ("b", "number 2"), ("a", "number 2"), ("a", "number 1")):
         assert claim(host, UUID, places, "url") == directory
     with pytest.raises(InvalidInputError, match=f"at b, not at a.*remove {directory}/place.json"):
         claim(host, UUID, ("b", "number 2"), "url")
@@ -130,7 +139,7 @@ def test_a_store_and_its_copy_that_took_its_path_do_not_both_have_them(store, op
         open_at(old, **options)[0].ls(str(old))
 
 
-def test_a_flusher_goes_on_for_the_store_that_it_was_started_for(store, options):
+def test_what_is_saved_goes_where_the_tiers_belong_by_then(store, options):
     copy = copied(store)
     fs, path = open_at(store, ack="staged", **options)
     fs.pipe(f"{path}/latest", b"saved to the store later")
@@ -138,13 +147,84 @@ def test_a_flusher_goes_on_for_the_store_that_it_was_started_for(store, options)
     (place,) = store.with_name("state").glob("stores/*/place.json")
     place.unlink()
     other, there = open_at(copy, ack="staged", **options)
-    with pytest.raises(StoreError, match=f"is that of the store at file:{store}, and not of"):
-        other.pipe(f"{there}/new", b"saved to the copy")
-        other.wait(there, "object", timeout=30)
-    assert main(["flusher", "stop", f"file://{copy}", "--state-dir", options["state_dir"]]) == 0
+    other.pipe(f"{there}/new", b"saved to the copy")
     other.wait(there, "object", timeout=30)
     assert open_at(copy, ram=0, nvme=0)[0].cat(str(copy / "new")) == b"saved to the copy"
     assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "new"))
+
+
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_store_that_is_moved_while_its_flusher_runs_gets_what_is_saved_to_it(store, options, is_copied):
+    fs, path = open_at(store, ack="staged", **options)
+    fs.pipe(f"{path}/a", b"saved")
+    fs.wait(path, "object", timeout=30)
+    moved = store.rename(store.with_name("moved"))
+    if is_copied:
+        shutil.copytree(moved, store)
+    fs, path = open_at(moved, ack="staged", **options)
+    fs.pipe(f"{path}/b", b"saved to where it is now")
+    fs.wait(path, "object", timeout=30)
+    assert open_at(moved, ram=0, nvme=0)[0].cat(str(moved / "b")) == b"saved to where it is now"
+    if is_copied:
+        assert not open_at(store, ram=0, nvme=0)[0].exists(str(store / "b"))
+
+
+def test_nothing_is_published_by_a_flusher_whose_tiers_are_another_stores_by_now(store, host):
+    publisher = publisher_of(lambda: open_bare(parse_url(f"file://{store}"))[0], host)
+    found = open_bare(parse_url(f"file://{store}"))[0]
+    directory = claim(host, found.descriptor.uuid, found.objects.places(), "url")
+    publisher.distrust(keys.chunk_key(ChunkName(bytes(16))))
+    (directory / "place.json").unlink()
+    claim(host, found.descriptor.uuid, ("elsewhere",), "url")
+    with pytest.raises(InvalidInputError, match="at elsewhere"):
+        publisher.distrust(keys.chunk_key(ChunkName(bytes(16))))
+
+
+class Remote(LocalFileSystem):
+    protocol = "placed"
+    away = ""
+
+    def info(self, path, **options):
+        self._look(path)
+        return super().info(path, **options)
+
+    def ls(self, path, *arguments, **options):
+        self._look(path)
+        return super().ls(path, *arguments, **options)
+
+    def _look(self, path):
+        if self.away and self.away in path:
+            raise ConnectionError("it is away")
+
+
+def test_a_copy_does_not_have_them_while_it_is_away_either(tmp_path, options, monkeypatch):
+    fsspec.register_implementation("placed", Remote, clobber=True)
+    store, copy = tmp_path / "remote", tmp_path / "copy"
+    tierfs.init(f"placed://{store}")
+    shutil.copytree(store, copy)
+
+    def look(root):
+        open_store(replace(parse_url(f"placed://{root}"), tiers=TierOptions(**options)))
+
+    look(store)
+    with pytest.raises(InvalidInputError, match="has the id of a store"):
+        look(copy)
+    monkeypatch.setattr(Remote, "away", str(copy))
+    with pytest.raises(InvalidInputError, match="has the id of a store"):
+        look(copy)
+
+
+def test_where_a_known_store_lies_need_not_be_written_down(host, monkeypatch, caplog):
+    directory = claim(host, UUID, ("a", "number 1"), "url")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert claim(host, UUID, ("a", "number 2"), "url") == directory
+    assert "is not kept" in caplog.text
+    with pytest.raises(CapacityError, match="cannot be written"):
+        claim(host, UUID[::-1], ("a",), "url")
 
 
 def test_a_look_changes_nothing(host):

@@ -82,7 +82,7 @@ def test_what_the_host_knows_of_stores_elsewhere_is_closed_to_others(tmp_path):
     records.add("a", "1", b"record")
     before = os.umask(0)
     try:
-        KnownStores(tmp_path / "state").remember("x://a", descriptor)
+        KnownStores(tmp_path / "state").remember("x://a", descriptor, ("a",))
         records.flush()
     finally:
         os.umask(before)

@@ -22,6 +22,7 @@ from tierfs.cli._log import FORMATS, logging_to_stderr
 from tierfs.cli._output import add_json_argument, print_json
 from tierfs.errors import (
     AlreadyExistsError,
+    CapacityError,
     InvalidInputError,
     NotFoundError,
     StoreError,
@@ -208,7 +209,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.local.host import Host, state_directory  # noqa: PLC0415
 
     raise_limits()
-    url, uuid, codecs = arguments.url, arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
+    uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
@@ -216,7 +217,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         host,
         uuid,
         budgets,
-        lambda options: cast("Publisher", _LatePublisher(lambda: _open_as_told(host, url, uuid, options, codecs))),
+        lambda way: cast("Publisher", _LatePublisher(lambda: _open_as_told(way, uuid, codecs), host)),
     )
     return engine, host.store_directory(uuid)
 
@@ -231,8 +232,9 @@ class _Budgets:
 class _LatePublisher:
     """The way to the object tier, loaded at first use. See `tierfs.flush.publisher.Publisher`."""
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, connect: Callable[[], Store], host: Host) -> None:
         self._connect = connect
+        self._host = host
         self._lock = threading.Lock()
         self._loaded: Publisher | None = None
 
@@ -245,24 +247,23 @@ class _LatePublisher:
     def _load(self) -> Publisher:
         with self._lock:
             if self._loaded is None:
-                from tierfs.store.publishing import StorePublisher  # noqa: PLC0415 - see `_spawned`
+                from tierfs.store.localtiers import publisher_of  # noqa: PLC0415 - see `_spawned`
 
-                self._loaded = StorePublisher(self._connect)
+                self._loaded = publisher_of(self._connect, self._host)
             return self._loaded
 
 
-def _open_as_told(host: Host, url: str, uuid: str, options: dict[str, Any], codecs: str) -> Store:
-    """The store with this id at this root; what was written to it must never get into another one."""
-    from tierfs.local.place import claim  # noqa: PLC0415
+def _open_as_told(way: dict[str, Any], uuid: str, codecs: str) -> Store:
+    """The store with this id where a client says it is; what was written to it must never get into another one."""
     from tierfs.store import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.store.open import open_bare  # noqa: PLC0415
 
+    url = str(way["url"])
     location = parse_url(url)
     tiers = replace(location.tiers, codecs=codecs)
-    store, _ = open_bare(replace(location, options={**location.options, **options}, tiers=tiers))
+    store, _ = open_bare(replace(location, options={**location.options, **way["options"]}, tiers=tiers))
     if store.descriptor.uuid != uuid:
         raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
-    claim(host, uuid, store.objects.places(), url)
     return store
 
 
@@ -271,8 +272,8 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.local.host import Host  # noqa: PLC0415
     from tierfs.local.place import claim  # noqa: PLC0415
+    from tierfs.store.localtiers import publisher_of  # noqa: PLC0415
     from tierfs.store.open import open_bare  # noqa: PLC0415
-    from tierfs.store.publishing import StorePublisher  # noqa: PLC0415
 
     location = _location(arguments)
     if location.protocol == "memory":
@@ -282,7 +283,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
     host, uuid = Host(settings.directory), store.descriptor.uuid
     directory = claim(host, uuid, store.objects.places(), store.url)
-    publisher = StorePublisher(lambda: open_bare(location)[0])
+    publisher = publisher_of(lambda: open_bare(location)[0], host)
     engine = build_engine(host, uuid, settings, None, publisher=publisher)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"
@@ -305,7 +306,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     host, uuid, places = Host(settings.directory), store.descriptor.uuid, store.objects.places()
     try:
         directory = claim(host, uuid, places, store.url)
-    except StoreError:  # it is not known whose they are, and what is pending stays in them
+    except (StoreError, CapacityError):  # it is not known whose they are, and what is pending stays in them
         directory = host.store_directory(uuid)
     stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
     if arguments.json:

@@ -61,7 +61,7 @@ def build_engine(
         host: The host.
         uuid: The store's.
         budgets: Of its tiers.
-        connect: Makes the way to the object tier from the options that a client sends, which are waited for.
+        connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends, which are waited for.
         publisher: The way to the object tier where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.

@@ -26,7 +26,7 @@ class FlushEngine:
 
     Args:
         build: Makes what does the work; called by `start`, when nobody else works on these tiers.
-        connect: Makes the way to the object tier from the options that a client sends; must not block. ``None`` where what
+        connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends; must not block. ``None`` where what
             does the work has its own.
     """
 
@@ -92,12 +92,11 @@ class FlushEngine:
         return answer if isinstance(answer, Answer) else Answer(answer or {})
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
-        if arguments.get("places"):
-            self._flusher.serve(arguments["places"], str(arguments.get("url")))
         offers, options = self._offers, arguments.get("options")
         if offers is None or options is None:
             return
-        if offers.add([options, *arguments.get("earlier", [])]):
+        url = arguments.get("url")
+        if offers.add([{"url": url, "options": each} for each in (options, *arguments.get("earlier", []))]):
             self._flusher.connect(offers)
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.flush.draft import Draft, SlotRef
 from tierfs.flush.entries import Entry
 from tierfs.flush.state import FlushState
-from tierfs.local.host import boot_id
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["Finder"]

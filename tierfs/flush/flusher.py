@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from tierfs.clock import Clock
@@ -121,22 +121,6 @@ class Flusher:
             for entry in state.entries:
                 entry.clear()
             state.changed.notify_all()
-
-    def serve(self, places: Sequence[str], url: str) -> None:
-        """See that a client means the store that the first one meant: another of its id may have taken its place.
-
-        Raises:
-            StoreError: It does not.
-        """
-        state = self._state
-        with state.changed:
-            if state.places and state.places.keys().isdisjoint(places):
-                raise StoreError(
-                    f"the flusher that runs is that of the store at {next(iter(state.places))}, and not of {url}: end it with: "
-                    f"tierfs flusher stop {url}"
-                )
-            state.places.update(dict.fromkeys(places))
-            state.url = state.url or url
 
     def is_idle(self) -> bool:
         """Whether nothing is on its way but what is kept for a person to decide about."""

@@ -1,7 +1,7 @@
 """The ways to the object tier that clients offer, as one: one that works stays, and where it is refused the others are tried.
 
-Whoever asks how a store is doing offers what it has itself, which may be less than what is needed to write; and whoever
-writes may renew its credentials.
+Whoever asks how a store is doing offers what it has itself, which may be less than what is needed to write; whoever writes
+may renew its credentials; and a store that was moved is found where it is now by who opened it there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 class _Offer(NamedTuple):
-    options: dict[str, Any]
+    way: dict[str, Any]
     publisher: Publisher
 
 
@@ -46,7 +46,7 @@ class Offers:
     """See `tierfs.flush.publisher.Publisher`. Holds `OFFERS_MAX` ways at most; at least one before it is used.
 
     Args:
-        connect: Makes the way to the object tier from the options that a client sends; must not block.
+        connect: Makes the way to the object tier from what a client sends of it; must not block.
     """
 
     def __init__(self, connect: Callable[[dict[str, Any]], Publisher]) -> None:
@@ -60,14 +60,14 @@ class Offers:
         return f"Offers({len(self._offers)}/{OFFERS_MAX})"
 
     def add(self, offered: Sequence[dict[str, Any]]) -> bool:
-        """Take up options, the newest first, behind those that worked last.
+        """Take up what a client sends, the newest first, behind what worked last.
 
         Returns whether some were never offered before: those that gave way to others, and come again, do not count.
         """
-        digests = [_digest(options) for options in offered]
+        digests = [_digest(way) for way in offered]
         with self._lock:
-            held = [offer.options for offer in self._offers]
-            come = [_Offer(options, self._connect(options)) for options in offered if options not in held]
+            held = [offer.way for offer in self._offers]
+            come = [_Offer(way, self._connect(way)) for way in offered if way not in held]
             self._offers = (*self._offers[:1], *come, *self._offers[1:])[:OFFERS_MAX]
             has_new = any(digest not in self._known for digest in digests)
             self._known |= dict.fromkeys(digests)
@@ -148,15 +148,13 @@ class Offers:
         with self._lock:
             if not self._is_refused:
                 self._is_refused = True
-                words = (
-                    "the object tier refuses whatever clients sent so far (%d sets of options): %s; credentials that"
-                )
+                words = "the object tier refuses whatever clients sent so far (%d ways): %s; credentials that"
                 words += " are renewed in the environment reach the next flusher: tierfs flusher stop URL"
                 _logger.warning(words, len(self._offers), refusal)
 
 
-def _digest(options: dict[str, Any]) -> bytes:
-    text = json.dumps(options, sort_keys=True, default=repr)
+def _digest(way: dict[str, Any]) -> bytes:
+    text = json.dumps(way, sort_keys=True, default=repr)
     return hashlib.sha256(text.encode()).digest()
 
 

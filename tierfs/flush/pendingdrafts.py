@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tierfs.clock import boot_id
 from tierfs.errors import CorruptionError
 from tierfs.flush.caller import Caller
 from tierfs.flush.counters import Counters
@@ -17,7 +18,6 @@ from tierfs.flush.decodeddrafts import DecodedDrafts
 from tierfs.flush.draft import Draft, SlotRef
 from tierfs.flush.handover import Handover
 from tierfs.flush.levels import Level
-from tierfs.local.host import boot_id
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import SlotState

@@ -93,7 +93,8 @@ class SingleFlight:
             if fd is not None:
                 with self._lock:
                     self._busy.discard(offset)
-                    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
+                    if fd == self._fd:  # closing the file let go of it
+                        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
 
     def _wait(self, offset: int, deadline_s: float) -> int | None:
         """The descriptor by which a byte is locked, or ``None`` where it was waited for in vain."""

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from tierfs.clock import Clock
+from tierfs.clock import Clock, boot_id
 from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
@@ -25,7 +25,7 @@ from tierfs.flush.lending import Lending
 from tierfs.flush.singleflight import SingleFlight
 from tierfs.forks import renew_in_children
 from tierfs.local.arena import no_faults
-from tierfs.local.host import boot_id, explain
+from tierfs.local.host import explain
 from tierfs.local.memory import memory_available
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState

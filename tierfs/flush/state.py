@@ -18,7 +18,6 @@ from tierfs.flush.levels import Level
 from tierfs.flush.limits import shortage
 from tierfs.flush.publisher import Publisher
 from tierfs.local.nvme import NvmeTier
-from tierfs.local.place import check
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotState
 
@@ -71,8 +70,6 @@ class FlushState:
         self.changed = threading.Condition()
         self.entries = Entries()
         self.publisher: Publisher | None = None
-        self.places: dict[str, None] = {}  # of the store, as clients know it, in the order in which they came
-        self.url = ""
         self.stopping = False
         self.nudged = True
         self.settling_since: float | None = None
@@ -88,13 +85,10 @@ class FlushState:
 
         Raises:
             StoreError: There is none yet.
-            InvalidInputError: The local tiers are not those of the store that this flusher was started for any more.
         """
         publisher = self.publisher
         if publisher is None:
             raise StoreError("the flusher has no way to the object tier yet", transient=True)
-        if self.places:
-            check(self.ram.host.store_directory(self.ram.store), list(self.places), self.url)
         return publisher
 
     def settles_first(self) -> bool:

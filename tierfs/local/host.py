@@ -22,10 +22,11 @@ from pathlib import Path
 
 import xxhash
 
+from tierfs.clock import boot_id
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.filesystems import filesystem_of, is_network
 
-__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "boot_id", "entries_of", "explain", "make_private", "state_directory"]
+__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "entries_of", "explain", "make_private", "state_directory"]
 
 PAGE_BYTES = 4096
 """What everything in the local tiers is aligned to."""
@@ -351,11 +352,6 @@ class Host:
                 return folder
             os.close(fd)
         raise StoreError(f"{shm} has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self.directory}")
-
-
-def boot_id() -> str:
-    """Which run of the kernel this is; hex."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip().replace("-", "")
 
 
 def _claim(fd: int, mine: bytes) -> bool:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError
 from tierfs.local.allocate import allocate, map_shared
-from tierfs.local.host import boot_id
 from tierfs.local.places import Places
 from tierfs.local.segmentfile import Header, OwnedFd, Reservation, anonymous, open_segment, seal_size
 from tierfs.local.slab import Segment

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.local.directfile import flush_directory
 from tierfs.local.host import Host
 
 __all__ = ["check", "claim"]
 
 _NAME = "place.json"
+_logger = logging.getLogger("tierfs.local")
 
 
 def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
@@ -24,7 +28,7 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
     Args:
         host: Whose tiers.
         uuid: The store's.
-        places: See `ObjectTier.places`; none where it cannot be told, because the object tier is away.
+        places: See `ObjectTier.places`.
         url: For errors.
 
     Raises:
@@ -33,26 +37,34 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
     """
     directory = host.store_directory(uuid)
     path, names = directory / _NAME, list(places)
-    known = _read(path)
-    if not names or known == names:
+    if _read(path) == names:
         return directory
     with host.locked("places"):
-        check(directory, names, url)
-        _write(path, names)  # by one of them it was known, and the others may have changed
+        is_known = check(directory, names, url)
+        try:
+            _write(path, names)  # by one of them it was known, and the others may have changed
+        except (StoreError, CapacityError) as error:
+            if not is_known:
+                raise
+            _logger.warning("where %s lies now is not kept: %s", url, error)
     return directory
 
 
-def check(directory: Path, places: Sequence[str], url: str) -> None:
-    """See that local tiers are those of the store that is there, and leave what says so as it is: see `claim`."""
+def check(directory: Path, places: Sequence[str], url: str) -> bool:
+    """See that local tiers are those of the store that is there, and leave what says so as it is: see `claim`.
+
+    Returns whether something says so.
+    """
     path = directory / _NAME
     known = _read(path)
     if known and set(places).isdisjoint(known):
         raise InvalidInputError(
             f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {places[0]}, not at "
             f"{known[0]}. A copy needs a state directory of its own (state_dir=, --state-dir), or none (ram=0, nvme=0); if it "
-            f"is the same one under another name, or has moved for good, remove {path}",
+            f"is the same one under another name, or has moved for good, end its flusher and remove {path}",
             path=url,
         )
+    return bool(known)
 
 
 def _read(path: Path) -> list[str]:
@@ -76,8 +88,12 @@ def _write(path: Path, names: list[str]) -> None:
     try:
         temporary.unlink(missing_ok=True)
         temporary.touch(0o600)
-        temporary.write_text(json.dumps(names), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(names))
+            file.flush()
+            os.fsync(file.fileno())  # what is pending there outlives the host's power, and so must this
         temporary.replace(path)
+        flush_directory(path.parent)
     except OSError as error:
         problem = f"{path} cannot be written: {error.strerror}"
         if error.errno in {errno.ENOSPC, errno.EDQUOT}:

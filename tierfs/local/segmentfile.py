@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from tierfs.clock import boot_id
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
-from tierfs.local.host import PAGE_BYTES, boot_id
+from tierfs.local.host import PAGE_BYTES
 from tierfs.local.slots import CHANGES_AT, SLOTS_MAX, Layout
 
 __all__ = [

@@ -52,7 +52,12 @@ _REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", 
 _SECRETS = (
     (re.compile(r"(header value:?)\s.*", re.IGNORECASE), r"\1 ..."),
     # From the beginning of a word alone: from each of its letters, a long one would be gone through as often as it has some.
-    (re.compile(r"(?:(?<=://)[^/\s@'\"]+|(?<![^/\s@'\"])[^/\s@:'\"]*:[^/\s@'\"]+)@"), ""),
+    (
+        re.compile(
+            r"(?:(?<=://)(?:[^/\s'\"]+|[^/\s@:'\"]*:(?!\d+/)[^\s'\"]+)|(?<![^/\s@'\"])[^/\s@:'\"]*:[^/\s@'\"]+)@"
+        ),
+        "",
+    ),
     (re.compile(r"(://[^\s?'\"<>]*)\?[^\s'\"<>)]*"), r"\1"),
     (
         re.compile(r"\b(AccountKey|SharedAccessSignature|sig|access_token|Authorization)\b\s*[=:].*", re.IGNORECASE),

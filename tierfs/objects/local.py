@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tierfs.clock import boot_id
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
@@ -84,7 +85,8 @@ class LocalObjects:
         names = [f"file:{os.path.realpath(self.root)}"]
         with contextlib.suppress(OSError):  # nothing was put there yet
             status = self.root.stat()
-            names.append(f"directory:{status.st_dev}:{status.st_ino}")
+            # A device may have another's number after the next start.
+            names.append(f"directory:{boot_id()}:{status.st_dev}:{status.st_ino}")
         return tuple(names)
 
     def put(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import hashlib
+import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -94,9 +95,10 @@ class KnownStores:
     def __repr__(self) -> str:
         return f"KnownStores({str(self._directory)!r})"
 
-    def remember(self, url: str, descriptor: Descriptor) -> None:
-        """Note what lies at a root. Where that cannot be written the store cannot be opened while it is away."""
-        path, data = self._path(url), descriptor.encode()
+    def remember(self, url: str, descriptor: Descriptor, places: Sequence[str]) -> None:
+        """Note what lies at a root, and where that is. Where it cannot be written the store cannot be opened while it is away."""
+        path = self._path(url)
+        data = json.dumps({"descriptor": descriptor.encode().decode(), "places": list(places)}).encode()
         try:
             if path.exists() and path.read_bytes() == data:
                 return
@@ -109,13 +111,15 @@ class KnownStores:
         except (TierfsError, OSError) as error:
             _logger.info("what %s is cannot be kept on this host: %s", url, error)
 
-    def find(self, url: str) -> Descriptor | None:
-        """What lay at a root when this host looked last."""
+    def find(self, url: str) -> tuple[Descriptor, tuple[str, ...]] | None:
+        """What lay at a root when this host looked last, and where that was: see `ObjectTier.places`."""
+        path = self._path(url)
         try:
-            return Descriptor.decode(self._path(url).read_bytes(), str(self._path(url)))
+            kept = json.loads(path.read_bytes())
+            return Descriptor.decode(kept["descriptor"].encode(), str(path)), tuple(map(str, kept["places"]))
         except FileNotFoundError:
             return None
-        except (TierfsError, OSError) as error:
+        except (TierfsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
             _logger.warning("what this host knows of %s is of no use: %s", url, error)
             return None
 

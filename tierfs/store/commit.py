@@ -276,11 +276,15 @@ class Commits:
 
         Raises:
             TimeoutError: It has, still; names what is missing.
+            CorruptionError: What it consists of cannot be read: it is never published.
             StoreError, ReadOnlyError, CorruptionError, FormatError: As `advance`.
         """
         clock = self._store.clock
         deadline = None if timeout_s is None else clock.monotonic() + timeout_s
         while waiting := [save for save in self.advance(directory) if mark in {None, save.mark}]:
+            for save in waiting:
+                if save.problem:
+                    raise CorruptionError(f"{self._store.where(directory)}: {save}", path=directory)
             if deadline is not None and clock.monotonic() >= deadline:
                 raise TimeoutError(
                     f"{self._store.where(directory)}: {waiting[0]}; the hosts that hold them publish them, unless they are "

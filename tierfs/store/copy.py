@@ -126,7 +126,8 @@ def transfer(source: Store, source_path: str, target: Store, target_path: str, *
 
 def _copy_bytes(source: Store, entry: Entry, target: Store, target_path: str) -> None:
     reader = open_entry(source, entry)
-    writer = Writer(target, target_path)
+    metadata = None if entry.manifest is None else entry.manifest.metadata
+    writer = Writer(target, target_path, metadata=metadata)
     try:
         with buffers().lend(min(COPY_BYTES, reader.length)) as buffer:
             for offset in range(0, reader.length, COPY_BYTES):

@@ -31,14 +31,14 @@ from tierfs.flush.tiers import Tiers
 from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.host import Host
 from tierfs.local.nvmereader import NvmeReader
-from tierfs.local.place import claim
+from tierfs.local.place import check, claim
 from tierfs.local.ram import RamTier
 from tierfs.store.exit import finish_at_exit
 from tierfs.store.publishing import StorePublisher
 from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 
-__all__ = ["Launcher", "Target", "offer", "tiers_for"]
+__all__ = ["Launcher", "Target", "offer", "publisher_of", "tiers_for"]
 
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
@@ -94,7 +94,7 @@ def tiers_for(
             raise
         _logger.warning("%s is used without local tiers: %s", target.url, error)
         return None
-    launcher = Launcher(target, settings, host, directory, lambda: StorePublisher(connect), clock)
+    launcher = Launcher(target, settings, host, directory, lambda: publisher_of(connect, host), clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
         NvmeReader(directory),
@@ -112,6 +112,15 @@ def tiers_for(
         # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.
         start_daemon(tiers.writer.announce, name="resume")
     return tiers
+
+
+def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
+    """The way to the object tier for what this host has pending: to the store whose local tiers hold it, not to a copy of that."""
+
+    def check_place(store: Store) -> None:
+        check(host.store_directory(store.descriptor.uuid), store.objects.places(), store.url)
+
+    return StorePublisher(connect, check_place)
 
 
 def offer(tiers: Tiers, options: dict[str, Any]) -> None:
@@ -161,7 +170,6 @@ class Launcher:
             "url": self._target.url,
             "options": options[0] if options else None,
             "earlier": options[1:],
-            "places": self._target.places,
         }
 
     def offer(self, options: dict[str, Any]) -> None:

@@ -172,7 +172,7 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
         known = _stores.get((_token(location), root))
         if known is not None and known.descriptor == descriptor:
             return known
-        store = _stores[_token(location), root] = _make(location, objects, descriptor, url)
+        store = _stores[_token(location), root] = _make(location, objects, descriptor, url, objects.places())
         return store
 
 
@@ -208,13 +208,14 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
         if kept is None:
             raise
         _logger.warning("%s is opened as this host knows it, because its object tier is away: %s", url, error)
-        descriptor, is_away = kept, True
+        descriptor, places = kept
     else:
+        places = objects.places()
         if not descriptor.endpoint.host_local:
-            _known_stores(location).remember(url, descriptor)
+            _known_stores(location).remember(url, descriptor, places)
     with _lock:
         if key not in _stores:
-            _stores[key] = _make(location, objects, descriptor, url, is_away=is_away)
+            _stores[key] = _make(location, objects, descriptor, url, places)
         return _stores[key]
 
 
@@ -224,14 +225,13 @@ def _known_stores(location: Location) -> KnownStores:
     return KnownStores(state_directory(options.state_dir), through)
 
 
-def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, *, is_away: bool = False) -> Store:
+def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]) -> Store:
     """An open store with its local tiers, which all stores of this process with the same ones share."""
     objects = as_promised(objects, descriptor.endpoint, _verify_writes(location))
     options, settings, host_local = _tier_settings(location, descriptor, url.partition("://")[2])
     process_local = location.protocol == "memory"
     tiers = None
     if settings.ram_bytes or settings.nvme_bytes:
-        places = () if is_away else objects.places()
         key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None))
         tiers = _tiers.get(key)
         from tierfs.store.localtiers import Target, offer, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while

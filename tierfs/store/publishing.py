@@ -37,10 +37,12 @@ class StorePublisher:
 
     Args:
         connect: Opens the store without local tiers, at first use, and again after that failed or the store went away.
+        check: Raises where the store does not lie where what comes from this host is to go; called each time.
     """
 
-    def __init__(self, connect: Callable[[], Store]) -> None:
+    def __init__(self, connect: Callable[[], Store], check: Callable[[Store], None] = lambda _: None) -> None:
         self._connect = connect
+        self._check = check
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._commits: Commits | None = None
@@ -161,12 +163,15 @@ class StorePublisher:
 
         Raises:
             StoreNotFoundError: Another one is there, or none: what was written to a store must never get into another one.
+            InvalidInputError: It is a copy of the one whose local tiers these are.
         """
         with self._lock:
             known = self._store
             if known is not None and known.is_current():
+                self._check(known)
                 return known
             store = self._connect()
+            self._check(store)
             if known is not None and (store is known or store.descriptor.uuid != known.descriptor.uuid):
                 raise StoreNotFoundError(
                     f"the store {known.descriptor.uuid} is not at {known.url} any more: put it back, and what waits is flushed",
