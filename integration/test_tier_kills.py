@@ -304,8 +304,8 @@ STAGED = [[*one[:-1], "staged"] if one[0] == "write" else one for one in MIXED]
 
 
 @pytest.fixture
-def case():
-    """Makes one, on a disk where it is asked for."""
+def case(tmp_path):
+    """Makes one, on a disk where it is asked for; it ends before that goes."""
     made = []
     with zygotes(1) as (zygote,):
 

@@ -9,7 +9,7 @@ from tierfs.flush.levels import Level
 from tierfs.objects.memory import MemoryObjects
 from tierfs.store import Store
 from tierfs.store.create import create_store
-from tierfs.store.localtiers import Target, tiers_for
+from tierfs.store.localtiers import Target, home_of, tiers_for
 from tierfs.store.settings import ResolvedTiers
 
 URL = "memory://store"
@@ -27,7 +27,7 @@ def held_store(tmp_path):
     settings = ResolvedTiers(Level.STAGED, 64 << 20, 0, tmp_path / "host", 20.0)
     objects = _Refusing(root)
     target = Target(descriptor.uuid, URL, objects.places(), {}, DigestKind.XXH3_128, False, True)
-    tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), required=True)
+    tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), home_of(target, settings))
     try:
         yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, timeout_s=20)
     finally:

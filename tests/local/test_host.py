@@ -660,3 +660,37 @@ def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplo
     assert not (tmp_path / "missing").exists()
     assert "no segments can be made" in caplog.text
     assert host.is_alive(host.owner())
+
+
+def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        first = Host(tmp_path / "state", tmp_path)
+    assert first.segments is None
+    assert Host(tmp_path / "state", tmp_path).segments is not None
+
+
+def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_SHM_DIR", "shm")
+    with pytest.raises(InvalidInputError, match="named from the root"):
+        Host(tmp_path / "state")
+
+
+def test_a_lock_is_taken_where_its_disk_is_read_only_by_now(tmp_path, monkeypatch):
+    path, opened = tmp_path / "a.lock", os.open
+    lock = ExclusiveLock(path)
+    assert lock.acquire()
+    lock.release()
+
+    def read_only(name, flags, *mode):
+        if flags & os.O_RDWR:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr("os.open", read_only)
+    assert lock.acquire()
+    assert not ExclusiveLock(path).acquire()
+    lock.release()

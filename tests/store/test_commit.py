@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tierfs.errors import ConflictError, FormatError, NotFoundError, StoreError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.flush.levels import Level
+from tierfs.format import keys
 from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
 from tierfs.format.keys import record_key
 from tierfs.objects.memory import MemoryObjects
@@ -269,6 +270,15 @@ def test_who_waits_for_one_save_does_not_wait_for_others(hosts):
     Commits(first.store).check_stands(f"run/{ROOT}", mark(1))
     with pytest.raises(TimeoutError, match="never"):
         Commits(second.store).wait("run", 0.1, mark(2))
+
+
+def test_a_save_that_can_never_be_published_is_not_waited_for(hosts):
+    first, second = hosts
+    Commits(first.store).announce("run", document("never", note="x" * 100_000), mark(1))
+    for item in list(first.plain().objects.list(keys.CHUNKS)):
+        first.plain().objects.delete([item.key])
+    with pytest.raises(CorruptionError, match="cannot be published"):
+        Commits(Store(second.plain().objects, second.descriptor, url="store")).wait("run", None, mark(1))
 
 
 def test_marks_grow_past_what_is_announced_and_have_an_end(hosts):

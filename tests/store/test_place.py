@@ -1,6 +1,7 @@
 """A copy of a store has its id, and gets nothing that was saved to the store, which gets nothing that was saved to the copy."""
 
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import tierfs
 from tierfs.cli import main
-from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.local.host import Host
@@ -22,6 +23,7 @@ from tierfs.store.localtiers import publisher_of
 from tierfs.store.open import open_bare
 from tierfs.store.settings import TierOptions
 
+opening = importlib.import_module("tierfs.store.open")
 UUID = "0123456789abcdef0123456789abcdef"
 
 
@@ -212,6 +214,23 @@ def test_a_copy_does_not_have_them_while_it_is_away_either(tmp_path, options, mo
     monkeypatch.setattr(Remote, "away", str(copy))
     with pytest.raises(InvalidInputError, match="has the id of a store"):
         look(copy)
+
+
+def test_what_may_be_pending_where_nobody_can_look_has_reached_no_level(store, options, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
+    fs, path = open_at(store, ack="local")
+    fs.pipe(f"{path}/a", b"saved")
+    fs.wait(path, "object", timeout=30)
+    os.chmod(options["state_dir"], 0o755)  # as cp -r makes it
+    monkeypatch.setattr(opening, "_stores", {})
+    monkeypatch.setattr(opening, "_tiers", {})
+    fs, path = open_at(store)
+    assert fs.cat(f"{path}/a") == b"saved"
+    for ask in (lambda: fs.wait(path, "object", timeout=30), lambda: fs.ack(f"{path}/a")):
+        with pytest.raises(ReadOnlyError, match="closed to others"):
+            ask()
+    assert main(["wait", f"file://{store}"]) == 10
+    os.chmod(options["state_dir"], 0o700)
 
 
 def test_where_a_known_store_lies_need_not_be_written_down(host, monkeypatch, caplog):

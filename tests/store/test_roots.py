@@ -17,6 +17,7 @@ from tierfs.store import (
     Store,
     TierOptions,
     WriteMode,
+    Writer,
     delete,
     find,
     list_directory,
@@ -197,6 +198,16 @@ def test_a_move_between_stores_deletes_only_what_it_copied(store, tier, monkeypa
         transfer(store, "a", other, "a", move=True)
     assert load(store, "a") == b"new"
     assert load(other, "a") == b"old"
+
+
+def test_what_is_moved_between_stores_keeps_what_its_user_noted(store):
+    other_tier = MemoryObjects(f"/roots-{uuid.uuid4().hex}")
+    other = Store(other_tier, create_store(other_tier, "other", random_bytes=os.urandom(16))[0], url="other")
+    writer = Writer(store, "a", metadata={"epoch": 7})
+    writer.write(b"data")
+    writer.commit()
+    transfer(store, "a", other, "a", move=True)
+    assert stat(other, "a").manifest.metadata == {"epoch": 7}
 
 
 def test_hosts_that_make_a_store_at_once_make_one(tier):

@@ -10,7 +10,7 @@ from tierfs.objects.memory import MemoryObjects
 from tierfs.store import (
     Writer,
 )
-from tierfs.store.localtiers import Target, tiers_for
+from tierfs.store.localtiers import Target, home_of, tiers_for
 from tierfs.store.settings import ResolvedTiers
 from tierfs.store.store import Store
 
@@ -30,7 +30,7 @@ class Host:
         target = Target(
             self.descriptor.uuid, "memory://store", self.objects.places(), {}, DigestKind.XXH3_128, False, True
         )
-        self.tiers = tiers_for(target, self.settings, self.plain, required=True)
+        self.tiers = tiers_for(target, self.settings, self.plain, home_of(target, self.settings))
         self.store = Store(
             self.objects,
             self.descriptor,

@@ -217,7 +217,7 @@ class SlabWriter:
                     tier="ram",
                 ) from error
             except OSError as error:
-                raise StoreError(f"{path} cannot be sealed: {self._sealing!r}: {explain(error)}", path=path) from error
+                raise StoreError(f"{path} cannot be sealed: {explain(error)}", path=path) from error
             yield
 
     def expect(self) -> None:

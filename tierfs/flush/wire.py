@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 
 from tierfs import errors
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.local.host import explain
 
 __all__ = [
     "DESCRIPTORS_MAX",
@@ -202,7 +203,11 @@ def credentials_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def listen(directory: Path) -> socket.socket:
-    """Listen in ``directory``, for this user only. What is left there of an earlier flusher is replaced: hold its lock."""
+    """Listen in ``directory``, for this user only. What is left there of an earlier flusher is replaced: hold its lock.
+
+    Raises:
+        StoreError: Nothing can be made there.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         with _address(directory) as address:
@@ -212,8 +217,12 @@ def listen(directory: Path) -> socket.socket:
             os.chmod(address, 0o600)  # nobody can connect before it listens
         sock.listen(BACKLOG)
         sock.settimeout(0)
-    except BaseException:
+    except BaseException as error:
         sock.close()
+        if isinstance(error, OSError):
+            raise StoreError(
+                f"{directory}: no flusher can be reached there: {explain(error)}", path=str(directory)
+            ) from error
         raise
     return sock
 

@@ -182,7 +182,7 @@ class ExclusiveLock:
         # Noted before it is locked, so that no child that is forked meanwhile keeps a lock it does not know of.
         with _guard:
             try:
-                self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+                self._fd = self._open_file()
             except FileNotFoundError as error:  # it would have been made
                 raise StoreError(
                     f"{self.path} cannot be locked: the state directory was removed while it is in use, and what was pending "
@@ -193,6 +193,15 @@ class ExclusiveLock:
                 raise StoreError(f"{self.path} cannot be locked: {explain(error)}", path=str(self.path)) from error
             _locks.add(self)
             return self._fd
+
+    def _open_file(self) -> int:
+        try:
+            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+        # A disk that failed is made read-only by the kernel, and locks are not written.
+        return os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW)
 
     def _close(self) -> None:
         fd, self._fd, self._held = self._fd, None, False
@@ -216,7 +225,7 @@ class Host:
 
     Raises:
         ReadOnlyError: The directory belongs to somebody else, or is open to others.
-        InvalidInputError: It lies on a network filesystem.
+        InvalidInputError: It lies on a network filesystem, or ``TIERFS_SHM_DIR`` is not named from the root.
         CapacityError, StoreError: It cannot be made.
     """
 
@@ -234,6 +243,11 @@ class Host:
         make_private(self._processes)
         self._own: ExclusiveLock | None = None
         shm = shm or Path(os.environ.get("TIERFS_SHM_DIR") or "/dev/shm")  # noqa: S108 - a folder in it is checked
+        if not shm.is_absolute():
+            raise InvalidInputError(
+                f"TIERFS_SHM_DIR={shm}: it is named from the root, so that it is the same one wherever a program is started",
+                path=str(shm),
+            )
         self.segments: Path | None = None
         try:
             self.segments = self._find_segments(shm)
@@ -346,11 +360,16 @@ class Host:
                 folder.mkdir(mode=0o700)
             make_private(folder, follow_links=False)
             fd = os.open(folder / "state", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            if _claim(fd, mine):
+            is_ours = False
+            try:
+                is_ours = _claim(fd, mine)
+            finally:
+                if not is_ours:
+                    os.close(fd)
+            if is_ours:
                 # Held for as long as this object lives, and by forked children, who use the folder as well.
                 weakref.finalize(self, os.close, fd).atexit = False
                 return folder
-            os.close(fd)
         raise StoreError(f"{shm} has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self.directory}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tierfs import __version__
 from tierfs.clock import Clock, SystemClock
 from tierfs.daemons import start_daemon
 from tierfs.digest import DigestKind
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.flush.building import TRANSIT_BYTES, build_engine
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.launch import LOG_NAME, Launched, spawn
@@ -38,7 +39,7 @@ from tierfs.store.publishing import StorePublisher
 from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 
-__all__ = ["Launcher", "Target", "offer", "publisher_of", "tiers_for"]
+__all__ = ["Launcher", "Target", "home_of", "may_hide", "offer", "publisher_of", "tiers_for"]
 
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
@@ -67,33 +68,38 @@ class Target:
     process_local: bool
 
 
-def tiers_for(
-    target: Target,
-    settings: ResolvedTiers,
-    connect: Callable[[], Store],
-    *,
-    required: bool,
-) -> Tiers | None:
+def home_of(target: Target, settings: ResolvedTiers) -> tuple[Host, Path]:
+    """Where a store's local tiers are: the host, and their directory on it.
+
+    Raises:
+        InvalidInputError: They are those of another store of this id, or can be none where the state directory is.
+        ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
+    """
+    host = Host(settings.directory)
+    return host, claim(host, target.uuid, target.places, target.url)
+
+
+def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
+    """Whether something of this store may be pending where `home_of` raised this."""
+    if isinstance(error, InvalidInputError):
+        return False
+    try:
+        return (settings.directory / "stores" / uuid).stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def tiers_for(target: Target, settings: ResolvedTiers, connect: Callable[[], Store], home: tuple[Host, Path]) -> Tiers:
     """Make this process's side of a store's local tiers, and have what is pending there flushed.
 
     Args:
         target: The store.
         settings: Budgets, the state directory, how long to wait.
         connect: Opens the store without local tiers, for a flusher that is a thread of this process.
-        required: Whether the tiers were asked for. If not, and they cannot be used, there are none, which is logged.
-
-    Raises:
-        ReadOnlyError, InvalidInputError, StoreError: ``required``, and the state directory cannot be used.
+        home: See `home_of`.
     """
     clock = SystemClock()
-    try:
-        host = Host(settings.directory)
-        directory = claim(host, target.uuid, target.places, target.url)
-    except TierfsError as error:
-        if required:
-            raise
-        _logger.warning("%s is used without local tiers: %s", target.url, error)
-        return None
+    host, directory = home
     launcher = Launcher(target, settings, host, directory, lambda: publisher_of(connect, host), clock)
     tiers = Tiers(
         RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),

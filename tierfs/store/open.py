@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tierfs.digest import DigestKind
-from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.local.filesystems import filesystem_of, is_network
@@ -230,32 +230,39 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     objects = as_promised(objects, descriptor.endpoint, _verify_writes(location))
     options, settings, host_local = _tier_settings(location, descriptor, url.partition("://")[2])
     process_local = location.protocol == "memory"
-    tiers = None
+    tiers: Tiers | None = None
+    hidden: TierfsError | None = None
     if settings.ram_bytes or settings.nvme_bytes:
         key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None))
         tiers = _tiers.get(key)
-        from tierfs.store.localtiers import Target, offer, tiers_for  # noqa: PLC0415 - brings numpy, which takes a while
+        from tierfs.store import localtiers  # noqa: PLC0415 - brings numpy, which takes a while
 
         options_given = dict(location.options)
         if tiers is not None:
-            offer(tiers, options_given)
+            localtiers.offer(tiers, options_given)
         else:
-            target = Target(
+            target = localtiers.Target(
                 descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
             )
-            tiers = tiers_for(
-                target,
-                settings,
-                lambda: Store(objects, descriptor, url=url, codecs=settings.codecs),
-                required=options.is_explicit,
-            )
-            if tiers is not None:
-                _tiers[key] = tiers
+            try:
+                home = localtiers.home_of(target, settings)
+            except TierfsError as error:
+                if options.is_explicit:
+                    raise
+                _logger.warning("%s is used without local tiers: %s", url, error)
+                hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
+            else:
+
+                def open_plain() -> Store:
+                    return Store(objects, descriptor, url=url, codecs=settings.codecs)
+
+                tiers = _tiers[key] = localtiers.tiers_for(target, settings, open_plain, home)
     return Store(
         objects,
         descriptor,
         url=url,
         tiers=tiers,
+        hidden=hidden,
         ack=settings.ack,
         timeout_s=settings.timeout_s,
         state_dir=settings.directory,

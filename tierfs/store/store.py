@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import NotFoundError, StoreError
+from tierfs.errors import NotFoundError, StoreError, TierfsError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
@@ -48,6 +48,7 @@ class Store:
         clock: Where time comes from.
         random_bytes: Where ids come from.
         tiers: The local tiers; ``None`` where all are off, or are none of the caller's business.
+        hidden: Why there are none, where something may be pending in some nevertheless.
         ack: The level at which a change is acknowledged unless it is asked for another.
         timeout_s: How long that is waited for, and for room in the local tiers; ``None`` for as long as it takes.
         state_dir: Where the host keeps what it knows.
@@ -63,6 +64,7 @@ class Store:
         clock: Clock | None = None,
         random_bytes: Callable[[int], bytes] = os.urandom,
         tiers: Tiers | None = None,
+        hidden: TierfsError | None = None,
         ack: Level = Level.OBJECT,
         timeout_s: float | None = None,
         state_dir: Path | None = None,
@@ -74,6 +76,7 @@ class Store:
         self.clock: Clock = clock or SystemClock()
         self.random_bytes = random_bytes
         self.tiers = tiers
+        self.hidden = hidden
         self.ack = ack
         self.timeout_s = timeout_s
         self._codecs = codecs

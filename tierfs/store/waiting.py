@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tierfs.errors import NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
 from tierfs.store.listing import stat
 from tierfs.store.load import Reader, open_manifest
 from tierfs.store.store import Store
+
+if TYPE_CHECKING:
+    from tierfs.flush.tiers import Tiers
 
 __all__ = ["discard_conflict", "level_of", "open_conflict", "wait"]
 
@@ -22,8 +27,9 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
         ConflictError: Somebody else changed a path before it was flushed; theirs stands, this one is kept.
         TierfsError: What keeps it from getting there.
     """
-    if store.tiers is not None:
-        store.tiers.wait(path, level, timeout_s)
+    tiers = _tiers_of(store)
+    if tiers is not None:
+        tiers.wait(path, level, timeout_s)
 
 
 def level_of(store: Store, path: str) -> Level:
@@ -33,10 +39,22 @@ def level_of(store: Store, path: str) -> Level:
         NotFoundError: Nothing is there, or a directory.
         StoreError, CorruptionError: As `stat`.
     """
-    level = store.tiers.drafts.level(path) if store.tiers is not None else Level.OBJECT
+    tiers = _tiers_of(store)
+    level = tiers.drafts.level(path) if tiers is not None else Level.OBJECT
     if stat(store, path).is_directory:
         raise NotFoundError(f"{store.where(path)} is a directory: levels are a file's", path=path)
     return level
+
+
+def _tiers_of(store: Store) -> Tiers | None:
+    """The local tiers of a store, if there are any.
+
+    Raises:
+        TierfsError: There may be, but they cannot be used: whether something is pending cannot be told.
+    """
+    if store.tiers is None and store.hidden is not None:
+        raise store.hidden.with_traceback(None)
+    return store.tiers
 
 
 def open_conflict(store: Store, path: str) -> Reader:
