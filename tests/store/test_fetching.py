@@ -488,6 +488,16 @@ def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, 
     assert found == row
 
 
+def test_what_lies_beside_a_chunk_and_is_none_is_passed_over(saved, flushing, objects):
+    row = rows_of(flushing.store, PATHS[1])[1]
+    alone = keys.ChunkName(row.name.digest)
+    objects.put(f"{keys.chunk_key(alone)}.bak", [b"x"])
+    assert find_chunk(flushing.bare(), dataclasses.replace(row, name=alone, stored_length=0), "f") == row
+    remove(objects, row.name)
+    with pytest.raises(CorruptionError, match="in no tier"):
+        find_chunk(flushing.bare(), dataclasses.replace(row, name=alone, stored_length=0), "f")
+
+
 def test_a_delta_whose_base_is_gone_is_not_found(saved, flushing):
     row = rows_of(flushing.store, PATHS[1])[1]
     remove(flushing.store.objects, *row.bases)

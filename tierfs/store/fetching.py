@@ -88,7 +88,10 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
     # It may be one that is encoded against others, whose key no one can tell from the content.
     kind = store.descriptor.digest_kind
     for item in store.objects.list(keys.chunk_key(ChunkName(row.name.digest)).removesuffix("0")):
-        name = keys.parse_chunk_key(item.key, kind)
+        try:
+            name = keys.parse_chunk_key(item.key, kind)
+        except FormatError:
+            continue  # it belongs to nothing
         if name.recipe != NO_RECIPE and not store.presence.is_unusable(name):
             found = inspect(store, name, row.raw_length)
             if found is not None and found is not DAMAGED and are_there(store, found.bases):
