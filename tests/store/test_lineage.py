@@ -14,7 +14,7 @@ from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format import keys
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, delete, load, rename, save, verify
-from tierfs.store.lineage import KEYFRAME_SAVES
+from tierfs.store.lineage import KEYFRAME_SAVES, Anchor
 from tierfs.store.records import observe
 from tierfs.store.series import group_of
 from tierfs.testing import Fault, FaultyObjects
@@ -299,6 +299,28 @@ def test_a_header_that_grows_and_a_tensor_that_comes_by_shift_no_base(flushing, 
     assert needs([rows[-1]])
     assert not needs(rows[:-1])
     assert load(flushing.bare(), path_of(2)) == data
+
+
+class ChangesWhileItIsLookedAt:
+    """An anchor at whose side another one appears, unless the lineages are locked."""
+
+    def __init__(self, row, lineages, lineage):
+        self._row, self._lineages, self._lineage = row, lineages, lineage
+
+    @property
+    def row(self):
+        if not self._lineages._lock.locked():
+            self._lineage.anchors[f"other {len(self._lineage.anchors)}"] = Anchor(self._row, 0)
+        return self._row
+
+
+def test_anchors_that_another_save_changes_meanwhile_keep_nobody_from_looking_again(flushing, training):
+    flushing.save(path_of(1), training.file())
+    lineages = flushing.publisher._lineages
+    lineage = lineages._known[path_of(1)]
+    for place, anchor in lineage.anchors.items():
+        lineage.anchors[place] = ChangesWhileItIsLookedAt(anchor.row, lineages, lineage)
+    lineages._look_again(lineage)
 
 
 def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(flushing, training):

@@ -251,7 +251,8 @@ class Lineages:
         with self._lock:
             lineage.anchors = {place: anchor for place, anchor in lineage.anchors.items() if anchor.row.name in there}
             lineage.term = term
-        self._store.presence.hear(term, [*(anchor.row for anchor in lineage.anchors.values()), *rows])
+            anchored = [anchor.row for anchor in lineage.anchors.values()]
+        self._store.presence.hear(term, [*anchored, *rows])
         return lineage
 
 
