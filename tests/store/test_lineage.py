@@ -613,6 +613,17 @@ def test_nothing_is_kept_of_what_became_a_conflict(flushing, training):
     assert not flushing.publisher._plans
 
 
+def test_little_is_kept_of_what_is_never_published(flushing, training, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.publishing"], "PLANS_MAX", 2)
+    drafts = [flushing.draft(f"run/{number}/file", training.file()) for number in range(4)]
+    uploaded = [flushing.upload(draft) for draft in drafts]
+    assert list(flushing.publisher._plans) == [draft.write_id for draft in drafts[2:]]
+    for draft, rows in zip(drafts, uploaded, strict=True):
+        flushing.publish(draft, rows)
+        assert load(flushing.bare(), draft.path) == training.file()
+    assert not flushing.publisher._plans
+
+
 def test_a_chunk_of_which_nothing_is_known_is_stored(flushing):
     row = flushing.publisher.put_chunk(memoryview(b"x" * 100), Hint(), [], read=flushing.read, pace=lambda _: None)
     assert row.raw_length == 100
