@@ -467,6 +467,23 @@ def test_a_damaged_block_of_a_base_keeps_nobody_from_reading_what_needs_others(p
     assert out[:MIB] == changed[MIB : 2 * MIB]
 
 
+def test_a_damaged_block_of_a_base_that_would_be_kept_whole_keeps_nobody_either(patchwork, flushing, objects, tmp_path):
+    row, changed, base = patchwork
+    damage(objects, base.name, base.stored_length - base.raw_length + MIB)
+    host = Host(tmp_path, objects, flushing.descriptor, nvme=0)
+    host.tiers.cache.keeps_reads = True
+    try:
+        out = memoryview(bytearray(6 * MIB))
+        fetch(host.store, row, [(0, out)], "file")
+        assert out == changed
+        with pytest.raises(CorruptionError, match="block 1 does not have its digest"):
+            fetch(host.store, base, [(0, out)], "file")
+        with pytest.raises(CorruptionError, match="block 1 does not have its digest"):
+            fetch(host.store, base, [(0, out[: 2 * MIB])], "file")
+    finally:
+        host.close()
+
+
 def test_a_chain_that_is_too_long_is_refused(flushing):
     pieces = [os.urandom(MIB)]
     for _ in range(3):
