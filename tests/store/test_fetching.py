@@ -419,13 +419,69 @@ def damage(objects, name, *places):
 def test_a_base_that_is_not_sound_is_named_and_not_used_again(saved, flushing, objects, how):
     delta = rows_of(flushing.store, PATHS[1])[1]
     (base,) = delta.bases
-    (remove if how == "missing" else damage)(objects, base)
+    if how == "missing":
+        remove(objects, base)
+    else:
+        damage(objects, base, 1 << 16)  # in the first block, which the delta needs
     store = flushing.bare()
     with pytest.raises(CorruptionError, match=rf"run/step_2/shard.*encoded against.*{keys.chunk_key(base)}.*{how}"):
         load(store, PATHS[1])
     assert store.presence.is_unusable(base)
     damaged = {found.path for found in verify(flushing.bare()).damage}
     assert damaged == set(PATHS)
+
+
+@pytest.fixture
+def patchwork(flushing):
+    """A chunk of which each second block is a delta and the others are as they are: itself, its bytes, and its base."""
+    raw = os.urandom(6 * MIB)
+    base = store_chunk(flushing.store, memoryview(raw))
+    changed = b"".join(
+        os.urandom(MIB) if index % 2 else data_like(raw[index * MIB : (index + 1) * MIB]) for index in range(6)
+    )
+    row = store_against(flushing.store, changed, base, raw)
+    assert flushing.codecs_of([row]) == {"DPLANE": 3, "STORE": 3}
+    return row, changed, base
+
+
+def test_blocks_of_a_base_that_nobody_needs_are_not_fetched(patchwork, flushing, objects):
+    row, changed, _ = patchwork
+    measured = MeasuredObjects(objects)
+    out = memoryview(bytearray(6 * MIB))
+    fetch(Store(measured, flushing.descriptor, url="store"), row, [(0, out)], "file")
+    assert out == changed
+    assert measured.snapshot()["get"]["bytes"] < row.stored_length + 4 * MIB
+
+
+def test_a_damaged_block_of_a_base_keeps_nobody_from_reading_what_needs_others(patchwork, flushing, objects):
+    row, changed, base = patchwork
+    head = base.stored_length - base.raw_length
+    damage(objects, base.name, head + MIB)
+    out = memoryview(bytearray(6 * MIB))
+    fetch(flushing.bare(), row, [(0, out)], "file")
+    assert out == changed
+    damage(objects, base.name, head + 2 * MIB)
+    with pytest.raises(CorruptionError, match=r"encoded against.*block 2 does not have its digest"):
+        fetch(flushing.bare(), row, [(0, out)], "file")
+    fetch(flushing.bare(), row, [(MIB, out[:MIB])], "file")
+    assert out[:MIB] == changed[MIB : 2 * MIB]
+
+
+def test_a_damaged_block_of_a_base_that_would_be_kept_whole_keeps_nobody_either(patchwork, flushing, objects, tmp_path):
+    row, changed, base = patchwork
+    damage(objects, base.name, base.stored_length - base.raw_length + MIB)
+    host = Host(tmp_path, objects, flushing.descriptor, nvme=0)
+    host.tiers.cache.keeps_reads = True
+    try:
+        out = memoryview(bytearray(6 * MIB))
+        fetch(host.store, row, [(0, out)], "file")
+        assert out == changed
+        with pytest.raises(CorruptionError, match="block 1 does not have its digest"):
+            fetch(host.store, base, [(0, out)], "file")
+        with pytest.raises(CorruptionError, match="block 1 does not have its digest"):
+            fetch(host.store, base, [(0, out[: 2 * MIB])], "file")
+    finally:
+        host.close()
 
 
 def test_a_chain_that_is_too_long_is_refused(flushing):
@@ -447,6 +503,16 @@ def test_a_chunk_is_found_by_its_digest_where_it_stands_as_a_delta_alone(saved, 
         flushing.bare(), dataclasses.replace(row, name=keys.ChunkName(row.name.digest), stored_length=0), "f"
     )
     assert found == row
+
+
+def test_what_lies_beside_a_chunk_and_is_none_is_passed_over(saved, flushing, objects):
+    row = rows_of(flushing.store, PATHS[1])[1]
+    alone = keys.ChunkName(row.name.digest)
+    objects.put(f"{keys.chunk_key(alone)}.bak", [b"x"])
+    assert find_chunk(flushing.bare(), dataclasses.replace(row, name=alone, stored_length=0), "f") == row
+    remove(objects, row.name)
+    with pytest.raises(CorruptionError, match="in no tier"):
+        find_chunk(flushing.bare(), dataclasses.replace(row, name=alone, stored_length=0), "f")
 
 
 def test_a_delta_whose_base_is_gone_is_not_found(saved, flushing):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 import uuid
 
@@ -13,7 +14,7 @@ from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format import keys
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, delete, load, rename, save, verify
-from tierfs.store.lineage import KEYFRAME_SAVES
+from tierfs.store.lineage import KEYFRAME_SAVES, Anchor
 from tierfs.store.records import observe
 from tierfs.store.series import group_of
 from tierfs.testing import Fault, FaultyObjects
@@ -170,6 +171,49 @@ def test_a_flusher_that_begins_anew_finds_the_save_before_and_fetches_it_once(ob
     assert load(flushing.bare(), path_of(2)) == data
 
 
+def torch_file(training, tensors):
+    """The weights as `torch.save` stores them, in so many tensors."""
+    torch = pytest.importorskip("torch")
+    parts = torch.from_numpy(training.master.copy()).tensor_split(tensors)
+    out = io.BytesIO()
+    torch.save({f"layer.{number}": part.clone() for number, part in enumerate(parts)}, out)
+    return out.getvalue()
+
+
+def begin_anew(objects, training, tensors):
+    """A file of many tensors, and a flusher that knows nothing of it; what the first look at it asks for."""
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+    rows = flushing.save(path_of(1), torch_file(training, tensors))
+    flushing.restart()
+    draft = flushing.draft(path_of(2), torch_file(training.step(), tensors))
+    before = measured.snapshot()["get"]
+    hints = flushing.publisher.plan(draft, flushing.read)
+    after = measured.snapshot()["get"]
+    return flushing, rows, hints, {name: after[name] - before[name] for name in ("requests", "bytes")}
+
+
+def test_a_flusher_that_begins_anew_fetches_no_block_of_the_save_before_twice(objects):
+    training = Training(2 * MIB)
+    _, rows, hints, asked = begin_anew(objects, training, 200)
+    blocks = sum(-(-row.raw_length // MIB) for row in rows)
+    assert asked["requests"] <= 2 * blocks  # an envelope and a block
+    assert asked["bytes"] <= blocks * (MIB + (128 << 10))
+    assert {hint.base.name for hint in hints if hint.base is not None} <= names(rows)
+    assert any(hint.base for hint in hints)
+
+
+def test_a_save_before_whose_tensors_lie_in_too_many_places_is_passed_over(objects, training, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.layout"], "LOOK_BLOCKS_MAX", 1)
+    flushing, _, hints, asked = begin_anew(objects, training, 20)
+    assert asked["requests"] <= 2
+    assert not any(hint.base for hint in hints)
+    assert flushing.publisher.asked()["codecs"]["unknown_layouts"] == 1
+    data = torch_file(training, 20)
+    flushing.save(path_of(3), data)
+    assert load(flushing.bare(), path_of(3)) == data
+
+
 def test_a_flusher_that_knows_the_save_before_asks_for_nothing_of_it(objects, training, monkeypatch):
     monkeypatch.setattr(Store, "is_current", lambda _: True)  # which is another question
     measured = MeasuredObjects(objects)
@@ -255,6 +299,28 @@ def test_a_header_that_grows_and_a_tensor_that_comes_by_shift_no_base(flushing, 
     assert needs([rows[-1]])
     assert not needs(rows[:-1])
     assert load(flushing.bare(), path_of(2)) == data
+
+
+class ChangesWhileItIsLookedAt:
+    """An anchor at whose side another one appears, unless the lineages are locked."""
+
+    def __init__(self, row, lineages, lineage):
+        self._row, self._lineages, self._lineage = row, lineages, lineage
+
+    @property
+    def row(self):
+        if not self._lineages._lock.locked():
+            self._lineage.anchors[f"other {len(self._lineage.anchors)}"] = Anchor(self._row, 0)
+        return self._row
+
+
+def test_anchors_that_another_save_changes_meanwhile_keep_nobody_from_looking_again(flushing, training):
+    flushing.save(path_of(1), training.file())
+    lineages = flushing.publisher._lineages
+    lineage = lineages._known[path_of(1)]
+    for place, anchor in lineage.anchors.items():
+        lineage.anchors[place] = ChangesWhileItIsLookedAt(anchor.row, lineages, lineage)
+    lineages._look_again(lineage)
 
 
 def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(flushing, training):
@@ -359,7 +425,7 @@ def test_a_file_that_did_not_change_costs_a_look_at_each_chunk_and_no_chunk(obje
     after = measured.snapshot()
     asked = {name: after[name]["requests"] - before[name]["requests"] for name in ("get", "put")}
     # The header is read to see how the file is laid out, which is as good as a look; the record and the lease are put.
-    assert asked == {"get": 2 + len(rows) - 1, "put": 2}
+    assert asked == {"get": len(rows), "put": 2}
     flushing.clock.sleep(61)
     before = measured.snapshot()
     assert flushing.save(path_of(1), data) == rows
@@ -544,6 +610,17 @@ def test_nothing_is_kept_of_what_became_a_conflict(flushing, training):
     save(flushing.store, "model", b"theirs")
     with pytest.raises(ConflictError):
         flushing.publish(draft, rows)
+    assert not flushing.publisher._plans
+
+
+def test_little_is_kept_of_what_is_never_published(flushing, training, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.publishing"], "PLANS_MAX", 2)
+    drafts = [flushing.draft(f"run/{number}/file", training.file()) for number in range(4)]
+    uploaded = [flushing.upload(draft) for draft in drafts]
+    assert list(flushing.publisher._plans) == [draft.write_id for draft in drafts[2:]]
+    for draft, rows in zip(drafts, uploaded, strict=True):
+        flushing.publish(draft, rows)
+        assert load(flushing.bare(), draft.path) == training.file()
     assert not flushing.publisher._plans
 
 

@@ -253,6 +253,18 @@ def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
     assert (lease.sequence, lease.duration_s, keys.lease_key(lease.holder)) == (3, 60, info.key)
 
 
+def test_the_lease_of_a_new_holder_counts_from_one(store, tier, clock):
+    for _ in range(3):
+        store.presence.ensure()
+        clock.sleep(31)
+    (swept,) = tier.list(keys.LEASES)
+    tier.delete([swept.key])
+    store.presence.ensure()
+    (info,) = tier.list(keys.LEASES)
+    assert info.key != swept.key
+    assert Lease.decode(tier.read(info.key, 4096)[0], info.key).sequence == 1
+
+
 def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
     faulty = FaultyObjects(tier, clock=clock)
     store = open_on(faulty, clock)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
-from tierfs.errors import TierfsError
+from tierfs.errors import CorruptionError, TierfsError
 from tierfs.flush.caller import Caller
 from tierfs.flush.chunkbuffer import ChunkBuffer
 from tierfs.flush.chunkreader import ChunkReader
@@ -91,7 +91,8 @@ class ChunkCache:
         """Copy verified bytes of a chunk to where they are wanted: from the object tier where no local one has a good copy.
 
         What is fetched then is kept here. A chunk of which a quarter or more is wanted is fetched whole, and once for all
-        threads and processes of the host that want it meanwhile.
+        threads and processes of the host that want it meanwhile. Where that finds damage, what is
+        wanted is fetched alone, and not kept.
 
         Args:
             name: As for `ChunkReader.read`; so are ``raw_length`` and ``parts``.
@@ -119,7 +120,13 @@ class ChunkCache:
                 self.insert(name, parts[0][1], fetch(parts))
                 return
             with buffers().lend(raw_length) as whole:
-                digests = fetch([(0, whole)])
+                try:
+                    digests = fetch([(0, whole)])
+                except CorruptionError:
+                    if wanted >= raw_length:
+                        raise
+                    fetch(parts)  # what is damaged may be what nobody wants
+                    return
                 for start, out in parts:
                     out[:] = whole[start : start + len(out)]
                 self.insert(name, whole, digests)

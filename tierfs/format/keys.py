@@ -44,6 +44,7 @@ PROBE = f"{PRIVATE}/probe/"
 PATH_BYTES_MAX = 800
 COMPONENT_BYTES_MAX = 250
 NO_RECIPE = bytes(8)
+GENERATION_MAX = (1 << 32) - 1
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.=+,@")
 _ESCAPE = re.compile(r"!([0-9a-f]{2})")
@@ -174,7 +175,7 @@ def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
         FormatError: This is no chunk's key in a store with digests of this kind.
     """
     match = _CHUNK.fullmatch(key.removeprefix(CHUNKS))
-    if match is None or match[2][:2] != match[1] or len(match[2]) != 2 * kind.size:
+    if match is None or match[2][:2] != match[1] or len(match[2]) != 2 * kind.size or int(match[3]) > GENERATION_MAX:
         raise FormatError(f"{key!r} is no chunk's key", path=key)
     return ChunkName(bytes.fromhex(match[2]), int(match[3]), bytes.fromhex(match[4]) if match[4] else NO_RECIPE)
 

@@ -88,7 +88,10 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
     # It may be one that is encoded against others, whose key no one can tell from the content.
     kind = store.descriptor.digest_kind
     for item in store.objects.list(keys.chunk_key(ChunkName(row.name.digest)).removesuffix("0")):
-        name = keys.parse_chunk_key(item.key, kind)
+        try:
+            name = keys.parse_chunk_key(item.key, kind)
+        except FormatError:
+            continue  # it belongs to nothing
         if name.recipe != NO_RECIPE and not store.presence.is_unusable(name):
             found = inspect(store, name, row.raw_length)
             if found is not None and found is not DAMAGED and are_there(store, found.bases):
@@ -274,7 +277,7 @@ def read_envelope(store: Store, row: Row, where: str) -> Envelope:
 
 
 class _Bases:
-    """What blocks of a chunk are encoded against, fetched when the first of them asks for it.
+    """What blocks of a chunk are encoded against, fetched when the first of them asks for it, and for no others.
 
     Args:
         store: The store.
@@ -300,19 +303,23 @@ class _Bases:
         self._depth = depth
         self._lend = lend
         self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
-        self._blocks = blocks
-        self._start = blocks[0] * BLOCK_BYTES * self._factor
+        self._blocks = [index for index in blocks if self._needs(envelope.blocks[index].codec)]
+        self._start = self._blocks[0] * BLOCK_BYTES * self._factor if self._blocks else 0
+        # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
+        self._exact = len(blocks) < len(envelope.blocks)
         self._bytes: memoryview | None = None
 
     def of(self, index: int) -> memoryview | None:
         """What block ``index`` is encoded against; ``None`` if against nothing."""
-        codec, factor = self._envelope.blocks[index].codec, self._factor
-        if codec not in _CODECS or Codec(codec).base_factor != factor or not factor:
+        if index not in self._blocks:
             return None  # which the decoder refuses, if it needs one
         if self._bytes is None:
             self._bytes = self._fetch()
-        begin = index * BLOCK_BYTES * factor - self._start
-        return self._bytes[begin : begin + BLOCK_BYTES * factor]
+        begin = index * BLOCK_BYTES * self._factor - self._start
+        return self._bytes[begin : begin + BLOCK_BYTES * self._factor]
+
+    def _needs(self, codec: int) -> bool:
+        return codec in _CODECS and Codec(codec).base_factor == self._factor != 0
 
     def _fetch(self) -> memoryview:
         if self._depth > self._store.descriptor.chain_max:
@@ -340,11 +347,9 @@ class _Bases:
                     parts.setdefault(row, []).append((base.offset + low - at, out))
             at += base.length
         where = f"{self._place}, which is encoded against"
-        # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
-        exact = len(self._blocks) < len(self._envelope.blocks)
         try:
             for row, wanted in parts.items():
-                _fetch_cached(self._store, row, wanted, where, exact=exact, depth=self._depth + 1)
+                _fetch_cached(self._store, row, wanted, where, exact=self._exact, depth=self._depth + 1)
         except CorruptionError as error:
             error.block = None  # one of the base's
             raise

@@ -10,8 +10,13 @@ from typing import NamedTuple
 from tierfs.codec import Span, spans
 from tierfs.digest import BLOCK_BYTES
 from tierfs.flush.publisher import Tensor
+from tierfs.store.load import Reader
 
-__all__ = ["Place", "layout_of", "places", "unknown_layout"]
+__all__ = ["LOOK_BLOCKS_MAX", "Place", "layout_of", "places", "stored_layout", "unknown_layout"]
+
+LOOK_BLOCKS_MAX = 1024
+"""How many blocks are fetched to see how a file is laid out: as many as a large model has tensors, in one to four requests each."""
+HELD_BLOCKS = 3  # a table is looked ahead into by 64 KiB, across the small chunk that a file begins with
 
 
 class Place(NamedTuple):
@@ -25,6 +30,18 @@ class Place(NamedTuple):
 def layout_of(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
     """How a file is laid out, if it can be read."""
     return spans(read, length) or unknown_layout(0, length)
+
+
+def stored_layout(file: Reader) -> list[Span] | None:
+    """The same of a file in the object tier: ``None`` if more than `LOOK_BLOCKS_MAX` of its blocks are in the way.
+
+    Raises:
+        CorruptionError, StoreError, ReadOnlyError, FormatError: It cannot be read.
+    """
+    try:
+        return layout_of(_Blocks(file).read_into, file.length)
+    except _TooManyBlocksError:
+        return None
 
 
 def unknown_layout(start: int, stop: int) -> list[Span]:
@@ -60,3 +77,39 @@ def places(
         )
         yield Place(inside[0].name, start - inside[0].start, length), tensors
         start = stop
+
+
+class _TooManyBlocksError(Exception):
+    pass
+
+
+class _Blocks:
+    """Reads a file in small pieces, front to back with a short look ahead, and fetches each block once for all of those in it."""
+
+    def __init__(self, file: Reader) -> None:
+        self._file = file
+        self._held: list[tuple[int, memoryview]] = []  # blocks, and where in the file they begin
+        self._left = LOOK_BLOCKS_MAX
+
+    def read_into(self, start: int, out: memoryview) -> None:
+        at, end = start, start + len(out)
+        while at < end:
+            begin, block = self._block(at)
+            stop = min(end, begin + len(block))
+            out[at - start : stop - start] = block[at - begin : stop - begin]
+            at = stop
+
+    def _block(self, at: int) -> tuple[int, memoryview]:
+        for begin, block in self._held:
+            if begin <= at < begin + len(block):
+                return begin, block
+        if not self._left:
+            raise _TooManyBlocksError
+        self._left -= 1
+        starts = self._file.starts
+        number = bisect.bisect_right(starts, at) - 1
+        begin = at - (at - starts[number]) % BLOCK_BYTES
+        block = memoryview(bytearray(min(BLOCK_BYTES, starts[number + 1] - begin)))
+        self._file.read_into(begin, block)
+        self._held = [*self._held[1 - HELD_BLOCKS :], (begin, block)]
+        return begin, block

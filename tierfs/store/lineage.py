@@ -23,7 +23,7 @@ from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, Part, ReadRow
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
-from tierfs.store.layout import Place, layout_of, places, unknown_layout
+from tierfs.store.layout import Place, layout_of, places, stored_layout, unknown_layout
 from tierfs.store.listing import names_in
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import observe
@@ -231,7 +231,11 @@ class Lineages:
             return lineage
         rows = expand_rows(self._store, manifest, path)
         self._store.presence.hear(lineage.term, rows)
-        layout = layout_of(open_manifest(self._store, path, manifest).read_into, manifest.length)
+        layout = stored_layout(open_manifest(self._store, path, manifest))
+        if layout is None:
+            text = "what comes after %s is stored without regard to it: its tensors lie in too many places to look at"
+            self._fall_back("unknown_layouts", text, self._store.where(path))
+            return lineage
         there = places(layout, [row.raw_length for row in rows], "")
         for (place, _), row in zip(there, rows, strict=True):
             if not row.bases:
@@ -247,7 +251,8 @@ class Lineages:
         with self._lock:
             lineage.anchors = {place: anchor for place, anchor in lineage.anchors.items() if anchor.row.name in there}
             lineage.term = term
-        self._store.presence.hear(term, [*(anchor.row for anchor in lineage.anchors.values()), *rows])
+            anchored = [anchor.row for anchor in lineage.anchors.values()]
+        self._store.presence.hear(term, [*anchored, *rows])
         return lineage
 
 

@@ -246,7 +246,7 @@ class Presence:
                 self._begin_term()
             else:
                 return
-        self._holder = self._random_bytes(16)
+        self._holder, self._sequence = self._random_bytes(16), 0
         self._sweep(self._put_lease(CREATE))
 
     def _sweep(self, mine: ObjectInfo) -> None:

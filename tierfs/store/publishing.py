@@ -27,8 +27,10 @@ from tierfs.store.records import Observed, observe, publish
 from tierfs.store.save import settle
 from tierfs.store.store import Store
 
-__all__ = ["StorePublisher"]
+__all__ = ["PLANS_MAX", "StorePublisher"]
 
+PLANS_MAX = 10_000
+"""Files of which a plan is kept. Beyond that the oldest goes, and the save after it is encoded against one before that."""
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -47,7 +49,7 @@ class StorePublisher:
         self._store: Store | None = None
         self._commits: Commits | None = None
         self._lineages: Lineages | None = None
-        self._plans: dict[bytes, Plan] = {}  # by write id, from when their files are planned until they are published
+        self._plans: dict[bytes, Plan] = {}  # by write id, until their files are published; those of others stay
 
     def __repr__(self) -> str:
         return f"StorePublisher({self._store!r})"
@@ -61,6 +63,8 @@ class StorePublisher:
             return ()
         with self._lock:
             self._plans[draft.write_id] = plan
+            while len(self._plans) > PLANS_MAX:
+                del self._plans[next(iter(self._plans))]
         return plan.hints
 
     def put_chunk(
