@@ -195,6 +195,29 @@ def test_damage_in_an_archive_names_tensor_and_file(url, store):
         dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
 
 
+@pytest.mark.parametrize("name", ["step", "model.w"])
+@pytest.mark.parametrize("length", [30_000_000, 1 << 62])
+def test_nothing_is_allocated_on_the_metadatas_word(url, store, name, length):
+    found = pickle.loads(stock_metadata(url, store))
+    for index, info in found.storage_data.items():
+        if index.fqn == name:
+            found.storage_data[index] = _StorageInfo(info.relative_path, info.offset, length)
+    save(store, "run/.metadata", pickle.dumps(found))
+    loaded = cleared(state())
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointException) as failed:
+            dcp.load(loaded, storage_reader=TierReader(f"{url}/run"), planner=TierLoadPlanner())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    ((cause, _),) = failed.value.failures.values()
+    assert isinstance(cause, CorruptionError), cause
+    assert name in str(cause)
+    assert "__0_0.distcp" in str(cause)
+    assert peak < 20 << 20
+
+
 # -- the pickle ------------------------------------------------------------------------------------------------------
 
 
