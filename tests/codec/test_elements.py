@@ -228,6 +228,8 @@ def test_sizes_of_four_and_of_eight_bytes_are_read(wide):
         safetensors_file({"a": entry(4, 0, shape=[0])}, bytes(8)),
         safetensors_file({"a": entry(0, 4, "F32", [2])}, bytes(4)),
         safetensors_file({"a": entry(0, 4, shape=[-4])}, bytes(4)),
+        safetensors_file({"a": entry(0, 1, shape="")}, bytes(1)),
+        safetensors_file({"a": entry(0, 1, shape={})}, bytes(1)),
         safetensors_file({"a": entry(0, 1 << 63)}, bytes(4)),
         safetensors_file({"a": [0, 4]}, bytes(4)),
         safetensors_file({"a": {"dtype": "U8", "shape": {}, "data_offsets": "01"}}, bytes(4)),

@@ -337,8 +337,11 @@ def entry(dtype="F32", shape=(4,), offsets=(0, 16)):
         (table(b"{" * 100_000), CorruptionError),
         (table({"w": entry(dtype="F6_E3M2", shape=(16,))}), FormatError),
         (table({"w": entry(dtype=["F32"])}), CorruptionError),
+        (table({"w": entry(shape=(0, 2**62, 8), offsets=(0, 0))}, b""), CorruptionError),
+        (table({"w": entry(dtype="U8", shape=(), offsets=(0, 1)) | {"shape": ""}}, bytes(1)), CorruptionError),
+        (table({"w": entry(dtype="U8", shape=(), offsets=(0, 1)) | {"shape": {}}}, bytes(1)), CorruptionError),
     ],
-    ids=range(22),
+    ids=range(25),
 )
 def test_a_file_that_is_no_good_is_refused_and_imports_nothing(url, store, content, error):
     with pytest.raises(error, match="bad file"):

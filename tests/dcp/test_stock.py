@@ -4,8 +4,11 @@ import contextlib
 import io
 import json
 import os
+import pathlib
 import pickle
+import subprocess
 import sys
+import tracemalloc
 import types
 import uuid
 
@@ -192,6 +195,29 @@ def test_damage_in_an_archive_names_tensor_and_file(url, store):
         dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
 
 
+@pytest.mark.parametrize("name", ["step", "model.w"])
+@pytest.mark.parametrize("length", [30_000_000, 1 << 62])
+def test_nothing_is_allocated_on_the_metadatas_word(url, store, name, length):
+    found = pickle.loads(stock_metadata(url, store))
+    for index, info in found.storage_data.items():
+        if index.fqn == name:
+            found.storage_data[index] = _StorageInfo(info.relative_path, info.offset, length)
+    save(store, "run/.metadata", pickle.dumps(found))
+    loaded = cleared(state())
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointException) as failed:
+            dcp.load(loaded, storage_reader=TierReader(f"{url}/run"), planner=TierLoadPlanner())
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    ((cause, _),) = failed.value.failures.values()
+    assert isinstance(cause, CorruptionError), cause
+    assert name in str(cause)
+    assert "__0_0.distcp" in str(cause)
+    assert peak < 20 << 20
+
+
 # -- the pickle ------------------------------------------------------------------------------------------------------
 
 
@@ -282,6 +308,122 @@ def test_a_pickle_takes_no_memory_on_its_word():
     ):
         with pytest.raises(CorruptionError):
             decode_pickle(data, "x")
+
+
+def metadata_pickle(table, start=b"", rest=b""):
+    """A pickle of torch's `Metadata` of which ``state_dict_metadata`` is made by these opcodes."""
+    module = b"ctorch.distributed.checkpoint.metadata\n"
+    return b"\x80\x02" + start + module + b"Metadata\n)\x81}(X\x13\0\0\0state_dict_metadata" + table + rest + b"ub."
+
+
+HASH = b"ctorch.serialization\n_get_layout\n"
+DOUBLED = b")" + b"q\x00h\x00\x86" * 100
+"""An empty tuple in a tuple twice, that in one twice, and so on: 2^100 of them to whoever follows each."""
+NESTED = b")" + b"\x85" * 300_000
+ENDLESS = {
+    "nested layout": b"\x80\x02" + HASH + NESTED + b"\x85R.",
+    "nested key": b"\x80\x02}" + NESTED + b"K\x01s.",
+    "doubled layout": b"\x80\x02" + HASH + DOUBLED + b"\x85R.",
+    "doubled key": b"\x80\x02}" + DOUBLED + b"K\x01s.",
+    "doubled keys": b"\x80\x02}(K\x01K\x01" + DOUBLED + b"K\x01u.",
+}
+
+
+def test_a_pickle_that_is_endless_to_hash_is_damage():
+    # In a child, since it would end the process, or hang in C.
+    code = (
+        "import pickle, resource, sys\n"
+        "from tierfs.dcp.stock import decode_pickle\n"
+        "from tierfs.errors import CorruptionError\n"
+        "resource.setrlimit(resource.RLIMIT_CPU, (30, 30))\n"
+        "for name, data in pickle.load(sys.stdin.buffer).items():\n"
+        "    try:\n"
+        "        decode_pickle(data, 'WHERE')\n"
+        "    except CorruptionError:\n"
+        "        print(name, flush=True)\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code], input=pickle.dumps(ENDLESS), capture_output=True, timeout=300)
+    assert child.stdout.decode().splitlines() == list(ENDLESS), (child.returncode, child.stderr[-500:])
+
+
+def test_a_path_is_not_longer_than_its_pickle():
+    paths = b"cpathlib\nPosixPath\nq\x00X\x01\0\0\0aq\x01" + b"h\x00h\x01h\x01\x86Rq\x01" * 20
+    with pytest.raises(CorruptionError, match="longer"):
+        decode_pickle(b"\x80\x02" + paths + b".", "x")
+
+
+def test_a_deep_structure_is_damage_wherever_it_is():
+    for deep in (NESTED, DOUBLED, b"]" * 100_000 + b"a" * 99_999):
+        with pytest.raises(CorruptionError, match="WHERE"):
+            decode_pickle(metadata_pickle(deep), "WHERE")
+        assert (
+            decode_pickle(
+                metadata_pickle(
+                    b"}", rest=b"X\x0c\0\0\0planner_data}X\x01\0\0\0a" + deep + b"sX\x0c\0\0\0storage_data}"
+                ),
+                "x",
+            ).planner_data
+            is None
+        )
+
+
+def test_a_planners_own_keys_are_passed_over(url, store):
+    found = pickle.loads(stock_metadata(url, store))
+    found.planner_data = {("a", 1): 1, 1.5: 2, None: 3, True: 4, -7: 5}
+    assert decode_pickle(pickle.dumps(found), "x").planner_data is None
+
+
+def test_integers_that_all_hash_to_the_same_are_no_keys():
+    found = Metadata({}, {number * sys.hash_info.modulus: 1 for number in range(10)}, {})
+    with pytest.raises(CorruptionError, match="key"):
+        decode_pickle(pickle.dumps(found), "x")
+
+
+def test_a_pickle_that_names_one_list_many_times_takes_no_more_memory_than_it_is_long():
+    chunks = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))] * 1000
+    items = {str(number): TensorStorageMetadata(TensorProperties(), torch.Size((3,)), chunks) for number in range(1000)}
+    with pytest.raises(CorruptionError, match="more tensors"):
+        decode_pickle(pickle.dumps(Metadata(items, None, {})), "x")
+    path = ("a",) * 200
+    found = Metadata({}, {str(number): path for number in range(1000)}, {})
+    with pytest.raises(CorruptionError, match="more tensors"):
+        decode_pickle(pickle.dumps(found), "x")
+
+
+def test_a_size_is_no_copy_of_a_list():
+    kept = b"](" + b"N" * 5000 + b"eq\x01ctorch\nSize\nq\x00"
+    data = metadata_pickle(b"](" + b"h\x00h\x01\x85R" * 5000 + b"e", kept)
+    tracemalloc.start()
+    with pytest.raises(CorruptionError):
+        decode_pickle(data, "x")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+def test_metadata_of_many_small_shards_is_read():
+    """As little is in a pickle for each as there can be: without dimensions, or in chunks of one row."""
+    scalar = TensorProperties()
+    items = {
+        str(number): TensorStorageMetadata(
+            scalar, torch.Size(()), [ChunkStorageMetadata(torch.Size(()), torch.Size(()))]
+        )
+        for number in range(500)
+    }
+    rows = [ChunkStorageMetadata(torch.Size((row, 0, 0)), torch.Size((1, 1, 1))) for row in range(500)]
+    items["rows"] = TensorStorageMetadata(scalar, torch.Size((500, 1, 1)), rows)
+    places = {
+        MetadataIndex(fqn, chunk.offsets): _StorageInfo("x", 0, 1) for fqn in items for chunk in items[fqn].chunks
+    }
+    found = decode_pickle(pickle.dumps(Metadata(items, {fqn: (fqn,) for fqn in items}, places)), "x")
+    assert found.state_dict_metadata == items
+    assert list(found.storage_data) == list(places)
+
+
+def test_a_path_is_read_as_text(url, store):
+    found = pickle.loads(stock_metadata(url, store))
+    found.storage_meta.checkpoint_id = pathlib.Path("/some") / "place" / "x"
+    assert decode_pickle(pickle.dumps(found), "x").storage_meta.checkpoint_id == "/some/place/x"
 
 
 @settings(deadline=None)

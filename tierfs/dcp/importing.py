@@ -26,7 +26,7 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import DTYPES_BY_NAME, tensor_in
 from tierfs.dcp.writer import TierWriter
-from tierfs.errors import FormatError, InvalidInputError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 
 __all__ = ["import_checkpoint", "import_file"]
 
@@ -157,7 +157,13 @@ def _tensors_in(data: Any, where: str) -> dict[str, torch.Tensor]:
     for entry in entries.values():
         if entry.dtype not in DTYPES_BY_NAME:
             raise FormatError(f"{where}: {entry.name!r} is {entry.dtype}, which this tierfs does not know", path=where)
-    return {
-        name: tensor_in(view[begin + entry.at :][: entry.length], DTYPES_BY_NAME[entry.dtype], entry.shape)
-        for name, entry in entries.items()
-    }
+    tensors = {}
+    for name, entry in entries.items():
+        content = view[begin + entry.at :][: entry.length]
+        try:
+            tensors[name] = tensor_in(content, DTYPES_BY_NAME[entry.dtype], entry.shape)
+        except RuntimeError as error:
+            raise CorruptionError(
+                f"{where}: {name!r}: {list(entry.shape)} elements of {entry.dtype} are no tensor: {error}", path=where
+            ) from error
+    return tensors

@@ -111,9 +111,11 @@ class ItemReader:
         self._flush()
 
     def _add_object(self, item: Any, place: Place) -> None:
+        fqn = item.storage_index.fqn
+        # Nothing is allocated on the metadata's word.
+        self._files.check(place.file, place.at, place.length, repr(fqn))
         content = bytearray(place.length)
         self._objects.append((item, content))
-        fqn = item.storage_index.fqn
         self._parts.append(_Part(fqn, place.file, place.at, place.length, memoryview(content)))
         self._waiting_bytes += place.length
 

@@ -88,7 +88,7 @@ class ShardFiles:
         self.open(item.file for item in wanted)
         items: dict[str, list[FileRange]] = {}
         for item in wanted:
-            self._check(item)
+            self.check(item.file, item.at, len(item.out), item.label)
             items.setdefault(item.file, []).append(item)
         chunks = [
             _Wanted(file, number, parts)
@@ -106,6 +106,26 @@ class ShardFiles:
                 raise_named(error, f"{labels} in shard file {self.where(chunk.file)}")
 
         transfers().map(fill, chunks)
+
+    def check(self, name: str, at: int, length: int, label: str) -> None:
+        """Check that a range lies in its file.
+
+        Args:
+            name: Of the file.
+            at: Where the range begins in it.
+            length: Of the range.
+            label: What it is of, in errors.
+
+        Raises:
+            CorruptionError: It does not, or the file is missing or of another length.
+            TierfsError: It failed.
+        """
+        whole = self.reader(name).length
+        if at + length > whole:
+            raise CorruptionError(
+                f"{label}: bytes {at} to {at + length} of shard file {self.where(name)} are asked for, and it has {whole}",
+                path=self.path(name),
+            )
 
     def where(self, name: str) -> str:
         """How to name a file in an error."""
@@ -136,16 +156,6 @@ class ShardFiles:
                 tier="object",
             )
         return reader
-
-    def _check(self, item: FileRange) -> None:
-        length = self._open[item.file].length
-        end = item.at + len(item.out)
-        if end > length:
-            raise CorruptionError(
-                f"{item.label}: bytes {item.at} to {end} of shard file {self.where(item.file)} are asked for, and it has "
-                f"{length}",
-                path=self.path(item.file),
-            )
 
 
 def _labels(items: Iterable[FileRange], start: int, end: int, error: TierfsError) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs.dcp.checked import INTEGER_MAX, is_file_name
-from tierfs.dcp.metadatafile import Place
+from tierfs.dcp.metadatafile import PATH_PARTS_MAX, Place
 from tierfs.dcp.stockpickle import Record, unpickle
 from tierfs.dcp.torchnames import LAYOUTS
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
@@ -42,10 +42,11 @@ def decode_pickle(data: bytes, where: str) -> Any:
         CorruptionError: It is damaged.
     """
     root = unpickle(data, where)
+    room = _Room(len(data))
     try:
         if not isinstance(root, Record) or root.kind != "Metadata":
             raise ValueError("it holds no metadata")
-        items = {_text(fqn): _item(item) for fqn, item in _mapping(root.get("state_dict_metadata")).items()}
+        items = {_text(fqn): _item(item, room) for fqn, item in _mapping(root.get("state_dict_metadata")).items()}
         places: dict[Any, Place] = {}
         for index, info in _mapping(root.get("storage_data")).items():
             fqn, offset = _text(_member(index, "MetadataIndex", "fqn")), index.get("offset")
@@ -57,14 +58,14 @@ def decode_pickle(data: bytes, where: str) -> Any:
                     path=where,
                 )
             kind = Place if offset is None else StockPlace
-            places[MetadataIndex(fqn, None if offset is None else _sizes(offset))] = _place(info, kind)
+            places[MetadataIndex(fqn, None if offset is None else _sizes(offset, room))] = _place(info, kind)
         meta = root.get("storage_meta")
         checkpoint_id, save_id = (
             (meta.get("checkpoint_id"), meta.get("save_id")) if isinstance(meta, Record) else (None, None)
         )
         metadata = Metadata(
             state_dict_metadata=items,
-            planner_data=_paths(root.get("planner_data")),
+            planner_data=_paths(root.get("planner_data"), room),
             storage_data=places,
             storage_meta=StorageMeta(*(text if isinstance(text, str) else None for text in (checkpoint_id, save_id))),
         )
@@ -77,17 +78,34 @@ def decode_pickle(data: bytes, where: str) -> Any:
     return metadata
 
 
-def _item(item: Any) -> Any:
+class _Room:
+    """How much may be made of a pickle: one that names a long list many times over would make much more of it than it is long.
+
+    Args:
+        count: Of numbers, names and chunks in all: each takes bytes of the pickle where torch wrote it.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("it says the same of more tensors than torch would")
+
+
+def _item(item: Any, room: _Room) -> Any:
     if not isinstance(item, Record) or item.kind not in ("TensorStorageMetadata", "BytesStorageMetadata"):
         raise ValueError(f"{reprlib.repr(item)} describes nothing")
     if item.kind == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    size = _sizes(item.get("size"))
+    size = _sizes(item.get("size"), room)
     state = _member(item, "TensorStorageMetadata", "properties").state
     dtype, layout, requires_grad, memory_format, pin_memory = state
     chunks = []
     for chunk in item.get("chunks"):
-        offsets, sizes = _sizes(_member(chunk, "ChunkStorageMetadata", "offsets")), _sizes(chunk.get("sizes"))
+        offsets = _sizes(_member(chunk, "ChunkStorageMetadata", "offsets"), room)
+        sizes = _sizes(chunk.get("sizes"), room)
         if not len(offsets) == len(sizes) == len(size) or any(
             offset + length > whole for offset, length, whole in zip(offsets, sizes, size, strict=True)
         ):
@@ -107,19 +125,22 @@ def _item(item: Any) -> Any:
 
 def _place(info: Any, kind: type[Place]) -> Place:
     file = _text(_member(info, "_StorageInfo", "relative_path"))
-    at, length = _sizes((info.get("offset"), info.get("length")))
+    at, length = _sizes((info.get("offset"), info.get("length")), _Room(3))
     if not is_file_name(file):
         raise ValueError(f"{file!r} is no name for a file of a checkpoint")
     return kind(file, at, length)
 
 
-def _paths(planner_data: Any) -> dict[str, tuple[object, ...]] | None:
+def _paths(planner_data: Any, room: _Room) -> dict[str, tuple[object, ...]] | None:
     """Where each value is in the state. A planner's own data is passed over: nothing here could use it."""
     if not isinstance(planner_data, dict):
         return None
     paths = {}
     for fqn, path in planner_data.items():
-        if not isinstance(path, tuple) or not all(type(part) in (str, int) for part in path):
+        if not isinstance(path, tuple) or len(path) > PATH_PARTS_MAX:
+            return None
+        room.take(1 + len(path))
+        if not all(type(part) in (str, int) for part in path):
             return None
         paths[_text(fqn)] = path
     return paths
@@ -143,7 +164,9 @@ def _text(value: Any) -> str:
     return value
 
 
-def _sizes(values: Any) -> tuple[int, ...]:
+def _sizes(values: Any, room: _Room) -> tuple[int, ...]:
+    if isinstance(values, tuple):
+        room.take(1 + len(values))
     if not isinstance(values, tuple) or not all(type(value) is int and 0 <= value <= INTEGER_MAX for value in values):
         raise ValueError(f"{reprlib.repr(values)} are no sizes")
     return values

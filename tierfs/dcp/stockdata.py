@@ -90,6 +90,7 @@ def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planne
             )
             _load(files, place, items, stream, planner)
             continue
+        files.check(place.file, place.at, place.length, repr(items[0].storage_index.fqn))
         batch.append((place, items, bytearray(place.length)))
         batch_bytes += place.length
         if batch_bytes >= BATCH_BYTES_MAX:

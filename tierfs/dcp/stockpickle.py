@@ -4,6 +4,9 @@ Every global of the pickle is answered with a stand-in made for this one reading
 class or function of torch's is called, or could be changed, by what a pickle holds. The stand-ins are turned into torch's
 objects afterwards, and checked like any other input.
 
+Tuples may hold each other deeply, or one many times over, and are hashed in C by recursion: no key is hashed before it was
+looked at.
+
 Python's unpickler that is written in C takes as much memory as a number in the pickle says. So the one written in Python
 is used, with the opcodes alone that torch's metadata needs: several times slower, bounded by the length of the pickle.
 """
@@ -41,6 +44,10 @@ _OPCODES = (
     + pickle.BINGET + pickle.LONG_BINGET + pickle.BINPUT + pickle.LONG_BINPUT + pickle.MEMOIZE
     + pickle.GLOBAL + pickle.STACK_GLOBAL + pickle.REDUCE + pickle.NEWOBJ + pickle.BUILD
 )  # fmt: skip
+_KEY_PARTS_MAX = 64
+_INTEGER_MAX = (1 << 63) - 1
+"""Larger ones could be chosen so that all hash to the same."""
+_ARGUMENTS_MAX = 4096
 _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
@@ -72,19 +79,38 @@ class Record:
         return self.state.get(name, default) if isinstance(self.state, Mapping) else default
 
 
+def _checked(codes: bytes, check: Callable[[list[Any]], None]) -> dict[int, Callable[..., None]]:
+    """Opcodes, each done once what it takes from the stack was looked at."""
+
+    def checked(does: Callable[..., None]) -> Callable[..., None]:
+        def load(unpickler: Any) -> None:
+            check(unpickler.stack)
+            does(unpickler)
+
+        return load
+
+    return {code: checked(pickle._Unpickler.dispatch[code]) for code in codes}
+
+
 class _Unpickler(pickle._Unpickler):
-    dispatch = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}  # noqa: RUF012 - as the base class has it
+    dispatch = {  # noqa: RUF012 - as the base class has it
+        **{code: pickle._Unpickler.dispatch[code] for code in _OPCODES},
+        **_checked(pickle.SETITEM, lambda stack: _check_keys(stack[-2:-1])),
+        **_checked(pickle.SETITEMS, lambda stack: _check_keys(stack[::2])),
+        **_checked(pickle.REDUCE + pickle.NEWOBJ, lambda stack: _check_arguments(stack[-1])),
+    }
 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
         self._where = where
+        self._paths_left = len(data)
         self._known: dict[tuple[str, str], Any] = {
             (module, name): type(name, (Record,), {"__slots__": (), "kind": name}) for module, name in _RECORDS
         }
 
     def find_class(self, module: str, name: str) -> Any:
         """A stand-in for a global that torch's metadata is made of."""
-        known = self._known.get((module, name)) or _stand_in(module, name)
+        known = self._known.get((module, name)) or self._stand_in(module, name)
         if known is None:
             raise InvalidInputError(
                 f"{self._where}: this checkpoint's metadata is a pickle that wants {module}.{name}, which torch's own "
@@ -93,6 +119,30 @@ class _Unpickler(pickle._Unpickler):
             )
         self._known[module, name] = known
         return known
+
+    def _stand_in(self, module: str, name: str) -> Callable[..., Any] | Any | None:
+        """Made anew each time, so that a pickle which changes one changes nothing else."""
+
+        def path(*parts: Any) -> str:
+            texts = [part for part in parts if isinstance(part, str)]
+            self._paths_left -= sum(len(text) + 1 for text in texts)
+            if self._paths_left < 0:
+                raise ValueError("its paths are longer than the pickle")
+            return str(PurePosixPath(*texts))
+
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) == ("torch", "Size"):
+            # Of a list it would be another copy each time.
+            return lambda sizes: sizes if type(sizes) is tuple else None
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            known = {f"torch.{layout}" for layout in LAYOUTS}
+            return lambda text: text if isinstance(text, str) and text in known else None
+        if (module, name) == (_METADATA, "_MEM_FORMAT_ENCODING"):
+            return lambda number: number
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return path
+        return None
 
 
 def unpickle(data: bytes, where: str) -> Any:
@@ -114,16 +164,25 @@ def unpickle(data: bytes, where: str) -> Any:
         raise CorruptionError(f"{where}: the pickle in it cannot be read: {error!r}", path=where) from error
 
 
-def _stand_in(module: str, name: str) -> Callable[..., Any] | Any | None:
-    """Made anew each time, so that a pickle which changes one changes nothing else."""
-    if module == "torch" and name in DTYPES:
-        return DTYPES[name]
-    if (module, name) == ("torch", "Size"):
-        return tuple
-    if (module, name) == ("torch.serialization", "_get_layout"):
-        return lambda text: text if text in {f"torch.{known}" for known in LAYOUTS} else None
-    if (module, name) == (_METADATA, "_MEM_FORMAT_ENCODING"):
-        return lambda number: number
-    if module in ("pathlib", "pathlib._local") and name in _PATHS:
-        return lambda *parts: str(PurePosixPath(*(part for part in parts if isinstance(part, str))))
-    return None
+def _check_keys(keys: list[Any]) -> None:
+    for key in keys:
+        if not _is_key(key):
+            raise ValueError(f"a {type(key).__name__} is a key that torch's metadata does not have")
+
+
+def _check_arguments(arguments: Any) -> None:
+    if not isinstance(arguments, tuple) or len(arguments) > _ARGUMENTS_MAX:
+        raise ValueError("something is called with what torch's metadata does not call it with")
+
+
+def _is_key(value: Any) -> bool:
+    """Whether it is hashed at once: what torch has as keys, and what a planner's own data might."""
+    return _is_plain(value) or (
+        type(value) is tuple and len(value) <= _KEY_PARTS_MAX and all(_is_plain(part) for part in value)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is int:
+        return -_INTEGER_MAX <= value <= _INTEGER_MAX
+    return value is None or type(value) in (str, bool, float) or isinstance(value, Record)
