@@ -238,6 +238,15 @@ def test_what_is_no_document_is_refused(data):
         decode(data, "WHERE")
 
 
+@pytest.mark.parametrize("name", ["x", "version", "tensors"])
+def test_what_is_nested_as_deeply_as_can_be_read_is_refused(name):
+    for depth in range(800, 1000):
+        deep = b"[" * depth + b"]" * depth
+        members = {b"format": b'"tierfs-checkpoint"', b"version": b"1", name.encode(): deep}
+        with pytest.raises((CorruptionError, FormatError), match="WHERE"):
+            decode(b"{" + b",".join(b'"' + key + b'":' + value for key, value in members.items()) + b"}", "WHERE")
+
+
 def test_a_name_that_is_no_unicode_is_shown_and_not_all_that_stands_beside_it():
     places = {}
     boxes = [((row, 0), (1, 6)) for row in range(1000)]

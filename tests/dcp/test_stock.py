@@ -186,6 +186,17 @@ def test_a_table_of_tensors_that_does_not_fit_is_damage(url, safetensors, store)
             dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
 
 
+def test_notes_on_shards_that_are_nested_deeply_are_damage(url, safetensors, store):
+    writer = FsspecWriter(f"{url}/run", serialization_format=SerializationFormat.SAFETENSORS)
+    dcp.save({"w": torch.arange(6.0)}, storage_writer=writer)
+    file = write_safetensors({"w": torch.arange(6.0)}, {"DCP_SHARDING_INFO": "[" * 5000})
+    save(store, "run/__0_0.distcp", file)
+    with pytest.raises(CheckpointException) as failed:
+        dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
+    ((cause, _),) = failed.value.failures.values()
+    assert isinstance(cause, CorruptionError), cause
+
+
 def test_damage_in_an_archive_names_tensor_and_file(url, store):
     dcp.save({"w": torch.arange(6.0)}, checkpoint_id=f"{url}/run")
     content = bytearray(load(store, "run/__0_0.distcp"))

@@ -120,7 +120,11 @@ def _entry(name: str, item: Any, where: str) -> Entry:
         sizes = [*shape, start, end]
     except (KeyError, TypeError, ValueError) as error:
         raise _wrong(where, f"{name!r} is {item!r:.100}") from error
-    if not isinstance(dtype, str) or not isinstance(shape, list) or not all(type(size) is int and 0 <= size <= _INTEGER_MAX for size in sizes):
+    if (
+        not isinstance(dtype, str)
+        or not isinstance(shape, list)
+        or not all(type(size) is int and 0 <= size <= _INTEGER_MAX for size in sizes)
+    ):
         raise _wrong(where, f"{name!r} is {item!r:.100}")
     if len(shape) > _DIMENSIONS_MAX or start > end:
         raise _wrong(where, f"{name!r} is {item!r:.100}")

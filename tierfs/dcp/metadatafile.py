@@ -144,7 +144,12 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
         CorruptionError: It is damaged, or says what cannot be.
         FormatError: It is of another version, or holds a dtype that this torch does not have.
     """
-    return _interpret(_parse(data, where), where)
+    try:
+        return _interpret(_parse(data, where), where)
+    except RecursionError as error:  # what is nested deeply can be read, and neither be written again nor shown
+        raise CorruptionError(
+            f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
+        ) from error
 
 
 def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, CheckpointNote]:

@@ -165,7 +165,7 @@ def _in_safetensors(files: ShardFiles, index: Any, saved: Saved, table: Mapping[
         begin, end = entry["data_offsets"]
         sharding = json.loads(table.get("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
         offsets = sharding.get(index.fqn, {}).get("saved_offsets", list(index.offset))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptionError(
             f"{where}: the file's table of tensors is damaged: {error!r}", path=saved.place.file
         ) from error
@@ -178,6 +178,7 @@ def _in_safetensors(files: ShardFiles, index: Any, saved: Saved, table: Mapping[
     expected = (SAFETENSORS_NAMES.get(saved.dtype), list(saved.shape))
     if described != expected or type(begin) is not int or begin < 0 or end != begin + length:
         raise CorruptionError(
-            f"{where}: the file's table has {entry!r} for it, the metadata {expected}", path=saved.place.file
+            f"{where}: the file's table has {entry!r} for it, the metadata {expected}",
+            path=saved.place.file,
         )
     return Saved(Place(saved.place.file, data_at + begin, length), saved.dtype, saved.shape)

@@ -119,6 +119,15 @@ class Descriptor:
             FormatError: Another version, or sizes that this tierfs does not know.
         """
         try:
+            return cls._decode(data, where)
+        except RecursionError as error:  # what is nested deeply can be read, and neither be written again nor shown
+            raise CorruptionError(
+                f"{where}: the store descriptor is damaged: it is nested too deeply", path=where
+            ) from error
+
+    @classmethod
+    def _decode(cls, data: Buffer, where: str) -> Descriptor:
+        try:
             document = json.loads(bytes(data).decode(), parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             document = None

@@ -1,0 +1,17 @@
+"""A store's descriptor that is hostile: an error of tierfs's, whatever is in it."""
+
+import pytest
+
+from tierfs.errors import CorruptionError, FormatError
+from tierfs.format.descriptor import Descriptor
+
+
+@pytest.mark.parametrize("name", ["x", "format"])
+def test_a_descriptor_that_is_nested_as_deeply_as_can_be_read_is_refused(name):
+    for depth in range(800, 1000):
+        deep = b"[" * depth + b"]" * depth
+        members = {b"magic": b'"tierfs-store"', b"format": b"1", name.encode(): deep}
+        with pytest.raises((CorruptionError, FormatError), match="WHERE"):
+            Descriptor.decode(
+                b"{" + b",".join(b'"' + key + b'":' + value for key, value in members.items()) + b"}", "WHERE"
+            )
