@@ -72,3 +72,12 @@ def test_who_is_at_work_is_waited_for(elsewhere, tmp_path):
         thread.join(10)
     here.close()
     assert done == ["first", "second", "second"]
+
+
+def test_closing_lets_go_of_what_is_held(flight, elsewhere):
+    with flight.alone(b"a", timeout_s=1):
+        flight.close()
+        with elsewhere.alone(b"a", timeout_s=1):
+            pass
+    with flight.alone(b"a", timeout_s=1):
+        pass

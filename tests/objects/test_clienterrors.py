@@ -458,6 +458,8 @@ MIB = 1 << 20
 SECRETS = ["AKIAKEY", "s3cr3t", "t0ken"]
 LEAKS = [
     "Cannot connect to https://AKIAKEY:s3cr3t@127.0.0.1:9000/bucket",
+    "Cannot connect to http://AKIAKEY:s3@s3cr3t@127.0.0.1:9000/bucket",
+    "Cannot connect to http://AKIAKEY:t0/s3cr3t@127.0.0.1:9000/bucket",
     "403, message='Forbidden', url=URL('https://a.blob.core.windows.net/c/b?sv=2026&sig=s3cr3t&se=t0ken')",
     "Max retries exceeded with url: /c/b?sv=2026&sig=s3cr3t (Caused by t0ken)",
     "DefaultEndpointsProtocol=https;AccountName=a;AccountKey=s3cr3t==;EndpointSuffix=t0ken",

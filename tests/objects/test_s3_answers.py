@@ -280,7 +280,12 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     ("options", "place"),
     [
         ({"endpoint_url": "http://user:secret@127.0.0.1:9"}, "http://127.0.0.1:9 s3://bucket/base"),
+        ({"endpoint_url": "http://user:sec@ret@127.0.0.1:9"}, "http://127.0.0.1:9 s3://bucket/base"),
+        ({"endpoint_url": "http://user:se/cret@127.0.0.1:9"}, "http://127.0.0.1:9 s3://bucket/base"),
         ({"endpoint_url": "HTTP://LocalHost:9/"}, "http://127.0.0.1:9 s3://bucket/base"),
+        ({"endpoint_url": "http://localhost:80"}, "http://127.0.0.1 s3://bucket/base"),
+        ({"endpoint_url": "http://minio:80/"}, "http://minio s3://bucket/base"),
+        ({"endpoint_url": "http://minio:443"}, "http://minio:443 s3://bucket/base"),
         ({"endpoint_url": "https://s3.example.org:443"}, "https://s3.example.org s3://bucket/base"),
         ({"client_kwargs": {"region_name": "eu-west-1"}}, "amazonaws.com s3://bucket/base"),
         ({"client_kwargs": {"region_name": "us-east-2"}}, "amazonaws.com s3://bucket/base"),
