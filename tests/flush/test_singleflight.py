@@ -77,7 +77,7 @@ def test_who_is_at_work_is_waited_for(elsewhere, tmp_path):
 def test_closing_lets_go_of_what_is_held(flight, elsewhere):
     with flight.alone(b"a", timeout_s=1):
         flight.close()
-        with elsewhere.alone(b"a", timeout_s=1):
-            pass
+    with elsewhere.alone(b"a", timeout_s=1):
+        pass
     with flight.alone(b"a", timeout_s=1):
         pass
