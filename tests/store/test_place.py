@@ -48,6 +48,10 @@ def open_at(root, **options):
     return fsspec.url_to_fs(f"tierfs::file://{root}", skip_instance_cache=True, **options)
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def copied(store):
     fs, path = open_at(store, ram=0, nvme=0)
     fs.pipe(f"{path}/latest", b"saved to the store")
@@ -234,12 +238,20 @@ def test_what_may_be_pending_where_nobody_can_look_has_reached_no_level(store, o
     os.chmod(options["state_dir"], 0o700)
 
 
+def test_nothing_is_pending_where_there_was_no_room_to_say_whose_the_tiers_are(store, options, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
+    monkeypatch.setattr(opening, "_stores", {})
+    fs, path = open_at(store)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        assert fs.exists(path)
+    fs.pipe(f"{path}/a", b"saved")
+    fs.wait(path, "object", timeout=30)
+    assert fs.ack(f"{path}/a") == "object"
+
+
 def test_where_a_known_store_lies_need_not_be_written_down(host, monkeypatch, caplog):
     directory = claim(host, UUID, ("a", "number 1"), "url")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     monkeypatch.setattr("os.fsync", full)
     assert claim(host, UUID, ("a", "number 2"), "url") == directory
     assert "is not kept" in caplog.text

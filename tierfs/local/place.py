@@ -13,9 +13,9 @@ from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.local.directfile import flush_directory
 from tierfs.local.host import Host
 
-__all__ = ["check", "claim"]
+__all__ = ["PLACE_FILE", "check", "claim"]
 
-_NAME = "place.json"
+PLACE_FILE = "place.json"
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -36,7 +36,7 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     directory = host.store_directory(uuid)
-    path, names = directory / _NAME, list(places)
+    path, names = directory / PLACE_FILE, list(places)
     if _read(path) == names:
         return directory
     with host.locked("places"):
@@ -55,7 +55,7 @@ def check(directory: Path, places: Sequence[str], url: str) -> bool:
 
     Returns whether something says so.
     """
-    path = directory / _NAME
+    path = directory / PLACE_FILE
     known = _read(path)
     if known and set(places).isdisjoint(known):
         raise InvalidInputError(

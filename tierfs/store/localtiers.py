@@ -32,7 +32,7 @@ from tierfs.flush.tiers import Tiers
 from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.host import Host
 from tierfs.local.nvmereader import NvmeReader
-from tierfs.local.place import check, claim
+from tierfs.local.place import PLACE_FILE, check, claim
 from tierfs.local.ram import RamTier
 from tierfs.store.exit import finish_at_exit
 from tierfs.store.publishing import StorePublisher
@@ -84,7 +84,8 @@ def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
     if isinstance(error, InvalidInputError):
         return False
     try:
-        return (settings.directory / "stores" / uuid).stat().st_uid == os.geteuid()
+        # Nobody has local tiers before that is written.
+        return (settings.directory / "stores" / uuid / PLACE_FILE).stat().st_uid == os.geteuid()
     except OSError:
         return False
 
