@@ -480,6 +480,7 @@ def test_a_damaged_block_of_a_base_that_would_be_kept_whole_keeps_nobody_either(
             fetch(host.store, base, [(0, out)], "file")
         with pytest.raises(CorruptionError, match="block 1 does not have its digest"):
             fetch(host.store, base, [(0, out[: 2 * MIB])], "file")
+        assert host.tiers.counters["damaged_chunks_read_in_part"] == 2
     finally:
         host.close()
 

@@ -122,10 +122,12 @@ class ChunkCache:
             with buffers().lend(raw_length) as whole:
                 try:
                     digests = fetch([(0, whole)])
-                except CorruptionError:
+                except CorruptionError as error:
                     if wanted >= raw_length:
                         raise
-                    fetch(parts)  # what is damaged may be what nobody wants
+                    text = "a chunk is damaged, perhaps where nobody wants it: what is wanted is read alone, and not kept: %s"
+                    self._counters.fall_back("damaged_chunks_read_in_part", text, error)
+                    fetch(parts)
                     return
                 for start, out in parts:
                     out[:] = whole[start : start + len(out)]

@@ -124,6 +124,7 @@ class CloudObjects:
         self._capabilities = capabilities
         self._name = name
         self._bucket = bucket
+        self._places: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
         return f"CloudObjects({self._name!r}, {self._sessions!r})"
@@ -145,8 +146,10 @@ class CloudObjects:
         async def endpoint(session: Any) -> str:
             return str(session.endpoint)
 
-        with self._translated(""):
-            return (" ".join([plain(self._sessions.run(endpoint)), _ACCOUNT.sub(r"\1", self._name)]),)
+        if self._places is None:  # asked for with each chunk, and not to wait for the threads that send them
+            with self._translated(""):
+                self._places = (" ".join([plain(self._sessions.run(endpoint)), _ACCOUNT.sub(r"\1", self._name)]),)
+        return self._places
 
     def put(
         self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
