@@ -59,5 +59,34 @@ def test_a_pack_ends_where_a_chunk_does():
     assert [lengths for _, lengths in packs(*pieces)] == [(16 * (MIB - 1),), (4 * (MIB - 1),)]
 
 
-def test_a_large_tensor_lies_in_chunks_of_its_own():
-    assert packs(f32("b", 33 * MIB), f32("a", 4))[1] == (["b"], (16 * MIB, 16 * MIB, MIB))
+def test_a_large_tensor_begins_a_chunk_and_its_end_is_shared():
+    found = packs(f32("c.weight", 33 * MIB), f32("d.weight", 15 * MIB), f32("e.weight", MIB), f32("a", 4))
+    assert found == [
+        (["a"], (4,)),
+        (["c.weight", "d.weight"], (16 * MIB, 16 * MIB, 16 * MIB)),
+        (["e.weight"], (MIB,)),
+    ]
+
+
+def test_runs_are_longer_where_that_makes_fewer_chunks_of_many():
+    """Each tensor of 9 MiB would be a chunk otherwise."""
+    pieces = [f32(f"{number:03}.weight", 9 * MIB) for number in range(512)]
+    found = packs(*pieces)
+    assert [name for names, _ in found for name in names] == [piece.name for piece in pieces]
+    chunks = [length for _, lengths in found for length in lengths]
+    assert sum(chunks) == 512 * 9 * MIB
+    assert len(chunks) <= 1.03 * 512 * 9 / 16
+    assert max(len(lengths) for _, lengths in found) <= 8
+
+
+def test_a_run_of_several_tensors_is_a_small_part_of_all():
+    """There has to be memory in one piece for each."""
+    pieces = [f32(f"{number:03}.weight", 9 * MIB) for number in range(56)]
+    assert packs(*pieces) == [([piece.name], (9 * MIB,)) for piece in pieces]
+
+
+def test_what_has_room_behind_others_is_put_there_if_they_are_near():
+    lengths = {"0": 12, "1": 12, "2": 12, "3": 12, "4": 4, "5": 12, "6": 12, "7": 4, "8": 4}
+    found = packs(*[f32(f"{name}.weight", length * MIB) for name, length in lengths.items()])
+    together = [[name[0] for name in names] for names, _ in found]
+    assert together == [["0", "4"], ["1"], ["2", "7"], ["3", "8"], ["5"], ["6"]]

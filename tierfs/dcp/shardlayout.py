@@ -1,11 +1,10 @@
 """How the tensors of one rank lie in its shard file: a safetensors file, cut into chunks so that the next step lines up.
 
-A large tensor begins a chunk of its own and lies in chunks of 16 MiB, so that one that did not change is not stored again,
-whatever happened to those before it. Others of one dtype are packed, those of one role (the last part of their names that is no
-number) side by side; a role that comes behind 1 MiB of others begins a chunk, and tensors below 1 MiB have packs of their own. A
-chunk is a request, so a matrix that many ranks share must not be one on each of them. In memory a pack or a large tensor is one
-*run*: side by side, aligned for its dtype. In the file the runs follow each other without gaps, behind the header that the format
-has at its front.
+Tensors of one dtype are packed, those of one role (the last part of their names that is no number) side by side; those below 1 MiB
+have packs of their own, in which a role that comes behind 1 MiB of others begins a chunk. A chunk is a request, so a matrix that many
+ranks share must not be one on each of them, nor the end of each large one. In memory a pack is one *run*: side by side, aligned for its
+dtype, and cut into chunks of 16 MiB. In the file the runs follow each other without gaps, behind the header that the format has at its
+front.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
 """
@@ -23,9 +22,12 @@ from tierfs.digest import CHUNK_BYTES
 __all__ = ["Piece", "RunPlan", "cut", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
-# What is larger than this has chunks of its own: of others two go into one. What is below the other has packs of its own.
-LARGE_BYTES = CHUNK_BYTES // 2
+# What is below this has packs of its own.
 SMALL_BYTES = 1 << 20
+# The longest run of several tensors, in chunks; and no more than such a part of all, for which there has to be memory in one piece.
+RUN_CHUNKS_MAX = 8
+RUN_SHARE = 32
+RUNS_OPEN = 4  # among which a place is looked for
 
 
 class Piece(NamedTuple):
@@ -56,19 +58,22 @@ class RunPlan:
 
 
 def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
-    """Cut pieces into runs: packs first, of small ones and of others, then each large one, all in the order of names."""
-    packs: dict[tuple[bool, str], list[int]] = {}
-    large: list[int] = []
+    """Cut pieces into runs: packs of small ones first, in the order of their names, then those of others."""
+    small: dict[str, list[int]] = {}
+    others: dict[tuple[str, str], list[int]] = {}
     for number in sorted(range(len(pieces)), key=lambda number: pieces[number].name):
         piece = pieces[number]
-        if piece.length > LARGE_BYTES:
-            large.append(number)
+        if piece.length < SMALL_BYTES:
+            small.setdefault(piece.kind, []).append(number)
         else:
-            packs.setdefault((piece.length >= SMALL_BYTES, piece.kind), []).append(number)
+            others.setdefault((piece.kind, _role(piece)), []).append(number)
+    chunks_max = sum(piece.length for piece in pieces) // (RUN_SHARE * CHUNK_BYTES)
     runs = []
-    for pack in sorted(packs):
-        runs += _pack(pieces, sorted(packs[pack], key=lambda number: _role(pieces[number])))
-    return [*runs, *(RunPlan((number,), cut(pieces[number].length)) for number in large)]
+    for kind in sorted(small):
+        runs += _pack(pieces, sorted(small[kind], key=lambda number: _role(pieces[number])))
+    for group in sorted(others):
+        runs += _fill(pieces, others[group], min(max(chunks_max, 1), RUN_CHUNKS_MAX))
+    return runs
 
 
 def _role(piece: Piece) -> str:
@@ -87,6 +92,42 @@ def _pack(pieces: Sequence[Piece], numbers: Iterable[int]) -> list[RunPlan]:
         pack.append(number)
         length += pieces[number].length
     return [*runs, RunPlan(tuple(pack), (length,))]
+
+
+def _fill(pieces: Sequence[Piece], numbers: Sequence[int], chunks_max: int) -> list[RunPlan]:
+    """Put pieces, in order, into runs of as few chunks as can be found, and of those into the shortest runs."""
+    least = len(cut(sum(pieces[number].length for number in numbers)))
+    found: list[RunPlan] = []
+    fewest = 0
+    for chunks in range(1, chunks_max + 1):
+        runs = _first_fit(pieces, numbers, chunks * CHUNK_BYTES)
+        count = sum(len(run.lengths) for run in runs)
+        if not found or count < fewest:
+            found, fewest = runs, count
+        if fewest == least:
+            break
+    return found
+
+
+def _first_fit(pieces: Sequence[Piece], numbers: Iterable[int], length: int) -> list[RunPlan]:
+    """Put each piece into the first of the last few runs that has room: beside what its name is like, as what is frozen is.
+
+    What is longer than a run begins a longer one, of whole chunks.
+    """
+    runs: list[list[int]] = []
+    room: list[int] = []
+    for number in numbers:
+        needed = pieces[number].length
+        for run in range(max(len(runs) - RUNS_OPEN, 0), len(runs)):
+            if needed <= room[run]:
+                break
+        else:
+            run = len(runs)
+            runs.append([])
+            room.append(max(CHUNK_BYTES * len(cut(needed)), length))
+        runs[run].append(number)
+        room[run] -= needed
+    return [RunPlan(tuple(run), cut(sum(pieces[number].length for number in run))) for run in runs]
 
 
 def cut(length: int) -> tuple[int, ...]:
