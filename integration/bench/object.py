@@ -13,7 +13,7 @@ closed until the flusher, a process of its own, has it in the object tier. "memc
 
 Checkpoints: equal matrices of 32 MiB, at most 64, new content for each save; one process. Loads are by a process of its own whose imports are done and
 whose target's memory is warm; of tierfs it has an empty state directory, so that no local tier holds anything. What is loaded is
-compared with what was saved. Requests are those that a proxy saw on a run of their own, of at most 1 GiB. Takes about 14 times --bytes of memory.
+compared with what was saved. Requests are those that a proxy saw on a run of their own, of at most 2 GiB. Takes about 14 times --bytes of memory.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tierfs import digest
 from tierfs.dcp import TierReader, TierWriter
 
 GIB = 1 << 30
-REQUESTS_BYTES_MAX = GIB
+REQUESTS_BYTES_MAX = 2 * GIB
 TENSOR_BYTES = 32 << 20
 HERE = Path(__file__).parent
 STOCK = "FsspecWriter over s3fs"
@@ -166,13 +166,16 @@ class Checkpoints:
         size = min(self._size, REQUESTS_BYTES_MAX)
         seen: dict[str, dict[str, int]] = {}
         per_gib: dict[str, float] = {}
-        loaded = []
 
         def note(step: str, proxy: Any, state_bytes: int) -> None:
             seen[step] = dict(proxy.seen)
             per_gib[step] = sum(proxy.seen.values()) * GIB / state_bytes
 
-        with self._server.proxied() as (server, proxy), private_slabs():
+        with (
+            self._server.proxied() as (server, proxy),
+            self._server.proxied() as (other, watched),
+            private_slabs(),
+        ):
             writer, store = self._tierfs(server, "requests")
             for whose, make in STATES.items():
                 for save in ("first save", "save"):
@@ -182,13 +185,12 @@ class Checkpoints:
                     proxy.seen.clear()
                     dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=url)
                     note(f"{whose}{save}", proxy, states.bytes_in(state))
-                loaded.append((whose, url, states.bytes_in(state), content(state)))
+                watched.seen.clear()
+                found = self._load(other, "tierfs", url, size, whose)
+                note(f"{whose}load", watched, states.bytes_in(state))
+                assert found["content"] == content(state), f"the {whose}load brought something else"
+                self._server.empty("requests/.tierfs/chunks")
             end_flusher(writer.status())
-            for whose, url, state_bytes, saved in loaded:
-                proxy.seen.clear()
-                found = self._load(server, "tierfs", url, size, whose)
-                note(f"{whose}load", proxy, state_bytes)
-                assert found["content"] == saved, f"the {whose}load brought something else"
         self._server.empty("requests")
         return {"bytes": size, "seen": seen, "per GiB": per_gib, "counted by who loads": found["requests"]}
 
