@@ -41,6 +41,7 @@ PER_TENSOR_S = 15e-6
 BLOCK = 1 << 20
 RANKS = 4
 FOOTPRINT_TENSORS = (16, 256, 4096)
+COUNT_MAX = 1000  # what is more is bytes
 IDLE_S = 2.0
 HERE = Path(__file__).parent
 SPARE = 256 << 20
@@ -205,8 +206,8 @@ def show(report: dict[str, Any]) -> None:
     for name, rows in report.get("footprint", {}).items():
         for count, row in rows.items():
             print(
-                f"{name}, {count} tensors: {row['descriptors']} descriptors, "
-                + ", ".join(f"{key} {value / 2**20:.0f} MiB" for key, value in row.items() if key != "descriptors")
+                f"{name}, {count} tensors: {row['descriptors']} descriptors and {row['segments']} of segments, "
+                + ", ".join(f"{key} {value / 2**20:.0f} MiB" for key, value in row.items() if value > COUNT_MAX)
             )
     if "replicas" in report:
         print(f"replicas on {RANKS} ranks, staged of the state: {[round(value, 2) for value in report['replicas']]}")

@@ -133,6 +133,15 @@ def proc_number(pid: int | str, file: str, name: str) -> int:
     raise KeyError(name)
 
 
+def descriptors(*, segments: bool) -> list[str]:
+    """What this process's descriptors lead to: those of the ram tier's segments, or all others."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.append(str(link.readlink()))
+    return [target for target in found if ((".slab" in target) or ("/memfd:" in target)) == segments]
+
+
 def drop_page_cache(directory: Path) -> None:
     """Have the kernel forget what it caches of the files below a directory, which were flushed before."""
     for path in sorted(directory.rglob("*")):

@@ -13,6 +13,7 @@ Prints one JSON document. The environment names the state directory and where sh
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 import time
 import warnings
@@ -29,7 +30,7 @@ from dcp_session import Session
 import tierfs
 from tierfs.dcp import TierWriter
 
-SAVES = 4
+SAVES = 9
 
 
 def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bool) -> dict[str, Any]:
@@ -76,7 +77,10 @@ def first(directory: Path, size: int) -> dict[str, float]:
 
 
 def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, int]:
-    """Descriptors and memory that saves take at their peak, beyond what the process had before the first one."""
+    """What saves take at their peaks, beyond what the process had before the first one.
+
+    Descriptors are the median of the saves, without those of segments, of which there are as many as the ram tier's budget brings.
+    """
     state = states.blocks(size, count)
     tierfs.init(f"file://{directory}/store")
     ours = peers.Tierfs(f"tierfs::file://{directory}/store", size)
@@ -85,22 +89,27 @@ def footprint(directory: Path, size: int, name: str, count: int) -> dict[str, in
         "stock": peers.stock_async_kept(),
     }[name]
     probes = {
-        "descriptors": lambda: len(list(Path("/proc/self/fd").iterdir())),
+        "descriptors": lambda: len(states.descriptors(segments=False)),
+        "segments": lambda: len(states.descriptors(segments=True)),
         "memory": lambda: states.proc_number("self", "status", "RssAnon"),
     }
     with peers.one_rank(directory):
         before = {probe: read() for probe, read in probes.items()}
         flusher = 0
-        with states.peaks(**probes) as highest:
-            for number in range(SAVES):
+        saves = []
+        for number in range(SAVES):
+            with states.peaks(**probes) as highest:
                 wait = peer.begin(state, directory / f"step_{number}")
                 wait()
-                states.renew(state, number)
                 if name == "tierfs":
-                    pid = ours.writer.status()["flusher"].get("pid")
-                    flusher = max(flusher, states.proc_number(pid, "status", "RssAnon") if pid else 0)
                     ours.writer.wait("object")
-    found = {probe: highest[probe] - before[probe] for probe in probes}
+            saves.append(highest)
+            states.renew(state, number)
+            if name == "tierfs":
+                pid = ours.writer.status()["flusher"].get("pid")
+                flusher = max(flusher, states.proc_number(pid, "status", "RssAnon") if pid else 0)
+    found = {probe: max(save[probe] for save in saves) - before[probe] for probe in probes}
+    found["descriptors"] = int(statistics.median(save["descriptors"] for save in saves)) - before["descriptors"]
     if name == "tierfs":
         found["flusher"] = flusher
         found["slabs"] = ours.writer.status()["tiers"]["ram"]["store_bytes"]
