@@ -202,9 +202,10 @@ def test_what_shares_blocks_with_all_of_a_chunk_is_fetched_and_kept_whole(object
 
 
 @pytest.mark.parametrize(("wanted", "whole"), [(2 * MIB, True), (1000, False)])
-def test_what_a_whole_chunk_is_encoded_against_is_kept_whole(objects, flushing, tmp_path, wanted, whole):
-    """The chunk after it is encoded against the rest of its base."""
-    base, data = chunk_of(flushing, 3)
+@pytest.mark.parametrize("blocks", [3, 12])
+def test_what_a_whole_chunk_is_encoded_against_is_kept_whole(objects, flushing, tmp_path, blocks, wanted, whole):
+    """The chunk after it is encoded against the rest of its base, however much that is."""
+    base, data = chunk_of(flushing, blocks)
     raw = data_like(data[: 2 * MIB])
     row = store_against(flushing.store, raw, base, data[: 2 * MIB])
     host = Host(tmp_path, MeasuredObjects(objects), flushing.descriptor, nvme=0)

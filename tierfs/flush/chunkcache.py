@@ -15,17 +15,12 @@ from tierfs.flush.handover import Handover
 from tierfs.flush.keeper import Keeper
 from tierfs.flush.singleflight import SingleFlight
 from tierfs.flush.slabwriter import NAMES_MAX, SlabWriter
-from tierfs.format.ranges import Part, block_runs
+from tierfs.format.ranges import WHOLE_SHARE, Part, block_runs
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
 from tierfs.processors import processors
 
 __all__ = ["ChunkCache"]
-
-# Reading less than a quarter of a chunk is no reason to fetch all of it. Whoever knows that nothing else is wanted of it
-# gets what it asks for, but for this much, and the block that its range shares with others.
-WHOLE_FRACTION = 0.25
-EXACT_FRACTION = 1 / 1.1
 
 
 class ChunkCache:
@@ -86,11 +81,11 @@ class ChunkCache:
         fetch: Callable[[Sequence[Part]], Sequence[bytes]],
         *,
         flight: bytes | None = None,
-        exact: bool = False,
+        share: float = WHOLE_SHARE,
     ) -> None:
         """Copy verified bytes of a chunk to where they are wanted: from the object tier where no local one has a good copy.
 
-        What is fetched then is kept here. A chunk of which a quarter or more is wanted is fetched whole, and once for all
+        What is fetched then is kept here. A chunk of which ``share`` or more is wanted is fetched whole, and once for all
         threads and processes of the host that want it meanwhile. Where that finds damage, what is
         wanted is fetched alone, and not kept.
 
@@ -102,11 +97,11 @@ class ChunkCache:
                 touched, or nothing where there are none. What it raises is passed on. It may read through others, as long as
                 those never lead back to this ``flight``.
             flight: Names what is fetched, for those who want it at once; ``name`` by default.
-            exact: Fetch a chunk whole only if next to all of it is wanted.
+            share: From which part of the chunk on it is fetched whole.
         """
         if self._reader.read(name, raw_length, parts) is not None:
             return
-        least = (raw_length - BLOCK_BYTES) * EXACT_FRACTION if exact else raw_length * WHOLE_FRACTION
+        least = (raw_length - BLOCK_BYTES) * share
         # Several are counted by what is fetched for them: whole blocks.
         wanted = len(parts[0][1]) if len(parts) == 1 else sum(map(len, block_runs(parts))) * BLOCK_BYTES
         if not self.keeps_reads or wanted < least:

@@ -8,7 +8,14 @@ from typing import TypeAlias
 
 from tierfs.digest import BLOCK_BYTES
 
-__all__ = ["BlockTargets", "Part", "block_runs", "by_chunk", "runs_of"]
+__all__ = ["ANY_SHARE", "EXACT_SHARE", "WHOLE_SHARE", "BlockTargets", "Part", "block_runs", "by_chunk", "runs_of"]
+
+# The part of a chunk from which on all of it is fetched. Reading less than a quarter is no reason to. Whoever knows that nothing else
+# is wanted of it gets what it asks for, but for this much, and the block that its range shares with others. Whoever knows that
+# the rest is about to be wanted has all of it come at once.
+WHOLE_SHARE = 0.25
+EXACT_SHARE = 1 / 1.1
+ANY_SHARE = 0.0
 
 Part: TypeAlias = tuple[int, memoryview]
 """The offset in a chunk, or in a file, of bytes that are wanted, and the writable memory that they are to fill."""

@@ -20,7 +20,7 @@ from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
-from tierfs.format.ranges import BlockTargets, Part, runs_of
+from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
 from tierfs.processors import processors
 from tierfs.store.store import Store
 
@@ -43,7 +43,7 @@ def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: b
         row: The chunk.
         parts: What is wanted of it, by offsets in the raw chunk.
         where: What file the chunk belongs to, for errors.
-        exact: See `ChunkCache.read_through`.
+        exact: Whether it is known that nothing else is wanted of the chunk: then it is fetched whole only if next to all of it is wanted.
 
     Raises:
         CorruptionError: The object, or one that it is encoded against, is missing, cut short or damaged; the memory's content is
@@ -51,12 +51,10 @@ def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: b
         FormatError: Written by a newer tierfs.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    _fetch_cached(store, row, parts, where, exact=exact, depth=0)
+    _fetch_cached(store, row, parts, where, share=EXACT_SHARE if exact else WHOLE_SHARE, depth=0)
 
 
-def _fetch_cached(
-    store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False, depth: int
-) -> None:
+def _fetch_cached(store: Store, row: Row, parts: Sequence[Part], where: str, *, share: float, depth: int) -> None:
     if store.tiers is None:
         _fetch_verified(store, row, parts, where, depth)
         return
@@ -67,7 +65,7 @@ def _fetch_cached(
 
     # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
-    store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, exact=exact)
+    store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, share=share)
 
 
 def find_chunk(store: Store, row: Row, where: str) -> Row:
@@ -306,7 +304,7 @@ class _Bases:
         self._blocks = [index for index in blocks if self._needs(envelope.blocks[index].codec)]
         self._start = self._blocks[0] * BLOCK_BYTES * self._factor if self._blocks else 0
         # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
-        self._exact = len(blocks) < len(envelope.blocks)
+        self._share = EXACT_SHARE if len(blocks) < len(envelope.blocks) else ANY_SHARE
         self._bytes: memoryview | None = None
 
     def of(self, index: int) -> memoryview | None:
@@ -349,7 +347,7 @@ class _Bases:
         where = f"{self._place}, which is encoded against"
         try:
             for row, wanted in parts.items():
-                _fetch_cached(self._store, row, wanted, where, exact=self._exact, depth=self._depth + 1)
+                _fetch_cached(self._store, row, wanted, where, share=self._share, depth=self._depth + 1)
         except CorruptionError as error:
             error.block = None  # one of the base's
             raise

@@ -12,7 +12,7 @@ from tierfs.errors import ConflictError, FormatError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
 from tierfs.format.header import Cursor
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
-from tierfs.format.ranges import Part, by_chunk
+from tierfs.format.ranges import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.processors import processors
 from tierfs.store.fetching import fetch
@@ -147,7 +147,7 @@ class _ForeignReader:
     def __init__(self, store: Store, info: ObjectInfo, *, exact: bool) -> None:
         self._store = store
         self._info = info
-        self._exact = exact
+        self._share = EXACT_SHARE if exact else WHOLE_SHARE
         # Where the local tiers cut it.
         self._starts = (*range(0, info.size, PIECE_BYTES_MAX), info.size)
 
@@ -172,7 +172,7 @@ class _ForeignReader:
             return
         length = self._starts[number + 1] - first
         name = foreign_name(self._info.key, str(self._info.version), first)
-        tiers.cache.read_through(name, length, parts, partial(self._fetch, first), exact=self._exact)
+        tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
 
     def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
         """Parts of the piece that begins at ``first``. Returns no digests: nobody knows them."""
