@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import traceback
 from collections.abc import Iterator
@@ -131,7 +132,7 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
         writer.wait("object", timeout=60)
         assert writer.ack() == "object"
         store, path = writer._address.open()
-        assert writer._done[1:] == (
+        assert (writer._done.root, writer._done.mark) == (
             f"{path}/.metadata",
             SaveMark.of(stat(store, f"{path}/.metadata").manifest.metadata),
         )
@@ -183,6 +184,48 @@ def failure(url: str, mesh: DeviceMesh) -> None:
     except NotFoundError:
         return
     raise AssertionError("half a checkpoint is there")
+
+
+class UnluckyAtTheEnd(TierWriter):
+    """Every rank has written its part, and the coordinator cannot publish them."""
+
+    is_unlucky = False
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        if self.is_unlucky:
+            raise OSError("rank 0 lost its network")
+        super().finish(metadata, results)
+
+
+def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
+    """Every rank hears of it, and says so whoever asks; and of what came to its end, each knows which save it was."""
+    writer = UnluckyAtTheEnd(url, **OPTIONS)
+    metadata = dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
+    for how in (dcp.save, dcp.async_save):
+        writer.is_unlucky = True
+        try:
+            saving = how(sharded(mesh, 2, [Shard(0)]), storage_writer=writer)
+            saving.result()
+        except CheckpointException as error:
+            assert "rank 0 lost its network" in str(error)  # noqa: PT017 - on every rank
+        else:
+            raise AssertionError("the save seemed to succeed")
+        pickle.loads(pickle.dumps(metadata))  # tells of another save
+        for ask in (writer.wait, writer.ack):
+            try:
+                ask()
+            except NotFoundError as error:
+                assert "has not come to its end here" in str(error)  # noqa: PT017 - on every rank
+            else:
+                raise AssertionError("the save that failed seemed to be safe")
+        writer.is_unlucky = False
+        metadata = dcp.save(sharded(mesh, 3, [Shard(0)]), storage_writer=writer)
+        writer.wait(timeout=60)
+        assert writer.ack() == "object"
+        ids: list[Any] = [None] * WORLD
+        dist.all_gather_object(ids, writer.save_id)
+        assert set(ids) == {metadata.storage_meta.save_id}, ids
+    check(url, mesh, 3, [Shard(1)])
 
 
 def unusual_on_one_rank(url: str, mesh: DeviceMesh) -> None:
@@ -434,6 +477,7 @@ SCENARIOS = {
         in_a_process,
         stock_layout,
         failure,
+        failure_of_the_coordinator,
         unusual_on_one_rank,
         on_two_hosts,
         replicas,
