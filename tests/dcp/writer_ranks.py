@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_ranks import Trainer, stop_checkpoint_process
+from held_planner import Held
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -349,6 +350,32 @@ def replicas(url: str, mesh: DeviceMesh) -> None:
             check_replicated(f"{url}/{caching}/{seed}", mesh, seed)
 
 
+def replicas_of_saves_that_overlap(url: str, mesh: DeviceMesh) -> None:
+    """One that is overtaken has not failed: when all have come to their end each replica is staged once again."""
+    writer, groups = TierWriter(url, **OPTIONS), [dist.new_group(backend="gloo") for _ in range(3)]
+    save_replicated(writer, f"{url}/0", replicated(mesh, 0))
+    planners, slow = [Held("create_local_plan"), Held("create_local_plan")], []
+    try:
+        for seed in (0, 1):
+            options = {"planner": planners[seed], "process_group": groups[seed]}
+            target = f"{url}/slow-{seed}"
+            slow.append(dcp.async_save(replicated(mesh, seed), storage_writer=writer, checkpoint_id=target, **options))
+            save_replicated(writer, f"{url}/{seed}", replicated(mesh, seed), process_group=groups[2])
+    finally:
+        for planner in planners:
+            planner.go_on.set()
+    for seed, saving in enumerate(slow):
+        saving.result()
+        check_replicated(f"{url}/slow-{seed}", mesh, seed)
+    save_replicated(writer, f"{url}/2", replicated(mesh, 2))
+    with bytes_staged() as counted:
+        save_replicated(writer, f"{url}/3", replicated(mesh, 3))
+    mine = torch.tensor(counted[0])
+    dist.all_reduce(mine)
+    assert mine <= 1.05 * whole(0).nbytes * 21, mine
+    check_replicated(f"{url}/3", mesh, 3)
+
+
 def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
     """Where the ranks' states change alike all goes on; where one rank lacks what it is to save, nothing is lost silently."""
     rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
@@ -481,6 +508,7 @@ SCENARIOS = {
         unusual_on_one_rank,
         on_two_hosts,
         replicas,
+        replicas_of_saves_that_overlap,
         replicas_that_change,
         replicas_in_objects,
         replicas_of_cached_plans,

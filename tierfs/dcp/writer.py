@@ -172,7 +172,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             raise
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
-        elsewhere = self._replicas.take() if self._replicas is not None else {}
+        elsewhere = self._replicas.take(save) if self._replicas is not None else {}
         if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
             return stage(state_dict, ShardFile(store, private=True, save=save), elsewhere)
         try:
@@ -266,7 +266,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         _check_planned(items)
         if self._replicas is not None:
             was_left = bool(self._save.left) or self._save.offered is None
-            self._replicas.learn(self._save.offered, plan.items, was_left=was_left)
+            self._replicas.learn(self._save.save, self._save.offered, plan.items, was_left=was_left)
         results += self._write(store, path, items) if items else []
         assert self._save.save is not None, "set_up_storage_writer comes first"
         self._save.save.root = inside(path, self._metadata_name())
