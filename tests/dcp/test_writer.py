@@ -288,8 +288,10 @@ def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch)
 
 def check_refused(writer):
     for ask in (lambda: writer.wait("object", timeout=30), writer.ack):
-        with pytest.raises(NotFoundError, match="has not come to its end here"):
-            ask()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tierfs.dcp.writer.LET_GO_S", 0.0)  # nothing has failed
+            with pytest.raises(NotFoundError, match="has not come to its end here"):
+                ask()
 
 
 HELD_AT = ["set_up_planner", "create_local_plan", "resolve_data"]
@@ -351,6 +353,16 @@ def test_a_save_beside_one_that_was_staged_is_not_taken_for_it(url):
     finally:
         held.go_on.set()
     saving.result()
+    writer.wait("object", timeout=30)
+
+
+def test_what_was_staged_and_looked_at_is_not_taken_for_what_is_saved_beside_it(url):
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state(1))
+    assert dict(staged.items()).keys() == state(1).keys()
+    dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
+    check_refused(writer)
+    dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/1")
     writer.wait("object", timeout=30)
 
 
