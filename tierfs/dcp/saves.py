@@ -1,8 +1,8 @@
 """A save, from when a writer is asked for it until that writer knows its end.
 
 DCP tells a writer of a save in calls that do not say which one it is, and of a failure nothing at all. So a save is held by what
-was staged for it, and from when a thread reads that by this thread, on which it runs or which waits for the process it runs in. What
-nobody holds any more is not under way. Its end a writer knows from `TierWriter.finish` where that runs, and elsewhere from the
+was staged for it, then by the thread that reads that: it runs there, or in a process that this thread waits for. What nobody
+holds any more is not under way. Its end a writer knows from `TierWriter.finish` where that runs, and elsewhere from the
 metadata that DCP hands to every rank, and back from another process: whoever unpickles those hears of it.
 """
 
