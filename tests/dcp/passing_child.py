@@ -66,6 +66,8 @@ def serve(conn: Any) -> None:
                 answer = None
             elif do == "save":
                 answer = save(state, *arguments)
+            elif do == "metadata":
+                answer = dcp.save(state, storage_writer=arguments[0], checkpoint_id=arguments[1], no_dist=True)
             elif do == "save some":
                 answer = save({name: state[name] for name in arguments[0]}, *arguments[1:])
             else:

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.reduction import ForkingPickler
 
 import pytest
@@ -20,6 +21,7 @@ import tierfs
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.shardfile import ShardFile
 from tierfs.dcp.staging import stage
+from tierfs.errors import NotFoundError
 from tierfs.flush import lending
 from tierfs.local.slab import SlotKind, SlotState
 
@@ -178,6 +180,27 @@ def test_two_saves_overlap(url, child):
     for seed in (1, 2):
         check(f"{url}/{seed}", state(seed=seed))
     settled(url)
+
+
+def test_of_two_saves_over_there_each_is_heard_of_by_itself(url, child):
+    """As in DCP's process mode, where each is handed over by a thread of its own, which may get the other one's answer."""
+    writer = TierWriter(url, **OPTIONS)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for seed, thread in ((1, first), (2, second)):
+            staged = writer.stage(state(seed=seed))
+            thread.submit(child.conn.send, ("have", staged)).result()
+            thread.submit(child.conn.send, ("metadata", writer, f"{url}/{seed}")).result()
+            del staged
+        for thread in (second, first):
+            for ask in (writer.wait, writer.ack):
+                with pytest.raises(NotFoundError, match="has not come to its end here"):
+                    ask()
+            thread.submit(child.answer).result()
+            thread.submit(child.answer).result()
+    assert writer.checkpoint_id == f"{url}/2"
+    writer.wait("object", timeout=DEADLINE_S)
+    assert writer.ack() == "object"
+    assert writer.save_id == TierReader(f"{url}/2", **OPTIONS).read_metadata().storage_meta.save_id
 
 
 def test_a_planner_over_there_may_save_other_values(url, child):

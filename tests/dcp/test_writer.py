@@ -20,6 +20,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from held_planner import Held
 from opened import descriptors
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
@@ -283,6 +284,112 @@ def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch)
     writer.wait("object", timeout=30)
     dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
     writer.wait("object", timeout=30)
+
+
+def check_refused(writer):
+    for ask in (lambda: writer.wait("object", timeout=30), writer.ack):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tierfs.dcp.writer.LET_GO_S", 0.0)  # nothing has failed
+            with pytest.raises(NotFoundError, match="has not come to its end here"):
+                ask()
+
+
+HELD_AT = ["set_up_planner", "create_local_plan", "resolve_data"]
+
+
+@pytest.mark.parametrize("step", HELD_AT)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_no_save_is_taken_for_another_that_overlaps(url, step, slow):
+    writer, held = TierWriter(url, **OPTIONS), Held(step)
+    planners = [held, None] if slow == 0 else [None, held]
+    if slow:  # neither has begun when the second is staged
+        planners[0] = Held("set_up_planner")
+    saving = []
+    try:
+        for number, planner in enumerate(planners):
+            target = f"{url}/{number}"
+            saving.append(dcp.async_save(state(number), storage_writer=writer, checkpoint_id=target, planner=planner))
+        assert held.arrived.wait(60)
+        if slow:
+            planners[0].go_on.set()
+        saving[1 - slow].result()
+        check_refused(writer)
+    finally:
+        for planner in planners:
+            if planner is not None:
+                planner.go_on.set()
+    saving[slow].result()
+    writer.wait("object", timeout=30)
+    assert writer.ack() == "object"
+    assert writer.save_id == TierReader(f"{url}/{slow}", **OPTIONS).read_metadata().storage_meta.save_id
+    for number in range(2):
+        assert same(loaded(f"{url}/{number}", state(number)), state(number))
+
+
+@pytest.mark.parametrize("step", HELD_AT)
+def test_a_save_that_failed_after_a_later_one_keeps_nobody_waiting(url, step):
+    writer, held = TierWriter(url, **OPTIONS), Held(step)
+    held.error = RuntimeError("not this one")
+    first = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1", planner=held)
+    try:
+        assert held.arrived.wait(60)
+        dcp.async_save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2").result()
+        check_refused(writer)
+    finally:
+        held.go_on.set()
+    with pytest.raises(dcp.api.CheckpointException, match="not this one"):
+        first.result()
+    writer.wait("object", timeout=30)
+    assert TierWriter(f"{url}/2", **OPTIONS).ack() == writer.ack() == "object"
+
+
+def test_a_save_beside_one_that_was_staged_is_not_taken_for_it(url):
+    writer, held = TierWriter(url, **OPTIONS), Held("set_up_planner")
+    saving = dcp.async_save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1", planner=held)
+    try:
+        assert held.arrived.wait(60)
+        dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
+        check_refused(writer)
+    finally:
+        held.go_on.set()
+    saving.result()
+    writer.wait("object", timeout=30)
+
+
+def test_what_was_staged_and_looked_at_is_not_taken_for_what_is_saved_beside_it(url):
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state(1))
+    assert dict(staged.items()).keys() == state(1).keys()
+    dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/2")
+    check_refused(writer)
+    dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/1")
+    writer.wait("object", timeout=30)
+
+
+def test_a_copy_that_failed_keeps_nobody_waiting_for_later_saves(url):
+    class Uncopyable:
+        def __deepcopy__(self, memo):
+            raise RuntimeError("not this one")
+
+    writer = TierWriter(url, **OPTIONS)
+    with pytest.raises(InvalidInputError, match="not this one") as kept:
+        dcp.async_save({**state(1), "odd": Uncopyable()}, storage_writer=writer)
+    check_refused(writer)
+    dcp.async_save(state(2), storage_writer=writer).result()
+    writer.wait("object", timeout=30)
+    assert kept.tb is not None
+
+
+def test_what_was_staged_and_is_saved_as_another_dict_is_one_save(url):
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state(1))
+    check_refused(writer)
+    dcp.save({**staged}, storage_writer=writer)
+    writer.wait("object", timeout=30)
+    staged = writer.stage(state(2))
+    dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/2")
+    writer.wait("object", timeout=30)
+    assert same(loaded(f"{url}/2", state(2)), state(2))
 
 
 @pytest.mark.parametrize("how", ["save", "async_save"])
@@ -727,7 +834,7 @@ def test_a_writer_that_was_copied_hears_of_no_other_ones_save(url):
     for duplicate in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         duplicate(first)
         assert duplicate(metadata[1]).storage_meta == metadata[1].storage_meta
-        assert (first.checkpoint_id, first._done[0]) == (f"{url}/1", f"{url}/1")
+        assert (first.checkpoint_id, first._done.address.url) == (f"{url}/1", f"{url}/1")
 
 
 @pytest.mark.parametrize("level", ["staged", "object"])

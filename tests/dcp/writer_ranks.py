@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import signal
 import traceback
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp_ranks import Trainer, stop_checkpoint_process
+from held_planner import Held
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -131,7 +133,7 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
         writer.wait("object", timeout=60)
         assert writer.ack() == "object"
         store, path = writer._address.open()
-        assert writer._done[1:] == (
+        assert (writer._done.root, writer._done.mark) == (
             f"{path}/.metadata",
             SaveMark.of(stat(store, f"{path}/.metadata").manifest.metadata),
         )
@@ -183,6 +185,48 @@ def failure(url: str, mesh: DeviceMesh) -> None:
     except NotFoundError:
         return
     raise AssertionError("half a checkpoint is there")
+
+
+class UnluckyAtTheEnd(TierWriter):
+    """Every rank has written its part, and the coordinator cannot publish them."""
+
+    is_unlucky = False
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        if self.is_unlucky:
+            raise OSError("rank 0 lost its network")
+        super().finish(metadata, results)
+
+
+def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
+    """Every rank hears of it, and says so whoever asks; and of what came to its end, each knows which save it was."""
+    writer = UnluckyAtTheEnd(url, **OPTIONS)
+    metadata = dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
+    for how in (dcp.save, dcp.async_save):
+        writer.is_unlucky = True
+        try:
+            saving = how(sharded(mesh, 2, [Shard(0)]), storage_writer=writer)
+            saving.result()
+        except CheckpointException as error:
+            assert "rank 0 lost its network" in str(error)  # noqa: PT017 - on every rank
+        else:
+            raise AssertionError("the save seemed to succeed")
+        pickle.loads(pickle.dumps(metadata))  # tells of another save
+        for ask in (writer.wait, writer.ack):
+            try:
+                ask()
+            except NotFoundError as error:
+                assert "has not come to its end here" in str(error)  # noqa: PT017 - on every rank
+            else:
+                raise AssertionError("the save that failed seemed to be safe")
+        writer.is_unlucky = False
+        metadata = dcp.save(sharded(mesh, 3, [Shard(0)]), storage_writer=writer)
+        writer.wait(timeout=60)
+        assert writer.ack() == "object"
+        ids: list[Any] = [None] * WORLD
+        dist.all_gather_object(ids, writer.save_id)
+        assert set(ids) == {metadata.storage_meta.save_id}, ids
+    check(url, mesh, 3, [Shard(1)])
 
 
 def unusual_on_one_rank(url: str, mesh: DeviceMesh) -> None:
@@ -304,6 +348,32 @@ def replicas(url: str, mesh: DeviceMesh) -> None:
         assert all(later <= 1.05 * once for later in mine[1:]), (mine, once)
         for seed in range(1, 5):
             check_replicated(f"{url}/{caching}/{seed}", mesh, seed)
+
+
+def replicas_of_saves_that_overlap(url: str, mesh: DeviceMesh) -> None:
+    """One that is overtaken has not failed: when all have come to their end each replica is staged once again."""
+    writer, groups = TierWriter(url, **OPTIONS), [dist.new_group(backend="gloo") for _ in range(3)]
+    save_replicated(writer, f"{url}/0", replicated(mesh, 0))
+    planners, slow = [Held("create_local_plan"), Held("create_local_plan")], []
+    try:
+        for seed in (0, 1):
+            options = {"planner": planners[seed], "process_group": groups[seed]}
+            target = f"{url}/slow-{seed}"
+            slow.append(dcp.async_save(replicated(mesh, seed), storage_writer=writer, checkpoint_id=target, **options))
+            save_replicated(writer, f"{url}/{seed}", replicated(mesh, seed), process_group=groups[2])
+    finally:
+        for planner in planners:
+            planner.go_on.set()
+    for seed, saving in enumerate(slow):
+        saving.result()
+        check_replicated(f"{url}/slow-{seed}", mesh, seed)
+    save_replicated(writer, f"{url}/2", replicated(mesh, 2))
+    with bytes_staged() as counted:
+        save_replicated(writer, f"{url}/3", replicated(mesh, 3))
+    mine = torch.tensor(counted[0])
+    dist.all_reduce(mine)
+    assert mine <= 1.05 * whole(0).nbytes * 21, mine
+    check_replicated(f"{url}/3", mesh, 3)
 
 
 def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
@@ -434,9 +504,11 @@ SCENARIOS = {
         in_a_process,
         stock_layout,
         failure,
+        failure_of_the_coordinator,
         unusual_on_one_rank,
         on_two_hosts,
         replicas,
+        replicas_of_saves_that_overlap,
         replicas_that_change,
         replicas_in_objects,
         replicas_of_cached_plans,

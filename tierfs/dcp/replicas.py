@@ -8,6 +8,8 @@ place in the staged state, and offers the planner the item of the save before.
 from __future__ import annotations
 
 import logging
+import threading
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tierfs.errors import InvalidInputError
+from tierfs.forks import PerProcess
 
 __all__ = ["Elsewhere", "Left", "Replicas", "left_by", "placeholder", "split"]
 
@@ -61,44 +64,56 @@ class Replicas:
 
     def __init__(self) -> None:
         self._items: Mapping[str, WriteItem] = {}
-        self._taken: Mapping[str, WriteItem] = {}
-        self._is_open = False  # whether it is not known yet what became of what was left to others last
+        self._taken: weakref.WeakKeyDictionary[object, Mapping[str, WriteItem]] = weakref.WeakKeyDictionary()
+        self._open = 0  # of how many saves that left something to others it was not known what became of that
         self._failures = 0
+        self._lock = PerProcess(threading.Lock)
 
     def __repr__(self) -> str:
         return f"Replicas({len(self._items)} known)"
 
-    def take(self) -> Mapping[str, WriteItem]:
+    def take(self, save: object) -> Mapping[str, WriteItem]:
         """Items by FQN that need not be staged now. Until a save has come to its end all are staged again.
 
         So what turns out to be wrong about them costs one save, and not the next. With a planner that can never do without
         what others save, that would be every second one: after `FAILURES_MAX` in a row everything is staged for good.
+
+        Args:
+            save: For which. When nobody holds that any more, and nothing was learned of it, it has failed.
         """
-        if self._is_open:
-            self._failures += 1
-            if self._failures == FAILURES_MAX:
+        with self._lock():
+            failed = self._open - len(self._taken)
+            if self._failures < FAILURES_MAX <= self._failures + failed:
                 _logger.warning(
                     "%d saves failed in which replicas were left to the ranks that save them: each rank copies all that it has "
                     "from now on, as with stage='all'",
                     FAILURES_MAX,
                 )
-        self._taken, self._items = self._items if self._failures < FAILURES_MAX else {}, {}
-        self._is_open = bool(self._taken)
-        return self._taken
+            self._failures += failed
+            taken, self._items = self._items if self._failures < FAILURES_MAX else {}, {}
+            if taken:
+                self._taken[save] = taken
+            self._open = len(self._taken)
+            return taken
 
-    def learn(self, offered: Sequence[WriteItem] | None, kept: Iterable[WriteItem], *, was_left: bool) -> None:
+    def learn(
+        self, save: object, offered: Sequence[WriteItem] | None, kept: Iterable[WriteItem], *, was_left: bool
+    ) -> None:
         """Note what became of a plan.
 
         Args:
+            save: Whose.
             offered: What this rank had to save; ``None`` where a planner said that nothing has changed.
             kept: What it was given to save.
             was_left: Whether it left something to others.
         """
-        self._is_open = False
-        if was_left and self._failures < FAILURES_MAX:
-            self._failures = 0
+        with self._lock():
+            taken = self._taken.pop(save, {})
+            self._open -= bool(taken)
+            if was_left and self._failures < FAILURES_MAX:
+                self._failures = 0
         if offered is None:
-            self._items = self._taken
+            self._items = taken
             return
         ours = {item.index.fqn for item in kept}
         count = Counter(item.index.fqn for item in offered)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
+from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
 from tierfs.errors import CapacityError
@@ -139,9 +140,11 @@ class ShardFile:
     Args:
         store: Where it is to be saved; ``None`` if that is not known yet.
         private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
+        save: For which it is staged; it is kept until that begins.
     """
 
-    def __init__(self, store: Store | None, *, private: bool = False) -> None:
+    def __init__(self, store: Store | None, *, private: bool = False, save: Save | None = None) -> None:
+        self.save = save
         self._store = store
         self._file: StagedFile | None = None
         self._borrowed: BorrowedFile | None = None

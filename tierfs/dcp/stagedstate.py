@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tierfs.dcp.saves import read_here
 from tierfs.dcp.shardfile import LentShard, ShardFile
 
 __all__ = ["StagedState"]
@@ -40,10 +41,16 @@ class StagedState(dict[str, Any]):
         self._views = views
         self._file = file
 
+    def items(self) -> Any:
+        """As a dict's. It is what DCP asks for first of the state that it saves, on the thread that does."""
+        read_here(self._file)
+        return super().items()
+
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
     def _to_a_process(self) -> tuple[Any, ...]:
+        read_here(self._file)
         lent = self._file.lend()
         if lent is None:
             return self._copied()

@@ -8,6 +8,7 @@ import os
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
@@ -24,10 +25,10 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
-from tierfs.dcp.handedover import SavedMeta, hand_over, keep_here
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
+from tierfs.dcp.saves import Save, SavedMeta, begin_here, claim, hand_over, read_here
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged, is_private
 from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
@@ -35,6 +36,7 @@ from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
+from tierfs.forks import PerProcess
 from tierfs.format.checkpoint import SaveMark
 from tierfs.store import Store, kind_of, level_of, status, wait
 from tierfs.store.commit import Commits
@@ -43,6 +45,7 @@ __all__ = ["TierWriter"]
 
 NAMED_MAX = 3  # in a message
 YIELD_S = 0.001
+LET_GO_S = 1.0
 LAYOUTS = ("tierfs", "dcp")
 
 
@@ -50,7 +53,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     """Saves checkpoints into a tierfs store. StorageWriter and AsyncStager in one, for all saves of a run.
 
     `stage` copies tensors into memory that the flusher saves from, so `write_data` moves no tensor bytes. What was not
-    staged (``dcp.save``) is copied there by `write_data`. Picklable; of a save it keeps which one it was, and what other ranks saved.
+    staged (``dcp.save``) is copied there by `write_data`. Picklable, without its saves: of those it keeps which ones are under way, which
+    one came to its end last, and what other ranks saved.
 
     Args:
         path: Of the checkpoint's directory: a URL as for `Address`. DCP's ``checkpoint_id`` takes its place.
@@ -103,12 +107,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._is_stock = layout == "dcp"
         self._overwrite = overwrite
         self._replicas = Replicas() if stage == "auto" else None
-        self._save = _Save()
-        self._done: tuple[str, str, SaveMark] | None = None
-        self._staged_on: int | None = None  # the thread
-        self._staged: object | None = None  # stands for what was staged last, until a thread saves it
-        self._begun: object | None = None  # the same of the save that began last, until it has come to its end here
-        self._sent: object | None = None  # the same of the save that went to another process last
+        self._token = ""
+        self._forget_saves()
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
@@ -118,13 +118,18 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         ForkingPickler.register(cls, hand_over)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._sent = self._begun
         return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(
-            state, _replicas=None, _save=_Save(), _done=None, _staged_on=None, _staged=None, _begun=None, _sent=None
-        )
+        self.__dict__.update({"_token": "", **state}, _replicas=None)
+        self._forget_saves()
+
+    def _forget_saves(self) -> None:
+        self._save = _Save()
+        self._saves: weakref.WeakSet[Save] = weakref.WeakSet()  # that anything holds
+        self._last: Save | None = None  # was asked for last
+        self._done: Save | None = None  # came to its end last
+        self._staged_on: int | None = None  # the thread
 
     @property
     def _here(self) -> Address:
@@ -139,7 +144,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     @property
     def save_id(self) -> str | None:
         """The random id of the save that this writer came to the end of last, which its metadata names; ``None`` before."""
-        return None if self._done is None else self._done[2].save_id
+        return None if self._done is None or self._done.mark is None else self._done.mark.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -159,15 +164,22 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`."""
         store, _ = self._address.open(write=True)
         self._staged_on = threading.get_ident()
-        self._staged = self._begun = object()
-        elsewhere = self._replicas.take() if self._replicas is not None else {}
-        if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
-            return stage(state_dict, ShardFile(store, private=True), elsewhere)
+        save = self._ask()
         try:
-            return stage(state_dict, ShardFile(store), elsewhere)
+            return self._staged(store, state_dict, save)
+        except BaseException:
+            self._saves.discard(save)  # the error keeps it, and nobody is to save it
+            raise
+
+    def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
+        elsewhere = self._replicas.take(save) if self._replicas is not None else {}
+        if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
+            return stage(state_dict, ShardFile(store, private=True, save=save), elsewhere)
+        try:
+            return stage(state_dict, ShardFile(store, save=save), elsewhere)
         except CapacityError as error:
             _say_waves(store, error)
-            return stage(state_dict, ShardFile(store, private=True), elsewhere)
+            return stage(state_dict, ShardFile(store, private=True, save=save), elsewhere)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""
@@ -185,6 +197,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if checkpoint_id is not None:
             self._save.address = self._address = self._address.at(checkpoint_id)
             self._save.is_reset = True
+            read_here(None)
         if self._staged_on not in {None, threading.get_ident()}:
             # Training's thread waits for this one to have begun, and then for the interpreter, for milliseconds.
             self._staged_on = None
@@ -199,12 +212,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not self._save.is_reset:
             self._save.address = self._address
         self._save.is_reset = False
-        self._save.begun = self._begun = self._staged or object()
-        self._staged = None
+        save = self._save.save = claim(self) or self._ask()
+        save.address, save.token = self._save.address, self._token
+        begin_here(save)
         self._save.is_coordinator = is_coordinator
         self._save.rank = kwargs.get("rank")
         self._save.use_collectives = kwargs.get("use_collectives", True)
-        keep_here()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Without what another rank has staged. Nothing is asked of the store by each rank."""
@@ -253,10 +266,10 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         _check_planned(items)
         if self._replicas is not None:
             was_left = bool(self._save.left) or self._save.offered is None
-            self._replicas.learn(self._save.offered, plan.items, was_left=was_left)
+            self._replicas.learn(self._save.save, self._save.offered, plan.items, was_left=was_left)
         results += self._write(store, path, items) if items else []
-        if not self._save.is_coordinator and self._save.use_collectives:
-            self._end()
+        assert self._save.save is not None, "set_up_storage_writer comes first"
+        self._save.save.root = inside(path, self._metadata_name())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -319,46 +332,40 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             commits.publish(root, document, mark)
         # DCP returns it, to another process where that had us save.
         metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
-        self._done = (self._here.url, root, mark)
-        self._end()
+        assert self._save.save is not None, "set_up_storage_writer comes first"
+        self._save.save.end(root, mark)
 
-    def heard(self, url: str, root: str, mark: SaveMark) -> None:
-        """Take note of a save that another process made of what was staged here."""
-        self._address = self._address.at(url)
-        self._done = (url, root, mark)
-        if self._begun is self._sent:
-            self._begun = None
+    def ended(self, save: Save, url: str | None = None) -> None:
+        """Take note of the end of a save: here, on the coordinator, or in the process that it was handed to."""
+        self._done = save
+        if url is not None:
+            self._address = save.address = self._address.at(url)
+            if save not in self._saves:  # somebody else staged it
+                self._last = save
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
         """Wait until what was saved where the last save went has reached a level.
 
-        Call it when the save is done, as its future says: until then nobody knows what it comes to.
+        Call it when all saves are done, as their futures say: until then nobody knows what they come to. Of saves that overlap
+        the last is the one whose `stage` was called last, or that began last without.
 
-        Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint where the coordinator
-        waits, and elsewhere what this host saved and all that is announced.
+        Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint.
 
         Raises:
             TimeoutError: It has not, in time; names what is missing.
-            NotFoundError: The save that began last has not come to its end on this rank, or failed on it; or the one that this writer came to the
-                end of last was removed.
-            ConflictError: The save that this writer came to the end of last was superseded by one that began later.
+            NotFoundError: A save by this writer has not come to its end on this rank; or the last one failed, on whichever rank, or was removed.
+            ConflictError: The last save was superseded by one that began later.
             TierfsError: What keeps it from getting there.
         """
-        store, path = self._address.open()
-        if self._begun is not None:
-            raise NotFoundError(
-                f"{self._address.url}: the save that began last has not come to its end here: `result()` of its future waits "
-                "for that, and says why if it failed",
-                path=path,
-            )
+        store, path, root, mark = self._asked()
         wanted, begun = Level.parse(level), store.clock.monotonic()
         wait(store, path, wanted, timeout)
         if wanted is not Level.OBJECT:
             return
         left = None if timeout is None else max(0.0, timeout - (store.clock.monotonic() - begun))
-        commits, (root, mark) = Commits(store), self._last(path)
+        commits = Commits(store)
         commits.wait(path, left, mark)
         if mark is not None:
             commits.check_stands(root, mark)
@@ -367,10 +374,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """The level that the checkpoint where the last save went has reached, as seen from this host.
 
         Raises:
-            NotFoundError: There is none.
+            NotFoundError: There is none, or as `wait` does.
         """
-        store, path = self._address.open()
-        root, mark = self._last(path)
+        store, path, root, mark = self._asked()
         # A change that is this host's alone needs nobody else to be asked.
         pending = store.tiers.drafts.pending(root) if store.tiers is not None else None
         if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
@@ -383,15 +389,46 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _end(self) -> None:
-        """This thread's save has done here what it has to do."""
-        if self._begun is self._save.begun:
-            self._begun = None
+    def _ask(self) -> Save:
+        """A save that is asked for now."""
+        self._let_go()
+        save = Save(weakref.ref(self), self._done.mark if self._done is not None else None)
+        with _lock():
+            self._saves.add(save)
+        self._last = save
+        return save
 
-    def _last(self, path: str) -> tuple[str, SaveMark | None]:
-        """Path of the metadata where the last save went, and which save that is if this writer came to its end."""
-        url, root, mark = self._done or ("", "", None)
-        return (root, mark) if url == self._address.url else (inside(path, metadata_file()), None)
+    def _asked(self) -> tuple[Store, str, str, SaveMark | None]:
+        """Where the save that was asked for last went, the path of its metadata, and which one it is; ``None`` where there was none.
+
+        Raises:
+            NotFoundError: It has not come to its end, or one that was asked for before.
+        """
+        self._let_go()
+        save = self._last
+        store, path = ((save.address if save is not None else None) or self._address).open()
+        if save is None:
+            return store, path, inside(path, metadata_file()), None
+        ends = store.clock.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
+        while save.mark is None or self._is_another_under_way(save):
+            if save.mark is None or store.clock.monotonic() >= ends:
+                which = "the save that began last" if save.mark is None else "a save that began before the last one"
+                raise NotFoundError(
+                    f"{self._address.url}: {which} has not come to its end here: `result()` of its future waits for that, and "
+                    "says why if it failed",
+                    path=path,
+                )
+            store.clock.sleep(LET_GO_S / 100)
+        return store, path, save.root, save.mark
+
+    def _is_another_under_way(self, save: Save) -> bool:
+        with _lock():
+            return any(other.mark is None and other is not save for other in self._saves)
+
+    def _let_go(self) -> None:
+        """Where this thread saved, that has failed if it has not come to its end."""
+        self._save.save = None
+        begin_here(None)
 
     def _write_shard(
         self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]
@@ -421,6 +458,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             found = find_staged(data, store)
             if found is None and is_private(data):
                 raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
+            if found is not None:
+                found[0].save = None  # it has begun, by whatever way its state came here
             if found is not None and file in {None, found[0]}:
                 file, placed[number] = found
             else:
@@ -506,11 +545,14 @@ def _host_of(store: Store) -> str:
     return store.tiers.ram.host.name() if store.tiers is not None else ""
 
 
+_lock = PerProcess(threading.Lock)
+
+
 class _Save(threading.local):
     """What one thread's save is told of before it begins."""
 
     address: Address | None = None
-    begun: object | None = None
+    save: Save | None = None
     is_reset: bool = False
     is_coordinator: bool = True
     rank: int | None = None

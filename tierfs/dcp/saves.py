@@ -1,0 +1,174 @@
+"""A save, from when a writer is asked for it until that writer knows its end.
+
+DCP tells a writer of a save in calls that do not say which one it is, and of a failure nothing at all. So a save is held by what
+was staged for it, then by the thread that reads that: it runs there, or in a process that this thread waits for. What nobody
+holds any more is not under way. Its end a writer knows from `TierWriter.finish` where that runs, and elsewhere from the
+metadata that DCP hands to every rank, and back from another process: whoever unpickles those hears of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from tierfs.dcp.address import Address
+from tierfs.forks import PerProcess
+from tierfs.format.checkpoint import SaveMark
+
+__all__ = ["Save", "SavedMeta", "Saver", "Staged", "begin_here", "claim", "hand_over", "read_here"]
+
+
+class Saver(Protocol):
+    """Who saves."""
+
+    def ended(self, save: Save, url: str | None = None) -> None:
+        """Take note that a save has come to its end, and its metadata is published or announced.
+
+        Args:
+            save: Which; with its mark and root.
+            url: Where it went, if another process made it.
+        """
+
+
+@dataclass(eq=False)
+class Save:
+    """One save of one writer on one rank.
+
+    Attributes:
+        writer: Whose it is.
+        before: The save that the writer came to the end of last when this one began.
+        address: Where it goes; ``None`` until it begins.
+        root: Path of the checkpoint's metadata; empty until this rank's part is there.
+        mark: Which save it is; ``None`` until it has come to its end.
+        token: What the process that hands it over knows it by, there and where it runs; else empty.
+        asked_on: The thread that asked for it.
+    """
+
+    writer: weakref.ref[Saver]
+    before: SaveMark | None = None
+    address: Address | None = None
+    root: str = ""
+    mark: SaveMark | None = None
+    token: str = ""
+    asked_on: int = field(default_factory=threading.get_ident)
+
+    def end(self, root: str, mark: SaveMark, url: str | None = None) -> None:
+        """Have the writer take note: see `Saver.ended`."""
+        self.root, self.mark = root, mark
+        if (writer := self.writer()) is not None:
+            writer.ended(self, url)
+
+
+class Staged(Protocol):
+    """What was staged.
+
+    Attributes:
+        save: For which save, until that begins.
+    """
+
+    save: Save | None
+
+
+class _Thread(threading.local):
+    staged: weakref.ref[Any] | None = None  # what this thread read last, to save it
+    save: Save | None = None  # which one runs on it, or is to
+
+
+_thread = _Thread()
+_sent: weakref.WeakValueDictionary[str, Save] = weakref.WeakValueDictionary()
+_lock = PerProcess(threading.Lock)
+
+
+def read_here(staged: Staged | None) -> None:
+    """Note that this thread reads what was staged: a save that begins on it next is the one that it was staged for."""
+    _thread.staged = weakref.ref(staged) if staged is not None else None
+    # Where it was staged somebody may only look at it. Elsewhere it is saved: if that fails, what was staged may be kept by the
+    # error, and the thread ends.
+    if staged is not None and staged.save is not None and staged.save.asked_on != threading.get_ident():
+        _thread.save = _taken(staged)
+
+
+def claim(writer: Saver) -> Save | None:
+    """The writer's save that what this thread read was staged for, unless it has begun already."""
+    staged: Staged | None = _thread.staged() if _thread.staged is not None else None
+    save = _thread.save if staged is None or staged.save is None else _taken(staged)
+    _thread.staged = None
+    if save is None or save.address is not None or save.token or save.writer() is not writer:
+        return None
+    return save
+
+
+def _taken(staged: Staged) -> Save | None:
+    with _lock():
+        save, staged.save = staged.save, None
+    return save
+
+
+def begin_here(save: Save | None) -> None:
+    """Note which save runs on this thread."""
+    _thread.save = save
+
+
+def hand_over(writer: Saver) -> Any:
+    """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
+    save = claim(writer) or Save(weakref.ref(writer))
+    begin_here(save)
+    save.token = secrets.token_hex(16)
+    with _lock():
+        _sent[save.token] = save
+    reduced: Any = writer.__reduce_ex__(2)
+    make, arguments, state, *rest = reduced
+    return make, arguments, {**state, "_token": save.token}, *rest
+
+
+@dataclass
+class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyped here
+    """Where a save went, and which one it was: torch's ``checkpoint_id`` and ``save_id``, and more.
+
+    Attributes:
+        root: Path of the checkpoint's metadata in its store.
+        sequence: See `SaveMark`.
+    """
+
+    root: str = ""
+    sequence: int = 0
+
+    def __deepcopy__(self, _memo: object) -> SavedMeta:
+        return replace(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hear, (self.checkpoint_id, self.save_id, self.root, self.sequence)
+
+
+def _hear(url: str, save_id: str, root: str, sequence: int) -> SavedMeta:
+    """What the coordinator sends to the other ranks, on the threads that save there."""
+    save, mark = _thread.save, SaveMark(sequence, save_id)
+    if save is not None and save.mark is None and save.root == root and save.before != mark:
+        save.end(root, mark)
+    return SavedMeta(url, save_id, root=root, sequence=sequence)
+
+
+def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
+    save = _thread.save
+    if save is None or save.address is None or save.mark != SaveMark(meta.sequence, meta.save_id):
+        return meta.__reduce__()
+    return _hear_back, (save.token, save.address.url, meta.__reduce__()[1])
+
+
+def _hear_back(token: str, url: str, said: tuple[str, str, str, int]) -> SavedMeta:
+    """What a process sends of the save that it was handed, on whatever thread."""
+    meta = SavedMeta(said[0], said[1], root=said[2], sequence=said[3])
+    with _lock():
+        save = _sent.get(token)
+    if save is not None:
+        save.end(meta.root, SaveMark(meta.sequence, meta.save_id), url)
+    return meta
+
+
+ForkingPickler.register(SavedMeta, _send_back)
