@@ -25,8 +25,8 @@ from tierfs.flush.lending import Lending
 from tierfs.flush.singleflight import SingleFlight
 from tierfs.forks import renew_in_children
 from tierfs.local.arena import no_faults
-from tierfs.local.host import explain
 from tierfs.local.memory import memory_available
+from tierfs.local.private import explain
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
 from tierfs.units import format_bytes

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.errors import ReadOnlyError, StoreError, TierfsError
-from tierfs.local.host import Host, entries_of, explain, make_private
+from tierfs.local.host import Host
+from tierfs.local.private import entries_of, explain, make_private
 from tierfs.local.segmentfile import SECTOR_BYTES, FileName, Header, OldSegmentError, OwnedFd, make_file
 from tierfs.local.slab import Segment
 
@@ -61,7 +62,7 @@ class Shares:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.directory = host.segments or host.directory / "segments"
+        self.directory = host.counting
         make_private(self.directory)
         self._lock = threading.Lock()
         self._wanting = 0

@@ -13,9 +13,10 @@ from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
-from tierfs.local.host import Host, make_private
+from tierfs.local.host import Host
 from tierfs.local.memory import memory_available, memory_limit
 from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
+from tierfs.local.private import make_private
 from tierfs.local.segmentfile import Header, Reservation
 from tierfs.local.shares import LOCK, MemfdNote, Shares
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
