@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from tierfs.clock import Clock, boot_id
 from tierfs.daemons import start_daemon
@@ -26,7 +27,7 @@ from tierfs.flush.singleflight import SingleFlight
 from tierfs.forks import renew_in_children
 from tierfs.local.arena import no_faults
 from tierfs.local.memory import memory_available
-from tierfs.local.private import explain
+from tierfs.local.private import refused
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
 from tierfs.units import format_bytes
@@ -217,7 +218,7 @@ class SlabWriter:
                     tier="ram",
                 ) from error
             except OSError as error:
-                raise StoreError(f"{path} cannot be sealed: {explain(error)}", path=path) from error
+                raise refused(error, Path(path), "cannot be sealed", tier="ram") from error
             yield
 
     def expect(self) -> None:
