@@ -786,6 +786,24 @@ def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp
         Host(tmp_path / "state")
 
 
+@pytest.mark.parametrize("said", [None, b"of an earlier run of the kernel\n"])
+def test_the_folder_of_segments_is_found_where_the_state_directory_is_read_only_by_now(
+    directory, shm, monkeypatch, said
+):
+    folder, opened = Host(directory, shm).segments, os.open
+    gc.collect()
+    if said is not None:
+        (directory / "segments.at").write_bytes(said)
+
+    def read_only(name, flags, *mode):
+        if flags & os.O_RDWR and directory in Path(name).parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr("os.open", read_only)
+    assert Host(directory, shm).segments == folder
+
+
 def test_a_lock_is_taken_where_its_disk_is_read_only_by_now(tmp_path, monkeypatch):
     path, opened = tmp_path / "a.lock", os.open
     lock = ExclusiveLock(path)

@@ -198,8 +198,10 @@ class SlabWriter:
                 data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
                 slot.segment.view(slot)[: len(data)] = data
                 self._fault("before draft.seal")
+                # Its path again, apart from its data, to be known if that is damaged.
+                where = draft.path.encode()
                 slot.segment.seal(
-                    slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
+                    slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
                 )
                 self._fault("after draft.seal")
 

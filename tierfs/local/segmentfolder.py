@@ -6,6 +6,7 @@ Two processes with two folders would not see what the other has pending, and tak
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -74,7 +75,7 @@ class SegmentFolder:
     def _find(self, shm: Path) -> Path:
         path = self._directory / _NOTE_FILE
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            fd, is_writable = _open_note(path)
             self.locks.append(fd)
             is_used = not _is_alone(fd)
             note = _Note.decode(os.pread(fd, NOTE_BYTES_MAX, 0))
@@ -89,7 +90,8 @@ class SegmentFolder:
                 )
             if found is None or not (is_used or found.parent == shm or _holds_segments(found)):
                 found = self._choose(shm)
-                _write(fd, _Note.of(found).encode())
+                if is_writable:
+                    _write(fd, _Note.of(found).encode())
             elif found.parent != shm:
                 _logger.warning(
                     "segments are not in %s but in %s, where other processes of this host have theirs, or left some",
@@ -179,6 +181,16 @@ class _Note(NamedTuple):
 
     def encode(self) -> bytes:
         return f"{boot_id()} {self.device} ".encode() + os.fsencode(self.folder) + b"\n"
+
+
+def _open_note(path: Path) -> tuple[int, bool]:
+    """The file, and whether it can be written: a disk that failed is made read-only by the kernel."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), True
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+    return os.open(path, os.O_RDONLY | os.O_NOFOLLOW), False
 
 
 def _is_alone(fd: int) -> bool:
