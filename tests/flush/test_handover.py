@@ -26,7 +26,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Kind, Manifest, Row, content_digest
 from tierfs.local.host import Host
 from tierfs.local.ram import RamTier
-from tierfs.local.slab import Segment, SlotKind
+from tierfs.local.slab import Segment, SlotKind, SlotState
 
 STORE = uuid.uuid4().hex
 MIB = 1 << 20
@@ -144,6 +144,23 @@ def test_what_the_flusher_gets_later_is_seen_then(process, flusher):
     writer.handover.ask("draft", {})
     reader.handover.look_around()
     assert reader.read(b"a") == b"a"
+
+
+def test_what_a_dead_process_left_is_kept_by_who_was_handed_it_only_while_something_of_it_is_pending(process, flusher):
+    writer, reader = process(), process()
+    slot = writer.write(b"a")
+    writer.handover.ask("draft", {})
+    reader.handover.look_around()
+    reader.ram.let_go()
+    writer.ram.host._own.release()  # as when its process ends
+    reader.ram.let_go()
+    assert reader.read(b"a") == b"a"
+    slot.segment.mark(slot, SlotState.CLEAN)
+    reader.ram.let_go()
+    assert reader.read(b"a") is None
+    flusher.ram.reap()
+    writer.ram.close()
+    assert not notes(writer)
 
 
 def test_without_a_flusher_nothing_is_handed_over_and_none_is_started(process):

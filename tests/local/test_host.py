@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from opened import descriptors, no_descriptors_left
 
-from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
-from tierfs.local.host import ExclusiveLock, Host, entries_of, make_private, state_directory
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.local.host import ExclusiveLock, Host, state_directory
+from tierfs.local.private import entries_of, make_private
 from tierfs.local.shares import Shares
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -625,6 +626,10 @@ def test_a_folder_is_in_use_for_as_long_as_a_forked_child_lives(directory, shm):
     os.waitpid(child, 0)
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def make_unusable(shm, name, how):
     match how:
         case "link":
@@ -641,17 +646,31 @@ def make_unusable(shm, name, how):
 
 
 @pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
-def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_counted(
-    host, directory, shm, caplog, how
-):
-    name = host.segments.name
-    (host.segments / "state").unlink()
-    host.segments.rmdir()
+def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_counted(directory, shm, caplog, how):
+    name = Host(directory, shm).segments.name
+    gc.collect()
+    shutil.rmtree(directory)
+    shutil.rmtree(shm / name)
     make_unusable(shm, name, how)
     other = Host(directory, shm)
     assert other.segments is None
     assert other.failures == 1
     assert caplog.text.count("no segments can be made") == 1
+
+
+@pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(directory, shm, how, is_used):
+    host = Host(directory, shm)
+    name = host.segments.name
+    if not is_used:
+        del host
+        gc.collect()
+    shutil.rmtree(shm / name)
+    make_unusable(shm, name, how)
+    with pytest.raises(OSError, match=f"{name} (must belong to you and be closed to others|cannot be made)") as caught:
+        Host(directory, shm)
+    assert isinstance(caught.value, TierfsError)
 
 
 def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplog):
@@ -663,20 +682,126 @@ def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplo
 
 
 def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    write = os.pwrite
+
+    def full(fd, data, at):
+        if re.fullmatch(rb"\d+:\d+\n", data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, at)
 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", full)
         first = Host(tmp_path / "state", tmp_path)
     assert first.segments is None
+    del first
+    gc.collect()
     assert Host(tmp_path / "state", tmp_path).segments is not None
+
+
+def test_a_state_directory_by_two_paths_has_one_folder(directory, shm):
+    first = Host(directory, shm)
+    other = directory.with_name("other")
+    directory.rename(other)  # as where it is mounted at two paths
+    assert Host(other, shm).segments == first.segments
+
+
+def test_who_comes_with_another_place_for_segments_has_those_of_the_others(directory, shm, tmp_path, caplog):
+    first = Host(directory, shm)
+    (tmp_path / "elsewhere").mkdir()
+    second = Host(directory, tmp_path / "elsewhere")
+    assert second.segments == first.segments
+    assert f"segments are not in {tmp_path}/elsewhere but in {first.segments}" in caplog.text
+    assert Host(directory, tmp_path / "missing").segments == first.segments
+
+
+def test_who_comes_with_a_place_for_segments_where_others_have_none_has_none(directory, shm, tmp_path):
+    first = Host(directory, tmp_path / "missing")
+    second = Host(directory, shm)
+    assert (first.segments, second.segments) == (None, None)
+    assert first.counting == second.counting
+    del first, second
+    gc.collect()
+    assert Host(directory, shm).segments.parent == shm
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_segments_that_were_left_keep_their_folder(directory, shm, tmp_path, is_left):
+    folder = Host(directory, shm).segments
+    if is_left:
+        (folder / "01234567-0123456789abcdef-1.slab").touch()
+    gc.collect()
+    (tmp_path / "elsewhere").mkdir()
+    found = Host(directory, tmp_path / "elsewhere").segments
+    assert (found == folder) == is_left
+    assert is_left or found.parent == tmp_path / "elsewhere"
+
+
+def test_who_cannot_see_the_segments_of_others_is_refused(directory, shm, tmp_path):
+    host = Host(directory, shm)
+    shm.rename(tmp_path / "hidden")  # as in a container with shared memory of its own
+    (tmp_path / "elsewhere").mkdir()
+    for there in (shm, tmp_path / "elsewhere"):
+        with pytest.raises(
+            StoreError, match=f"{directory} is in use by processes .* in {host.segments}, which this one"
+        ):
+            Host(directory, there)
+    assert Host(directory, tmp_path / "hidden").segments == tmp_path / "hidden" / host.segments.name
+    del host
+    gc.collect()
+    assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
+
+
+def test_a_copy_of_a_state_directory_has_a_folder_of_its_own(directory, shm, tmp_path):
+    folder = Host(directory, shm).segments
+    (folder / "01234567-0123456789abcdef-1.slab").touch()
+    gc.collect()
+    shutil.copytree(directory, tmp_path / "copy")
+    assert Host(tmp_path / "copy", shm).segments != folder
+    assert Host(directory, shm).segments == folder
+
+
+@pytest.mark.parametrize("said", [b"", b"\n", b"some thing\n", b"\xff\0 \n", b"0 1 /\n", b"0 x segments"])
+def test_what_does_not_say_where_segments_are_is_written_anew(directory, shm, said):
+    folder = Host(directory, shm).segments
+    gc.collect()
+    (directory / "segments.at").write_bytes(said)
+    host = Host(directory, shm)
+    assert host.segments == folder
+    assert (directory / "segments.at").read_bytes().endswith(f" {folder}\n".encode())
+
+
+def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(directory, shm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        before = descriptors()
+        with pytest.raises(CapacityError, match=r"segments.at cannot be written: No space.*: free some room"):
+            Host(directory, shm)
+        assert descriptors() == before
+    assert Host(directory, shm).segments is not None
 
 
 def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):
     monkeypatch.setenv("TIERFS_SHM_DIR", "shm")
     with pytest.raises(InvalidInputError, match="named from the root"):
         Host(tmp_path / "state")
+
+
+@pytest.mark.parametrize("said", [None, b"of an earlier run of the kernel\n"])
+def test_the_folder_of_segments_is_found_where_the_state_directory_is_read_only_by_now(
+    directory, shm, monkeypatch, said
+):
+    folder, opened = Host(directory, shm).segments, os.open
+    gc.collect()
+    if said is not None:
+        (directory / "segments.at").write_bytes(said)
+
+    def read_only(name, flags, *mode):
+        if flags & os.O_RDWR and directory in Path(name).parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr("os.open", read_only)
+    assert Host(directory, shm).segments == folder
 
 
 def test_a_lock_is_taken_where_its_disk_is_read_only_by_now(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The ram tier of a host: what is found, how it stays within its budget, and what happens when it is full."""
 
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -550,6 +551,29 @@ def test_a_writer_gives_up_after_its_timeout_and_says_what_to_do(open_tier):
     assert asked == [1]
     assert tier.usage().waited_s == pytest.approx(30)
     assert all(slot.segment.is_still(slot) for slot in slots)
+
+
+def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_says_why(
+    open_tier, host, monkeypatch, caplog
+):
+    opened, tried = os.open, []
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_CREAT and str(path).startswith(f"{host.segments}/") and len(tried) < limit:
+            tried.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr("os.open", refuse)
+    tier, limit = open_tier(), 1 << 20
+    with pytest.raises(
+        CapacityError, match=r"within 0\.05 s: .*\.slab\.new cannot be made: No space .*: free some room"
+    ):
+        put(tier, b"a", timeout_s=0.05)
+    assert "cannot be told" in caplog.text
+    limit = len(tried) + 3
+    assert content(put(tier, b"a", timeout_s=60)) == b"data"
+    assert len(tried) == limit
 
 
 def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open_tier, host):

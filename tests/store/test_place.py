@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 import tierfs
 from tierfs.cli import main
-from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.local.host import Host
@@ -268,3 +268,35 @@ def test_a_look_changes_nothing(host):
     (directory / "place.json").unlink()
     check(directory, ("b",), "url")
     assert not (directory / "place.json").exists()
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(store, options, monkeypatch, is_pending):
+    for known in ("_stores", "_tiers"):
+        monkeypatch.setattr(opening, known, {})
+    fs, path = open_at(store, ack="staged", **options)
+    with monkeypatch.context() as patch:
+        if is_pending:
+            patch.setattr("tierfs.flush.slabwriter.SlabWriter._tell", lambda _: None)
+        fs.pipe(f"{path}/a", b"saved")
+    if not is_pending:
+        fs.wait(path, "object", timeout=30)
+    hidden = store.rename(store.with_name("hidden"))
+    store.mkdir()
+
+    for known in ("_stores", "_tiers"):
+        monkeypatch.setattr(opening, known, {})
+    try:
+        if is_pending:
+            with pytest.raises(StoreError, match=f"pending for the store that was at {store}, .*: mount it") as caught:
+                open_at(store, **options)[0].exists(f"{store}/a")
+            assert caught.value.transient
+        else:
+            assert not open_at(store, **options)[0].exists(f"{store}/a")
+        with pytest.raises(StoreError if is_pending else StoreNotFoundError):
+            open_at(store, **options)[0].pipe(f"{store}/b", b"")
+    finally:
+        store.rmdir()
+        hidden.rename(store)
+    assert open_at(store, **options)[0].cat(f"{store}/a") == b"saved"
+    fs.wait(path, "object", timeout=30)

@@ -1,5 +1,6 @@
 """Several writers of one host change one path at the same moment: one of them does, and the others hear of it at once."""
 
+import errno
 import os
 import signal
 import threading
@@ -8,7 +9,7 @@ import time
 import pytest
 from tiered import MIB, content
 
-from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
+from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, StoreError
 from tierfs.flush import slabwriter
 from tierfs.flush.levels import Level
 from tierfs.store import WriteMode, Writer, delete, load, rename, save, staging, status, wait
@@ -131,3 +132,14 @@ def test_a_process_that_is_stopped_while_it_seals_holds_up_others_at_its_path_fo
     save(host.store, "run/a", b"after")
     wait(host.store, "", Level.OBJECT, 20)
     assert load(host.plain(), "run/a") == b"after"
+
+
+def test_a_change_that_cannot_be_sealed_for_want_of_room_says_so(host, monkeypatch):
+    def full(_self):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tierfs.flush.singleflight.SingleFlight._open", full)
+    with pytest.raises(CapacityError, match="a cannot be sealed: No space"):
+        save(host.store, "a", b"1")
+    monkeypatch.undo()
+    save(host.store, "a", b"1")

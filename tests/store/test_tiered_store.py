@@ -17,14 +17,17 @@ from tierfs.flush.engine import FlushEngine
 from tierfs.flush.levels import Level
 from tierfs.format.keys import chunk_key
 from tierfs.local import growth
+from tierfs.local.host import PAGE_BYTES
 from tierfs.local.nvme import NvmeTier
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.slab import SlotKind, SlotState
+from tierfs.local.slots import HEAD_BYTES
 from tierfs.store import (
     WriteMode,
     Writer,
     copy,
     delete,
+    discard_conflict,
     evict,
     find,
     level_of,
@@ -35,6 +38,7 @@ from tierfs.store import (
     rename,
     save,
     stat,
+    status,
     verify,
     wait,
 )
@@ -461,3 +465,42 @@ def test_a_store_that_was_opened_and_closed_keeps_no_descriptors(tmp_path, root,
         use(f"host{number}")
     gc.collect()
     assert descriptors() <= before
+
+
+def damage_draft(host, *, with_path):
+    """Flip a bit of the one draft in slabs."""
+    (slot,) = host.tiers.ram.drafts()
+    memory = slot.segment.fd
+    (byte,) = os.pread(memory, 1, slot.offset + 40)
+    os.pwrite(memory, bytes([byte ^ 1]), slot.offset + 40)
+    if with_path:
+        os.pwrite(memory, bytes(4), PAGE_BYTES + slot.index * HEAD_BYTES + 4)  # the length of its metadata
+
+
+@pytest.mark.parametrize("with_path", [False, True])
+def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_path, monkeypatch):
+    host = make_host(nvme=0)
+    save(host.store, "a", b"before")
+    save(host.store, "b", b"other")
+    wait(host.store, "", Level.OBJECT, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(host.flusher.finder, "_take", lambda _: None)
+        save(host.store, "a", b"after")
+        damage_draft(host, with_path=with_path)
+    with pytest.raises(CorruptionError, match="a: what this host wrote last"):
+        load(host.store, "a")
+    for path in ("", "a"):
+        with pytest.raises(CorruptionError, match="damaged beyond use"):
+            wait(host.store, path, Level.OBJECT, 30)
+    if with_path:
+        with pytest.raises(CorruptionError, match="perhaps to this path"):
+            load(host.store, "b")
+    else:
+        assert load(host.store, "b") == b"other"
+    assert status(host.store)["unreadable_drafts"] == 1
+    assert discard_conflict(host.store, "" if with_path else "a") == 1
+    assert status(host.store)["unreadable_drafts"] == 0
+    assert load(host.store, "a") == b"before"
+    save(host.store, "a", b"after")
+    wait(host.store, "", Level.OBJECT, 30)
+    assert load(host.plain(), "a") == b"after"

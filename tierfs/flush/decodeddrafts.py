@@ -49,6 +49,12 @@ class DecodedDrafts:
             return None
         return self._remember(key, draft)
 
+    @staticmethod
+    def damaged_in_slot(slot: Slot) -> list[str]:
+        """The path of a draft that could not be read, if it is there still; an empty one where that is not known either."""
+        where = slot.segment.meta(slot).decode(errors="replace")
+        return [where] if slot.segment.is_still(slot) else []
+
     def in_index(self, stored: StoredDraft) -> Draft:
         """The draft in a row of the nvme tier's index.
 

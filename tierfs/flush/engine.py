@@ -115,6 +115,7 @@ class FlushEngine:
             return not path or entry.path == path or entry.path.startswith(below)
 
         level = Level.parse(arguments["level"])
+        self._flusher.finder.discover()
         self._flusher.finder.check_lost(str(path or ""))
         self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set)
 

@@ -23,7 +23,7 @@ class Finder:
         self._state = state
         self._boot = boot_id()
         self._unreadable: set[bytes] = set()  # write ids
-        self._lost: dict[int, str] = {}  # paths of those in the nvme tier, by number
+        self._lost: dict[int | Slot, str] = {}  # paths of those in the nvme tier, by number, and of those in slabs
 
     @property
     def unreadable(self) -> int:
@@ -63,7 +63,7 @@ class Finder:
             known = state.entries.get(slot.name)
             if known is not None and known.slot is not None:
                 return
-        data = bytearray(slot.length)
+        data, where = bytearray(slot.length), segment.meta(slot).decode(errors="replace")
         segment.read(slot, 0, memoryview(data))
         if not segment.is_still(slot):
             return
@@ -72,6 +72,7 @@ class Finder:
         except TierfsError as error:
             if slot.name not in self._unreadable:
                 self._unreadable.add(slot.name)
+                self._lost[slot] = where
                 _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - says it all
             return
         with state.changed:
@@ -102,21 +103,25 @@ class Finder:
         Raises:
             CorruptionError: One was: what this host wrote there last is lost.
         """
-        for where in self._lost.values():
+        for number, where in list(self._lost.items()):
             if not path or not where or where == path or where.startswith(f"{path}/"):
                 raise CorruptionError(
                     f"{where or 'a file'}: what this host wrote last is damaged beyond use: write it again, or give it up "
                     "with `tierfs flusher discard`",
                     path=where,
-                    tier="nvme",
+                    tier="nvme" if isinstance(number, int) else "ram",
                 )
 
     def discard_lost(self, path: str) -> int:
         """Forget what was lost of ``path``. Returns how many drafts."""
-        lost = [number for number, where in self._lost.items() if where == path]
+        lost = [number for number, where in list(self._lost.items()) if where == path]
         for number in lost:
-            assert self._state.nvme is not None
-            self._state.nvme.publish(number)
+            if isinstance(number, int):
+                assert self._state.nvme is not None
+                self._state.nvme.publish(number)
+            else:
+                number.segment.mark(number, SlotState.CLEAN)
+                self._unreadable.discard(number.name)
             del self._lost[number]
         return len(lost)
 

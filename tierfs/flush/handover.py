@@ -65,6 +65,7 @@ class Handover:
         Raises:
             StoreError, FormatError: It runs, and cannot be asked.
         """
+        self._ram.let_go()
         unseen = sorted(self._ram.unseen())
         if not unseen or not self._flusher.is_running():
             return

@@ -80,7 +80,15 @@ class PendingDrafts:
         Raises:
             CorruptionError: There is one, and it cannot be read; what was there before is no answer.
         """
-        staged = [draft for draft in self._staged() if draft.path == path]
+        damaged: list[str] = []
+        staged = [draft for draft in self._staged(damaged=damaged) if draft.path == path]
+        if not {path, ""}.isdisjoint(damaged):
+            raise CorruptionError(
+                f"{path}: what this host wrote last, perhaps to this path, is damaged in shared memory: give it up with `tierfs flusher "
+                "discard`, of this path or else of the store's root, and write it again",
+                path=path,
+                tier="ram",
+            )
         item = self._ask_index(lambda: self._nvme.draft(path))
         stored = None if item is None else self._decoded.in_index(item)
         if stored is not None and (not staged or not self._is_newer(staged[-1], stored)):
@@ -111,7 +119,9 @@ class PendingDrafts:
         """Whether nothing at or below ``path`` is pending, nor kept as a conflict, as far as this process can see all."""
         if self._ram.unread():
             return False
-        if any(_is_below(draft.path, path) for draft in self._staged((SlotState.SEALED, SlotState.CONFLICT))):
+        damaged: list[str] = []
+        staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
+        if any(_is_below(draft.path, path) for draft in staged) or damaged:
             return False
         return not self._stored_below(path, conflicts=True)
 
@@ -163,13 +173,17 @@ class PendingDrafts:
         """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""
         return draft.turn(self._boot) > other.turn(self._boot)
 
-    def _staged(self, states: tuple[SlotState, ...] = (SlotState.SEALED,)) -> Iterator[Draft]:
-        """Drafts in slabs, as they were closed."""
+    def _staged(
+        self, states: tuple[SlotState, ...] = (SlotState.SEALED,), *, damaged: list[str] | None = None
+    ) -> Iterator[Draft]:
+        """Drafts in slabs, as they were closed. To ``damaged`` are added the paths of those that cannot be read."""
         self._handover.look_around()
         for slot in self._ram.drafts(states):
             draft = self._decoded.in_slot(slot)
             if draft is not None:
                 yield draft
+            elif damaged is not None:
+                damaged += self._decoded.damaged_in_slot(slot)
 
     def _stored_below(self, path: str, *, conflicts: bool = False) -> list[StoredDraft]:
         return self._ask_index(lambda: self._nvme.drafts_below(path, conflicts=conflicts))

@@ -10,6 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from tierfs.clock import Clock, boot_id
 from tierfs.daemons import start_daemon
@@ -25,8 +26,8 @@ from tierfs.flush.lending import Lending
 from tierfs.flush.singleflight import SingleFlight
 from tierfs.forks import renew_in_children
 from tierfs.local.arena import no_faults
-from tierfs.local.host import explain
 from tierfs.local.memory import memory_available
+from tierfs.local.private import refused
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import Slot, SlotKind, SlotState
 from tierfs.units import format_bytes
@@ -197,8 +198,10 @@ class SlabWriter:
                 data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
                 slot.segment.view(slot)[: len(data)] = data
                 self._fault("before draft.seal")
+                # Its path again, apart from its data, to be known if that is damaged.
+                where = draft.path.encode()
                 slot.segment.seal(
-                    slot, draft.write_id, b"", length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
+                    slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
                 )
                 self._fault("after draft.seal")
 
@@ -217,7 +220,7 @@ class SlabWriter:
                     tier="ram",
                 ) from error
             except OSError as error:
-                raise StoreError(f"{path} cannot be sealed: {explain(error)}", path=path) from error
+                raise refused(error, Path(path), "cannot be sealed", tier="ram") from error
             yield
 
     def expect(self) -> None:

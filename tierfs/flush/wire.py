@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from tierfs import errors
 from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
-from tierfs.local.host import explain
+from tierfs.local.private import explain
 
 __all__ = [
     "DESCRIPTORS_MAX",

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 
 from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreError, TierfsError
-from tierfs.local.host import explain
+from tierfs.local.private import explain
 
 __all__ = ["disk_errors"]
 

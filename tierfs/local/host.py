@@ -14,7 +14,6 @@ import logging
 import os
 import re
 import secrets
-import stat
 import threading
 import weakref
 from collections.abc import Iterator
@@ -23,15 +22,16 @@ from pathlib import Path
 import xxhash
 
 from tierfs.clock import boot_id
-from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.errors import InvalidInputError, StoreError
 from tierfs.local.filesystems import filesystem_of, is_network
+from tierfs.local.private import entries_of, make_private, refused
+from tierfs.local.segmentfolder import SegmentFolder
 
-__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "entries_of", "explain", "make_private", "state_directory"]
+__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "state_directory"]
 
 PAGE_BYTES = 4096
 """What everything in the local tiers is aligned to."""
 
-SEGMENT_FOLDERS_MAX = 16
 _OWNER = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 _logger = logging.getLogger("tierfs.local")
@@ -61,60 +61,6 @@ def state_directory(given: str | None = None) -> Path:
             path=given,
         )
     return directory
-
-
-def make_private(directory: Path, *, follow_links: bool = True) -> None:
-    """Make a directory for its owner alone where it is missing, and see that it is one.
-
-    Args:
-        directory: The directory; its parents are made, too.
-        follow_links: Whether a link to such a directory will do.
-
-    Raises:
-        ReadOnlyError: It belongs to somebody else, or is open to others, or may not be made.
-        CapacityError: There is no room for it.
-        StoreError: It cannot be made for another reason.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        status = os.stat(directory, follow_symlinks=follow_links)
-    except PermissionError as error:
-        raise ReadOnlyError(f"{directory} cannot be made: {error.strerror}", path=str(directory)) from error
-    except OSError as error:
-        problem = f"{directory} cannot be made: {error.strerror}"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise CapacityError(f"{problem}: free some room and try again", path=str(directory)) from error
-        raise StoreError(problem, path=str(directory)) from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ReadOnlyError(
-            f"{directory} must belong to you and be closed to others: chmod 700 {directory}", path=str(directory)
-        )
-
-
-def entries_of(directory: Path) -> list[os.DirEntry[str]]:
-    """What a directory holds; nothing where there is none.
-
-    Raises:
-        ReadOnlyError: This user may not.
-        StoreError: It cannot be listed for another reason.
-    """
-    try:
-        with os.scandir(directory) as entries:
-            return list(entries)
-    except FileNotFoundError:
-        return []
-    except PermissionError as error:
-        raise ReadOnlyError(f"{directory} cannot be listed: {error.strerror}", path=str(directory)) from error
-    except OSError as error:
-        raise StoreError(f"{directory} cannot be listed: {explain(error)}", path=str(directory)) from error
-
-
-def explain(error: OSError) -> str:
-    """What the operating system says, and what to do about it where that is known."""
-    problem = error.strerror or str(error)
-    if error.errno == errno.EMFILE:
-        return f"{problem}: this process has as many as it may, which `ulimit -n` raises"
-    return problem
 
 
 class ExclusiveLock:
@@ -190,7 +136,7 @@ class ExclusiveLock:
                     path=str(self.path),
                 ) from error
             except OSError as error:
-                raise StoreError(f"{self.path} cannot be locked: {explain(error)}", path=str(self.path)) from error
+                raise refused(error, self.path, "cannot be locked") from error
             _locks.add(self)
             return self._fd
 
@@ -220,13 +166,14 @@ class Host:
 
     Attributes:
         directory: The state directory, absolute.
-        segments: The host's own folder in ``shm``; None where it cannot be used, which is logged.
+        counting: The host's own folder of segments, where all count that have memory.
+        segments: The same where it is in shared memory, so that segments can be made in it; else None, which is logged.
         failures: How often something of the host could not be used.
 
     Raises:
-        ReadOnlyError: The directory belongs to somebody else, or is open to others.
+        ReadOnlyError: The directory, or the folder of segments that its processes use, belongs to somebody else or is open to others.
         InvalidInputError: It lies on a network filesystem, or ``TIERFS_SHM_DIR`` is not named from the root.
-        CapacityError, StoreError: It cannot be made.
+        CapacityError, StoreError: It cannot be made, or processes use it whose segments this one cannot see.
     """
 
     def __init__(self, directory: Path, shm: Path | None = None, *, mountinfo: str | None = None) -> None:
@@ -248,12 +195,17 @@ class Host:
                 f"TIERFS_SHM_DIR={shm}: it is named from the root, so that it is the same one wherever a program is started",
                 path=str(shm),
             )
-        self.segments: Path | None = None
-        try:
-            self.segments = self._find_segments(shm)
-        except OSError as error:
+        with self.locked("segments"):
+            folder = SegmentFolder(self.directory, shm)
+        # Held for as long as this object lives, and by forked children, who use the folder as well.
+        weakref.finalize(self, folder.close).atexit = False
+        self.counting = folder.path
+        self.segments = folder.path if folder.is_memory else None
+        if folder.why_not is not None:
             self.failures += 1
-            _logger.warning("no segments can be made in %s, so processes cannot see one another's: %s", shm, error)
+            _logger.warning(
+                "no segments can be made in %s, so processes cannot see one another's: %s", shm, folder.why_not
+            )
 
     def __repr__(self) -> str:
         return f"Host({str(self.directory)!r}, segments={str(self.segments) if self.segments else None!r})"
@@ -305,8 +257,7 @@ class Host:
         except FileNotFoundError:
             return False
         except OSError as error:
-            path = str(self._lock_file(owner))
-            raise StoreError(f"{path} cannot be opened: {explain(error)}", path=path) from error
+            raise refused(error, self._lock_file(owner), "cannot be opened") from error
         try:
             # Shared, so that two who ask at the same time do not take each other for the owner.
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -340,48 +291,6 @@ class Host:
         for entry in entries_of(self._processes):
             if entry.name.endswith(".lock"):
                 self.bury(entry.name.removesuffix(".lock"))
-
-    def _find_segments(self, shm: Path) -> Path:
-        """Our folder in shared memory, which no other state directory uses.
-
-        It is named after our path, so that it is found again when the state directory was made anew, as that of a
-        container that was restarted. But containers that share their host's memory each have a directory by that name:
-        so the folder says whose it is, and is locked by those who use it.
-
-        Raises:
-            OSError: There is none.
-        """
-        status = self.directory.stat()
-        mine = f"{status.st_dev}:{status.st_ino}\n".encode()
-        name = f"tierfs-{os.geteuid()}-{xxhash.xxh3_64_hexdigest(os.fsencode(self.directory))}"
-        for number in range(SEGMENT_FOLDERS_MAX):
-            folder = shm / (f"{name}-{number}" if number else name)
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(mode=0o700)
-            make_private(folder, follow_links=False)
-            fd = os.open(folder / "state", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            is_ours = False
-            try:
-                is_ours = _claim(fd, mine)
-            finally:
-                if not is_ours:
-                    os.close(fd)
-            if is_ours:
-                # Held for as long as this object lives, and by forked children, who use the folder as well.
-                weakref.finalize(self, os.close, fd).atexit = False
-                return folder
-        raise StoreError(f"{shm} has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self.directory}")
-
-
-def _claim(fd: int, mine: bytes) -> bool:
-    """Whether the file says ``mine``, or did not say what somebody uses and says it now. If so, it is locked (shared)."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, mine, 0)
-    # Changing to a shared lock may let somebody else in between: what counts is what it says when we have that.
-    fcntl.flock(fd, fcntl.LOCK_SH)
-    return os.pread(fd, len(mine) + 1, 0) == mine
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -68,6 +68,11 @@ class Neighbours:
             ids = {segment.id for segment in self._own()}
             return [segment for segment in (*self._files.values(), *self._given.values()) if segment.id not in ids]
 
+    def given(self) -> list[Segment]:
+        """Those without a file. Does not look into the folder."""
+        with self._lock:
+            return list(self._given.values())
+
     def is_wanted(self) -> bool:
         """Whether other processes wait for room."""
         with self._lock:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.local.directfile import flush_directory
 from tierfs.local.host import Host
+from tierfs.local.private import refused
 
-__all__ = ["PLACE_FILE", "check", "claim"]
+__all__ = ["PLACE_FILE", "check", "claim", "places_in"]
 
 PLACE_FILE = "place.json"
 _logger = logging.getLogger("tierfs.local")
@@ -37,13 +37,13 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
     """
     directory = host.store_directory(uuid)
     path, names = directory / PLACE_FILE, list(places)
-    if _read(path) == names:
+    if places_in(path) == names:
         return directory
     with host.locked("places"):
         is_known = check(directory, names, url)
         try:
             _write(path, names)  # by one of them it was known, and the others may have changed
-        except (StoreError, CapacityError) as error:
+        except (StoreError, CapacityError, ReadOnlyError) as error:
             if not is_known:
                 raise
             _logger.warning("where %s lies now is not kept: %s", url, error)
@@ -56,7 +56,7 @@ def check(directory: Path, places: Sequence[str], url: str) -> bool:
     Returns whether something says so.
     """
     path = directory / PLACE_FILE
-    known = _read(path)
+    known = places_in(path)
     if known and set(places).isdisjoint(known):
         raise InvalidInputError(
             f"{url} has the id of a store that this host keeps local tiers for, and lies elsewhere: at {places[0]}, not at "
@@ -67,8 +67,12 @@ def check(directory: Path, places: Sequence[str], url: str) -> bool:
     return bool(known)
 
 
-def _read(path: Path) -> list[str]:
-    """What is kept there; nothing where nothing is."""
+def places_in(path: Path) -> list[str]:
+    """The places of the store whose local tiers these are; none where nothing says so.
+
+    Raises:
+        StoreError: It cannot be read.
+    """
     try:
         text = path.read_bytes()
         kept = json.loads(text) if text else []
@@ -95,7 +99,4 @@ def _write(path: Path, names: list[str]) -> None:
         temporary.replace(path)
         flush_directory(path.parent)
     except OSError as error:
-        problem = f"{path} cannot be written: {error.strerror}"
-        if error.errno in {errno.ENOSPC, errno.EDQUOT}:
-            raise CapacityError(f"{problem}: free some room and try again", path=str(path)) from error
-        raise StoreError(problem, path=str(path)) from error
+        raise refused(error, path, "cannot be written") from error

@@ -194,6 +194,7 @@ class RamTier:
             Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
             something dirty in a segment, what is not goes alone.
         """
+        self.let_go()
         return self._supply.make_room_for_others() if self._neighbours.is_wanted() else 0
 
     def segments(self) -> list[Segment]:
@@ -277,6 +278,18 @@ class RamTier:
                     self._neighbours.drop(segment)
         return freed
 
+    def let_go(self) -> None:
+        """Close the memory without a file that others handed to this process, whose owners are dead, and that only holds copies.
+
+        It counts for as long as anybody has it.
+        """
+        for segment in self._neighbours.given():
+            if self.host.is_alive(segment.owner) or segment.is_dirty():
+                continue
+            with self.host.locked(LOCK):
+                if not self.host.is_alive(segment.owner) and not segment.is_dirty():
+                    self._neighbours.drop(segment)
+
     def usage(self) -> RamUsage:
         """What the tier holds now."""
         segments = self.segments()
@@ -315,14 +328,15 @@ class RamTier:
 
     def _full(self, length: int, timeout_s: float | None, waited_s: float) -> CapacityError:
         what = f"no room for {format_bytes(length)} in the ram tier"
+        why = f"; {self._supply.why_not}" if self._supply.why_not else ""
         dirty = format_bytes(self.usage().dirty_bytes)
         if timeout_s is not None and waited_s >= timeout_s:
             text = (
                 f"{what} within {timeout_s:g} s: {self.holders()}, and of this store {dirty} are dirty, waiting for the flusher; "
-                "raise ram= (TIERFS_RAM), or wait longer"
+                f"raise ram= (TIERFS_RAM), or wait longer{why}"
             )
         else:
-            text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM)"
+            text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM){why}"
         return CapacityError(text, tier="ram")
 
     def _renew(self) -> None:

@@ -24,8 +24,8 @@ from tierfs.local.arena import Arena, Faults
 from tierfs.local.directfile import flush_directory
 from tierfs.local.diskerrors import disk_errors
 from tierfs.local.extentpage import GRANULE, DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
-from tierfs.local.host import entries_of
 from tierfs.local.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
+from tierfs.local.private import entries_of
 from tierfs.local.stored import ARENA_FILE, INDEX_FILE
 
 __all__ = ["open_tier"]

@@ -26,6 +26,7 @@ from tierfs.clock import boot_id
 from tierfs.digest import checksum
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.local.host import PAGE_BYTES
+from tierfs.local.private import refused
 from tierfs.local.slots import CHANGES_AT, SLOTS_MAX, Layout
 
 __all__ = [
@@ -213,7 +214,7 @@ class Reservation:
         header: What the segment will say of itself.
 
     Raises:
-        StoreError: The file cannot be made.
+        CapacityError, ReadOnlyError, StoreError: The file cannot be made.
     """
 
     def __init__(self, directory: Path, header: Header) -> None:
@@ -239,7 +240,7 @@ def make_file(path: Path, size: int) -> int:
     """Make an empty file of this size, as yet without memory, and open it.
 
     Raises:
-        StoreError: It cannot be made.
+        CapacityError, ReadOnlyError, StoreError: It cannot be made.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -250,7 +251,7 @@ def make_file(path: Path, size: int) -> int:
             path.unlink()
             raise
     except OSError as error:
-        raise StoreError(f"{path} cannot be made: {error.strerror}", path=str(path), tier="ram") from error
+        raise refused(error, path, "cannot be made", tier="ram") from error
     return fd
 
 

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.errors import ReadOnlyError, StoreError, TierfsError
-from tierfs.local.host import Host, entries_of, explain, make_private
+from tierfs.local.host import Host
+from tierfs.local.private import NO_ROOM, entries_of, explain, make_private
 from tierfs.local.segmentfile import SECTOR_BYTES, FileName, Header, OldSegmentError, OwnedFd, make_file
 from tierfs.local.slab import Segment
 
@@ -61,7 +62,7 @@ class Shares:
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.directory = host.segments or host.directory / "segments"
+        self.directory = host.counting
         make_private(self.directory)
         self._lock = threading.Lock()
         self._wanting = 0
@@ -179,8 +180,14 @@ class Shares:
         path = self.directory / f"{self._host.owner()}.want"
         with self._lock:
             self._wanting += 1
-            path.touch(mode=0o600)
-            os.truncate(path, budget_bytes)  # its length says it: a byte in it would need room
+            try:
+                path.touch(mode=0o600)
+                os.truncate(path, budget_bytes)  # its length says it: a byte in it would need room
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                # What is waited for comes from what is flushed, too.
+                _logger.warning("the other processes cannot be told that this one waits for room: %s", error)
         try:
             yield
         finally:

@@ -13,9 +13,10 @@ from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
 from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
-from tierfs.local.host import Host, make_private
+from tierfs.local.host import Host
 from tierfs.local.memory import memory_available, memory_limit
 from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
+from tierfs.local.private import make_private
 from tierfs.local.segmentfile import Header, Reservation
 from tierfs.local.shares import LOCK, MemfdNote, Shares
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
@@ -52,6 +53,7 @@ class Supply:
         waits: How often somebody waited for room.
         waited_s: For how long in all.
         evicted_bytes: What was evicted.
+        why_not: Why no file of a segment could be made when that was tried last; empty where one could.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Supply:
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
+        self.why_not = ""
         self._growing = threading.Lock()
         self._evicting = threading.Lock()
 
@@ -373,8 +376,14 @@ class Supply:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
             fits = self._host.segments is not None and layout.size <= self._shares.free_bytes(self._shares.files())
-            reservation = Reservation(self._shares.directory, header) if fits else None
-            note = None if fits else self._shares.note_memfd(header)
+            try:
+                reservation = Reservation(self._shares.directory, header) if fits else None
+                note = None if fits else self._shares.note_memfd(header)
+            except CapacityError as error:
+                # No file can be made there, not even one that counts: room is waited for, as with memory.
+                self.why_not = str(error)
+                return False
+            self.why_not = ""
         # Nobody waits for what is made ahead, and training wants the processors.
         threads = 1 if ahead else None
         if reservation is not None:
@@ -415,12 +424,11 @@ class Supply:
     def _grow_memfd(self, header: Header, note: MemfdNote, *, threads: int | None) -> bool:
         if not self._memfd_said:
             self._memfd_said = True
+            why = f"{self._shares.directory} has no room for a segment of {format_bytes(header.layout.size)}"
             _logger.warning(
-                "%s has no room for a segment of %s, so this process's have no file: other processes see what is in them by "
-                "way of the flusher, and it is lost if both end; give it more (docker: --shm-size), or name another with "
-                "TIERFS_SHM_DIR",
-                self._shares.directory,
-                format_bytes(header.layout.size),
+                "%s, so this process's have no file: other processes see what is in them by way of the flusher, and it is lost "
+                "if both end; give it more (docker: --shm-size), or name another with TIERFS_SHM_DIR",
+                why if self._host.segments is not None else "this host has no folder of segments in shared memory",
             )
         try:
             segment = create_memfd(header, threads=threads, stopped=self._is_closed)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from tierfs.daemons import start_daemon
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format.descriptor import Descriptor
-from tierfs.local.host import make_private
+from tierfs.local.private import make_private
 
 if TYPE_CHECKING:
     from tierfs.store.store import Store

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tierfs.local.host import make_private
+from tierfs.local.private import make_private
 from tierfs.objects.protocol import ObjectInfo, Version
 
 __all__ = ["HostRecords"]

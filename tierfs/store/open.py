@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tierfs.digest import DigestKind
@@ -90,7 +91,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         ReadOnlyError: Looking further up was refused: the message names the root to give. Or the state directory is
             not ours to use, and local tiers were asked for.
         CorruptionError, FormatError: The descriptor is damaged, or of another version.
-        StoreError: It failed.
+        StoreError: It failed; or this host has something pending for a store that was there.
     """
     refused = ""
     ancestors = _ancestors(location)
@@ -123,6 +124,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
             f"tierfs init {location.protocol}://{_new_root(location, ancestors)}",
             path=location.url,
         )
+    _check_nothing_is_left(location, ancestors)
     if not create:
         raise StoreNotFoundError(
             f"no store holds {location.url}: make one with: "
@@ -132,6 +134,16 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
     root = _new_root(location, ancestors)
     store = _create(location, root, DigestKind.XXH3_128)
     return store, _relative(root, location.path)
+
+
+def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
+    """Where no store is found, though there was one. See `check_nothing_is_left`."""
+    from tierfs.store.leftbehind import check_nothing_is_left  # noqa: PLC0415 - brings numpy, which takes a while
+
+    state = _state_of(location)
+    if (state / "stores").is_dir():
+        tiers = (connect(location.protocol, root, location.options) for root in ancestors)
+        check_nothing_is_left(state, [name for objects in tiers for name in objects.places()])
 
 
 def _is_there(location: Location, root: str, known: Store) -> bool:
@@ -220,9 +232,12 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
 
 
 def _known_stores(location: Location) -> KnownStores:
+    return KnownStores(_state_of(location), json.dumps(location.options, sort_keys=True, default=repr))
+
+
+def _state_of(location: Location) -> Path:
     options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
-    through = json.dumps(location.options, sort_keys=True, default=repr)
-    return KnownStores(state_directory(options.state_dir), through)
+    return state_directory(options.state_dir)
 
 
 def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]) -> Store:
