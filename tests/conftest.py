@@ -12,6 +12,8 @@ import pytest
 def pytest_configure():
     # A shell that starts the tests in the background has them ignore interrupts, which some of them send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Of the hundreds of processes that tests start, each would compile tierfs anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,12 +44,21 @@ def state_of_its_own():
 
 
 @pytest.fixture(autouse=True)
-def stores_are_closed(tmp_path):
+def stores_are_closed(request):
     """Those whose state is a test's own, before that goes: whoever closed them afterwards would find it gone."""
+    if "tmp_path" not in request.fixturenames:
+        yield
+        return
+    tmp_path = request.getfixturevalue("tmp_path")
+    earlier = open_stores()
     yield
-    opened = sys.modules.get("tierfs.store.open")
-    for key, store in list(vars(opened)["_stores"].items()) if opened is not None else ():
-        if store._state_dir is not None and tmp_path in store._state_dir.parents:
-            del opened._stores[key]
+    for key, store in open_stores().items():
+        if earlier.get(key) is not store and store._state_dir is not None and tmp_path in store._state_dir.parents:
+            del sys.modules["tierfs.store.open"]._stores[key]
             if store.tiers is not None:
                 store.tiers.close()
+
+
+def open_stores():
+    opened = sys.modules.get("tierfs.store.open")
+    return {} if opened is None else dict(opened._stores)

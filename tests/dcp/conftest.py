@@ -3,10 +3,12 @@
 import importlib
 import uuid
 
+import forked_flusher
 import fsspec
 import pytest
 
 import tierfs
+from tierfs.store import localtiers
 from tierfs.store.open import open_store
 from tierfs.store.url import parse_url
 
@@ -20,6 +22,12 @@ def all_stores_are_closed(stores_are_closed):
         _, store = opened._stores.popitem()
         if store.tiers is not None:
             store.tiers.close()
+
+
+@pytest.fixture(autouse=True)
+def flushers_are_forked(monkeypatch):
+    """They are processes as ever. Those that other processes start are begun as ever, too."""
+    monkeypatch.setattr(localtiers, "spawn", forked_flusher.spawn)
 
 
 @pytest.fixture(autouse=True)

@@ -26,8 +26,8 @@ class Memory(abstract.AbstractFixtures):
 
 class Directory(Memory):
     @pytest.fixture
-    def fs(self, tmp_path):
-        self.root = str(tmp_path / "store")
+    def fs(self, scratch):
+        self.root = f"{scratch}/store"
         tierfs.init(f"file://{self.root}")
         return tierfs.TierFileSystem(target_protocol="file")
 

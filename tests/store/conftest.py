@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from tiered import MIB, Gate, Host
 
 from tierfs.digest import DigestKind
@@ -12,7 +13,11 @@ from tierfs.store.create import create_store
 
 @pytest.fixture
 def root():
-    return f"/tiered-{os.urandom(8).hex()}"
+    """A path in fsspec's memory filesystem that is emptied afterwards: what these tests save comes to gigabytes."""
+    root = f"/tiered-{os.urandom(8).hex()}"
+    yield root
+    for path in [path for path in list(MemoryFileSystem.store) if path.startswith(f"{root}/")]:
+        del MemoryFileSystem.store[path]
 
 
 @pytest.fixture

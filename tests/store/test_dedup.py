@@ -2,7 +2,6 @@
 
 import os
 import threading
-import uuid
 
 import pytest
 from tiered import Host
@@ -37,8 +36,8 @@ class Counted(WrappedObjects):
 
 
 @pytest.fixture
-def tier():
-    return MemoryObjects(f"/dedup-{uuid.uuid4().hex}")
+def tier(root):
+    return MemoryObjects(root)
 
 
 @pytest.fixture

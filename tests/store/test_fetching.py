@@ -8,7 +8,6 @@ import os
 import random
 import threading
 import time
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -20,7 +19,7 @@ from tierfs.errors import CorruptionError, FormatError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.envelope import Base
-from tierfs.objects import MeasuredObjects, MemoryObjects
+from tierfs.objects import MeasuredObjects
 from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
@@ -29,11 +28,6 @@ from tierfs.store.fetching import fetch, find_chunk, inspect
 from tierfs.store.records import observe
 
 PATHS = ("run/step_1/shard", "run/step_2/shard")
-
-
-@pytest.fixture
-def objects():
-    return MemoryObjects(f"/fetching-{uuid.uuid4().hex}")
 
 
 @pytest.fixture
