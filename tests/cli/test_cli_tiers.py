@@ -529,6 +529,7 @@ engine.start()
 engine.handle("hello", {"options": {}}, [], None)
 late = {"fsspec", "asyncio", "ssl", "tqdm", "tierfs.store", "tierfs.objects", "tierfs.fs", "torch"} & set(sys.modules)
 engine.stop()
+engine.close()
 assert not late, late
 """
     subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)

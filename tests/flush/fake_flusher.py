@@ -30,6 +30,7 @@ class FakeEngine:
         self.hellos = []
         self.waiting = 0
         self.released = False
+        self.closed = False
 
     def start(self):
         self.running = True
@@ -38,6 +39,9 @@ class FakeEngine:
         with self.condition:
             self.running = False
             self.condition.notify_all()
+
+    def close(self):
+        self.closed = True
 
     def release(self):
         with self.condition:

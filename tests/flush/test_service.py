@@ -622,9 +622,11 @@ def test_the_lock_is_held_until_the_last_request_has_ended(running, directory):
         running.service.stop()
         until(lambda: wire.identity_of(directory) is None)
         assert not nobody_holds_the_lock(directory)
+        assert not engine.closed
         finish.set()
         assert wire.receive(connection)[0]["ok"] == {"done": True}
     assert running.end()
+    assert engine.closed
 
 
 def test_it_retires_where_its_socket_was_taken_away(running, directory):

@@ -504,3 +504,33 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     save(host.store, "a", b"after")
     wait(host.store, "", Level.OBJECT, 30)
     assert load(host.plain(), "a") == b"after"
+
+
+def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host):
+    """The index of the nvme tier was closed while a change of it was committed, which could end the process."""
+    with host.held():
+        save_at(host.store, "a", content(MIB), Level.LOCAL)
+        slots = [slot for segment in host.tiers.ram.own_segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
+        nvme, service = host.flusher.nvme, host.tiers.flusher._launcher._service
+        commit, close, events = nvme.commit, nvme.close, []
+        asked, closed = threading.Event(), threading.Event()
+
+        def slow():
+            asked.set()
+            closed.wait(0.5)  # it must not be, however long this takes
+            events.append("commit")
+            commit()
+
+        def closing():
+            events.append("close")
+            closed.set()
+            close()
+
+        nvme.commit, nvme.close = slow, closing
+        keeping = threading.Thread(target=host.tiers.cache.keep, args=(slots,))
+        keeping.start()
+        assert asked.wait(20)
+        service.stop()
+        keeping.join()
+        assert closed.wait(20)
+        assert events == ["commit", "close"]

@@ -58,11 +58,16 @@ class FlushEngine:
             self._started.start()
         except BaseException:
             self._started.stop()
+            self._started.close()
             raise
 
     def stop(self) -> None:
         """End; see `Flusher.stop`."""
         self._flusher.stop()
+
+    def close(self) -> None:
+        """Let go of the tiers; see `Flusher.close`."""
+        self._flusher.close()
 
     def is_idle(self) -> bool:
         """See `Flusher.is_idle`."""

@@ -100,13 +100,16 @@ class Flusher:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """End after the steps that are under way; what is left is for the next flusher."""
+        """End after the steps that are under way; what is left is for the next flusher. What others ask for ends soon."""
         state = self._state
         with state.changed:
             state.stopping = True
             state.changed.notify_all()
         for thread in self._threads:
             thread.join()
+
+    def close(self) -> None:
+        """Let go of the tiers, when it was stopped and nobody is at work in it any more."""
         self.uploader.stop()
         self.settler.stop()
         self.ram.close()

@@ -82,10 +82,13 @@ class Engine(Protocol):
         """Begin. Only the flusher that holds the lock is started."""
 
     def stop(self) -> None:
-        """Have every `handle` under way end soon, refuse those that come, and return when nothing is written any more.
+        """Have every `handle` under way end soon, and come to rest otherwise.
 
         An error that a `handle` raises from now on reaches nobody: its client asks the next flusher.
         """
+
+    def close(self) -> None:
+        """Let go of everything. Called after `stop`, when no `handle` is under way and none will be."""
 
     def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
         """Do what a client asks; may take as long as it takes.
@@ -330,7 +333,8 @@ class Service:
             for connection in self._connections.values():
                 self._tell_of_hang_up(connection)
             for thread in self._threads:
-                thread.join()  # however long: while a request is at work the lock may not be another's
+                thread.join()  # however long: while a request is at work the lock may not be another's, nor the tiers closed
+            self._engine.close()
             for connection in self._connections.values():
                 connection.sock.close()
             self._connections.clear()
