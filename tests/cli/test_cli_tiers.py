@@ -574,8 +574,11 @@ def arguments_of_flusher(directory):
 def test_a_flusher_never_writes_into_another_store_that_took_the_place_of_its_own(host, url, no_flusher, fail):
     stage(url, files=1)
     shutil.rmtree(host / "store")
-    with_other = dict(os.environ, TIERFS_RAM="0")
-    subprocess.run([*PROGRAM, "init", str(host / "store")], check=True, capture_output=True, env=with_other)
+    refused = subprocess.run([*PROGRAM, "init", str(host / "store")], check=False, capture_output=True, text=True)
+    assert refused.returncode
+    assert "this host has changes pending for the store that was at" in refused.stderr
+    elsewhere = dict(os.environ, TIERFS_RAM="0", TIERFS_STATE_DIR=str(host / "another"))
+    subprocess.run([*PROGRAM, "init", str(host / "store")], check=True, capture_output=True, env=elsewhere)
     no_flusher()
     store = next(iter(opening._stores.values()))
     with pytest.raises(tierfs.TierfsError, match=r"is not at .* any more"):
