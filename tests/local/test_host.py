@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -658,8 +659,13 @@ def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_
     assert caplog.text.count("no segments can be made") == 1
 
 
-@pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
-@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize(
+    ("how", "is_used"),
+    [
+        *itertools.product(["link", "open", "file"], [True, False]),
+        pytest.param("foreign", True, marks=AS_ROOT),
+    ],
+)
 def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(directory, shm, how, is_used):
     host = Host(directory, shm)
     name = host.segments.name
@@ -671,6 +677,18 @@ def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(dir
     with pytest.raises(OSError, match=f"{name} (must belong to you and be closed to others|cannot be made)") as caught:
         Host(directory, shm)
     assert isinstance(caught.value, TierfsError)
+
+
+@AS_ROOT
+def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nobody_out(directory, shm, tmp_path):
+    name = Host(directory, shm).segments.name
+    gc.collect()
+    shutil.rmtree(shm / name)  # as by systemd-logind, after a logout
+    make_unusable(shm, name, "foreign")
+    assert Host(directory, shm).segments is None
+    gc.collect()
+    (tmp_path / "elsewhere").mkdir()
+    assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
 
 
 def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplog):

@@ -334,7 +334,10 @@ def test_what_the_message_names_is_all_that_is_left(left, options, tmp_path, mon
     hidden = left.rename(tmp_path / "hidden")
     with pytest.raises(StoreError, match="mount it") as caught:
         open_at(left, **options)[0].exists(f"{left}/a")
-    directory, pattern = re.search(r"remove (\S+) and (\S+) while", str(caught.value)).groups()
+    uuid, directory, pattern = re.search(
+        r"`pgrep -f (\S+)` .* remove (\S+) and (\S+) while", str(caught.value)
+    ).groups()
+    assert Path(directory).name == uuid
     (segment,) = Path(pattern).parent.glob(Path(pattern).name)
     segment.unlink()
     shutil.rmtree(directory)

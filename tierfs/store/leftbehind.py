@@ -39,8 +39,8 @@ def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
             where = here[0].removeprefix("file:")
             raise StoreError(
                 f"this host has changes pending for the store that was at {where}, and none is there now: mount it, or bring it "
-                f"back, and they get there; to give them up, remove {kept.parent}{_segments_of(state, kept.parent)} while no "
-                "process uses it",
+                f"back, and they get there; to give them up, end its flusher, if `pgrep -f {kept.parent.name}` finds one, and "
+                f"remove {kept.parent}{_segments_of(state, kept.parent)} while no process uses it",
                 transient=True,
                 path=where,
             )
