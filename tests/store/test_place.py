@@ -350,3 +350,23 @@ def test_of_another_store_it_need_not_be_known_where_that_was(left, options, tmp
     kept.write_bytes(b"damaged")
     assert not open_at(tmp_path / "new", **options)[0].exists(f"{tmp_path}/new/a")
     assert "what is pending for one store is not known" in caplog.text
+
+
+def test_a_store_that_is_made_where_one_with_changes_pending_was_is_warned_of(
+    left, options, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
+    tierfs.init(f"file://{left}")
+    assert "another store" not in caplog.text
+    monkeypatch.setattr(opening, "_stores", {})
+    hidden = left.rename(tmp_path / "hidden")
+    tierfs.init(f"file://{left}")
+    assert (
+        f"{left} was made where another store was: this host has changes pending for the store that was at {left}, "
+        in caplog.text
+    )
+    shutil.rmtree(left)
+    hidden.rename(left)
+    for known in ("_stores", "_tiers"):
+        monkeypatch.setattr(opening, known, {})
+    assert open_at(left, **options)[0].cat(f"{left}/a") == b"saved"
