@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
 import itertools
 import os
@@ -796,6 +797,26 @@ def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(dire
             Host(directory, shm)
         assert descriptors() == before
     assert Host(directory, shm).segments is not None
+
+
+def test_a_child_that_was_forked_before_that_failed_keeps_nobody_waiting(directory, shm, monkeypatch):
+    inherited = []
+
+    def full_after_fork(fd, *_):
+        inherited.append(os.dup(fd))  # what a child has: the same open file, and its lock
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Host(directory, shm)
+    gc.collect()
+    (directory / "segments.at").write_bytes(b"")
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda fd, data, at: (full_after_fork if b" " in data else write)(fd, data, at))
+    with pytest.raises(CapacityError):
+        Host(directory, shm)
+    with (directory / "segments.at").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for fd in inherited:
+        os.close(fd)
 
 
 def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):

@@ -60,6 +60,9 @@ class SegmentFolder:
         try:
             self.path = self._find(shm)
         except BaseException:
+            # Closing is not enough: a child that was forked meanwhile has the open files, too, and would keep all others waiting.
+            for fd in self.locks:
+                fcntl.flock(fd, fcntl.LOCK_UN)
             self.close()
             raise
         self.is_memory = self.path != self._directory / _INSTEAD
