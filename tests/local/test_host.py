@@ -2,7 +2,9 @@
 
 import contextlib
 import errno
+import fcntl
 import gc
+import itertools
 import os
 import re
 import shutil
@@ -658,8 +660,13 @@ def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_
     assert caplog.text.count("no segments can be made") == 1
 
 
-@pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
-@pytest.mark.parametrize("is_used", [True, False])
+@pytest.mark.parametrize(
+    ("how", "is_used"),
+    [
+        *itertools.product(["link", "open", "file"], [True, False]),
+        pytest.param("foreign", True, marks=AS_ROOT),
+    ],
+)
 def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(directory, shm, how, is_used):
     host = Host(directory, shm)
     name = host.segments.name
@@ -671,6 +678,18 @@ def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(dir
     with pytest.raises(OSError, match=f"{name} (must belong to you and be closed to others|cannot be made)") as caught:
         Host(directory, shm)
     assert isinstance(caught.value, TierfsError)
+
+
+@AS_ROOT
+def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nobody_out(directory, shm, tmp_path):
+    name = Host(directory, shm).segments.name
+    gc.collect()
+    shutil.rmtree(shm / name)  # as by systemd-logind, after a logout
+    make_unusable(shm, name, "foreign")
+    assert Host(directory, shm).segments is None
+    gc.collect()
+    (tmp_path / "elsewhere").mkdir()
+    assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
 
 
 def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplog):
@@ -778,6 +797,26 @@ def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(dire
             Host(directory, shm)
         assert descriptors() == before
     assert Host(directory, shm).segments is not None
+
+
+def test_a_child_that_was_forked_before_that_failed_keeps_nobody_waiting(directory, shm, monkeypatch):
+    inherited = []
+
+    def full_after_fork(fd, *_):
+        inherited.append(os.dup(fd))  # what a child has: the same open file, and its lock
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Host(directory, shm)
+    gc.collect()
+    (directory / "segments.at").write_bytes(b"")
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda fd, data, at: (full_after_fork if b" " in data else write)(fd, data, at))
+    with pytest.raises(CapacityError):
+        Host(directory, shm)
+    with (directory / "segments.at").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for fd in inherited:
+        os.close(fd)
 
 
 def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):

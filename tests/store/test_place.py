@@ -4,8 +4,10 @@ import errno
 import importlib
 import json
 import os
+import re
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -300,3 +302,71 @@ def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(st
         hidden.rename(store)
     assert open_at(store, **options)[0].cat(f"{store}/a") == b"saved"
     fs.wait(path, "object", timeout=30)
+
+
+@pytest.fixture
+def left(store, options, monkeypatch):
+    """A store that is gone, whose changes nobody has flushed."""
+    fs, path = open_at(store, ack="staged", **options)
+    with monkeypatch.context() as patch:
+        patch.setattr("tierfs.flush.slabwriter.SlabWriter._tell", lambda _: None)
+        fs.pipe(f"{path}/a", b"saved")
+    for known in ("_stores", "_tiers"):
+        monkeypatch.setattr(opening, known, {})
+    return store
+
+
+def test_a_directory_whose_content_is_gone_is_told_by_its_path(left, options):
+    for entry in os.scandir(left):
+        shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
+    with pytest.raises(StoreError, match=f"pending for the store that was at {left}, "):
+        open_at(left, **options)[0].exists(f"{left}/a")
+
+
+def test_a_directory_that_got_the_number_of_a_store_that_is_gone_has_nothing_pending(left, options, tmp_path):
+    other = left.rename(tmp_path / "other")
+    for entry in os.scandir(other):
+        shutil.rmtree(entry.path) if entry.is_dir() else os.unlink(entry.path)
+    assert not open_at(other, **options)[0].exists(f"{other}/a")
+
+
+def test_what_the_message_names_is_all_that_is_left(left, options, tmp_path, monkeypatch):
+    hidden = left.rename(tmp_path / "hidden")
+    with pytest.raises(StoreError, match="mount it") as caught:
+        open_at(left, **options)[0].exists(f"{left}/a")
+    uuid, directory, pattern = re.search(
+        r"`pgrep -f (\S+)` .* remove (\S+) and (\S+) while", str(caught.value)
+    ).groups()
+    assert Path(directory).name == uuid
+    (segment,) = Path(pattern).parent.glob(Path(pattern).name)
+    segment.unlink()
+    shutil.rmtree(directory)
+    assert not open_at(left, **options)[0].exists(f"{left}/a")
+    hidden.rename(left)
+
+
+def test_of_another_store_it_need_not_be_known_where_that_was(left, options, tmp_path, caplog):
+    (kept,) = (tmp_path / "state" / "stores").glob("*/place.json")
+    kept.write_bytes(b"damaged")
+    assert not open_at(tmp_path / "new", **options)[0].exists(f"{tmp_path}/new/a")
+    assert "what is pending for one store is not known" in caplog.text
+
+
+def test_a_store_that_is_made_where_one_with_changes_pending_was_is_warned_of(
+    left, options, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
+    tierfs.init(f"file://{left}")
+    assert "another store" not in caplog.text
+    monkeypatch.setattr(opening, "_stores", {})
+    hidden = left.rename(tmp_path / "hidden")
+    tierfs.init(f"file://{left}")
+    assert (
+        f"{left} was made where another store was: this host has changes pending for the store that was at {left}, "
+        in caplog.text
+    )
+    shutil.rmtree(left)
+    hidden.rename(left)
+    for known in ("_stores", "_tiers"):
+        monkeypatch.setattr(opening, known, {})
+    assert open_at(left, **options)[0].cat(f"{left}/a") == b"saved"

@@ -534,3 +534,27 @@ def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host
         keeping.join()
         assert closed.wait(20)
         assert events == ["commit", "close"]
+
+
+@pytest.mark.parametrize("with_path", [False, True])
+def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_that(make_host, with_path, monkeypatch):
+    host = make_host(nvme=0)
+    save(host.store, "b", b"other")
+    wait(host.store, "", Level.OBJECT, 30)
+    with monkeypatch.context() as patch:
+        patch.setattr(host.flusher.finder, "_take", lambda _: None)
+        save(host.store, "a", b"first")
+        (damaged,) = host.tiers.ram.drafts()
+        save(host.store, "a", b"second")
+        patch.setattr(host.tiers.ram, "drafts", lambda: [damaged])
+        damage_draft(host, with_path=with_path)
+        patch.undo()
+        patch.setattr(host.flusher.finder, "_take", lambda _: None)
+        host.tiers.drafts._decoded._decoded.clear()
+        assert load(host.store, "a") == b"second"
+        if with_path:
+            with pytest.raises(CorruptionError, match="perhaps to this path"):
+                load(host.store, "b")
+    with pytest.raises(CorruptionError, match=r"damaged beyond use: give it up .*, and write it again"):
+        wait(host.store, "", Level.OBJECT, 30)
+    discard_conflict(host.store, "" if with_path else "a")

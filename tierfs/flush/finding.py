@@ -105,9 +105,13 @@ class Finder:
         """
         for number, where in list(self._lost.items()):
             if not path or not where or where == path or where.startswith(f"{path}/"):
+                if isinstance(number, int):
+                    advice = "write it again, or give it up with `tierfs flusher discard`"
+                else:  # which refuses its path to writers, too
+                    of = "" if where else ", of the store's root"
+                    advice = f"give it up with `tierfs flusher discard`{of}, and write it again"
                 raise CorruptionError(
-                    f"{where or 'a file'}: what this host wrote last is damaged beyond use: write it again, or give it up "
-                    "with `tierfs flusher discard`",
+                    f"{where or 'a file'}: what this host wrote last is damaged beyond use: {advice}",
                     path=where,
                     tier="nvme" if isinstance(number, int) else "ram",
                 )

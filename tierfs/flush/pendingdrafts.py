@@ -81,7 +81,11 @@ class PendingDrafts:
             CorruptionError: There is one, and it cannot be read; what was there before is no answer.
         """
         damaged: list[str] = []
-        staged = [draft for draft in self._staged(damaged=damaged) if draft.path == path]
+        staged = []
+        for draft in self._staged(damaged=damaged):
+            if draft.path == path:
+                staged.append(draft)
+                damaged.clear()  # what was closed before this one is not the newest of the path, whatever it was
         if not {path, ""}.isdisjoint(damaged):
             raise CorruptionError(
                 f"{path}: what this host wrote last, perhaps to this path, is damaged in shared memory: give it up with `tierfs flusher "

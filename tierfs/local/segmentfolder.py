@@ -46,7 +46,7 @@ class SegmentFolder:
         locks: Open files that keep others from taking the folder for unused. The caller's to close.
 
     Raises:
-        ReadOnlyError: The one that others use, or used last, is open to somebody else.
+        ReadOnlyError: The one that others use is somebody else's; or it, or the one that they used last, is open to others.
         StoreError: Others use one that this process cannot see.
         CapacityError: There is no room to write down where it is.
     """
@@ -60,6 +60,9 @@ class SegmentFolder:
         try:
             self.path = self._find(shm)
         except BaseException:
+            # Closing is not enough: a child that was forked meanwhile has the open files, too, and would keep all others waiting.
+            for fd in self.locks:
+                fcntl.flock(fd, fcntl.LOCK_UN)
             self.close()
             raise
         self.is_memory = self.path != self._directory / _INSTEAD
@@ -79,7 +82,7 @@ class SegmentFolder:
             self.locks.append(fd)
             is_used = not _is_alone(fd)
             note = _Note.decode(os.pread(fd, NOTE_BYTES_MAX, 0))
-            found = None if note is None else self._follow(note, shm)
+            found = None if note is None else self._follow(note, shm, is_used=is_used)
             if found is None and note is not None and is_used:
                 raise StoreError(
                     f"{self._directory} is in use by processes that have their segments of shared memory in {note.folder}, "
@@ -105,12 +108,14 @@ class SegmentFolder:
             raise refused(error, path, "cannot be written", tier="ram") from error
         return found
 
-    def _follow(self, note: _Note, shm: Path) -> Path | None:
+    def _follow(self, note: _Note, shm: Path, *, is_used: bool) -> Path | None:
         """The folder that is written down, if it is there; in ``shm`` it may go by another path than for others."""
         noted, ours = self._directory / note.folder, shm / note.folder.name
         for folder in (noted, ours):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 is_there = os.stat(noted.parent if folder is noted else ours / _STATE_FILE).st_dev == note.device
+                if is_there and not is_used and _is_foreign(folder):
+                    continue  # ours was removed, and anybody may take its name then: nothing of ours is in it
                 if is_there and self._claim(folder, is_new=False):
                     return folder
         return None
@@ -205,6 +210,10 @@ def _is_alone(fd: int) -> bool:
 def _write(fd: int, data: bytes) -> None:
     os.pwrite(fd, data, 0)  # over what it says, which needs no room
     os.ftruncate(fd, len(data))
+
+
+def _is_foreign(folder: Path) -> bool:
+    return os.stat(folder, follow_symlinks=False).st_uid != os.geteuid()
 
 
 def _holds_segments(folder: Path) -> bool:

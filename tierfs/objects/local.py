@@ -41,7 +41,10 @@ from tierfs.objects.protocol import (
     Version,
 )
 
-__all__ = ["LocalObjects"]
+__all__ = ["DIRECTORY", "LocalObjects"]
+
+DIRECTORY = "directory:"
+"""What the name of a place begins with that is a directory's number, which another directory may have later."""
 
 _PRIVATE = ".tierfs"
 _TEMPORARY = f"{_PRIVATE}/tmp"  # noqa: S108 - below the root, not the system's
@@ -86,7 +89,7 @@ class LocalObjects:
         with contextlib.suppress(OSError):  # nothing was put there yet
             status = self.root.stat()
             # A device may have another's number after the next start.
-            names.append(f"directory:{boot_id()}:{status.st_dev}:{status.st_ino}")
+            names.append(f"{DIRECTORY}{boot_id()}:{status.st_dev}:{status.st_ino}")
         return tuple(names)
 
     def put(

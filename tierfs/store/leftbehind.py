@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection
 from pathlib import Path
 
@@ -13,8 +14,12 @@ from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.place import PLACE_FILE, places_in
 from tierfs.local.ram import RamTier
 from tierfs.local.slab import SlotState
+from tierfs.objects.local import DIRECTORY
 
 __all__ = ["check_nothing_is_left"]
+
+
+_logger = logging.getLogger("tierfs.store")
 
 
 def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
@@ -22,21 +27,41 @@ def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
 
     Args:
         state: The state directory.
-        places: See `ObjectTier.places`.
+        places: See `ObjectTier.places`. A directory's number says nothing here: without what it held it is another one, or
+            the number was given to another one since.
 
     Raises:
         StoreError: Something is, or that cannot be told.
     """
     for kept in sorted((state / "stores").glob(f"*/{PLACE_FILE}")):
-        here = sorted(set(places).intersection(places_in(kept)))
+        here = [name for name in _places_in(kept) if name in places and not name.startswith(DIRECTORY)]
         if here and _is_pending(state, kept.parent):
-            where = here[0].partition(":")[2]
+            where = here[0].removeprefix("file:")
             raise StoreError(
                 f"this host has changes pending for the store that was at {where}, and none is there now: mount it, or bring it "
-                f"back, and they get there; to give them up, remove {kept.parent} while no process uses it",
+                f"back, and they get there; to give them up, end its flusher, if `pgrep -f {kept.parent.name}` finds one, and "
+                f"remove {kept.parent}{_segments_of(state, kept.parent)} while no process uses it",
                 transient=True,
                 path=where,
             )
+
+
+def _places_in(kept: Path) -> list[str]:
+    try:
+        return places_in(kept)
+    except StoreError as error:
+        # That store says so when it is opened. All others have nothing to do with it.
+        _logger.warning("what is pending for one store is not known: %s", error)
+        return []
+
+
+def _segments_of(state: Path, directory: Path) -> str:
+    """Where the changes are in shared memory, if they are: that stays taken without the directory."""
+    try:
+        pattern = Host(state).counting / f"{directory.name[:8]}-*.slab"
+    except TierfsError:
+        return ""
+    return f" and {pattern}" if list(pattern.parent.glob(pattern.name)) else ""
 
 
 def _is_pending(state: Path, directory: Path) -> bool:

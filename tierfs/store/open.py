@@ -180,6 +180,10 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
     descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))
     if made:
         _logger.info("made the store %s", url)
+        try:
+            _check_nothing_is_left(location, [root])
+        except StoreError as error:  # which lies on something that is not mounted, perhaps
+            _logger.warning("%s was made where another store was: %s", url, error)
     with _lock:
         known = _stores.get((_token(location), root))
         if known is not None and known.descriptor == descriptor:
