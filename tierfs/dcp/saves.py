@@ -27,6 +27,9 @@ __all__ = ["Save", "SavedMeta", "Saver", "Staged", "begin_here", "claim", "hand_
 class Saver(Protocol):
     """Who saves."""
 
+    def handed_over(self) -> Save:
+        """A save that goes to another process, and was not staged here."""
+
     def ended(self, save: Save, url: str | None = None) -> None:
         """Take note that a save has come to its end, and its metadata is published or announced.
 
@@ -47,6 +50,7 @@ class Save:
         root: Path of the checkpoint's metadata; empty until this rank's part is there.
         mark: Which save it is; ``None`` until it has come to its end.
         token: What the process that hands it over knows it by, there and where it runs; else empty.
+        is_foreign: Whether somebody else staged it, and another process makes it.
         asked_on: The thread that asked for it.
     """
 
@@ -56,6 +60,7 @@ class Save:
     root: str = ""
     mark: SaveMark | None = None
     token: str = ""
+    is_foreign: bool = False
     asked_on: int = field(default_factory=threading.get_ident)
 
     def end(self, root: str, mark: SaveMark, url: str | None = None) -> None:
@@ -117,7 +122,7 @@ def begin_here(save: Save | None) -> None:
 
 def hand_over(writer: Saver) -> Any:
     """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
-    save = claim(writer) or Save(weakref.ref(writer))
+    save = claim(writer) or writer.handed_over()
     begin_here(save)
     save.token = secrets.token_hex(16)
     with _lock():
