@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -45,7 +46,7 @@ class Save:
 
     Attributes:
         writer: Whose it is.
-        before: The save that the writer came to the end of last when this one began.
+        before: The ids of the saves that the writer has come to the end of.
         address: Where it goes; ``None`` until it begins.
         root: Path of the checkpoint's metadata; empty until this rank's part is there.
         mark: Which save it is; ``None`` until it has come to its end.
@@ -55,7 +56,7 @@ class Save:
     """
 
     writer: weakref.ref[Saver]
-    before: SaveMark | None = None
+    before: AbstractSet[str] = frozenset()
     address: Address | None = None
     root: str = ""
     mark: SaveMark | None = None
@@ -154,7 +155,7 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 def _hear(url: str, save_id: str, root: str, sequence: int) -> SavedMeta:
     """What the coordinator sends to the other ranks, on the threads that save there."""
     save, mark = _thread.save, SaveMark(sequence, save_id)
-    if save is not None and save.mark is None and save.root == root and save.before != mark:
+    if save is not None and save.mark is None and save.root == root and mark.save_id not in save.before:
         save.end(root, mark)
     return SavedMeta(url, save_id, root=root, sequence=sequence)
 

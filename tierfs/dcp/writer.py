@@ -129,6 +129,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._saves: weakref.WeakSet[Save] = weakref.WeakSet()  # that anything holds
         self._last: Save | None = None  # was asked for last
         self._done: Save | None = None  # came to its end last
+        self._ended: set[str] = set()  # the ids of all that did
         self._staged_on: int | None = None  # the thread
 
     @property
@@ -338,6 +339,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def ended(self, save: Save, url: str | None = None) -> None:
         """Take note of the end of a save: here, on the coordinator, or in the process that it was handed to."""
         self._done = save
+        if save.mark is not None:
+            self._ended.add(save.mark.save_id)
         if url is not None:
             self._address = save.address = self._address.at(url)
             if save.is_foreign:
@@ -406,7 +409,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return save
 
     def _begun(self) -> Save:
-        save = Save(weakref.ref(self), self._done.mark if self._done is not None else None)
+        save = Save(weakref.ref(self), self._ended)
         with _lock():
             self._saves.add(save)
         return save
