@@ -366,6 +366,36 @@ def test_what_was_staged_and_looked_at_is_not_taken_for_what_is_saved_beside_it(
     writer.wait("object", timeout=30)
 
 
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_planner_that_asks_for_a_level_is_refused_and_its_save_goes_on(url, how):
+    writer, target = TierWriter(url, **OPTIONS), f"{url}/2"
+    dcp.save(state(1), storage_writer=writer, checkpoint_id=f"{url}/1")
+
+    class Asking(DefaultSavePlanner):
+        def resolve_data(self, write_item):
+            check_refused(writer)
+            return super().resolve_data(write_item)
+
+    saving = getattr(dcp, how)(state(2), storage_writer=writer, checkpoint_id=target, planner=Asking())
+    if how == "async_save":
+        saving.result()
+    writer.wait("object", timeout=30)
+    assert writer.save_id == TierReader(target, **OPTIONS).read_metadata().storage_meta.save_id
+    assert same(loaded(target, state(2)), state(2))
+
+
+def test_metadata_of_an_earlier_save_are_not_taken_for_those_of_one_that_failed(url, monkeypatch):
+    writer = TierWriter(url, **OPTIONS)
+    earlier = [dcp.save(state(1), storage_writer=writer, checkpoint_id=f"{url}/{number}") for number in range(2)]
+    for number in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(TierWriter, "finish", lambda *_, **__: 1 / 0)
+            with pytest.raises(dcp.api.CheckpointException, match="division by zero"):
+                dcp.save(state(2), storage_writer=writer, checkpoint_id=f"{url}/{number}")
+        assert pickle.loads(pickle.dumps(earlier[number])).storage_meta == earlier[number].storage_meta
+        check_refused(writer)
+
+
 def test_a_copy_that_failed_keeps_nobody_waiting_for_later_saves(url):
     class Uncopyable:
         def __deepcopy__(self, memo):

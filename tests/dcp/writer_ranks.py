@@ -7,8 +7,10 @@ import json
 import os
 import pickle
 import signal
+import time
 import traceback
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ from held_planner import Held
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -140,6 +143,40 @@ def in_a_process(url: str, mesh: DeviceMesh) -> None:
     for seed in (1, 2, 3):
         check(f"{url}/{seed}", mesh, seed, [Shard(1)])
     check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)
+    stop_checkpoint_process()
+
+
+class Slow(DefaultSavePlanner):
+    """Is at it while the other process's trainer asks."""
+
+    def finish_plan(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(3)
+        return super().finish_plan(*arguments, **options)
+
+
+def in_a_process_staged_by_torch(url: str, mesh: DeviceMesh) -> None:
+    """A save that the writer hears of when it is handed over, on a thread of DCP's, and not before."""
+    writer = TierWriter(url, **OPTIONS)
+    for number in range(3):
+        future = dcp.async_save(
+            sharded(mesh, number, [Shard(0)]),
+            storage_writer=writer,
+            checkpoint_id=f"{url}/{number}",
+            async_stager=DefaultStager(StagingOptions(False, True, False, False)),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            planner=Slow() if number else None,
+        )
+        assert isinstance(future, Future)
+        is_refused = number == 0
+        while not is_refused and not future.done():
+            try:
+                writer.wait("object", timeout=30)
+            except NotFoundError as error:
+                is_refused = "has not come to its end here" in str(error)
+        assert is_refused, "the save that was under way seemed to be safe"
+        future.result()
+        writer.wait("object", timeout=60)
+        assert (writer.ack(), writer.checkpoint_id) == ("object", f"{url}/{number}")
     stop_checkpoint_process()
 
 
@@ -502,6 +539,7 @@ SCENARIOS = {
         staged,
         training_goes_on,
         in_a_process,
+        in_a_process_staged_by_torch,
         stock_layout,
         failure,
         failure_of_the_coordinator,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
@@ -27,6 +28,9 @@ __all__ = ["Save", "SavedMeta", "Saver", "Staged", "begin_here", "claim", "hand_
 class Saver(Protocol):
     """Who saves."""
 
+    def handed_over(self) -> Save:
+        """A save that goes to another process, and was not staged here."""
+
     def ended(self, save: Save, url: str | None = None) -> None:
         """Take note that a save has come to its end, and its metadata is published or announced.
 
@@ -42,20 +46,22 @@ class Save:
 
     Attributes:
         writer: Whose it is.
-        before: The save that the writer came to the end of last when this one began.
+        before: The ids of the saves that the writer has come to the end of.
         address: Where it goes; ``None`` until it begins.
         root: Path of the checkpoint's metadata; empty until this rank's part is there.
         mark: Which save it is; ``None`` until it has come to its end.
         token: What the process that hands it over knows it by, there and where it runs; else empty.
+        is_foreign: Whether somebody else staged it, and another process makes it.
         asked_on: The thread that asked for it.
     """
 
     writer: weakref.ref[Saver]
-    before: SaveMark | None = None
+    before: AbstractSet[str] = frozenset()
     address: Address | None = None
     root: str = ""
     mark: SaveMark | None = None
     token: str = ""
+    is_foreign: bool = False
     asked_on: int = field(default_factory=threading.get_ident)
 
     def end(self, root: str, mark: SaveMark, url: str | None = None) -> None:
@@ -117,7 +123,7 @@ def begin_here(save: Save | None) -> None:
 
 def hand_over(writer: Saver) -> Any:
     """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
-    save = claim(writer) or Save(weakref.ref(writer))
+    save = claim(writer) or writer.handed_over()
     begin_here(save)
     save.token = secrets.token_hex(16)
     with _lock():
@@ -149,7 +155,7 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 def _hear(url: str, save_id: str, root: str, sequence: int) -> SavedMeta:
     """What the coordinator sends to the other ranks, on the threads that save there."""
     save, mark = _thread.save, SaveMark(sequence, save_id)
-    if save is not None and save.mark is None and save.root == root and save.before != mark:
+    if save is not None and save.mark is None and save.root == root and mark.save_id not in save.before:
         save.end(root, mark)
     return SavedMeta(url, save_id, root=root, sequence=sequence)
 

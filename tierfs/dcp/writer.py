@@ -129,6 +129,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._saves: weakref.WeakSet[Save] = weakref.WeakSet()  # that anything holds
         self._last: Save | None = None  # was asked for last
         self._done: Save | None = None  # came to its end last
+        self._ended: set[str] = set()  # the ids of all that did
         self._staged_on: int | None = None  # the thread
 
     @property
@@ -168,7 +169,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         try:
             return self._staged(store, state_dict, save)
         except BaseException:
-            self._saves.discard(save)  # the error keeps it, and nobody is to save it
+            with _lock():
+                self._saves.discard(save)  # the error keeps it, and nobody is to save it
             raise
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
@@ -264,12 +266,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         _check_planned(items)
+        save = self._goes_on()
         if self._replicas is not None:
             was_left = bool(self._save.left) or self._save.offered is None
-            self._replicas.learn(self._save.save, self._save.offered, plan.items, was_left=was_left)
+            self._replicas.learn(save, self._save.offered, plan.items, was_left=was_left)
         results += self._write(store, path, items) if items else []
-        assert self._save.save is not None, "set_up_storage_writer comes first"
-        self._save.save.root = inside(path, self._metadata_name())
+        save.root = inside(path, self._metadata_name())
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -332,16 +334,26 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             commits.publish(root, document, mark)
         # DCP returns it, to another process where that had us save.
         metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
-        assert self._save.save is not None, "set_up_storage_writer comes first"
-        self._save.save.end(root, mark)
+        self._goes_on().end(root, mark)
 
     def ended(self, save: Save, url: str | None = None) -> None:
         """Take note of the end of a save: here, on the coordinator, or in the process that it was handed to."""
         self._done = save
+        if save.mark is not None:
+            self._ended.add(save.mark.save_id)
         if url is not None:
             self._address = save.address = self._address.at(url)
-            if save not in self._saves:  # somebody else staged it
+            if save.is_foreign:
                 self._last = save
+
+    def handed_over(self) -> Save:
+        """A save that goes to another process, and was not staged here: it is the last one when it has come to its end."""
+        save = self._begun()
+        save.is_foreign = True
+        if threading.current_thread() is threading.main_thread():  # DCP does that on a thread that ends with the save
+            with _lock():
+                self._saves.discard(save)
+        return save
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
@@ -392,10 +404,14 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _ask(self) -> Save:
         """A save that is asked for now."""
         self._let_go()
-        save = Save(weakref.ref(self), self._done.mark if self._done is not None else None)
+        self._save.save = None
+        save = self._last = self._begun()
+        return save
+
+    def _begun(self) -> Save:
+        save = Save(weakref.ref(self), self._ended)
         with _lock():
             self._saves.add(save)
-        self._last = save
         return save
 
     def _asked(self) -> tuple[Store, str, str, SaveMark | None]:
@@ -405,30 +421,45 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             NotFoundError: It has not come to its end, or one that was asked for before.
         """
         self._let_go()
-        save = self._last
-        store, path = ((save.address if save is not None else None) or self._address).open()
-        if save is None:
-            return store, path, inside(path, metadata_file()), None
-        ends = store.clock.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
-        while save.mark is None or self._is_another_under_way(save):
-            if save.mark is None or store.clock.monotonic() >= ends:
-                which = "the save that began last" if save.mark is None else "a save that began before the last one"
+        ends = time.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
+        while True:
+            save = self._last
+            store, path = ((save.address if save is not None else None) or self._address).open()
+            is_open = save is not None and save.mark is None
+            if not is_open and not self._is_another_under_way(save):
+                break
+            if is_open or time.monotonic() >= ends:
+                which = "the save that began last" if is_open else "a save beside the last one"
                 raise NotFoundError(
                     f"{self._address.url}: {which} has not come to its end here: `result()` of its future waits for that, and "
                     "says why if it failed",
                     path=path,
                 )
-            store.clock.sleep(LET_GO_S / 100)
+            time.sleep(LET_GO_S / 100)
+        if save is None:
+            return store, path, inside(path, metadata_file()), None
         return store, path, save.root, save.mark
 
-    def _is_another_under_way(self, save: Save) -> bool:
+    def _is_another_under_way(self, save: Save | None) -> bool:
         with _lock():
             return any(other.mark is None and other is not save for other in self._saves)
 
     def _let_go(self) -> None:
-        """Where this thread saved, that has failed if it has not come to its end."""
-        self._save.save = None
+        """Where this thread saved, that has failed if it has not come to its end and does not go on."""
+        with _lock():
+            if self._save.save is not None:
+                self._saves.discard(self._save.save)
         begin_here(None)
+
+    def _goes_on(self) -> Save:
+        """The save that runs on this thread, on which a planner may have asked for the level of another."""
+        save = self._save.save
+        assert save is not None, "set_up_storage_writer comes first"
+        if save.mark is None:
+            with _lock():
+                self._saves.add(save)
+            begin_here(save)
+        return save
 
     def _write_shard(
         self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]
