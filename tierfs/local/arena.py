@@ -21,9 +21,10 @@ import numpy as np
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import StoreError
 from tierfs.local.aligned import AlignedBuffers, copy_bytes, is_aligned
-from tierfs.local.directfile import DirectFile, flush_directory
+from tierfs.local.directfile import DirectFile
 from tierfs.local.diskerrors import disk_errors
 from tierfs.local.extentpage import EXTENT_MAGIC, GRANULE, ArenaPage, ExtentKind, ExtentPage, IntentPage
+from tierfs.local.filesystems import flush_directory
 from tierfs.local.host import PAGE_BYTES
 
 __all__ = ["Arena", "Faults", "no_faults"]

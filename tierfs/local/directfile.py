@@ -14,7 +14,7 @@ from tierfs.local.aligned import AlignedBuffers
 from tierfs.local.diskerrors import disk_errors
 from tierfs.local.host import PAGE_BYTES
 
-__all__ = ["DirectFile", "flush_directory"]
+__all__ = ["DirectFile"]
 
 _logger = logging.getLogger("tierfs.local")
 _pages = AlignedBuffers(PAGE_BYTES, keep_max=8)
@@ -100,12 +100,3 @@ def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:
             return [piece[done:], *pieces[index + 1 :]]
         done -= len(piece)
     return []
-
-
-def flush_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["filesystem_of", "is_durable", "is_network"]
+__all__ = ["filesystem_of", "flush_directory", "is_durable", "is_network"]
 
 UNKNOWN = "unknown"
 _MOUNTINFO = Path("/proc/self/mountinfo")
@@ -64,3 +64,12 @@ def is_durable(filesystem: str) -> bool:
 
 def _unescaped(text: str) -> str:
     return _ESCAPE.sub(lambda match: chr(int(match[1], 8)), text)
+
+
+def flush_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -20,8 +20,8 @@ from urllib.parse import quote
 
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.forks import leave_to_parent, renew_in_children
-from tierfs.local.directfile import flush_directory
 from tierfs.local.diskerrors import disk_errors
+from tierfs.local.filesystems import flush_directory
 
 __all__ = ["Index", "IndexReader"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
-from tierfs.local.directfile import flush_directory
+from tierfs.local.filesystems import flush_directory
 from tierfs.local.host import Host
 from tierfs.local.private import refused
 

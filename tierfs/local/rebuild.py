@@ -21,9 +21,9 @@ from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES, checksum
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.local.arena import Arena, Faults
-from tierfs.local.directfile import flush_directory
 from tierfs.local.diskerrors import disk_errors
 from tierfs.local.extentpage import GRANULE, DraftRecord, ExtentKind, ExtentPage, IntentPage, extent_bytes
+from tierfs.local.filesystems import flush_directory
 from tierfs.local.index import INSERT_CHUNK, INSERT_DRAFT, INSERT_REF, Index
 from tierfs.local.private import entries_of
 from tierfs.local.stored import ARENA_FILE, INDEX_FILE

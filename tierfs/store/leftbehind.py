@@ -10,10 +10,7 @@ from pathlib import Path
 from tierfs.clock import SystemClock
 from tierfs.errors import StoreError, TierfsError
 from tierfs.local.host import Host
-from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.place import PLACE_FILE, places_in
-from tierfs.local.ram import RamTier
-from tierfs.local.slab import SlotState
 from tierfs.objects.local import DIRECTORY
 
 __all__ = ["check_nothing_is_left"]
@@ -66,6 +63,11 @@ def _segments_of(state: Path, directory: Path) -> str:
 
 def _is_pending(state: Path, directory: Path) -> bool:
     """Whether something is, as far as it can be looked up."""
+    # They bring numpy, which takes a while.
+    from tierfs.local.nvmereader import NvmeReader  # noqa: PLC0415
+    from tierfs.local.ram import RamTier  # noqa: PLC0415
+    from tierfs.local.slab import SlotState  # noqa: PLC0415
+
     try:
         nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())
         with contextlib.closing(nvme), contextlib.closing(ram):

@@ -24,6 +24,7 @@ from tierfs.local.host import state_directory
 from tierfs.objects import ObjectTier, as_promised, connect, probe
 from tierfs.store.away import LOOK_S, KnownStores, within
 from tierfs.store.create import create_store, read_descriptor
+from tierfs.store.leftbehind import check_nothing_is_left
 from tierfs.store.settings import ResolvedTiers, TierOptions, from_environment, resolve
 from tierfs.store.store import Store
 from tierfs.store.url import Location, configured_tiers, parse_url
@@ -60,7 +61,7 @@ def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | 
 
     Raises:
         InvalidInputError: The URL is no good, lies inside another store, or the store has other digests.
-        StoreError, CapacityError, ReadOnlyError: It failed.
+        StoreError, CapacityError, ReadOnlyError: It failed; or this host has something pending for a store that was there.
     """
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
@@ -138,8 +139,6 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
 
 def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
     """Where no store is found, though there was one. See `check_nothing_is_left`."""
-    from tierfs.store.leftbehind import check_nothing_is_left  # noqa: PLC0415 - brings numpy, which takes a while
-
     state = _state_of(location)
     if (state / "stores").is_dir():
         tiers = (connect(location.protocol, root, location.options) for root in ancestors)
@@ -172,6 +171,7 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
     try:
         read_descriptor(objects, url)
     except NotFoundError:
+        _check_nothing_is_left(location, [root])
         _refuse_nested(objects, url)
         if not endpoint.host_local:
             # It sends again what failed for the moment, but not what is refused on purpose.
@@ -180,10 +180,6 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
     descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))
     if made:
         _logger.info("made the store %s", url)
-        try:
-            _check_nothing_is_left(location, [root])
-        except StoreError as error:  # which lies on something that is not mounted, perhaps
-            _logger.warning("%s was made where another store was: %s", url, error)
     with _lock:
         known = _stores.get((_token(location), root))
         if known is not None and known.descriptor == descriptor:
