@@ -769,6 +769,32 @@ def test_a_conflict_in_a_small_segment_is_no_obstacle_to_a_large_slot(open_tier)
     assert content(first)[:4] == b"data"
 
 
+def test_nobody_waits_for_what_they_hold_themselves(open_tier):
+    """A save that is hardly smaller than the budget blocked training for the timeout."""
+    clock = ManualClock()
+    tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
+    runs, before = [[2 * MIB]] * 3, clock.monotonic()
+    with pytest.raises(CapacityError, match="none will come by waiting"):
+        tier.take_runs(SlotKind.CHUNK, runs, timeout_s=600)
+    assert clock.monotonic() - before < 1
+    assert not tier.usage().used_bytes
+
+
+def test_what_others_of_the_process_hold_is_waited_for(open_tier, monkeypatch):
+    clock = ManualClock()
+    tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
+    ((other,),) = tier.take_runs(SlotKind.CHUNK, [[2 * MIB]], timeout_s=0)
+    given = []
+
+    def sleep(_seconds):
+        if not given:
+            given.append(other.segment.give(other))
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    assert len(tier.take_runs(SlotKind.CHUNK, [[2 * MIB]] * 2, timeout_s=600)) == 2
+    assert given
+
+
 @pytest.mark.parametrize("timeout_s", [600, None])
 def test_where_waiting_brings_no_room_nobody_waits(open_tier, timeout_s):
     clock = ManualClock()

@@ -467,9 +467,9 @@ class Segment:
         """Whether a slot is SEALED or CONFLICT."""
         return self._table.has(DIRTY_STATES)
 
-    def awaits(self) -> bool:
-        """Whether a slot is being filled, or is SEALED: on its way to being free."""
-        return self._table.has({SlotState.FILLING, SlotState.SEALED})
+    def awaits(self, kept: int = 0) -> bool:
+        """Whether more than so many bytes are being filled, or a slot is SEALED: on its way to being free."""
+        return self._table.has({SlotState.SEALED}) or self._table.sums().filling > kept
 
     def is_removed(self) -> bool:
         """Whether it had a file, and has none any more. Raises `NotFoundError` when it is closed."""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierfs.clock import Clock
@@ -120,7 +121,10 @@ class Supply:
                 known = sum(map(padded, itertools.chain.from_iterable(left))) if len(left) > 1 else 0
                 slots = self._make_room(kind, lengths, known, spares_copies=spares_copies)
                 if slots is None and (timeout_s is None or timeout_s > 0):
-                    slots = self._wait(kind, lengths, timeout_s, on_wait)
+                    held = Counter[Segment]()
+                    for slot in itertools.chain.from_iterable(filter(None, found)):
+                        held[slot.segment] += padded(slot.length)
+                    slots = self._wait(kind, lengths, timeout_s, on_wait, held)
                 found[number] = slots
                 if slots is None:
                     break
@@ -272,7 +276,12 @@ class Supply:
             return self._fit(kind, lengths) if self._grow(sum(map(padded, lengths)), known) else None
 
     def _wait(
-        self, kind: SlotKind, lengths: Sequence[int], timeout_s: float | None, on_wait: Callable[[], None] | None
+        self,
+        kind: SlotKind,
+        lengths: Sequence[int],
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None,
+        held: Mapping[Segment, int],
     ) -> list[Slot] | None:
         started, delay_s = self._clock.monotonic(), POLL_S_MIN
         with self._lock:
@@ -285,7 +294,7 @@ class Supply:
                 while timeout_s is None or waited_s < timeout_s:
                     self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                     delay_s = min(2 * delay_s, POLL_S_MAX)
-                    is_last = not self._may_come(sum(map(padded, lengths)))
+                    is_last = not self._may_come(sum(map(padded, lengths)), held)
                     slots = self._make_room(kind, lengths)
                     self._asked_s = self._clock.monotonic()
                     waited_s = self._asked_s - started
@@ -296,12 +305,19 @@ class Supply:
                 self.waited_s += waited_s
         return None
 
-    def _may_come(self, length: int) -> bool:
-        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up."""
+    def _may_come(self, length: int, held: Mapping[Segment, int]) -> bool:
+        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up.
+
+        Args:
+            length: How many.
+            held: What who waits has taken in each segment for the same: that stays.
+        """
         own = self.own
         # Of what no conflict keeps, something may be free at this moment, and another thread's in the next.
-        if any(one.awaits() or (not one.retired and one.data_bytes - one.sums().dirty >= length) for one in own):
-            return True
+        for one in own:
+            kept = held.get(one, 0)
+            if one.awaits(kept) or (not one.retired and one.data_bytes - one.sums().dirty - kept >= length):
+                return True
         names = {str(segment.header.name) for segment in own}
         files = self._shares.files()
         if any(str(file.name._replace(suffix="slab")) not in names for file in files):
