@@ -26,6 +26,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -279,6 +280,27 @@ def test_a_hostile_pickle_runs_nothing(url, store, tmp_path, protocol):
 def test_no_function_is_called_whatever_its_name(function):
     with pytest.raises(InvalidInputError, match=function.__name__):
         decode_pickle(pickle.dumps(_Runs(function, "x", "y")), "x")
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last, torch.preserve_format])
+def test_metadata_pickled_by_the_first_pythons_3_11_can_be_read(monkeypatch, protocol, memory_format):
+    """They pickle the member of an enumeration as ``getattr`` of its name: Debian 12 has one of them."""
+    by_name = lambda member, _protocol: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_name)
+    properties = TensorProperties(memory_format=memory_format)
+    tensor = TensorStorageMetadata(
+        properties, torch.Size([1]), [ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))]
+    )
+    data = pickle.dumps(Metadata({"w": tensor}, storage_data={}), protocol)
+    assert b"getattr" in data
+    assert decode_pickle(data, "x").state_dict_metadata["w"].properties.memory_format is memory_format
+
+
+def test_getattr_of_anything_else_is_refused():
+    for arguments in [(_MEM_FORMAT_ENCODING, "__class__"), (_MEM_FORMAT_ENCODING, "mro"), (torch.float32, "itemsize")]:
+        with pytest.raises(InvalidInputError, match="getattr"):
+            decode_pickle(pickle.dumps(_Runs(getattr, *arguments)), "x")
 
 
 def test_names_inside_of_allowed_modules_are_refused_too():

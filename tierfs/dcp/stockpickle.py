@@ -35,6 +35,8 @@ _RECORDS = {
     (_METADATA, "TensorProperties"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
+_ENCODING = (_METADATA, "_MEM_FORMAT_ENCODING")
+_MEMORY_FORMATS = {"TORCH_CONTIGUOUS_FORMAT": 0, "TORCH_CHANNELS_LAST": 1, "TORCH_PRESERVE_FORMAT": 2}
 _OPCODES = (
     pickle.PROTO + pickle.FRAME + pickle.STOP + pickle.MARK + pickle.NONE + pickle.NEWTRUE + pickle.NEWFALSE
     + pickle.BININT + pickle.BININT1 + pickle.BININT2 + pickle.LONG1 + pickle.BINFLOAT
@@ -112,13 +114,16 @@ class _Unpickler(pickle._Unpickler):
         """A stand-in for a global that torch's metadata is made of."""
         known = self._known.get((module, name)) or self._stand_in(module, name)
         if known is None:
-            raise InvalidInputError(
-                f"{self._where}: this checkpoint's metadata is a pickle that wants {module}.{name}, which torch's own "
-                "checkpoints do not need: nothing was run; load it where you trust who wrote it, with torch's reader",
-                path=self._where,
-            )
+            raise self._refused(f"{module}.{name}")
         self._known[module, name] = known
         return known
+
+    def _refused(self, what: str) -> InvalidInputError:
+        return InvalidInputError(
+            f"{self._where}: this checkpoint's metadata is a pickle that wants {what}, which torch's own "
+            "checkpoints do not need: nothing was run; load it where you trust who wrote it, with torch's reader",
+            path=self._where,
+        )
 
     def _stand_in(self, module: str, name: str) -> Callable[..., Any] | Any | None:
         """Made anew each time, so that a pickle which changes one changes nothing else."""
@@ -130,6 +135,11 @@ class _Unpickler(pickle._Unpickler):
                 raise ValueError("its paths are longer than the pickle")
             return str(PurePosixPath(*texts))
 
+        def member(kind: Any, key: Any) -> int:
+            if kind is not self._known.get(_ENCODING) or not isinstance(key, str) or key not in _MEMORY_FORMATS:
+                raise self._refused(f"{module}.{name}")
+            return _MEMORY_FORMATS[key]
+
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if (module, name) == ("torch", "Size"):
@@ -138,8 +148,10 @@ class _Unpickler(pickle._Unpickler):
         if (module, name) == ("torch.serialization", "_get_layout"):
             known = {f"torch.{layout}" for layout in LAYOUTS}
             return lambda text: text if isinstance(text, str) and text in known else None
-        if (module, name) == (_METADATA, "_MEM_FORMAT_ENCODING"):
+        if (module, name) == _ENCODING:
             return lambda number: number
+        if module in ("builtins", "__builtin__") and name == "getattr":
+            return member  # as Python 3.11.0 to 3.11.3 pickle a member of an enumeration, of which there is one here
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
             return path
         return None
