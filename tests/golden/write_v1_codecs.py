@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import array
 import hashlib
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -140,8 +141,12 @@ def write_coded() -> None:
         needs = tuple(dict.fromkeys(name for row in sources for name in (row.name, *row.bases)))
         reference = b"".join(files[part.path].raw[part.offset : part.offset + part.length] for part in file.parts)
         reasons = {Codec.DPLANE: Reason.DELTA, Codec.SPARSE: Reason.DELTA, Codec.DERIVE: Reason.DERIVED}
-        plans = [Plan(coding, reasons.get(coding.codec, Reason.NOT_STATED)) for coding in file.codings]
-        blocks = encode_blocks(raw, plans, memoryview(reference) if bases else None)
+        against = blocks_of(memoryview(reference), len(reference) // len(raw)) if bases else itertools.repeat(None)
+        plans = [
+            Plan(coding, reasons.get(coding.codec, Reason.NOT_STATED), base)
+            for coding, base in zip(file.codings, against, strict=False)
+        ]
+        blocks = encode_blocks(raw, plans)
         assert [block.codec for block in blocks] == [coding.codec for coding in file.codings], path
         digests = [digest.hash_bytes(KIND, block) for block in blocks_of(raw)]
         table = [Block(d, int(b.codec), len(b.data), b.reason) for d, b in zip(digests, blocks, strict=True)]

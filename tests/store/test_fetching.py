@@ -23,7 +23,7 @@ from tierfs.objects import MeasuredObjects
 from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encoding import Encoded, Plan, encode_blocks
+from tierfs.store.encoding import Encoded, Plan, blocks_of, encode_blocks
 from tierfs.store.fetching import fetch, find_chunk, inspect
 from tierfs.store.records import observe
 
@@ -66,7 +66,8 @@ class Against(Untimed):
 
     def encode(self, raw, digest):
         del digest
-        blocks = encode_blocks(raw, [Plan(Coding(self.codec, 4), Reason.DELTA)] * 99, memoryview(self.reference))
+        bases = blocks_of(memoryview(self.reference), len(self.reference) // len(raw))
+        blocks = encode_blocks(raw, [Plan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
         row = self.row
         base = Base(row.name, row.raw_length, row.stored_length, 0, len(self.reference))
         return Encoded(blocks, (base,), (row.name, *row.bases))
@@ -322,7 +323,7 @@ def chunk_of(flushing, blocks):
     class Planes(Untimed):
         def encode(self, raw, digest):
             del digest
-            return Encoded(encode_blocks(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE)] * 99, None))
+            return Encoded(encode_blocks(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)]))
 
     return store_chunk(flushing.store, memoryview(raw), Planes()), raw
 

@@ -15,17 +15,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.clock import Clock
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
-from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.publisher import Hint, ReadRow, Tensor
 from tierfs.format.envelope import BASES_MAX, Base, block_count
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
+from tierfs.store.bases import AbsentError, LocalBase, read_verified
 from tierfs.store.codecs import Codecs
 from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_blocks, scratch
 from tierfs.store.estimates import Speed, Typical
@@ -64,6 +64,13 @@ class Piece(NamedTuple):
     length: int
 
 
+class _Attempt(NamedTuple):
+    """An encoded chunk, and the choices that were made for it."""
+
+    blocks: list[EncodedBlock]
+    found: list[tuple[Tensor, Choice]]
+
+
 class Encoder:
     """What one process knows of a store's tensors, and of speeds. Safe for use by many threads.
 
@@ -86,7 +93,11 @@ class Encoder:
         self._put = Speed()
         self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
-        self._thread = threading.local()  # which codecs it has encoded with, and the last chunk that it read parts of
+        self._begun = threading.local()  # which codecs a thread has encoded with
+        # Deriving is a matter of memory, of which it takes three chunks: one thread at a time does it as fast as all of them.
+        self._deriving = threading.Lock()
+        self._reference: memoryview | None = None
+        self._source: tuple[ChunkName, memoryview] | None = None  # the last chunk that parts were read of
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -150,9 +161,10 @@ class Encoder:
             hint = replace(hint, base=None)  # not to be read for nothing
         encoded = None
         if sources and self.derives(len(raw)):
-            start = self._clock.monotonic()
-            encoded = self._derive(raw, sources, read)
-            self._took(Codec.DERIVE, len(raw), start)
+            with self._deriving:
+                start = self._clock.monotonic()
+                encoded = self._derive(raw, sources, read)
+                self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, read, fetch)
         with self._lock:
@@ -167,37 +179,37 @@ class Encoder:
         """Encode as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name."""
         if len(_needs(sources)) > BASES_MAX:
             return None
-        reference = scratch("reference", 2 * CHUNK_BYTES)[: 2 * len(raw)]
+        if self._reference is None:
+            self._reference = memoryview(bytearray(2 * CHUNK_BYTES))
+        reference = self._reference[: 2 * len(raw)]
         begins = itertools.accumulate((length for _, _, length in sources), initial=0)
         # Each source once: of those that are read as a whole, only the last is kept.
         for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
             out = reference[at : at + length]
             if length == row.raw_length:
-                if not self._read_verified(row, out, read):
+                if not read_verified(self._kind, row, out, read):
                     return None
             else:
                 whole = self._read_source(row, read)
                 if whole is None:
                     return None
                 out[:] = whole[offset : offset + length]
-        blocks = encode_blocks(raw, itertools.repeat(_DERIVE), reference, self.codecs.allowed)
+        plans = (_DERIVE._replace(base=base) for base in blocks_of(reference, 2))
+        blocks = encode_blocks(raw, plans, self.codecs.allowed)
         return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
         """All bytes of a chunk, verified, if it is on this host.
 
-        This thread keeps those of the last one: small copies that follow each other are derived from parts of the same.
+        Those of the last one are kept: small copies that follow each other are derived from parts of the same.
         """
-        mine = self._thread.__dict__
-        buffer: memoryview | None = mine.get("source")
-        if buffer is None:
-            buffer = mine["source"] = memoryview(bytearray(CHUNK_BYTES))
+        name, buffer = self._source or (None, memoryview(bytearray(CHUNK_BYTES)))
         whole = buffer[: row.raw_length]
-        if mine.get("source_name") != row.name:
-            mine["source_name"] = None
-            if not self._read_verified(row, whole, read):
+        if name != row.name:
+            self._source = None
+            if not read_verified(self._kind, row, whole, read):
                 return None
-            mine["source_name"] = row.name
+            self._source = row.name, buffer
         return whole
 
     def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:
@@ -205,61 +217,82 @@ class Encoder:
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
         # What is not known is found out about where others of its kind pay; else even that is only in the way.
         known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
-        with contextlib.ExitStack() as lent:
-            base = None
-            if hint.base is not None and self._may_need(known):
-                out = lent.enter_context(buffers().lend(hint.base.raw_length))
-                base = out if self._read_base(hint.base, known, out, read, fetch) else None
-            blocks = self._encode_with(raw, hint, tensors, known, base)
-        if hint.base is None or not any(block.codec.base_factor for block in blocks):
+        row, attempt = hint.base, None
+        if row is not None and self._may_need(known):
+            local = LocalBase(self._kind, row, read)
+            with contextlib.suppress(AbsentError):
+                attempt = self._try(raw, tensors, known, local)
+            if attempt is not None and not local.is_sound():
+                attempt = None
+            if attempt is None and self._is_worth_fetching(row, known):
+                with buffers().lend(row.raw_length) as base:
+                    if self._fetch(row, base, fetch):
+                        attempt = self._try(raw, tensors, known, blocks_of(base))
+        if attempt is None:
+            attempt = self._try(raw, tensors, known, itertools.repeat(None))
+        blocks = attempt.blocks
+        self._learn(attempt, tensors, hint.save, raw)
+        if row is None or not any(block.codec.base_factor for block in blocks):
             return Encoded(blocks)
-        return self._with_bases(blocks, (Piece(hint.base, 0, len(raw)),))
+        return self._with_bases(blocks, (Piece(row, 0, len(raw)),))
 
-    def _encode_with(
+    def _try(
         self,
         raw: memoryview,
-        hint: Hint,
         tensors: Sequence[Tensor],
-        known: dict[Tensor, Choice | None],
-        base: memoryview | None,
-    ) -> list[EncodedBlock]:
-        plans, begin = [], 0
-        for block, tensor in zip(blocks_of(raw), tensors, strict=True):
-            if tensor in known:
-                choice = known[tensor]
-                if choice is None:
-                    choice = self._choose(block, tensor, hint.save, None if base is None else base[begin:])
-                    known[tensor] = choice if tensor.name else None
-                plans.append(self._plan(choice, has_base=base is not None))
-            else:
-                plans.append(_LINK_IS_FASTER)
-            begin += len(block)
-        blocks = self._timed(raw, plans, base)
-        self._learn(tensors, hint.save, plans, blocks, raw)
-        return blocks
+        known: Mapping[Tensor, Choice | None],
+        bases: Iterable[memoryview | None],
+    ) -> _Attempt:
+        """Encode block by block, each against its base, if it has one.
 
-    def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
+        Args:
+            raw: The chunk.
+            tensors: Of each block.
+            known: What is to be encoded at all, with the choices that were made; ``None`` for one that is to be made now.
+            bases: Of each block. Each counts until the next one is asked for.
+
+        Raises:
+            AbsentError: As its bases do.
+        """
+        choices = dict(known)
+        found: list[tuple[Tensor, Choice]] = []
+        counts: Counter[Codec] = Counter()
+        seconds: dict[Codec, float] = {}
+
+        def plans() -> Iterator[Plan]:
+            for block, tensor, base in zip(blocks_of(raw), tensors, bases, strict=False):
+                plan = _LINK_IS_FASTER
+                if tensor in choices:
+                    choice = choices[tensor]
+                    if choice is None:
+                        choice = self._choose(block, tensor, base)
+                        found.append((tensor, choice))
+                        choices[tensor] = choice if tensor.name else None
+                    plan = self._plan(choice, base)
+                start = self._clock.monotonic()
+                yield plan
+                codec = plan.coding.codec
+                counts[codec] += len(block)
+                seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
+
+        blocks = encode_blocks(raw, plans(), self.codecs.allowed)
+        for codec in seconds.keys() - {Codec.STORE}:
+            self._took(codec, counts[codec], seconds[codec])
+        return _Attempt(blocks, found)
+
+    def _plan(self, choice: Choice, base: memoryview | None) -> Plan:
         coding, ratio = choice.static, choice.static_ratio
-        if has_base and choice.delta is not None and choice.delta_ratio is not None:
+        if base is not None and choice.delta is not None and choice.delta_ratio is not None:
             coding, ratio, reason = choice.delta, choice.delta_ratio, Reason.DELTA
         elif choice.delta is None and choice.delta_ratio is not None:
             reason = Reason.DELTA_TOO_LARGE
         else:
             reason = Reason.NO_BASE
-        return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
+        return Plan(coding, reason, base) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
-    def _timed(self, raw: memoryview, plans: Sequence[Plan], base: memoryview | None) -> list[EncodedBlock]:
-        start = self._clock.monotonic()
-        blocks = encode_blocks(raw, plans, base, self.codecs.allowed)
-        codecs = {plan.coding.codec for plan in plans}
-        if len(codecs) == 1 and codecs != {Codec.STORE}:  # of a mixture nobody knows what took how long
-            self._took(codecs.pop(), len(raw), start)
-        return blocks
-
-    def _took(self, codec: Codec, count: int, start: float) -> None:
-        """Learn from a chunk of so many bytes, begun at ``start``, unless it is this thread's first, which waits for memory to work in."""
-        seconds = self._clock.monotonic() - start
-        begun: set[Codec] = self._thread.__dict__.setdefault("codecs", set())
+    def _took(self, codec: Codec, count: int, seconds: float) -> None:
+        """Learn from what was encoded, unless it is this thread's first, which waits for memory to work in."""
+        begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
                 self._encode.setdefault(codec, Speed()).add(count, seconds)
@@ -283,41 +316,39 @@ class Encoder:
             return None
         return known
 
-    def _choose(self, block: memoryview, tensor: Tensor, save: int, base: memoryview | None) -> Choice:
-        """Find out about a tensor from one block of it, and remember it."""
+    def _choose(self, block: memoryview, tensor: Tensor, base: memoryview | None) -> Choice:
+        """Find out about a tensor from one block of it."""
         start, count = sample_of(len(block))
-        choice = choose(
+        return choose(
             block[start : start + count],
             kind=tensor.kind,
             width=tensor.width,
             base=None if base is None else base[start : start + count],
             allowed=self.codecs.allowed,
-            out=scratch("out", CHUNK_BYTES),
+            out=scratch("sample", BLOCK_BYTES),
         )
-        with self._lock:
-            self._typical.setdefault((tensor.kind, tensor.width), Typical()).add(choice)
-            if tensor.name:
-                self._choices.pop(tensor.name, None)
-                self._choices[tensor.name] = (save, choice)
-                while len(self._choices) > CHOICES_MAX:
-                    del self._choices[next(iter(self._choices))]
-        return choice
 
-    def _learn(
-        self,
-        tensors: Sequence[Tensor],
-        save: int,
-        plans: Sequence[Plan],
-        blocks: Sequence[EncodedBlock],
-        raw: memoryview,
-    ) -> None:
-        """Have those tried again whose difference has grown too large: it does, with the distance from the keyframe."""
-        for tensor, plan, block, source in zip(tensors, plans, blocks, blocks_of(raw), strict=True):
-            if plan.reason is Reason.DELTA:
-                with self._lock:
-                    _, known = self._choices.get(tensor.name, (0, None))
-                    if known is not None and len(block.data) > DELTA_WORTH * known.static_ratio * len(source):
-                        self._choices[tensor.name] = (save - REPROBE_SAVES + 1, known)
+    def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
+        """Remember what was chosen.
+
+        Those whose difference has grown too large are tried again with the next save: it grows with the distance from the keyframe.
+        """
+        with self._lock:
+            for tensor, choice in attempt.found:
+                self._typical.setdefault((tensor.kind, tensor.width), Typical()).add(choice)
+                if tensor.name:
+                    self._choices.pop(tensor.name, None)
+                    self._choices[tensor.name] = (save, choice)
+            while len(self._choices) > CHOICES_MAX:
+                del self._choices[next(iter(self._choices))]
+            for tensor, block, source in zip(tensors, attempt.blocks, blocks_of(raw), strict=True):
+                _, known = self._choices.get(tensor.name, (0, None))
+                if (
+                    block.reason is Reason.DELTA
+                    and known is not None
+                    and len(block.data) > DELTA_WORTH * known.static_ratio * len(source)
+                ):
+                    self._choices[tensor.name] = (save - REPROBE_SAVES + 1, known)
 
     def _may_pay(self, tensor: Tensor) -> bool:
         """Whether encoding would pay, were this tensor like most of its kind."""
@@ -350,20 +381,18 @@ class Encoder:
         """Whether anything may come of a base."""
         return any(choice is None or self._pays_as_delta(choice) for choice in known.values())
 
-    def _read_base(
-        self, row: Row, known: Mapping[Tensor, Choice | None], out: memoryview, read: ReadRow, fetch: FetchRow
-    ) -> bool:
-        """Read a chunk to encode another against: from this host, or fetched if that is worth it."""
-        if self._read_verified(row, out, read):
-            return True
+    def _is_worth_fetching(self, row: Row, known: Mapping[Tensor, Choice | None]) -> bool:
+        """Whether a base that is not on this host is to be had from the object tier."""
         choices = list(known.values())
         # What is not known yet has to be found out once. Otherwise it must save enough.
         savings = [
             choice.static_ratio - (choice.delta_ratio or 0) if choice and choice.delta else 0 for choice in choices
         ]
         saved = sum(savings) / len(savings) * row.raw_length
-        if not (None in choices or self._is_near or self.codecs.always or saved >= FETCH_WORTH * row.stored_length):
-            return False
+        return None in choices or self._is_near or self.codecs.always or saved >= FETCH_WORTH * row.stored_length
+
+    def _fetch(self, row: Row, out: memoryview, fetch: FetchRow) -> bool:
+        """Fetch a base; ``False`` if it cannot be read."""
         try:
             fetch(row, out)
         except TierfsError as error:
@@ -376,15 +405,6 @@ class Encoder:
         with self._lock:
             self._counts["fetched_base_bytes"] += len(out)
         return True
-
-    def _read_verified(self, row: Row, out: memoryview, read: ReadRow) -> bool:
-        """Read a whole chunk from this host. Bytes other than a reader will have make a difference that nobody can undo."""
-        if not read(row, 0, out):
-            return False
-        return (
-            digest.combine(self._kind, len(out), [digest.hash_bytes(self._kind, block) for block in blocks_of(out)])
-            == row.name.digest
-        )
 
 
 def _needs(pieces: Iterable[Piece]) -> tuple[ChunkName, ...]:

@@ -51,41 +51,37 @@ class Sending(Protocol):
 
 
 class Plan(NamedTuple):
-    """How a block is to be encoded, and why."""
+    """How a block is to be encoded, why, and against what, if that is known: as long as the block is, or twice."""
 
     coding: Coding
     reason: Reason
+    base: memoryview | None = None
 
 
-def encode_blocks(
-    raw: memoryview, plans: Iterable[Plan], reference: memoryview | None, allowed: Container[Codec] = _ALL
-) -> list[EncodedBlock]:
+def encode_blocks(raw: memoryview, plans: Iterable[Plan], allowed: Container[Codec] = _ALL) -> list[EncodedBlock]:
     """Encode a chunk's blocks into scratch memory of this thread.
 
     Args:
         raw: The chunk.
-        plans: What to try, for each block.
-        reference: What the chunk is encoded against: as long as it is, or twice.
+        plans: What to try, for each block: each is asked for when the block before it is encoded.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
     """
     out = scratch("out", CHUNK_BYTES)
-    factor = 0 if reference is None else len(reference) // len(raw)
     blocks: list[EncodedBlock] = []
-    at = begin = 0
-    for block, (coding, reason) in zip(blocks_of(raw), plans, strict=False):
-        base = None if reference is None else reference[begin * factor : (begin + len(block)) * factor]
+    at = 0
+    for (coding, reason, base), block in zip(plans, blocks_of(raw), strict=True):
         codec, length = encode_block(block, coding, base, out[at:])
         codec = codec if codec in allowed else Codec.STORE
         blocks.append(EncodedBlock(codec, reason, block if codec is Codec.STORE else out[at : at + length]))
         at += 0 if codec is Codec.STORE else length
-        begin += len(block)
     return blocks
 
 
-def blocks_of(raw: memoryview) -> Iterator[memoryview]:
-    """The blocks of a chunk."""
-    return (raw[at : at + BLOCK_BYTES] for at in range(0, len(raw), BLOCK_BYTES))
+def blocks_of(raw: memoryview, factor: int = 1) -> Iterator[memoryview]:
+    """The blocks of a chunk; or, of what is longer than a chunk by a factor, what belongs to each of its blocks."""
+    size = factor * BLOCK_BYTES
+    return (raw[at : at + size] for at in range(0, len(raw), size))
 
 
 def scratch(name: str, count: int) -> memoryview:
