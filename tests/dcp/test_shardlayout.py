@@ -25,10 +25,19 @@ def test_small_tensors_of_a_dtype_are_packed_those_of_a_role_side_by_side():
 def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
     """So adapters that are trained share no chunk with matrices that are not."""
     lora = [f32("0.A", length // 2), f32("1.A", length - length // 2)]
-    frozen = [f32("0.weight", KIB), f32("1.weight", KIB)]
+    frozen = [f32("0.weight", 32 * KIB), f32("1.weight", 32 * KIB)]
     runs = [run for run, _ in packs(*lora, *frozen)]
     together = ["0.A", "1.A", "0.weight", "1.weight"]
     assert runs == ([together] if length < MIB else [together[:2], together[2:]])
+
+
+def test_a_tiny_role_is_no_request_of_its_own():
+    """Each parameter has a counter of its steps."""
+    moments = [f32(f"{number}.exp_avg", MIB - 1) for number in range(3)]
+    steps = [f32(f"{number}.step", 4) for number in range(3)]
+    weights = [f32(f"{number}.weight", 32 * KIB) for number in range(3)]
+    assert [len(run) for run, _ in packs(*moments, *steps, *weights)] == [6, 3]
+    assert [len(run) for run, _ in packs(*moments, *weights, *steps)] == [6, 3]
 
 
 @pytest.mark.parametrize("length", [MIB, 8 * MIB - 1, 8 * MIB])

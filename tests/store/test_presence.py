@@ -15,6 +15,7 @@ from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
 from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
+from tierfs.store.chunks import LOOK_BYTES_MIN
 from tierfs.store.records import observe
 from tierfs.store.transfers import Transfers
 from tierfs.testing import Fault, FaultyObjects
@@ -410,3 +411,16 @@ def test_most_of_an_encoded_chunk_comes_in_one_request(tier, clock, length, gets
     reader = open_entry(store, stat(store, "a"))
     assert chunk_requests(measured, lambda: reader.read_into(0, memoryview(out)))[0] == gets
     assert out == content[:length]
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.parametrize(("length", "expected"), [(LOOK_BYTES_MIN - 1, 0), (LOOK_BYTES_MIN, 1)])
+def test_little_is_sent_without_a_look(tier, clock, length, expected):
+    """It would cost as much."""
+    measured, content = MeasuredObjects(tier), chunks(1, 3)[:length]
+    first, again = open_on(measured, clock), open_on(measured, clock)
+    assert chunk_requests(measured, lambda: save(first, "a", content)) == (expected, 1 + 2)
+    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1, 1 + 2 - expected), (
+        "sent in vain, or found"
+    )
+    assert load(again, "b") == content

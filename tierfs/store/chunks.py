@@ -24,6 +24,7 @@ from tierfs.store.store import Store
 
 __all__ = ["Alone", "rescue", "store_chunk"]
 
+LOOK_BYTES_MIN = 256 << 10
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -123,7 +124,10 @@ def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
     """What is known to stand under a name before anything is sent: see `inspect`."""
     if _is_unusable(store, name):
         return DAMAGED
-    looks = not store.objects.capabilities.conditional_create or store.presence.spend_look()
+    # Where a put does not say that it found something, there is nothing else; else one of little costs no more than a look.
+    looks = not store.objects.capabilities.conditional_create or (
+        raw_length >= LOOK_BYTES_MIN and store.presence.spend_look()
+    )
     return inspect(store, name, raw_length) if looks else None
 
 
