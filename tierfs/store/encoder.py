@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from tierfs.buffers import buffers
 from tierfs.clock import Clock
 from tierfs.codec import Codec, Coding, Reason
-from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
-from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
+from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice, choose, sample_of
+from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.publisher import Hint, ReadRow, Tensor
 from tierfs.format.envelope import BASES_MAX, Base, block_count
@@ -325,7 +325,7 @@ class Encoder:
             width=tensor.width,
             base=None if base is None else base[start : start + count],
             allowed=self.codecs.allowed,
-            out=scratch("sample", BLOCK_BYTES),
+            out=scratch("sample", SAMPLE_BYTES),
         )
 
     def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:

@@ -14,7 +14,6 @@ from tierfs.format.keys import ChunkName
 
 __all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
 
-PAGE_BYTES = 4096
 _ALL = frozenset(Codec)
 
 
@@ -89,7 +88,6 @@ def scratch(name: str, count: int) -> memoryview:
     found: memoryview | None = getattr(_local, name, None)
     if found is None:
         found = memoryview(bytearray(count))
-        found[::PAGE_BYTES] = bytes(len(found[::PAGE_BYTES]))  # what it takes to have memory is no part of encoding
         setattr(_local, name, found)
     return found
 
