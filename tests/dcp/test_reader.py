@@ -193,6 +193,23 @@ def test_many_waves_give_what_one_does(made, checkpoint, monkeypatch):
     assert sorted(planner.committed) == sorted(saved)
 
 
+@pytest.mark.parametrize(("slack", "waves"), [(16 << 20, 2), (0, 3)])
+def test_a_wave_ends_where_a_chunk_does(store, checkpoint, monkeypatch, slack, waves):
+    """What two waves want of one chunk is asked for twice."""
+    state = {
+        f"{number}.w": incompressible(6 << 10, 128) for number in range(16)
+    }  # of 3 MiB: 5 fill a chunk, but for 1 MiB
+    dcp.save(state, storage_writer=TierWriter(checkpoint), no_dist=True)
+    monkeypatch.setattr(items, "WAVE_BYTES_MAX", 20 << 20)
+    monkeypatch.setattr(items, "SLACK_BYTES", slack)
+    asked, read = [], ShardFiles.read
+    monkeypatch.setattr(ShardFiles, "read", lambda self, ranges: read(self, asked.append(ranges) or ranges))
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(target, storage_reader=TierReader(checkpoint), no_dist=True)
+    assert all(same(target[name], tensor) for name, tensor in state.items())
+    assert len(asked) == waves
+
+
 def test_what_lies_in_order_in_memory_is_read_there_without_a_buffer(made, checkpoint, monkeypatch):
     tensor = incompressible(5000, 1000)
     made.tensor("w", tensor, {FILES[0]: [((0, 0), (2500, 1000))], FILES[1]: [((2500, 0), (2500, 1000))]})

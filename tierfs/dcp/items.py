@@ -29,6 +29,8 @@ __all__ = ["ItemReader", "Saved", "put_in"]
 
 WAVE_BYTES_MAX = 1 << 30
 """Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
+SLACK_BYTES = 128 << 20
+"""How much more it may be until a chunk ends."""
 BUFFERS_MAX = KEPT_MAX
 """Of 16 MiB each: what `buffers` keeps, so that no load but the first takes new memory."""
 DENSE_BYTES_MAX = 1 << 62
@@ -106,9 +108,17 @@ class ItemReader:
                 self._add_object(item, saved.place)
             else:
                 self._add_tensor(item, saved)
-            if self._waiting_bytes >= WAVE_BYTES_MAX:
+            if self._is_enough(saved.place):
                 self._flush()
         self._flush()
+
+    def _is_enough(self, last: Place) -> bool:
+        """Whether a wave ends here: behind a chunk, which would be asked for twice otherwise, unless none ends in a long time."""
+        if self._waiting_bytes < WAVE_BYTES_MAX:
+            return False
+        return self._waiting_bytes >= WAVE_BYTES_MAX + SLACK_BYTES or self._files.is_cut(
+            last.file, last.at + last.length
+        )
 
     def _add_object(self, item: Any, place: Place) -> None:
         fqn = item.storage_index.fqn

@@ -6,6 +6,7 @@ cut where chunks end here, and a thread is given all that is wanted of one.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, NoReturn
 
@@ -126,6 +127,11 @@ class ShardFiles:
                 f"{label}: bytes {at} to {at + length} of shard file {self.where(name)} are asked for, and it has {whole}",
                 path=self.path(name),
             )
+
+    def is_cut(self, name: str, at: int) -> bool:
+        """Whether a chunk of a file ends at an offset. Raises as `reader` does."""
+        starts = self.reader(name).starts
+        return starts[bisect.bisect_left(starts, at, hi=len(starts) - 1)] == at
 
     def where(self, name: str) -> str:
         """How to name a file in an error."""

@@ -24,7 +24,7 @@ from tierfs.store.store import Store
 
 __all__ = ["Alone", "rescue", "store_chunk"]
 
-LOOK_BYTES_MIN = 256 << 10
+LOOK_BYTES_MIN = 1 << 20
 _logger = logging.getLogger("tierfs.store")
 
 
