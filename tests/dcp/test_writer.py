@@ -289,7 +289,7 @@ def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch)
 def check_refused(writer):
     for ask in (lambda: writer.wait("object", timeout=30), writer.ack):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tierfs.dcp.writer.LET_GO_S", 0.0)  # nothing has failed
+            patch.setattr("tierfs.dcp.saves.LET_GO_S", 0.0)  # nothing has failed
             with pytest.raises(NotFoundError, match="has not come to its end here"):
                 ask()
 
@@ -864,7 +864,7 @@ def test_a_writer_that_was_copied_hears_of_no_other_ones_save(url):
     for duplicate in (copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))):
         duplicate(first)
         assert duplicate(metadata[1]).storage_meta == metadata[1].storage_meta
-        assert (first.checkpoint_id, first._done.address.url) == (f"{url}/1", f"{url}/1")
+        assert (first.checkpoint_id, first._saves.done.address.url) == (f"{url}/1", f"{url}/1")
 
 
 @pytest.mark.parametrize("level", ["staged", "object"])

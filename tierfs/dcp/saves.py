@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 import weakref
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -19,10 +20,13 @@ from typing import Any, Protocol
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from tierfs.dcp.address import Address
+from tierfs.errors import NotFoundError
 from tierfs.forks import PerProcess
 from tierfs.format.checkpoint import SaveMark
 
-__all__ = ["Save", "SavedMeta", "Saver", "Staged", "begin_here", "claim", "hand_over", "read_here"]
+__all__ = ["Save", "SavedMeta", "Saver", "Saves", "Staged", "claim", "hand_over", "read_here"]
+
+LET_GO_S = 1.0
 
 
 class Saver(Protocol):
@@ -81,6 +85,10 @@ class Staged(Protocol):
     save: Save | None
 
 
+class _Here(threading.local):
+    save: Save | None = None  # which one of a writer ran last on this thread
+
+
 class _Thread(threading.local):
     staged: weakref.ref[Any] | None = None  # what this thread read last, to save it
     save: Save | None = None  # which one runs on it, or is to
@@ -116,15 +124,116 @@ def _taken(staged: Staged) -> Save | None:
     return save
 
 
-def begin_here(save: Save | None) -> None:
-    """Note which save runs on this thread."""
-    _thread.save = save
+class Saves:
+    """The saves of one writer on one rank: those that are under way, and the last ones. Safe for use by many threads.
+
+    Args:
+        writer: Whose they are. Not kept alive.
+
+    Attributes:
+        last: Which was asked for last, if any was.
+        done: Which came to its end last, if any did.
+    """
+
+    def __init__(self, writer: Saver) -> None:
+        self._writer = weakref.ref(writer)
+        self._here = _Here()
+        self._under_way: weakref.WeakSet[Save] = weakref.WeakSet()  # those that anything holds
+        self._ended: set[str] = set()  # ids
+        self.last: Save | None = None
+        self.done: Save | None = None
+
+    def __repr__(self) -> str:
+        return f"Saves({len(self._under_way)} held, {len(self._ended)} ended)"
+
+    def ask(self) -> Save:
+        """One that is asked for now."""
+        self._let_go()
+        self._here.save = None
+        save = self.last = self._new()
+        return save
+
+    def begin(self, save: Save | None) -> Save:
+        """Have one run on this thread, by default one that is asked for now."""
+        save = self._here.save = _thread.save = save or self.ask()
+        return save
+
+    def go_on(self) -> Save:
+        """The one that runs on this thread, on which a planner may have asked for the level of another."""
+        save = self._here.save
+        assert save is not None, "set_up_storage_writer comes first"
+        if save.mark is None:
+            with _lock():
+                self._under_way.add(save)
+            _thread.save = save
+        return save
+
+    def hand_over(self) -> Save:
+        """One that another process makes, and was not staged here: it is the last one when it has come to its end."""
+        save = self._new()
+        save.is_foreign = True
+        if threading.current_thread() is threading.main_thread():  # DCP does that on a thread that ends with the save
+            self.give_up(save)
+        return save
+
+    def give_up(self, save: Save) -> None:
+        """Note that one has failed, though something holds it."""
+        with _lock():
+            self._under_way.discard(save)
+
+    def end(self, save: Save) -> None:
+        """Note that one has come to its end: here, on the coordinator, or in the process that it was handed to."""
+        self.done = save
+        if save.mark is not None:
+            self._ended.add(save.mark.save_id)
+        if save.is_foreign and save.address is not None:
+            self.last = save
+
+    def settled(self, where: str) -> Save | None:
+        """Which was asked for last, if all have come to their ends; ``None`` where none was.
+
+        Args:
+            where: What messages call the checkpoint.
+
+        Raises:
+            NotFoundError: It has not, or one that was asked for before.
+        """
+        self._let_go()
+        ends = time.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
+        while True:
+            save = self.last
+            is_open = save is not None and save.mark is None
+            if not is_open and not self._is_another_under_way(save):
+                return save
+            if is_open or time.monotonic() >= ends:
+                which = "the save that began last" if is_open else "a save beside the last one"
+                raise NotFoundError(
+                    f"{where}: {which} has not come to its end here: `result()` of its future waits for that, and says why if "
+                    "it failed",
+                    path=where,
+                )
+            time.sleep(LET_GO_S / 100)
+
+    def _new(self) -> Save:
+        save = Save(self._writer, self._ended)
+        with _lock():
+            self._under_way.add(save)
+        return save
+
+    def _is_another_under_way(self, save: Save | None) -> bool:
+        with _lock():
+            return any(other.mark is None and other is not save for other in self._under_way)
+
+    def _let_go(self) -> None:
+        """Where this thread saved, that has failed if it has not come to its end and does not go on."""
+        if self._here.save is not None:
+            self.give_up(self._here.save)
+        _thread.save = None
 
 
 def hand_over(writer: Saver) -> Any:
     """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
-    save = claim(writer) or writer.handed_over()
-    begin_here(save)
+    save = _thread.save = claim(writer) or writer.handed_over()
     save.token = secrets.token_hex(16)
     with _lock():
         _sent[save.token] = save

@@ -8,7 +8,6 @@ import os
 import secrets
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
@@ -28,15 +27,14 @@ from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
-from tierfs.dcp.saves import Save, SavedMeta, begin_here, claim, hand_over, read_here
+from tierfs.dcp.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
 from tierfs.dcp.shardfile import Placed, ShardFile, find_staged, is_private
 from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
 from tierfs.dcp.tensorbytes import refuse_unusual
-from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
+from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
 from tierfs.flush.levels import Level
-from tierfs.forks import PerProcess
 from tierfs.format.checkpoint import SaveMark
 from tierfs.store import Store, kind_of, level_of, status, wait
 from tierfs.store.commit import Commits
@@ -45,7 +43,6 @@ __all__ = ["TierWriter"]
 
 NAMED_MAX = 3  # in a message
 YIELD_S = 0.001
-LET_GO_S = 1.0
 LAYOUTS = ("tierfs", "dcp")
 
 
@@ -108,7 +105,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._overwrite = overwrite
         self._replicas = Replicas() if stage == "auto" else None
         self._token = ""
-        self._forget_saves()
+        self._begin_anew()
 
     def __repr__(self) -> str:
         return f"TierWriter({self._address.url!r}, ack={self._address.tiers.ack!r})"
@@ -122,14 +119,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({"_token": "", **state}, _replicas=None)
-        self._forget_saves()
+        self._begin_anew()
 
-    def _forget_saves(self) -> None:
+    def _begin_anew(self) -> None:
         self._save = _Save()
-        self._saves: weakref.WeakSet[Save] = weakref.WeakSet()  # that anything holds
-        self._last: Save | None = None  # was asked for last
-        self._done: Save | None = None  # came to its end last
-        self._ended: set[str] = set()  # the ids of all that did
+        self._saves = Saves(self)
         self._staged_on: int | None = None  # the thread
 
     @property
@@ -145,7 +139,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     @property
     def save_id(self) -> str | None:
         """The random id of the save that this writer came to the end of last, which its metadata names; ``None`` before."""
-        return None if self._done is None or self._done.mark is None else self._done.mark.save_id
+        done = self._saves.done
+        return None if done is None or done.mark is None else done.mark.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -165,12 +160,11 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`."""
         store, _ = self._address.open(write=True)
         self._staged_on = threading.get_ident()
-        save = self._ask()
+        save = self._saves.ask()
         try:
             return self._staged(store, state_dict, save)
         except BaseException:
-            with _lock():
-                self._saves.discard(save)  # the error keeps it, and nobody is to save it
+            self._saves.give_up(save)  # the error keeps it, and nobody is to save it
             raise
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
@@ -214,9 +208,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not self._save.is_reset:
             self._save.address = self._address
         self._save.is_reset = False
-        save = self._save.save = claim(self) or self._ask()
+        save = self._saves.begin(claim(self))
         save.address, save.token = self._save.address, self._token
-        begin_here(save)
         self._save.is_coordinator = is_coordinator
         self._save.rank = kwargs.get("rank")
         self._save.use_collectives = kwargs.get("use_collectives", True)
@@ -266,7 +259,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         _check_planned(items)
-        save = self._goes_on()
+        save = self._saves.go_on()
         if self._replicas is not None:
             was_left = bool(self._save.left) or self._save.offered is None
             self._replicas.learn(save, self._save.offered, plan.items, was_left=was_left)
@@ -334,26 +327,17 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             commits.publish(root, document, mark)
         # DCP returns it, to another process where that had us save.
         metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
-        self._goes_on().end(root, mark)
+        self._saves.go_on().end(root, mark)
 
     def ended(self, save: Save, url: str | None = None) -> None:
-        """Take note of the end of a save: here, on the coordinator, or in the process that it was handed to."""
-        self._done = save
-        if save.mark is not None:
-            self._ended.add(save.mark.save_id)
+        """See `tierfs.dcp.saves.Saver`."""
         if url is not None:
             self._address = save.address = self._address.at(url)
-            if save.is_foreign:
-                self._last = save
+        self._saves.end(save)
 
     def handed_over(self) -> Save:
-        """A save that goes to another process, and was not staged here: it is the last one when it has come to its end."""
-        save = self._begun()
-        save.is_foreign = True
-        if threading.current_thread() is threading.main_thread():  # DCP does that on a thread that ends with the save
-            with _lock():
-                self._saves.discard(save)
-        return save
+        """See `tierfs.dcp.saves.Saver`."""
+        return self._saves.hand_over()
 
     # -- levels --------------------------------------------------------------------------------------------------------
 
@@ -401,65 +385,17 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
-    def _ask(self) -> Save:
-        """A save that is asked for now."""
-        self._let_go()
-        self._save.save = None
-        save = self._last = self._begun()
-        return save
-
-    def _begun(self) -> Save:
-        save = Save(weakref.ref(self), self._ended)
-        with _lock():
-            self._saves.add(save)
-        return save
-
     def _asked(self) -> tuple[Store, str, str, SaveMark | None]:
         """Where the save that was asked for last went, the path of its metadata, and which one it is; ``None`` where there was none.
 
         Raises:
             NotFoundError: It has not come to its end, or one that was asked for before.
         """
-        self._let_go()
-        ends = time.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
-        while True:
-            save = self._last
-            store, path = ((save.address if save is not None else None) or self._address).open()
-            is_open = save is not None and save.mark is None
-            if not is_open and not self._is_another_under_way(save):
-                break
-            if is_open or time.monotonic() >= ends:
-                which = "the save that began last" if is_open else "a save beside the last one"
-                raise NotFoundError(
-                    f"{self._address.url}: {which} has not come to its end here: `result()` of its future waits for that, and "
-                    "says why if it failed",
-                    path=path,
-                )
-            time.sleep(LET_GO_S / 100)
+        save = self._saves.settled(self._address.url)
+        store, path = ((save.address if save is not None else None) or self._address).open()
         if save is None:
             return store, path, inside(path, metadata_file()), None
         return store, path, save.root, save.mark
-
-    def _is_another_under_way(self, save: Save | None) -> bool:
-        with _lock():
-            return any(other.mark is None and other is not save for other in self._saves)
-
-    def _let_go(self) -> None:
-        """Where this thread saved, that has failed if it has not come to its end and does not go on."""
-        with _lock():
-            if self._save.save is not None:
-                self._saves.discard(self._save.save)
-        begin_here(None)
-
-    def _goes_on(self) -> Save:
-        """The save that runs on this thread, on which a planner may have asked for the level of another."""
-        save = self._save.save
-        assert save is not None, "set_up_storage_writer comes first"
-        if save.mark is None:
-            with _lock():
-                self._saves.add(save)
-            begin_here(save)
-        return save
 
     def _write_shard(
         self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]
@@ -576,14 +512,10 @@ def _host_of(store: Store) -> str:
     return store.tiers.ram.host.name() if store.tiers is not None else ""
 
 
-_lock = PerProcess(threading.Lock)
-
-
 class _Save(threading.local):
     """What one thread's save is told of before it begins."""
 
     address: Address | None = None
-    save: Save | None = None
     is_reset: bool = False
     is_coordinator: bool = True
     rank: int | None = None
