@@ -161,10 +161,10 @@ class Encoder:
             hint = replace(hint, base=None)  # not to be read for nothing
         encoded = None
         if sources and self.derives(len(raw)):
-            with self._deriving:
-                start = self._clock.monotonic()
+            start = self._clock.monotonic()
+            with self._deriving:  # waiting for it is part of what deriving costs
                 encoded = self._derive(raw, sources, read)
-                self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
+            self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, read, fetch)
         with self._lock:
