@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tierfs.buffers import Buffers, buffers
+from tierfs.buffers import Buffers, buffers, fresh
 from tierfs.digest import CHUNK_BYTES
 
 
@@ -90,3 +90,16 @@ def test_a_child_has_buffers_of_its_own():
     done.set()
     holder.join()
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_fresh_memory_is_had_page_by_page():
+    before = resident()
+    memory = fresh(64 << 20)
+    memory[0] = 1
+    assert memory[:2] == b"\1\0"
+    assert resident() - before < 32 << 20
+
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tierfs.digest import CHUNK_BYTES
 from tierfs.forks import PerProcess
 
-__all__ = ["KEPT_MAX", "Buffers", "buffers"]
+__all__ = ["KEPT_MAX", "Buffers", "buffers", "fresh"]
 
 KEPT_MAX = 8
 POOLED_BYTES_MIN = 1 << 20
@@ -41,11 +41,10 @@ class Buffers:
             if self._free:
                 self._taken += 1
                 return self._free.pop()
-        # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
-        memory = mmap.mmap(-1, CHUNK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = fresh(CHUNK_BYTES)
         with self._lock:
             self._taken += 1
-        return memoryview(memory)
+        return memory
 
     def give(self, buffer: memoryview) -> None:
         """Hand a buffer back; the caller must not use it any more."""
@@ -66,6 +65,12 @@ class Buffers:
             yield buffer[:length]
         finally:
             self.give(buffer)
+
+
+def fresh(length: int) -> memoryview:
+    """So many zero bytes, of which this process has only those pages in memory that it writes to."""
+    # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
+    return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 buffers = PerProcess(Buffers)

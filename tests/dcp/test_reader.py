@@ -193,7 +193,7 @@ def test_many_waves_give_what_one_does(made, checkpoint, monkeypatch):
     assert sorted(planner.committed) == sorted(saved)
 
 
-@pytest.mark.parametrize(("slack", "waves"), [(16 << 20, 2), (0, 3)])
+@pytest.mark.parametrize(("slack", "waves"), [(64 << 20, 2), (0, 3)])
 def test_a_wave_ends_where_a_chunk_does(store, checkpoint, monkeypatch, slack, waves):
     """What two waves want of one chunk is asked for twice."""
     state = {
@@ -208,6 +208,20 @@ def test_a_wave_ends_where_a_chunk_does(store, checkpoint, monkeypatch, slack, w
     dcp.load(target, storage_reader=TierReader(checkpoint), no_dist=True)
     assert all(same(target[name], tensor) for name, tensor in state.items())
     assert len(asked) == waves
+
+
+def test_where_chunks_of_a_file_end_is_told_of_any_offset(made, store):
+    made.tensor("w", incompressible(100, 10), FILES[0])
+    made.save()
+    files = ShardFiles(store, "run/step_1", {})
+    length = files.reader(FILES[0]).length
+    assert [files.is_cut(FILES[0], at) for at in (0, 1, length, length + 1, 1 << 80)] == [
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_what_lies_in_order_in_memory_is_read_there_without_a_buffer(made, checkpoint, monkeypatch):

@@ -37,7 +37,10 @@ def test_a_tiny_role_is_no_request_of_its_own():
     steps = [f32(f"{number}.step", 4) for number in range(3)]
     weights = [f32(f"{number}.weight", 32 * KIB) for number in range(3)]
     assert [len(run) for run, _ in packs(*moments, *steps, *weights)] == [6, 3]
-    assert [len(run) for run, _ in packs(*moments, *weights, *steps)] == [6, 3]
+    many = [f32(f"{number}.exp_avg", MIB - 1) for number in range(5)]
+    assert [len(run) for run, _ in packs(*many, *steps)] == [5, 3], (
+        "more than a request is worth would be saved with them"
+    )
 
 
 @pytest.mark.parametrize("length", [MIB, 8 * MIB - 1, 8 * MIB])

@@ -371,6 +371,62 @@ def test_a_source_that_is_damaged_on_this_host_is_none(host):
     assert not encode(encoder, host, bytes(len(raw) - 2) + b"ab", sources=pieces, tensor=Tensor("z", "float", 2)).bases
 
 
+@pytest.mark.parametrize("how", ["gone", "damaged", "fails"])
+def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
+    """Its memory holds other bytes by then."""
+    encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(2)]
+    rows = [host.chunk(master.tobytes(), host.local) for master in masters]
+    half = len(host.local[rows[0].name.digest]) // 2
+    read = host.read
+
+    def derives(index):
+        raw, source = bfloat16(masters[index][: half // 4]), masters[index].tobytes()[:half]
+        encoded = encode(
+            encoder, host, raw, sources=[Piece(rows[index], 0, half)], tensor=Tensor(f"{index}", "float", 2)
+        )
+        assert decoded(encoded, raw, source if encoded.bases else b"") == raw
+        return bool(encoded.bases)
+
+    def bad(_row, _start, out):
+        out[:] = b"?" * len(out)
+        if how == "fails":
+            raise OSError("it fails")
+        return how == "damaged"
+
+    assert derives(0)
+    host.read = bad
+    if how == "fails":
+        with pytest.raises(OSError, match="it fails"):
+            derives(1)
+    else:
+        assert not derives(1)
+    host.read = read
+    assert derives(0)
+    assert derives(1)
+
+
+def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
+    """Not reading what a chunk is encoded against, nor finding out about a tensor."""
+    clock, encode_block, choose, read = ManualClock(), encoding.encode_block, encoder_module.choose, host.read
+
+    def taking(seconds, function):
+        def slow(*args, **named):
+            clock.sleep(seconds)
+            return function(*args, **named)
+
+        return slow
+
+    monkeypatch.setattr(encoding, "encode_block", taking(1, encode_block))
+    monkeypatch.setattr(encoder_module, "choose", taking(100, choose))
+    host.read = taking(10_000, read)
+    encoder, master = encoder_for(clock=clock), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, near(master).tobytes(), base=base)
+    found = encoder.status()["encode_s_per_GB"]
+    assert found == {"dplane": pytest.approx(1e9 / MIB)}
+
+
 def test_a_source_that_is_not_on_this_host_is_none(host):
     master = numbers()
     source = host.chunk(master.tobytes(), host.remote)

@@ -2,6 +2,7 @@
 
 import sys
 import uuid
+from dataclasses import replace
 
 import pytest
 
@@ -14,6 +15,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import Row
 from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
+from tierfs.objects.promised import as_promised
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
 from tierfs.store.chunks import LOOK_BYTES_MIN
 from tierfs.store.records import observe
@@ -423,4 +425,14 @@ def test_little_is_sent_without_a_look(tier, clock, length, expected):
     assert chunk_requests(measured, lambda: save(again, "b", content)) == (1, 1 + 2 - expected), (
         "sent in vain, or found"
     )
+    assert load(again, "b") == content
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_little_is_looked_for_where_a_put_does_not_say_that_it_found_something(tier, clock):
+    measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, conditional_create=False)))
+    content = chunks(1, 3)[: LOOK_BYTES_MIN - 1]
+    save(open_on(measured, clock), "a", content)
+    again = open_on(measured, clock)
+    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1, 2), "looked for, and not put"
     assert load(again, "b") == content

@@ -130,6 +130,9 @@ def _location(arguments: argparse.Namespace) -> Location:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from tierfs.flush.heaps import share_heaps  # noqa: PLC0415 - only what a command needs
+
+    share_heaps()
     spawned = arguments.uuid is not None
     if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
         raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")

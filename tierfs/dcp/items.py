@@ -108,14 +108,15 @@ class ItemReader:
                 self._add_object(item, saved.place)
             else:
                 self._add_tensor(item, saved)
-            if self._is_enough(saved.place):
+            if self._is_enough():
                 self._flush()
         self._flush()
 
-    def _is_enough(self, last: Place) -> bool:
+    def _is_enough(self) -> bool:
         """Whether a wave ends here: behind a chunk, which would be asked for twice otherwise, unless none ends in a long time."""
         if self._waiting_bytes < WAVE_BYTES_MAX:
             return False
+        last = self._parts[-1]
         return self._waiting_bytes >= WAVE_BYTES_MAX + SLACK_BYTES or self._files.is_cut(
             last.file, last.at + last.length
         )

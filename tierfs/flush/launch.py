@@ -23,7 +23,6 @@ LOG_NAME = "flusher.log"
 LOG_BYTES_MAX = 1 << 20
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
-_MALLOC = {"MALLOC_ARENA_MAX": "2"}  # mallopt(3)
 
 
 class Launched:
@@ -72,9 +71,7 @@ class Launched:
 
 
 def spawn(argv: Sequence[str], log: Path) -> Launched:
-    """Start ``argv`` as a process of its own, in this one's environment.
-
-    Its threads share two heaps of the C library, unless that says how many: else each keeps what any of them once needed.
+    """Start ``argv`` as a process of its own.
 
     Args:
         argv: The program and its arguments. Anybody on the host can read them: no credentials.
@@ -95,7 +92,6 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
                 stderr=descriptor,
                 cwd="/",
                 start_new_session=True,
-                env={**_MALLOC, **os.environ},
             )
         finally:
             os.close(descriptor)

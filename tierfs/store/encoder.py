@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tierfs.buffers import buffers
+from tierfs.buffers import buffers, fresh
 from tierfs.clock import Clock
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice, choose, sample_of
@@ -94,10 +94,12 @@ class Encoder:
         self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
         self._begun = threading.local()  # which codecs a thread has encoded with
-        # Deriving is a matter of memory, of which it takes three chunks: one thread at a time does it as fast as all of them.
+        # Deriving takes the memory of three chunks, and hardly longer than copying them where they are in memory: it is done by
+        # one thread at a time.
         self._deriving = threading.Lock()
         self._reference: memoryview | None = None
-        self._source: tuple[ChunkName, memoryview] | None = None  # the last chunk that parts were read of
+        self._source: memoryview | None = None  # the last chunk that parts were read of
+        self._source_name: ChunkName | None = None
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -180,7 +182,7 @@ class Encoder:
         if len(_needs(sources)) > BASES_MAX:
             return None
         if self._reference is None:
-            self._reference = memoryview(bytearray(2 * CHUNK_BYTES))
+            self._reference = fresh(2 * CHUNK_BYTES)
         reference = self._reference[: 2 * len(raw)]
         begins = itertools.accumulate((length for _, _, length in sources), initial=0)
         # Each source once: of those that are read as a whole, only the last is kept.
@@ -203,13 +205,14 @@ class Encoder:
 
         Those of the last one are kept: small copies that follow each other are derived from parts of the same.
         """
-        name, buffer = self._source or (None, memoryview(bytearray(CHUNK_BYTES)))
-        whole = buffer[: row.raw_length]
-        if name != row.name:
-            self._source = None
+        if self._source is None:
+            self._source = fresh(CHUNK_BYTES)
+        whole = self._source[: row.raw_length]
+        if self._source_name != row.name:
+            self._source_name = None
             if not read_verified(self._kind, row, whole, read):
                 return None
-            self._source = row.name, buffer
+            self._source_name = row.name
         return whole
 
     def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
+from tierfs.buffers import fresh
 from tierfs.codec import Codec, Coding, Reason, encode_block
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
 from tierfs.format.envelope import Base
@@ -87,7 +88,7 @@ def scratch(name: str, count: int) -> memoryview:
     """Memory of this thread, for one use at a time under each name."""
     found: memoryview | None = getattr(_local, name, None)
     if found is None:
-        found = memoryview(bytearray(count))
+        found = fresh(count)
         setattr(_local, name, found)
     return found
 

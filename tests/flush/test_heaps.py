@@ -1,0 +1,33 @@
+"""How many heaps a flusher's threads share."""
+
+import ctypes
+
+import pytest
+
+from tierfs.flush.heaps import share_heaps
+
+
+class Library:
+    def __init__(self):
+        self.said = []
+
+    def mallopt(self, what, value):
+        self.said.append((what, value))
+
+
+@pytest.mark.parametrize("name", ["", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
+def test_threads_share_two_heaps_unless_the_environment_says_how_many(monkeypatch, name):
+    for variable in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(variable, raising=False)
+    if name:
+        monkeypatch.setenv(name, "7")
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    share_heaps()
+    assert library.said == ([] if name else [(-8, 2)])
+
+
+def test_a_library_without_heaps_is_left_alone(monkeypatch):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    share_heaps()
