@@ -4,6 +4,7 @@ import ctypes
 
 import pytest
 
+from tierfs.cli import main
 from tierfs.flush.heaps import share_heaps
 
 
@@ -31,3 +32,12 @@ def test_a_library_without_heaps_is_left_alone(monkeypatch):
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
     share_heaps()
+
+
+def test_whoever_runs_a_flusher_has_its_threads_share_them(monkeypatch):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
+    assert main(["flusher", "run", "file:///nowhere", "--uuid", "none"]) != 0  # it gets no further than that
+    assert library.said == [(-8, 2)]

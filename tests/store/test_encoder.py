@@ -427,6 +427,24 @@ def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     assert found == {"dplane": pytest.approx(1e9 / MIB)}
 
 
+def test_waiting_for_ones_turn_to_derive_is_part_of_what_that_costs(host):
+    """A thread that waits sends nothing."""
+    clock, master = ManualClock(), numbers()
+    encoder, source, raw = encoder_for(clock=clock), host.chunk(master.tobytes(), host.local), bfloat16(master)
+
+    class Turn:
+        def __enter__(self):
+            clock.sleep(5)
+
+        def __exit__(self, *_):
+            pass
+
+    encoder._deriving = Turn()
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    assert encoder.status()["encode_s_per_GB"] == {"derive": pytest.approx(5e9 / len(raw))}
+
+
 def test_a_source_that_is_not_on_this_host_is_none(host):
     master = numbers()
     source = host.chunk(master.tobytes(), host.remote)
