@@ -210,6 +210,19 @@ def test_a_wave_ends_where_a_chunk_does(store, checkpoint, monkeypatch, slack, w
     assert len(asked) == waves
 
 
+def test_a_wave_of_parts_of_a_tensor_ends_where_a_chunk_does(store, checkpoint, monkeypatch):
+    """The end of the tensor says nothing of where its parts end."""
+    tensor = incompressible(24, 1 << 18)  # 16 rows in a chunk, and 8
+    dcp.save({"w": tensor}, storage_writer=TierWriter(checkpoint), no_dist=True)
+    monkeypatch.setattr(items, "WAVE_BYTES_MAX", 6 << 20)
+    asked, read = [], ShardFiles.read
+    monkeypatch.setattr(ShardFiles, "read", lambda self, ranges: read(self, asked.append(ranges) or ranges))
+    wanted = {("w", (row, 0)): torch.zeros_like(tensor[row : row + 4]) for row in range(0, 24, 4)}
+    read_boxes(checkpoint, wanted)
+    assert all(same(found, tensor[row : row + 4]) for (_, (row, _)), found in wanted.items())
+    assert [len(ranges) for ranges in asked] == [4, 2]
+
+
 def test_where_chunks_of_a_file_end_is_told_of_any_offset(made, store):
     made.tensor("w", incompressible(100, 10), FILES[0])
     made.save()
