@@ -23,7 +23,7 @@ class FaultProxy:
             ``"no-puts"``: those that would store something are, ``"no-chunks"``: those that would store a chunk are, ``"lose"``: those that ``loses`` selects are carried out, and
             the connection is dropped instead of an answer.
         loses: By method and path.
-        seen: Requests by method, whatever became of them.
+        asked: Requests by method and path, whatever became of them.
         lost: How many answers were lost.
         stored: How often each path was stored.
         fetched: How often content of each path was fetched, in whole or in part.
@@ -35,7 +35,7 @@ class FaultProxy:
         self.port = 0
         self.mode = "pass"
         self.loses: Callable[[str, str], bool] = lambda _method, _path: False
-        self.seen: Counter[str] = Counter()
+        self.asked: Counter[tuple[str, str]] = Counter()
         self.lost = 0
         self.stored: Counter[str] = Counter()
         self.fetched: Counter[str] = Counter()
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _serve(self) -> None:
         proxy = self.server.proxy
-        proxy.seen[self.command] += 1
+        proxy.asked[self.command, self.path] += 1
         body = self._body()
         if proxy.mode == "hang":
             while proxy.mode == "hang" and self.connection.fileno() >= 0:

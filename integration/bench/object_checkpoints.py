@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import dcp_states as states
 import torch
@@ -75,6 +77,14 @@ class Savers:
         writer = S3StorageWriter(REGION, url, thread_count=threads)
         writer.fs._client = torch_client(self._server)
         return writer
+
+
+def kind_of(path: str) -> str:
+    """What a request is about. Records are manifests, looked for as well as read and listed."""
+    for kind in ("chunks", "leases", "gc"):
+        if f"/.tierfs/{kind}/" in unquote(path):
+            return kind
+    return "descriptor" if path.endswith("/.tierfs/store.json") else "records"
 
 
 def state_of(size: int, make: Callable[[int, int], torch.Tensor] = torch.randn) -> Any:
@@ -164,12 +174,16 @@ class Checkpoints:
         And what the loading process counted itself.
         """
         size = min(self._size, REQUESTS_BYTES_MAX)
-        seen: dict[str, dict[str, int]] = {}
-        per_gib: dict[str, float] = {}
+        seen: dict[str, Counter[str]] = {}
+        per_gib: dict[str, dict[str, float]] = {}
 
         def note(step: str, proxy: Any, state_bytes: int) -> None:
-            seen[step] = dict(proxy.seen)
-            per_gib[step] = sum(proxy.seen.values()) * GIB / state_bytes
+            seen[step] = Counter(kind_of(path) for _, path in proxy.asked.elements())
+            counted = seen[step]["chunks"] + seen[step]["records"]
+            per_gib[step] = {
+                "chunks and manifests": counted * GIB / state_bytes,
+                "all": proxy.asked.total() * GIB / state_bytes,
+            }
 
         with (
             self._server.proxied() as (server, proxy),
@@ -181,11 +195,11 @@ class Checkpoints:
                 for save in ("first save", "save"):
                     self._number += 1
                     state = make(size, self._number)
-                    url = f"{store}/{whose or 'matrices'}/step_{self._number}"
-                    proxy.seen.clear()
+                    url = f"{store}/step_{self._number}"
+                    proxy.asked.clear()
                     dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=url)
                     note(f"{whose}{save}", proxy, states.bytes_in(state))
-                watched.seen.clear()
+                watched.asked.clear()
                 found = self._load(other, "tierfs", url, size, whose)
                 note(f"{whose}load", watched, states.bytes_in(state))
                 assert found["content"] == content(state), f"the {whose}load brought something else"

@@ -25,22 +25,18 @@ def test_small_tensors_of_a_dtype_are_packed_those_of_a_role_side_by_side():
 def test_a_role_behind_a_mebibyte_of_others_begins_a_chunk(length):
     """So adapters that are trained share no chunk with matrices that are not."""
     lora = [f32("0.A", length // 2), f32("1.A", length - length // 2)]
-    frozen = [f32("0.weight", 32 * KIB), f32("1.weight", 32 * KIB)]
-    runs = [run for run, _ in packs(*lora, *frozen)]
-    together = ["0.A", "1.A", "0.weight", "1.weight"]
-    assert runs == ([together] if length < MIB else [together[:2], together[2:]])
+    frozen = [f32(f"{number}.weight", 512 * KIB) for number in range(8)]
+    runs = [len(run) for run, _ in packs(*lora, *frozen)]
+    assert runs == ([10] if length < MIB else [2, 8])
 
 
-def test_a_tiny_role_is_no_request_of_its_own():
-    """Each parameter has a counter of its steps."""
-    moments = [f32(f"{number}.exp_avg", MIB - 1) for number in range(3)]
+def test_roles_that_take_little_together_are_one_request():
+    """As moments are whose parameters have counters of their steps, and what norms and biases are trained by."""
+    moments = [f32(f"{number}.exp_avg", MIB - 4) for number in range(3)]
     steps = [f32(f"{number}.step", 4) for number in range(3)]
-    weights = [f32(f"{number}.weight", 32 * KIB) for number in range(3)]
-    assert [len(run) for run, _ in packs(*moments, *steps, *weights)] == [6, 3]
-    many = [f32(f"{number}.exp_avg", MIB - 1) for number in range(5)]
-    assert [len(run) for run, _ in packs(*many, *steps)] == [5, 3], (
-        "more than a request is worth would be saved with them"
-    )
+    weights = [f32(f"{number}.weight", 256 * KIB) for number in range(4)]
+    assert [len(run) for run, _ in packs(*moments, *steps, *weights)] == [10]
+    assert [len(run) for run, _ in packs(*moments, *steps, *weights, f32("4.weight", 4))] == [6, 5]
 
 
 @pytest.mark.parametrize("length", [MIB, 8 * MIB - 1, 8 * MIB])

@@ -1,10 +1,10 @@
 """How the tensors of one rank lie in its shard file: a safetensors file, cut into chunks so that the next step lines up.
 
 Tensors of one dtype are packed, those of one role (the last part of their names that is no number) side by side; those below 1 MiB
-have packs of their own, in which a role that comes behind 1 MiB of others begins a chunk; a tiny one, as counters of steps are, only
-behind 4 MiB. A chunk is a request, so a matrix that many ranks share must not be one on each of them, nor the end of each large one. In
-memory a pack is one *run*: side by side, aligned for its dtype, and cut into chunks of 16 MiB. In the file the runs follow each other
-without gaps, behind the header that the format has at its front.
+have packs of their own, in which a role that comes behind 1 MiB of others begins a chunk, unless all of them together take no more than
+4 MiB. A chunk is a request, so a matrix that many ranks share must not be one on each of them, nor the end of each large one. In memory
+a pack is one *run*: side by side, aligned for its dtype, and cut into chunks of 16 MiB. In the file the runs follow each other without
+gaps, behind the header that the format has at its front.
 
 Format: https://github.com/huggingface/safetensors (README, "Format"); docs/reference/checkpoint-format.md.
 """
@@ -25,8 +25,8 @@ __all__ = ["Piece", "RunPlan", "cut", "header", "plan_runs"]
 HEADER_ALIGN = 8
 # What is below this has packs of its own.
 SMALL_BYTES = 1 << 20
-# A role of less in all than this is no request of its own, where it takes little along with it.
-TINY_BYTES = 64 << 10
+# Roles that take no more than this together share a chunk: what one of them takes along when it changes is less than a request is worth.
+SHARED_BYTES_MAX = 4 << 20
 # The longest run of several tensors, in chunks; and no more than such a part of all, for which there has to be memory in one piece.
 RUN_CHUNKS_MAX = 8
 RUN_SHARE = 32
@@ -92,9 +92,9 @@ def _pack(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[RunPlan]:
     length = 0
     for number in numbers:
         role = _role(pieces[number])
-        begins_at = SMALL_BYTES if totals[role] >= TINY_BYTES else 4 * SMALL_BYTES
-        is_other = length >= begins_at and role != _role(pieces[pack[-1]])
-        if is_other or length + pieces[number].length > CHUNK_BYTES:
+        is_other = length >= SMALL_BYTES and role != _role(pieces[pack[-1]])
+        begins = is_other and length + totals[role] > SHARED_BYTES_MAX
+        if begins or length + pieces[number].length > CHUNK_BYTES:
             runs.append(RunPlan(tuple(pack), (length,)))
             pack, length = [], 0
         pack.append(number)
