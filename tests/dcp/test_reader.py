@@ -357,6 +357,32 @@ def test_a_chunk_that_tensors_share_is_fetched_once(url, store, checkpoint, dtyp
     assert all(torch.equal(wanted[name, (0, 0)].float(), tensor) for name, tensor in state.items())
 
 
+def test_what_copies_are_derived_from_is_fetched_once_however_little_is_kept(url, monkeypatch, tmp_path):
+    """Copies lie before all that they are derived from, which is more than the ram tier has room for."""
+    monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
+    monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
+    state = {f"master.{number}": torch.randn(2048, 2048, generator=torch.manual_seed(number)) for number in range(8)}
+    state |= {f"working.{number}": state[f"master.{number}"].bfloat16() for number in range(8)}
+    options = {"ram": "256MiB", "nvme": 0, "state_dir": str(tmp_path / "writer"), "codecs": "all"}
+    writer = TierWriter(f"{url}/run/step_1", ack="object", **options)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    writer._address.open()[0].tiers.close()
+    wanted = {(name, (0, 0)): torch.zeros_like(tensor) for name, tensor in state.items()}
+    options = {"ram": "64MiB", "nvme": 0, "state_dir": str(tmp_path / "reader")}
+    reader, planner = TierReader(f"{url}/run/step_1", **options), BoxPlanner(wanted)
+    reader.set_up_storage_reader(metadata := reader.read_metadata(), is_coordinator=True)
+    store, directory = reader._address.open()
+    store.tiers.cache.keeps_reads = True  # as those of an object tier elsewhere
+    (shard,) = [entry for entry in find(store, directory) if entry.path.endswith(".safetensors")]
+    assert sum(bool(row.bases) for row in shard.manifest.rows) == 4, "working copies are derived"
+    before = store.objects.snapshot()["get"]["requests"]
+    reader.read_data(planner.plan(metadata), planner).wait()
+    asked = store.objects.snapshot()["get"]["requests"] - before
+    store.tiers.close()
+    assert all(same(wanted[name, (0, 0)], tensor) for name, tensor in state.items())
+    assert asked == len(shard.manifest.rows) - 1, "all but the header"
+
+
 def test_many_small_tensors_are_read_with_few_requests(made, store, checkpoint):
     saved = {f"layer.{number}": random(torch.bfloat16, (30, 50), number) for number in range(300)}
     for name, tensor in saved.items():

@@ -133,6 +133,10 @@ class ShardFiles:
         starts = self.reader(name).starts
         return starts[bisect.bisect_left(starts, at, hi=len(starts) - 1)] == at
 
+    def order(self, name: str, at: int) -> tuple[str, int, int]:
+        """Sorts what is to be read: what is encoded against other chunks of its file beside them. Raises as `reader` does."""
+        return name, self.reader(name).anchor(at), at
+
     def where(self, name: str) -> str:
         """How to name a file in an error."""
         return self._store.where(self.path(name))

@@ -39,7 +39,7 @@ def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]], planner: 
         located, archived = locate(files, [pair for pair in wanted if isinstance(pair[1].place, StockPlace)])
         bare += located
         read_archives(files, archived, planner)
-    bare.sort(key=lambda pair: (pair[1].place.file, pair[1].place.at))
+    bare.sort(key=lambda pair: files.order(pair[1].place.file, pair[1].place.at))
     ItemReader(files, planner).read(bare)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, FormatError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
 from tierfs.format.header import Cursor
+from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
 from tierfs.format.ranges import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
 from tierfs.objects.protocol import ObjectInfo
@@ -35,6 +37,12 @@ class Reader(Protocol):
     @property
     def starts(self) -> Sequence[int]:
         """Where in the file each of its chunks begins, and its length."""
+
+    def anchor(self, offset: int) -> int:
+        """An offset to read the chunk at ``offset`` beside: its own, or that of what it is encoded against in this file.
+
+        Who reads all of a file in this order finds on this host what was fetched for that, however little can be kept.
+        """
 
     def read_into(self, offset: int, out: memoryview) -> None:
         """Fill ``out`` with the bytes from ``offset``, all of which must be in the file. Raises as `read_parts` does."""
@@ -127,6 +135,9 @@ class _InlineReader:
     def starts(self) -> Sequence[int]:
         return (0, len(self._content))
 
+    def anchor(self, offset: int) -> int:
+        return 0
+
     def read_into(self, offset: int, out: memoryview) -> None:
         self.read_parts([(offset, out)])
 
@@ -158,6 +169,9 @@ class _ForeignReader:
     @property
     def starts(self) -> Sequence[int]:
         return self._starts
+
+    def anchor(self, offset: int) -> int:
+        return offset
 
     def read_into(self, offset: int, out: memoryview) -> None:
         self.read_parts([(offset, out)])
@@ -194,6 +208,7 @@ class _ChunkReader:
         self._where = store.where(path)
         self._rows = rows
         self._starts = [0, *itertools.accumulate(row.raw_length for row in rows)]
+        self._places: dict[ChunkName, int] | None = None
 
     @property
     def length(self) -> int:
@@ -202,6 +217,13 @@ class _ChunkReader:
     @property
     def starts(self) -> Sequence[int]:
         return self._starts
+
+    def anchor(self, offset: int) -> int:
+        if self._places is None:
+            self._places = {row.name: start for row, start in zip(self._rows, self._starts, strict=False)}
+        number = bisect.bisect_right(self._starts, offset, hi=len(self._rows)) - 1
+        bases = self._rows[number].bases if self._rows else ()
+        return min((self._places[name] for name in bases if name in self._places), default=self._starts[number])
 
     def read_into(self, offset: int, out: memoryview) -> None:
         self.read_parts([(offset, out)])
