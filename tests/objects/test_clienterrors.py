@@ -286,6 +286,13 @@ FINAL = [
     ),
     (_named("DefaultCredentialsError"), StoreError, "no credentials could be had"),
     (_caused(ValueError("unable"), _named("CredentialUnavailableError")), StoreError, "no credentials could be had"),
+    (
+        type("SSLError", (Exception,), {})(
+            "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: expired (_ssl.c:1)"
+        ),
+        StoreError,
+        "in AWS_CA_BUNDLE for S3, in SSL_CERT_FILE for others (certificate verify failed: expired)",
+    ),
     (_caused(PermissionError("skew"), BotoError(403, "RequestTimeTooSkewed")), StoreError, "clock"),
     (AzureError(403, "AuthenticationFailed", "Request date header too old: 'Fri'"), StoreError, "clock"),
     (_caused(PermissionError("Forbidden"), BotoError(403, "403")), ReadOnlyError, "and this machine's clock"),

@@ -83,6 +83,11 @@ _BAD_HEADER = Meaning(
 _AGAIN = Meaning("the endpoint asks to send it again", transient=True)
 _NOT_OFFERED = Meaning("the endpoint does not offer what was asked for")
 _EXISTS = Meaning("something is there", kind=AlreadyExistsError)
+_NOT_TRUSTED = Meaning(
+    "the endpoint's certificate is not trusted: is it the right endpoint? Where an authority of your own signed it, name the file of "
+    "that in AWS_CA_BUNDLE for S3, in SSL_CERT_FILE for others",
+    refused=True,
+)
 _EXPIRED = Meaning("the credentials have expired: renew them", refused=True)
 _NO_CREDENTIALS = Meaning(
     "no credentials could be had: give them as options, in the environment, or in the provider's own file",
@@ -200,6 +205,10 @@ BY_TEXT = tuple(
         (r"doesn't match calculated|malformed multipart", _CHECKSUM),
         (r"^forbidden: ", DENIED),  # gcsfs
         (r"(?:invalid|illegal|\) in) header value(?=:? b?['\"])", _BAD_HEADER),  # http.client, httpx, requests
+        (
+            r"certificate verify failed: [\w ]*\w",
+            _NOT_TRUSTED,
+        ),  # ssl, which botocore's errors do not always have as their cause
         (r"header injection|newline or carriage return character detected", _BAD_HEADER),  # aiohttp
     )
 )

@@ -1,7 +1,8 @@
 """A TCP proxy that injures the connections between a client and an HTTP server, as it is told.
 
 It passes bytes on as they are. Of HTTP/1.1 it reads just enough to know where each request begins and ends and where a
-body starts, so that a fault strikes a request of a connection that lives on in a pool. TLS is passed on unread.
+body starts, so that a fault strikes a request of a connection that lives on in a pool. It can end the clients' TLS for a server
+that has none; other TLS is passed on unread.
 
 The wire is real, so time is, too: there is no clock to hand over.
 """
@@ -12,6 +13,7 @@ import asyncio
 import contextlib
 import functools
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
@@ -66,6 +68,7 @@ class TcpFaultProxy:
         probability: Of such a fault, per request.
         seed: Decides whether and which random faults strike which request, counted in the order of arrival, and bytes
             and bits that are not given. Required with ``random``; shown by ``repr``.
+        tls: With which clients are answered, who speak TLS then, as the server does not; ``None`` for none of its own.
 
     Attributes:
         port: Where it listens; the same for as long as it lives.
@@ -88,6 +91,7 @@ class TcpFaultProxy:
         random: Sequence[PlannedTcpFault] = (),
         probability: float = 0.0,
         seed: int | None = None,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         if random and seed is None:
             raise InvalidInputError("random faults need a seed, to happen again")
@@ -96,6 +100,7 @@ class TcpFaultProxy:
         self.bandwidth: float | None = None
         self.probability = probability
         self.seed = seed or 0
+        self._tls = tls
         self.fired: list[tuple[TcpFault, str, str, str]] = []
         self._random = tuple(random)
         self._lock = threading.Lock()
@@ -297,7 +302,10 @@ class _Connection:
     async def serve(self, accepted: socket.socket) -> None:
         """Until it ends, by itself or by a fault. Closes what was accepted."""
         async with contextlib.AsyncExitStack() as open_ends:
-            reader, self._to_client = await asyncio.open_connection(sock=accepted)
+            try:
+                reader, self._to_client = await _connected(accepted, self._proxy._tls)
+            except OSError:
+                return  # a client that does not trust us, for one
             self._from_client = Source(reader)
             open_ends.push_async_callback(_hang_up, self._to_client)
             try:
@@ -306,8 +314,9 @@ class _Connection:
                 _reset(self._to_client)
                 return
             open_ends.push_async_callback(_hang_up, self._to_server)
-            for writer in (self._to_client, self._to_server):
-                writer.transport.set_write_buffer_limits(0)  # `drain` waits until the kernel has it all
+            # `drain` waits until the kernel has it all, or TLS does, whose transport never wakes up at a limit of 0.
+            self._to_server.transport.set_write_buffer_limits(0)
+            self._to_client.transport.set_write_buffer_limits(0 if self._proxy._tls is None else 1, 0)
             pumps = [asyncio.ensure_future(self._pass_requests()), asyncio.ensure_future(self._pass_responses())]
             fault: TcpFault | None = None
             try:
@@ -449,6 +458,17 @@ def _bound(port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+async def _connected(
+    accepted: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection that somebody made to us, as `asyncio.open_connection` has those that we make."""
+    loop = asyncio.get_running_loop()
+    reader = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, accepted, ssl=tls)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
