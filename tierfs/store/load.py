@@ -39,7 +39,7 @@ class Reader(Protocol):
         """Where in the file each of its chunks begins, and its length."""
 
     def anchor(self, offset: int) -> int:
-        """An offset to read the chunk at ``offset`` beside: its own, or that of what it is encoded against in this file.
+        """An offset to read the chunk at ``offset`` beside: its own, or the last of what it is encoded against in this file.
 
         Who reads all of a file in this order finds on this host what was fetched for that, however little can be kept.
         """
@@ -223,7 +223,7 @@ class _ChunkReader:
             self._places = {row.name: start for row, start in zip(self._rows, self._starts, strict=False)}
         number = bisect.bisect_right(self._starts, offset, hi=len(self._rows)) - 1
         bases = self._rows[number].bases if self._rows else ()
-        return min((self._places[name] for name in bases if name in self._places), default=self._starts[number])
+        return max((self._places[name] for name in bases if name in self._places), default=self._starts[number])
 
     def read_into(self, offset: int, out: memoryview) -> None:
         self.read_parts([(offset, out)])
