@@ -427,6 +427,29 @@ def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     assert found == {"dplane": pytest.approx(1e9 / MIB)}
 
 
+def test_waiting_for_others_that_encode_is_not_part_of_what_that_costs(host, monkeypatch):
+    """They begin together, and send while others encode from then on."""
+    clock, raw, encode_block = ManualClock(), numbers().tobytes()[:MIB], encoding.encode_block
+    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
+
+    def slow(*args):
+        clock.sleep(6)
+        return encode_block(*args)
+
+    monkeypatch.setattr(encoding, "encode_block", slow)
+    encoder = encoder_for(clock=clock)
+    encode(encoder, host, raw)  # a thread's first one does not count
+    encoder._encoding = 3
+    encode(encoder, host, raw)
+    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(3e9 / MIB)}
+    assert encoder._encoding == 3
+    encoder._encoding = 0
+    monkeypatch.setattr(encoding, "encode_block", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        encode(encoder, host, raw)
+    assert encoder._encoding == 0
+
+
 def test_waiting_for_ones_turn_to_derive_is_part_of_what_that_costs(host):
     """A thread that waits sends nothing."""
     clock, master = ManualClock(), numbers()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -93,6 +94,7 @@ class Encoder:
         self._put = Speed()
         self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
+        self._encoding = 0  # how many threads are at it
         self._begun = threading.local()  # which codecs a thread has encoded with
         # Deriving takes the memory of three chunks, and hardly longer than copying them where they are in memory: it is done by
         # one thread at a time.
@@ -261,6 +263,7 @@ class Encoder:
         found: list[tuple[Tensor, Choice]] = []
         counts: Counter[Codec] = Counter()
         seconds: dict[Codec, float] = {}
+        processors = len(os.sched_getaffinity(0))
 
         def plans() -> Iterator[Plan]:
             for block, tensor, base in zip(blocks_of(raw), tensors, bases, strict=False):
@@ -276,9 +279,17 @@ class Encoder:
                 yield plan
                 codec = plan.coding.codec
                 counts[codec] += len(block)
-                seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
+                # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
+                share = min(1.0, processors / self._encoding)
+                seconds[codec] = seconds.get(codec, 0.0) + share * (self._clock.monotonic() - start)
 
-        blocks = encode_blocks(raw, plans(), self.codecs.allowed)
+        with self._lock:
+            self._encoding += 1
+        try:
+            blocks = encode_blocks(raw, plans(), self.codecs.allowed)
+        finally:
+            with self._lock:
+                self._encoding -= 1
         for codec in seconds.keys() - {Codec.STORE}:
             self._took(codec, counts[codec], seconds[codec])
         return _Attempt(blocks, found)
