@@ -116,8 +116,9 @@ def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch
             state = {"w": torch.randn(ROWS, 1024)}
             dcp.save(state, storage_writer=writer, checkpoint_id=f"tierfs::{url}/step_{step}", no_dist=True)
             chunks = [method for method, path in proxy.asked.elements() if "/chunks/" in path]
-            assert chunks.count("PUT") == len(chunks) >= 2
+            assert chunks.count("PUT") >= 2
             if step:
+                assert chunks.count("PUT") == len(chunks)
                 others = [method for method, path in proxy.asked.elements() if "/chunks/" not in path]
                 assert Counter(others) == Counter(PUT=2, GET=3, HEAD=1), proxy.asked
 
