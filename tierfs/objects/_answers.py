@@ -205,10 +205,8 @@ BY_TEXT = tuple(
         (r"doesn't match calculated|malformed multipart", _CHECKSUM),
         (r"^forbidden: ", DENIED),  # gcsfs
         (r"(?:invalid|illegal|\) in) header value(?=:? b?['\"])", _BAD_HEADER),  # http.client, httpx, requests
-        (
-            r"certificate verify failed: [\w ]*\w",
-            _NOT_TRUSTED,
-        ),  # ssl, which botocore's errors do not always have as their cause
+        # ssl, whose error those of botocore do not always have as their cause
+        (r"certificate verify failed: [\w ]*\w", _NOT_TRUSTED),
         (r"header injection|newline or carriage return character detected", _BAD_HEADER),  # aiohttp
     )
 )
