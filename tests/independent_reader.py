@@ -226,7 +226,15 @@ class _Encoded(_Fields):
     def head(self, size: int) -> tuple[int, int, int]:
         """Size, mode and length of the data of a plane."""
         mode, length = self.unpack("BI")
-        fits = {0: length == size, 1: length == 1 and size > 0, 2: 1 <= length < size}
+        part = 8 * (size // 64)
+        fits = {
+            0: length == size,
+            1: length == 1 and size > 0,
+            2: 1 <= length < size,
+            3: 6 <= length < size,
+            4: part > 0 and length == size - part,
+            5: length in (2 * size, 0),
+        }
         self.check(fits.get(mode, False), f"{self.what}: mode {mode} and {length} bytes for a plane of {size}")
         return size, mode, length
 
@@ -235,15 +243,45 @@ class _Encoded(_Fields):
         self.check(sum(head[2] for head in heads) + tail == left, f"{self.what}: lengths that do not add up")
 
     def plane(self, size: int, mode: int, length: int) -> bytes:
+        self.check(mode != 5, f"{self.what}: a woven plane by itself")
         data = self.take(length)
         if mode == 0:
             return data
-        return data * size if mode == 1 else _frame(data, size, self.what)
+        if mode == 1:
+            return data * size
+        if mode == 3:
+            return self._codes(data, size)
+        return self._even(data, size) if mode == 4 else _frame(data, size, self.what)
+
+    def _codes(self, data: bytes, size: int) -> bytes:
+        first, others = struct.unpack_from("<BI", data)
+        self.check(5 + others < len(data), f"{self.what}: {others} bytes with a code of 15 in {len(data)}")
+        pairs = _frame(data[5 + others :], (size + 1) // 2, self.what)
+        codes = [code for pair in pairs for code in (pair & 15, pair >> 4)][:size]
+        self.check(codes.count(15) == others, f"{self.what}: {codes.count(15)} codes of 15 for {others} bytes")
+        other = iter(data[5 : 5 + others])
+        return bytes(next(other) if code == 15 else (first + code) % 256 for code in codes)
+
+    def _even(self, data: bytes, size: int) -> bytes:
+        part = 8 * (size // 64)
+        last = bytearray(part)
+        for k in range(1, 8):
+            for j in range(part):
+                last[j] |= (data[(k - 1) * part + j] & 1) << k
+        return bytes(byte & 0xFE for byte in data[: 7 * part]) + last + data[7 * part :]
 
     def elements(self, width: int, heads: list[tuple[int, int, int]]) -> tuple[int, ...]:
         data = bytearray(heads[0][0] * width)
-        for index, head in enumerate(heads):
-            data[width - 1 - index :: width] = self.plane(*head)
+        left = list(enumerate(heads))
+        while left:
+            index, (size, mode, length) = left.pop(0)
+            if mode == 5 and width > 1 and index % 2 == 0:
+                self.check(length == 2 * size, f"{self.what}: two planes of {size} bytes in {length}")
+                self.check(left.pop(0)[1] == (size, 5, 0), f"{self.what}: half of two woven planes")
+                woven = self.take(length)
+                data[width - 1 - index :: width], data[width - 2 - index :: width] = woven[1::2], woven[::2]
+            else:
+                data[width - 1 - index :: width] = self.plane(size, mode, length)
         return _elements(data, width)
 
 
@@ -263,7 +301,8 @@ def _frame(data: bytes, size: int, what: str) -> bytes:
 
 def _planes(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
     width = fields.width()
-    rotation = fields.number("B", 0, 7 if codec == PLANE else 0, "the rotation")
+    most = 0 if codec == DPLANE else 7 if width == 1 else 8
+    order = fields.number("B", 0, most, "the order of the bits")
     heads = [fields.head(size // width) for _ in range(width)]
     fields.all_fit(heads, size % width)
     found, bits = fields.elements(width, heads), 8 * width
@@ -271,8 +310,11 @@ def _planes(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
     if codec == DPLANE:
         pairs = zip(found, _elements(base, width), strict=True)
         found = tuple((old + ((zigzag >> 1) ^ -(zigzag & 1))) & mask for zigzag, old in pairs)
-    elif rotation:
-        found = tuple((value >> rotation | value << (bits - rotation)) & mask for value in found)
+    elif order == 8:
+        low = bits - 16
+        found = tuple(value % (1 << low) | (value >> low + 1 | (value >> low & 1) << 15) << low for value in found)
+    elif order:
+        found = tuple((value >> order | value << (bits - order)) & mask for value in found)
     return struct.pack(f"<{len(found)}{ELEMENTS[width]}", *found) + fields.take(size % width)
 
 

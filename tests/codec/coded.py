@@ -11,7 +11,7 @@ from tierfs.codec import Codec, Coding, decode_block, encode_block
 WIDTHS = (1, 2, 4, 8)
 FLOATS = {2: "<f2", 4: "<f4", 8: "<f8"}
 SPECIAL = [0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1.0, -1.0, 1e-40, -1e-45, 6e-8, 3.4e38, 65504.0]
-CONTENTS = ("noise", "constant", "zeros", "floats", "specials", "sorted", "rare", "text", "bfloat16")
+CONTENTS = ("noise", "constant", "zeros", "floats", "squares", "specials", "sorted", "rare", "text", "bfloat16")
 RELATIONS = ("same", "near", "few", "unrelated")
 
 
@@ -25,6 +25,8 @@ def block(content: str, size: int, width: int, seed: int) -> bytes:
         data = bytes(count * width)
     elif content == "floats":
         data = rng.normal(0, 0.02, count).astype(FLOATS.get(width, "<f4")).tobytes()
+    elif content == "squares":
+        data = np.square(rng.uniform(0.002, 0.02, count)).astype(FLOATS.get(width, "<f4")).tobytes()
     elif content == "specials":
         with np.errstate(over="ignore"):
             data = rng.choice(SPECIAL, count).astype(FLOATS.get(width, "<f4")).tobytes()
@@ -91,3 +93,13 @@ def run_frame(count: int, value: int) -> bytes:
     """A zstd frame of one byte again and again, made by hand from RFC 8878: one segment, one RLE block, the last."""
     size = bytes([0x20, count]) if count < 256 else bytes([0x60]) + struct.pack("<H", count - 256)
     return b"\x28\xb5\x2f\xfd" + size + (count << 3 | 1 << 1 | 1).to_bytes(3, "little") + bytes([value])
+
+
+def stored_frame(data: bytes) -> bytes:
+    """A zstd frame of fewer than 256 bytes as they are: one segment, one raw block, the last."""
+    return b"\x28\xb5\x2f\xfd\x20" + bytes([len(data)]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
+
+
+def codes(first: int, outside: bytes, pairs: bytes) -> bytes:
+    """Data of a plane of codes, whose frame is given."""
+    return struct.pack("<BI", first, len(outside)) + outside + pairs

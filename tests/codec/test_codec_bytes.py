@@ -5,19 +5,21 @@ from __future__ import annotations
 import struct
 
 import pytest
-from coded import decode, encode, head, run_frame
+from coded import codes, decode, encode, head, run_frame, stored_frame
 
 from tierfs.codec import Codec, Coding
 from tierfs.errors import CorruptionError
 
 COUNTING = struct.pack("<16I", *range(16))
-# None of them is negative, so they are rotated left by three bits: three planes of zeros and one that is kept as it is.
-PLANE = b"\x04\x03" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(range(0, 128, 8))
-# Every other one is: by one bit, and of two bytes by two.
+# The upper 16 bits are rotated left by one, of which nothing is seen: three planes of zeros and one that is kept as it is.
+PLANE = b"\x04\x08" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(range(16))
+# Of every other one the sign is set: the lowest bit of the upper half.
 SIGNED = struct.pack("<16I", *(index | (index % 2) << 31 for index in range(16)))
-SIGNED_PLANE = b"\x04\x01" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(2 * i + i % 2 for i in range(16))
+SIGNED_PLANE = (
+    b"\x04\x08" + (head(1, 1) + head(0, 16)) * 2 + b"\0" + bytes(i % 2 for i in range(16)) + b"\0" + bytes(range(16))
+)
 SHORTS = struct.pack("<40H", *(index | (index % 2) << 15 for index in range(40)))
-SHORTS_PLANE = b"\x02\x02" + head(1, 1) + head(0, 40) + b"\0" + bytes(4 * i + 2 * (i % 2) for i in range(40))
+SHORTS_PLANE = b"\x02\x08" + head(1, 1) + head(0, 40) + b"\0" + bytes(2 * i + i % 2 for i in range(40))
 
 # -10 to 9, added to a base of 1000, 1001 ...: zigzagged they are 19, 17 ... 1, 0, 2 ... 18.
 DIFFERENT = struct.pack("<20H", *(1000 + 2 * index - 10 for index in range(20))) + b"T"
@@ -47,8 +49,36 @@ TWO_DO_NOT_FOLLOW = (
     b"\x01" + struct.pack("<II", 2, 2) + head(1, 1) + head(0, 2) * 2 + b"\x05" + b"\x80\x3f" + b"\x00\x80T"
 )
 
-# A frame of 40 bytes that are kept as they are: longer than what is in it.
-STORED_FRAME = b"\x28\xb5\x2f\xfd\x20\x28" + (40 << 3 | 1).to_bytes(3, "little") + bytes(40)
+STORED_FRAME = stored_frame(bytes(40))  # longer than what is in it
+
+# Bytes 250, 251 ... 255, 0 ... 8 by their codes 0 to 14, again and again, but for the third and the 61st.
+WINDOW = bytes((250 + index % 15) % 256 for index in range(61))
+CODED = WINDOW[:2] + b"\x77" + WINDOW[3:60] + b"\x09"
+CODED_PAIRS = [(2 * i) % 15 | (2 * i + 1) % 15 << 4 for i in range(30)] + [15]
+CODED_PAIRS[1] |= 15
+CODED_PLANE = b"\x01\x00" + head(3, 5 + 2 + 40) + codes(250, b"\x77\x09", stored_frame(bytes(CODED_PAIRS)))
+
+# 64 even bytes in 56, and six more as they are: the last eight are 2, 4, 8 ... 128 and 254, so bit k of the k-th, and all of the last.
+EVENS = bytes(range(0, 112, 2)) + bytes([2, 4, 8, 16, 32, 64, 128, 254]) + b"behind"
+EVENS_PLANE = (
+    b"\x01\x00"
+    + head(4, 56 + 6)
+    + bytes(2 * (8 * k + j) | (j in {k, 7}) for k in range(7) for j in range(8))
+    + b"behind"
+)
+
+# 0x4433 in the upper half, rotated right 0xa219; the lower one as it is.
+WOVEN = struct.pack("<20I", *(0xA219_0000 | 0x1234 + index for index in range(20)))
+WOVEN_PLANE = (
+    b"\x04\x08" + head(1, 1) * 2 + head(5, 40) + head(5, 0) + b"\x44\x33" + struct.pack("<20H", *range(0x1234, 0x1248))
+)
+WOVEN_ABOVE = (
+    b"\x04\x08" + head(5, 40) + head(5, 0) + head(1, 1) * 2 + struct.pack("<20H", *range(0x1234, 0x1248)) + b"\x44\x33"
+)
+ABOVE = struct.pack("<20I", *((n >> 1 | (n & 1) << 15) << 16 | 0x4433 for n in range(0x1234, 0x1248)))
+# The sign of 8 bytes.
+EIGHT = struct.pack("<20Q", *[0x8000_0000_0000_0000] * 19, 0x0080_0000_0000_0000)
+EIGHT_PLANE = b"\x08\x08" + head(0, 20) * 2 + head(1, 1) * 6 + bytes(19) + b"\1" + b"\1" * 19 + bytes(7)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +114,14 @@ def test_a_block_is_written_and_read_byte_by_byte(
         (1, b"\x07" * 400, None, run_frame(400, 7)),
         # Numbers of one byte, not rotated.
         (3, b"\x07" * 40, None, b"\x01\x00" + head(2, 10) + run_frame(40, 7)),
+        (3, CODED, None, CODED_PLANE),
+        (3, EVENS, None, EVENS_PLANE),
+        (3, WOVEN, None, WOVEN_PLANE),
+        (3, WOVEN + b"xyz", None, WOVEN_PLANE + b"xyz"),
+        (3, ABOVE, None, WOVEN_ABOVE),
+        (3, struct.pack("<20I", *(n | 0x20000 for n in range(20))), None,
+         b"\x04\x00" + head(1, 1) * 2 + head(5, 40) + head(5, 0) + b"\0\2" + struct.pack("<20H", *range(20))),
+        (3, EIGHT, None, EIGHT_PLANE),
         # 0x8001 rotated is 0x0003, 0x0001 is 0x0002.
         (3, b"\x01\x80" * 40, None, b"\x02\x01" + head(2, 10) + head(1, 1) + run_frame(40, 0) + b"\x03"),
         (3, b"\x01\x80" * 40, None, b"\x02\x00" + head(2, 10) + head(1, 1) + run_frame(40, 0x80) + b"\x01"),
@@ -124,7 +162,28 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 65, PLANE),
         (3, 64, b"\x03" + PLANE[1:]),
         (3, 64, b"\x00" + PLANE[1:]),
-        (3, 64, b"\x04\x08" + PLANE[2:]),
+        (3, 64, b"\x04\x09" + PLANE[2:]),
+        (3, 61, b"\x01\x08" + CODED_PLANE[2:]),
+        (3, 61, b"\x01\x00" + head(3, 5 + 1 + 40) + codes(250, b"\x77", stored_frame(bytes(CODED_PAIRS)))),
+        (3, 61, b"\x01\x00" + head(3, 5 + 3 + 40) + codes(250, b"\x77\x09\x09", stored_frame(bytes(CODED_PAIRS)))),
+        (3, 61, b"\x01\x00" + head(3, 5 + 2 + 39) + codes(250, b"\x77\x09", stored_frame(bytes(CODED_PAIRS[:30])))),
+        (3, 61, b"\x01\x00" + head(3, 5 + 2 + 41) + codes(250, b"\x77\x09", stored_frame(bytes([*CODED_PAIRS, 0])))),
+        (3, 61, b"\x01\x00" + head(3, 5 + 2 + 41) + codes(250, b"\x77\x09", stored_frame(bytes(CODED_PAIRS))) + b"x"),
+        (3, 61, b"\x01\x00" + head(3, 58) + struct.pack("<BI", 250, 53) + bytes(53)),
+        (3, 61, b"\x01\x00" + head(3, 58) + struct.pack("<BI", 250, 0xFFFFFFFF) + bytes(53)),
+        (3, 61, b"\x01\x00" + head(3, 5) + struct.pack("<BI", 250, 0)),
+        (3, 61, b"\x01\x00" + head(3, 0)),
+        (3, 64, b"\x01\x00" + head(4, 55) + bytes(55)),
+        (3, 64, b"\x01\x00" + head(4, 57) + bytes(57)),
+        (3, 63, b"\x01\x00" + head(4, 55) + bytes(55)),
+        (3, 80, WOVEN_PLANE[:13] + head(5, 39) + head(5, 1) + WOVEN_PLANE[23:]),
+        (3, 80, WOVEN_PLANE[:13] + head(5, 40) + head(0, 0) + WOVEN_PLANE[23:]),
+        (3, 80, WOVEN_PLANE[:13] + head(5, 39) + head(5, 0) + WOVEN_PLANE[24:]),
+        (3, 80, WOVEN_PLANE[:13] + head(5, 41) + head(5, 0) + WOVEN_PLANE[23:] + b"x"),
+        (3, 80, WOVEN_PLANE[:13] + head(0, 20) + head(5, 20) + WOVEN_PLANE[23:]),
+        (3, 80, b"\x04\x00" + head(1, 1) + head(5, 40) + head(5, 0) + head(1, 1) + bytes(42)),
+        (3, 80, b"\x01\x00" + head(5, 70) + bytes(70)),
+        (5, 1201, b"\x02\x00" + struct.pack("<II", 2, 3) + head(5, 3) + head(1, 1) + head(0, 2) + SPARSE[25:]),
         (3, 64, b"\x04\x03\x03" + PLANE[3:]),
         (3, 64, b"\x04\x01" + head(1, 2) + PLANE[7:22] + b"\0" + PLANE[22:]),
         (3, 64, b"\x04\x01" + head(1, 0) + PLANE[7:22] + PLANE[23:]),

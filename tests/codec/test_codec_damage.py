@@ -8,7 +8,7 @@ import tracemalloc
 from functools import lru_cache
 
 import pytest
-from coded import CONTENTS, base_of, block, decode, encode, head, run_frame
+from coded import CONTENTS, base_of, block, codes, decode, encode, head, run_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -34,6 +34,13 @@ def sound() -> list[tuple[int, bytes, int, bytes]]:
                 base = base_of(raw, "few" if asked is Codec.SPARSE else "near", width, index)
                 codec, encoded = encode(raw, Coding(asked, width), base if asked.base_factor else None)
                 found.append((int(codec), encoded, len(raw), base))
+    # Enough elements to be looked at: codes, even bytes, and planes that are left together.
+    for content, width in (("floats", 4), ("squares", 4), ("bfloat16", 2)):
+        raw = block(content, 17_000 * width + 1, width, 1)
+        for asked in (Codec.PLANE, Codec.DPLANE):
+            base = base_of(raw, "near", width, 2)
+            codec, encoded = encode(raw, Coding(asked, width), base)
+            found.append((int(codec), encoded, len(raw), base))
     narrow = block("bfloat16", 2000, 2, 1)
     wide = b"".join(b"\0\0" + narrow[at : at + 2] for at in range(0, 2000, 2))
     base = wide[:400] + bytes(100) + wide[500:]
@@ -85,8 +92,8 @@ def test_any_bytes_decode_or_say_that_they_do_not(codec: int, encoded: bytes, si
 
 @random_tests
 @given(
-    st.sampled_from([3, 4, 5]), st.sampled_from([1, 2, 4, 8]), st.integers(0, 3), st.integers(0, 70),
-    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20)), min_size=9, max_size=9), st.binary(max_size=300),
+    st.sampled_from([3, 4, 5]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([0, 1, 2, 7, 8, 9]), st.integers(0, 70),
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 20)), min_size=9, max_size=9), st.binary(max_size=300),
 )  # fmt: skip
 def test_heads_of_any_content_decode_or_say_that_they_do_not(
     codec: int, width: int, flags: int, count: int, heads: list[tuple[int, int]], rest: bytes
@@ -115,6 +122,11 @@ def frame_of(claim: int, window: int = 0) -> bytes:
         (1, frame_of(BLOCK_BYTES, 27)),
         (3, b"\x01\x00" + head(2, 33) + frame_of(1 << 40)),
         (3, b"\x08\x00" + head(2, 0xFFFFFFFF) * 8),
+        (3, b"\x01\x00" + head(3, 38) + codes(0, b"", frame_of(1 << 40))),
+        (3, b"\x01\x00" + head(3, 38) + struct.pack("<BI", 0, HUGE) + frame_of(BLOCK_BYTES // 2)),
+        (3, b"\x01\x00" + head(3, 38) + struct.pack("<BI", 0, 20) + bytes(33)),
+        (3, b"\x01\x00" + head(4, BLOCK_BYTES // 8 * 7)),
+        (3, b"\x08\x08" + (head(5, HUGE) + head(5, 0)) * 4),
         (3, b"\x08\x01" + head(1, 1) * 8 + bytes(8)),
         (4, b"\x08\x00" + head(1, 1) * 8 + bytes(8)),
         (5, struct.pack("<BBII", 1, 0, HUGE, HUGE) + head(1, 1) * 2 + bytes(2)),

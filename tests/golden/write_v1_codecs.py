@@ -24,7 +24,7 @@ from tierfs.format.envelope import Base, Block, Envelope
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_record
-from tierfs.store.encoding import Plan, blocks_of, encode_blocks
+from tierfs.store.encoding import EncodedBlock, Plan, blocks_of, encode_blocks
 
 ROOT = HERE / "store"
 NOW_NS = 1_700_000_100_000_000_000
@@ -130,9 +130,8 @@ def bfloat16(number: int) -> int:
     return number + 0x7FFF + (number >> 16) % 2 >> 16
 
 
-def write_coded() -> None:
-    """Write the files of every codec."""
-    files = coded_files()
+def write_coded(files: dict[str, Coded]) -> None:
+    """Write files, each behind those that it is encoded against."""
     rows: dict[str, Row] = {}
     for path, file in files.items():
         raw = memoryview(file.raw)
@@ -148,13 +147,25 @@ def write_coded() -> None:
         ]
         blocks = encode_blocks(raw, plans)
         assert [block.codec for block in blocks] == [coding.codec for coding in file.codings], path
-        digests = [digest.hash_bytes(KIND, block) for block in blocks_of(raw)]
-        table = [Block(d, int(b.codec), len(b.data), b.reason) for d, b in zip(digests, blocks, strict=True)]
-        envelope = Envelope(KIND, digest.combine(KIND, len(raw), digests), len(raw), tuple(table), bases)
-        name = ChunkName(envelope.digest, 0, envelope.recipe)
-        rows[path] = Row(name, len(raw), envelope.stored_length, needs)
-        put(keys.chunk_key(name), envelope.encode() + b"".join(bytes(block.data) for block in blocks))
-        put(keys.record_key(path), record_of(path, rows[path]))
+        rows[path] = write_chunk(path, raw, blocks, bases, needs)
+
+
+def write_chunk(
+    path: str,
+    raw: memoryview,
+    blocks: Sequence[EncodedBlock],
+    bases: tuple[Base, ...] = (),
+    needs: tuple[ChunkName, ...] = (),
+) -> Row:
+    """Write a file of one chunk that is encoded already."""
+    digests = [digest.hash_bytes(KIND, block) for block in blocks_of(raw)]
+    table = [Block(d, int(b.codec), len(b.data), b.reason) for d, b in zip(digests, blocks, strict=True)]
+    envelope = Envelope(KIND, digest.combine(KIND, len(raw), digests), len(raw), tuple(table), bases)
+    name = ChunkName(envelope.digest, 0, envelope.recipe)
+    row = Row(name, len(raw), envelope.stored_length, needs)
+    put(keys.chunk_key(name), envelope.encode() + b"".join(bytes(block.data) for block in blocks))
+    put(keys.record_key(path), record_of(path, row))
+    return row
 
 
 def put(key: str, data: bytes) -> None:
@@ -191,11 +202,11 @@ def row_of(path: str) -> Row:
     return row
 
 
-def write_damage() -> None:
+def write_damage(damaged: Iterable[Case]) -> None:
     """Write a chunk for each rule that it breaks, with the record of a file that needs it, and what reading that has to raise."""
     target = HERE / "damaged"
     cases = json.loads((target / "cases.json").read_text())
-    for name, error, data, row, others in damaged_chunks():
+    for name, error, data, row, others in damaged:
         number = len(cases) + 1
         case = {"file": f"{number}-{name}.bin", "key": keys.chunk_key(row.name), "path": DAMAGED, "error": error}
         (target / case["file"]).write_bytes(data)
@@ -214,26 +225,42 @@ GENERATION = 9
 Case = tuple[str, str, bytes, Row, dict[str, bytes]]
 
 
+def sound(path: str) -> tuple[Row, Envelope, bytes]:
+    """Row, envelope and encoded bytes of the only chunk of a golden file."""
+    row = row_of(path)
+    data = (ROOT / keys.chunk_key(row.name)).read_bytes()
+    envelope = Envelope.decode(data, path, stored_length=len(data))
+    return row, envelope, data[envelope.header_length :]
+
+
+def chunk(row: Row, envelope: Envelope, encoded: bytes, generation: int = GENERATION) -> tuple[bytes, Row]:
+    """The object and the row of a chunk that was changed."""
+    name = ChunkName(envelope.digest, generation, envelope.recipe)
+    data = envelope.encode() + encoded
+    return data, replace(row, name=name, stored_length=len(data))
+
+
+def encoded(name: str, path: str, change: Callable[[bytes], bytes]) -> Case:
+    """A file's only block, damaged."""
+    row, envelope, before = sound(path)
+    after = change(before)
+    (block,) = envelope.blocks
+    block = replace(block, encoded_length=len(after))
+    return (name, "corruption", *chunk(row, replace(envelope, blocks=(block,)), after), {})
+
+
+def bytes_at(offset: int, new: bytes) -> Callable[[bytes], bytes]:
+    """Change some bytes."""
+    return lambda data: data[:offset] + new + data[offset + len(new) :]
+
+
+def u32(number: int) -> bytes:
+    """Little-endian."""
+    return number.to_bytes(4, "little")
+
+
 def damaged_chunks() -> Iterator[Case]:
     """Chunks that break one rule each: what to call the case, the error, the object, its row, and what else is put."""
-
-    def sound(path: str) -> tuple[Row, Envelope, bytes]:
-        row = row_of(path)
-        data = (ROOT / keys.chunk_key(row.name)).read_bytes()
-        envelope = Envelope.decode(data, path, stored_length=len(data))
-        return row, envelope, data[envelope.header_length :]
-
-    def chunk(row: Row, envelope: Envelope, encoded: bytes, generation: int = GENERATION) -> tuple[bytes, Row]:
-        name = ChunkName(envelope.digest, generation, envelope.recipe)
-        data = envelope.encode() + encoded
-        return data, replace(row, name=name, stored_length=len(data))
-
-    def encoded(name: str, path: str, change: Callable[[bytes], bytes]) -> Case:
-        row, envelope, before = sound(path)
-        after = change(before)
-        (block,) = envelope.blocks
-        block = replace(block, encoded_length=len(after))
-        return (name, "corruption", *chunk(row, replace(envelope, blocks=(block,)), after), {})
 
     def bases(name: str, error: str, path: str, change: Callable[[Base], Base | Sequence[Base]]) -> Case:
         row, envelope, data = sound(path)
@@ -254,12 +281,6 @@ def damaged_chunks() -> Iterator[Case]:
         recipe = bytes(head[32:40])
         row = replace(row, name=ChunkName(envelope.digest, GENERATION, recipe))
         return name, "format", resealed(bytes(head)) + data, row, {}
-
-    def bytes_at(offset: int, new: bytes) -> Callable[[bytes], bytes]:
-        return lambda data: data[:offset] + new + data[offset + len(new) :]
-
-    def u32(number: int) -> bytes:
-        return number.to_bytes(4, "little")
 
     plane, sparse, const, derived = (f"codecs/{name}.bin" for name in ("plane-4", "sparse-4", "const-4", "derived"))
     yield encoded("const-of-3-bytes", const, lambda data: data[:3])
@@ -401,10 +422,15 @@ def with_gaps(gaps: bytes) -> Callable[[bytes], bytes]:
 
 def main() -> None:
     """Add everything."""
-    write_coded()
-    write_damage()
+    write_coded(coded_files())
+    write_damage(damaged_chunks())
+    expect({path: file.raw for path, file in coded_files().items()})
+
+
+def expect(files: dict[str, bytes]) -> None:
+    """Write down what files hold."""
     expected = json.loads((HERE / "expected.json").read_text())
-    expected["files"] |= {path: hashlib.sha256(file.raw).hexdigest() for path, file in coded_files().items()}
+    expected["files"] |= {path: hashlib.sha256(raw).hexdigest() for path, raw in files.items()}
     (HERE / "expected.json").write_text(json.dumps(expected, indent=1, ensure_ascii=False) + "\n")
 
 

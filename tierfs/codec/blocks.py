@@ -133,7 +133,8 @@ def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memor
     if codec is Codec.DPLANE:
         return codec, differences.encode_difference(raw, width, reference, out)
     if codec is Codec.PLANE:
-        return codec, planes.encode_plane(raw, width, out)
+        (length,) = planes.encode_planes([raw], width, [out])
+        return codec, length
     return Codec.STORE, None
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from tierfs.codec.damage import DamageError
 from tierfs.codec.gaps import check_gaps, gaps_of, positions_of
-from tierfs.codec.planes import limit_for, merge, put_planes, put_tail, take_planes, take_tail
+from tierfs.codec.planes import PlaneReader, PlaneWriter, put_planes
 from tierfs.codec.scratch import Elements, elements_of, scratch
 
 __all__ = ["decode_derived", "derive", "encode_derived"]
@@ -31,19 +31,20 @@ def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | 
         The encoded length; ``None`` where too many of them are not.
     """
     elements = elements_of(raw, _WIDTH)
-    limit = limit_for(raw, _WIDTH)
+    writer = PlaneWriter(raw, _WIDTH, out, _HEAD.size, 1 + _WIDTH)
     derived = scratch("elements", _WIDTH, elements.size)
     derive(base, derived)
     differs = np.not_equal(elements, derived, out=scratch("differs", 1, elements.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
-    if limit < _HEAD.size or count > _DENSE * elements.size:
+    if not writer.fits or count > _DENSE * elements.size:
         return None
     positions = np.flatnonzero(differs)
     gaps = gaps_of(positions)
     values = np.take(elements, positions, out=scratch("values", _WIDTH, count), mode="clip")
     _HEAD.pack_into(out, 0, _BFLOAT16, count, gaps.size)
-    end = put_planes([gaps, values], out, _HEAD.size, limit)
-    return None if end is None else put_tail(raw, _WIDTH, out, end)
+    put_planes([writer], [gaps])
+    put_planes([writer], [values])
+    return writer.finish()
 
 
 def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -59,13 +60,14 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
         raise DamageError("not derived by a function that is known")
     elements = elements_of(out, _WIDTH)
     check_gaps(count, gap_bytes, elements.size)
-    planes = take_planes(encoded, [gap_bytes, count, count], _HEAD.size, len(out) % _WIDTH)
-    positions = positions_of(next(planes), count, elements.size)
+    tail = len(out) % _WIDTH
+    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes, count, count], tail)
+    positions = positions_of(planes.take(), count, elements.size)
     values = scratch("values", _WIDTH, count)
-    merge(planes, values)
+    planes.merge(values)
     derive(base, elements)
     elements[positions] = values
-    take_tail(encoded, _WIDTH, out)
+    out[len(out) - tail :] = encoded[len(encoded) - tail :]
 
 
 def derive(base: memoryview, elements: Elements) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierfs.codec.damage import DamageError
-from tierfs.codec.planes import decode_elements, decode_head, encode_elements
+from tierfs.codec.planes import AS_IT_IS, decode_elements, decode_head, encode_elements
 from tierfs.codec.scratch import Elements, elements_of, scratch
 
 __all__ = ["decode_difference", "difference", "encode_difference", "unzigzag", "zigzag"]
@@ -17,7 +17,8 @@ __all__ = ["decode_difference", "difference", "encode_difference", "unzigzag", "
 
 def encode_difference(raw: memoryview, width: int, base: memoryview, out: memoryview) -> int | None:
     """Encode a block as DPLANE against ``base``; return the encoded length, ``None`` where it does not pay."""
-    return encode_elements(raw, zigzag(difference(raw, width, base)), 0, out)
+    (length,) = encode_elements([raw], [zigzag(difference(raw, width, base))], AS_IT_IS, [out])
+    return length
 
 
 def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -26,9 +27,9 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
     Raises:
         DamageError: It is none, or not of this size.
     """
-    width, flags = decode_head(encoded)
-    if flags:
-        raise DamageError(f"unknown flags {flags}")
+    width, order = decode_head(encoded)
+    if order != AS_IT_IS:
+        raise DamageError(f"bits in order {order}")
     elements = scratch("elements", width, len(out) // width)
     decode_elements(encoded, elements, out)
     np.add(unzigzag(elements), elements_of(base, width), out=elements_of(out, width))

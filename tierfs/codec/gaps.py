@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from tierfs.codec.damage import DamageError
 from tierfs.codec.scratch import Elements
 
-__all__ = ["check_gaps", "gaps_of", "positions_of"]
+__all__ = ["check_gaps", "few_positions", "gaps_of", "positions_of"]
 
 _SKIP = 255
 
@@ -44,4 +44,12 @@ def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
         raise DamageError("gaps that do not fit")
     positions: NDArray[np.intp] = after[ends]
     positions -= 1
+    return positions
+
+
+def few_positions(flags: Elements) -> NDArray[np.intp]:
+    """Where a multiple of eight bytes, 0 or 1, is 1; fastest where that is rare: words of eight are looked at first."""
+    words = np.flatnonzero(flags.view("<u8") != 0)
+    within = np.flatnonzero(flags.reshape(-1, 8)[words].view(np.bool_))
+    positions: NDArray[np.intp] = words[within >> 3] * 8 + (within & 7)
     return positions

@@ -1,60 +1,170 @@
 """Elements as byte planes: the first plane holds the most significant byte of every element, and so on.
 
-In training states the exponents fill one plane, which a Huffman coder shrinks to a third, while the mantissas are
-noise, best left alone. So each plane is kept as it is, as its one value, or as a zstd frame: a sample decides.
-FORMAT.md, "Codecs".
+In training states the exponents fill one plane, which shrinks to a third, while the mantissas are noise, best left alone:
+two planes of noise are not even taken apart. FORMAT.md, "Codecs".
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
-from tierfs.codec import frames
 from tierfs.codec.damage import DamageError
+from tierfs.codec.packing import WORTH, Look, Mode, look, pack, unpack
 from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.digest import Buffer
 
 __all__ = [
+    "AS_IT_IS",
     "PLANE_HEAD_BYTES",
     "WIDTHS",
+    "PlaneReader",
+    "PlaneWriter",
     "decode_elements",
     "decode_head",
     "decode_plane",
     "encode_elements",
-    "encode_plane",
-    "limit_for",
-    "merge",
+    "encode_planes",
     "put_planes",
-    "put_tail",
-    "take_planes",
-    "take_tail",
 ]
 
 WIDTHS = (1, 2, 4, 8)
-_TURN_MAX = 7
 PLANE_HEAD_BYTES = 5
 _HEAD = struct.Struct("<BB")
 _PLANE_HEAD = struct.Struct("<BI")
-_RAW, _CONSTANT, _FRAME = range(3)
-# A plane must shrink to this share, and a block to the same, or it is not worth the time to decode it.
-_WORTH = 0.97
-# What of a plane is tried first: short runs from all over it, 16 KiB together.
-_RUN, _RUNS = 256, 64
-# How many signs are looked at.
-_SIGNS = 4096
-# How many elements numpy takes at once where types differ: with its own 8,192, shifts to bytes take almost twice as long.
-_BUFFER = 1024
+# The order of an element's bits: as it is; rotated left by so many; the upper 16 rotated left by one.
+AS_IT_IS, _TURN_MAX, _SIGN_ASIDE = 0, 7, 8
+# How many elements are looked at; planes of less than so many are made frames without a look.
+_SAMPLE, _LOOK_MIN = 512, 16 << 10
 
 
-def encode_plane(raw: memoryview, width: int, out: memoryview) -> int | None:
-    """Encode a block of numbers as PLANE; return the encoded length, ``None`` where it does not pay.
+class PlaneWriter:
+    """Planes on their way into an encoded block: the heads of all, then their bytes.
 
-    Elements wider than a byte are rotated: the sign of a float goes last, so that the exponent fills the first plane.
+    Args:
+        raw: The block.
+        width: Of its elements.
+        out: Where to. What comes before the heads is the caller's.
+        at: Where the heads begin.
+        count: How many planes there will be.
+
+    Attributes:
+        fits: Whether the block is worth it so far. If not, what is put is left out.
     """
-    elements = elements_of(raw, width)
-    return encode_elements(raw, elements, _turn_of(elements), out)
+
+    def __init__(self, raw: memoryview, width: int, out: memoryview, at: int, count: int) -> None:
+        tail = len(raw) % width
+        self._tail = raw[len(raw) - tail :]
+        self._out = out
+        self._at = at
+        self._end = at + count * PLANE_HEAD_BYTES
+        self._limit = int(len(raw) * WORTH) - tail
+        self.fits = self._end <= self._limit
+
+    def place(self, mode: Mode, length: int) -> memoryview | None:
+        """Memory for a plane of so many bytes, which the caller fills; ``None`` where that would not fit."""
+        end = self._end + length
+        self.fits = self.fits and end <= self._limit
+        if not self.fits:
+            return None
+        _PLANE_HEAD.pack_into(self._out, self._at, mode, length)
+        place = self._out[self._end : end]
+        self._at, self._end = self._at + PLANE_HEAD_BYTES, end
+        return place
+
+    def put(self, mode: Mode, data: Buffer) -> None:
+        """Append a plane."""
+        place = self.place(mode, len(data))
+        if place is not None:
+            place[:] = data
+
+    def finish(self) -> int | None:
+        """Append what is behind the last whole element; return the encoded length, ``None`` where it does not pay."""
+        end = self._end + len(self._tail)
+        if self.fits:
+            self._out[self._end : end] = self._tail
+        return end if self.fits else None
+
+
+class PlaneReader:
+    """Planes of an encoded block, one after the other.
+
+    Args:
+        encoded: The block.
+        at: Where the heads begin.
+        sizes: Bytes of each plane.
+        tail: How many bytes follow the planes.
+        aside: Whether the upper 16 bits of the elements are rotated.
+
+    Raises:
+        DamageError: They are not that.
+    """
+
+    def __init__(self, encoded: memoryview, at: int, sizes: Sequence[int], tail: int, *, aside: bool = False) -> None:
+        start = at + len(sizes) * PLANE_HEAD_BYTES
+        if start > len(encoded):
+            raise DamageError("cut short")
+        heads = [_PLANE_HEAD.unpack_from(encoded, at + index * PLANE_HEAD_BYTES) for index in range(len(sizes))]
+        if start + sum(length for _, length in heads) + tail != len(encoded):
+            raise DamageError("lengths of planes that do not add up")
+        self._encoded = encoded
+        self._at = start
+        self._left = [(mode, length, size) for (mode, length), size in zip(heads, sizes, strict=True)][::-1]
+        self._aside = aside
+
+    def take(self) -> Elements:
+        """The next plane; it counts until the one behind it is asked for. Raises `DamageError`."""
+        mode, length, size = self._left.pop()
+        return unpack(mode, self._take(length), size)
+
+    def merge(self, target: Elements) -> None:
+        """Put elements together from their planes. Raises `DamageError`."""
+        elements = self._elements(target.itemsize, target.size, target)
+        if elements is not target:
+            np.copyto(target, elements)
+
+    def _elements(self, width: int, count: int, out: Elements | None = None) -> Elements:
+        """Half by half, in ``out`` or elsewhere: that takes fewer passes over wide elements than byte by byte."""
+        if width == 1:
+            return self.take()
+        if width == 2 and self._left[-1][0] == Mode.WOVEN:  # noqa: PLR2004 - of two planes
+            elements = self._woven()
+        else:
+            elements, room = (
+                scratch(f"half of {2 * width}", width, count) if out is None else out,
+                scratch(f"half of {width}, wide", width, count),
+            )
+            # Widened by itself, in one go: what widens on the way does so piece by piece, and takes longer.
+            np.copyto(elements, self._elements(width // 2, count))
+            _shift_left(elements, 4 * width, elements)
+            np.copyto(room, self._elements(width // 2, count))
+            np.bitwise_or(elements, room, out=elements)
+        if self._aside:
+            self._aside = False
+            elements = _rotated(elements, -1, scratch("turned", width, count) if out is None else out)
+        return elements
+
+    def _woven(self) -> Elements:
+        _, length, size = self._left.pop()
+        mode, nothing, _ = self._left.pop()
+        if (mode, length, nothing) != (Mode.WOVEN, 2 * size, 0):
+            raise DamageError(f"two planes of {size} bytes in {length}, then mode {mode} with {nothing}")
+        return elements_of(self._take(length), 2)
+
+    def _take(self, length: int) -> memoryview:
+        self._at += length
+        return self._encoded[self._at - length : self._at]
+
+
+def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
+    """Encode blocks of numbers, all as long, as PLANE; return the encoded lengths, ``None`` where it does not pay.
+
+    The sign of a float, which is noise, is put aside, so that the exponent fills the first plane.
+    """
+    order = AS_IT_IS if width == 1 else _SIGN_ASIDE
+    return encode_elements(raws, [elements_of(raw, width) for raw in raws], order, outs)
 
 
 def decode_plane(encoded: memoryview, out: memoryview) -> None:
@@ -63,188 +173,119 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
     Raises:
         DamageError: It is none, or not of this size.
     """
-    width, turn = decode_head(encoded)
-    if turn > _TURN_MAX:
-        raise DamageError(f"rotated by {turn} bits")
+    width, order = decode_head(encoded)
+    if order > (_TURN_MAX if width == 1 else _SIGN_ASIDE):
+        raise DamageError(f"bits in order {order}")
     elements = elements_of(out, width)
-    decode_elements(encoded, elements, out)
-    if turn:
-        _rotate_right(elements, turn)
+    decode_elements(encoded, elements, out, aside=order == _SIGN_ASIDE)
+    if AS_IT_IS < order <= _TURN_MAX:
+        _rotated(elements, -order, elements)
 
 
-def encode_elements(raw: memoryview, elements: Elements, turn: int, out: memoryview) -> int | None:
-    """Write a block of ``elements``, each rotated left by ``turn`` bits; return its length, ``None`` where it does not pay."""
-    width, limit = elements.itemsize, limit_for(raw, elements.itemsize)
-    if limit < _HEAD.size:
-        return None
-    _HEAD.pack_into(out, 0, width, turn)
-    end = put_planes([elements], out, _HEAD.size, limit, turn)
-    return None if end is None else put_tail(raw, width, out, end)
+def encode_elements(
+    raws: Sequence[memoryview], elements: Sequence[Elements], order: int, outs: Sequence[memoryview]
+) -> list[int | None]:
+    """Write blocks of ``elements``, as many of each; return their lengths, ``None`` where it does not pay."""
+    width = elements[0].itemsize
+    writers = [PlaneWriter(raw, width, out, _HEAD.size, width) for raw, out in zip(raws, outs, strict=True)]
+    for writer, out in zip(writers, outs, strict=True):
+        if writer.fits:
+            _HEAD.pack_into(out, 0, width, order)
+    put_planes(writers, elements, aside=order == _SIGN_ASIDE)
+    return [writer.finish() for writer in writers]
 
 
 def decode_head(encoded: memoryview) -> tuple[int, int]:
-    """Width and rotation of a block that `encode_elements` wrote."""
+    """Width of a block that `encode_elements` wrote, and order of its bits."""
     if len(encoded) < _HEAD.size or encoded[0] not in WIDTHS:
         raise DamageError("not made of planes")
     return encoded[0], encoded[1]
 
 
-def decode_elements(encoded: memoryview, elements: Elements, out: memoryview) -> None:
-    """Read back what `encode_elements` wrote: the planes into ``elements``, the tail into ``out``."""
+def decode_elements(encoded: memoryview, elements: Elements, out: memoryview, *, aside: bool = False) -> None:
+    """Read back what `encode_elements` wrote: the planes into ``elements``, what is behind the last of them into ``out``."""
     width = elements.itemsize
-    planes = take_planes(encoded, [elements.size] * width, _HEAD.size, len(out) % width)
-    merge(planes, elements)
-    take_tail(encoded, width, out)
-
-
-def limit_for(raw: memoryview, width: int) -> int:
-    """Where the planes of a block must end to be worth it; behind them comes the tail."""
-    return int(len(raw) * _WORTH) - len(raw) % width
-
-
-def put_tail(raw: memoryview, width: int, out: memoryview, end: int) -> int:
-    """Append to ``out`` the bytes of ``raw`` behind its last whole element; return the new end."""
-    tail = len(raw) % width
-    out[end : end + tail] = raw[len(raw) - tail :]
-    return end + tail
-
-
-def take_tail(encoded: memoryview, width: int, out: memoryview) -> None:
-    """Fill in the bytes of ``out`` behind its last whole element."""
     tail = len(out) % width
+    PlaneReader(encoded, _HEAD.size, [elements.size] * width, tail, aside=aside).merge(elements)
     out[len(out) - tail :] = encoded[len(encoded) - tail :]
 
 
-def put_planes(groups: list[Elements], out: memoryview, at: int, limit: int, turn: int = 0) -> int | None:
-    """Write the heads of all planes of ``groups``, rotated left by ``turn`` bits, at ``at``, then the planes; return where they end.
-
-    ``None`` if that is behind ``limit``; nothing is written there.
-    """
-    planes = [(group, byte) for group in groups for byte in reversed(range(group.itemsize))]
-    end = at + len(planes) * PLANE_HEAD_BYTES
-    before = np.setbufsize(_BUFFER)
-    try:
-        for group, byte in planes:
-            fits = end + group.size <= limit
-            plane = elements_of(out[end : end + group.size], 1) if fits else scratch("plane", 1, group.size)
-            _cut(group, turn, byte, plane)
-            mode, data = _shrunk(plane)
-            if end + len(data) > limit:
-                return None
-            if mode != _RAW:
-                out[end : end + len(data)] = data
-            _PLANE_HEAD.pack_into(out, at, mode, len(data))
-            at, end = at + PLANE_HEAD_BYTES, end + len(data)
-    finally:
-        np.setbufsize(before)
-    return end
-
-
-def take_planes(encoded: memoryview, sizes: list[int], at: int, tail: int) -> Iterator[Elements]:
-    """Decode, one by one, planes of these sizes, whose heads begin at ``at``; ``tail`` bytes follow them.
-
-    Raises:
-        DamageError: They are not that, found before the first or with the plane that is damaged.
-    """
-    start = at + len(sizes) * PLANE_HEAD_BYTES
-    if start > len(encoded):
-        raise DamageError("cut short")
-    heads = [_PLANE_HEAD.unpack_from(encoded, at + index * PLANE_HEAD_BYTES) for index in range(len(sizes))]
-    if start + sum(length for _, length in heads) + tail != len(encoded):
-        raise DamageError("lengths of planes that do not add up")
-    for (mode, length), size in zip(heads, sizes, strict=True):
-        yield _decode(mode, encoded[start : start + length], size)
-        start += length
-
-
-def merge(planes: Iterator[Elements], target: Elements) -> None:
-    """Put elements together from their planes, pair by pair: half the passes over wide elements."""
-    width = target.itemsize // 2
-    if width:
-        # Widened by themselves, in one go: a shift that widens does so piece by piece, and takes twice as long.
-        np.copyto(target, _next_half(planes, width, target.size))
-        np.left_shift(target, 8 * width, out=target)
-        np.bitwise_or(target, _next_half(planes, width, target.size), out=target)
-    else:
-        np.copyto(target, next(planes))
-
-
-def _next_half(planes: Iterator[Elements], width: int, count: int) -> Elements:
+def put_planes(writers: Sequence[PlaneWriter], elements: Sequence[Elements], *, aside: bool = False) -> None:
+    """Write the planes of ``elements``, as many for each writer, with the upper 16 bits rotated left by one if ``aside``."""
+    width, shape = elements[0].itemsize, (len(elements), elements[0].size)
+    looks = _looks(elements, aside=aside)
     if width == 1:
-        return next(planes)
-    half = scratch(f"half of {width}", width, count)
-    merge(planes, half)
-    return half
-
-
-def _decode(mode: int, data: memoryview, size: int) -> Elements:
-    if mode == _RAW and len(data) == size:
-        return elements_of(data, 1)
-    if mode == _CONSTANT and len(data) == 1 and size:
-        plane = scratch("plane", 1, size)
-        plane.fill(data[0])
-        return plane
-    if mode == _FRAME and len(data) < size:
-        return elements_of(memoryview(frames.decompress(data, size)), 1)
-    raise DamageError(f"a plane of mode {mode} with {len(data)} bytes for {size}")
-
-
-def _cut(elements: Elements, turn: int, byte: int, plane: Elements) -> None:
-    """One byte of each element, counted from the least significant, after a rotation to the left that nobody carries out.
-
-    A shift that drops what does not fit is the fastest way that numpy has.
-    """
-    shift = 8 * byte - turn
-    if shift > 0:
-        np.right_shift(elements, shift, out=plane, casting="unsafe")
+        _put_plane(writers, elements[0].reshape(shape) if len(elements) == 1 else np.stack(elements), 0, looks[0])
         return
-    np.copyto(plane, elements, casting="unsafe")
-    if turn:
-        # Bytes are shifted to the left one by one, but multiplied by the dozen.
-        np.multiply(plane, 1 << turn, out=plane)
-        first = scratch("first bits", 1, plane.size)
-        np.right_shift(elements, 8 * elements.itemsize - turn, out=first, casting="unsafe")
-        np.bitwise_or(plane, first, out=plane)
+    for lane in reversed(range(width // 2)):
+        low, high = looks[2 * lane : 2 * lane + 2]
+        is_turned = aside and lane == width // 2 - 1
+        if low.mode == high.mode == Mode.RAW and not is_turned:
+            for writer, source in zip(writers, elements, strict=True):
+                place = writer.place(Mode.WOVEN, 2 * source.size)
+                writer.place(Mode.WOVEN, 0)
+                if place is not None:
+                    _cut(source, 16 * lane, elements_of(place, 2))
+            continue
+        half = scratch("half", 2, shape[0] * shape[1]).reshape(shape)
+        for source, row in zip(elements, half, strict=True):
+            _cut(source, 16 * lane, row)
+        if is_turned:
+            half = _rotated(half, 1, half)
+        _put_plane(writers, half, 8, high)
+        _put_plane(writers, half, 0, low)
 
 
-def _shrunk(plane: Elements) -> tuple[int, bytes | memoryview]:
-    """How a plane is kept, and as which bytes."""
-    if plane.size and plane[0] == plane[-1] and plane.min() == plane.max():
-        return _CONSTANT, plane[:1].tobytes()
-    if plane.size <= _RUN * _RUNS or _shrinks(_sample(plane)):
-        data = frames.pack_plane(plane.data)
-        if len(data) < plane.size * _WORTH:
-            return _FRAME, data
-    return _RAW, plane.data
+def _looks(elements: Sequence[Elements], *, aside: bool) -> list[Look]:
+    count, width = elements[0].size, elements[0].itemsize
+    if count < _LOOK_MIN:
+        return [Look(Mode.FRAME)] * width
+    each = _SAMPLE // len(elements)
+    step = (count - 1) // each
+    sample, after = (
+        np.concatenate([part[first : first + step * each : step] for part in elements]) for first in (0, 1)
+    )
+    if aside:
+        for part in (sample, after):
+            lane = part.view("<u2")[width // 2 - 1 :: width // 2]
+            np.bitwise_or(lane << 1, lane >> 15, out=lane)
+    return look(sample, after)
 
 
-def _shrinks(sample: Elements) -> bool:
-    return len(frames.pack_plane(sample.data)) < sample.size * _WORTH
+def _put_plane(writers: Sequence[PlaneWriter], elements: Elements, shift: int, look: Look) -> None:
+    """Write the plane of bytes that begins at bit ``shift`` of the elements in each row."""
+    if look.mode == Mode.RAW:
+        for writer, row in zip(writers, elements, strict=True):
+            place = writer.place(Mode.RAW, row.size)
+            if place is not None:
+                _cut(row, shift, elements_of(place, 1))
+        return
+    planes = scratch("plane", 1, elements.size).reshape(elements.shape)
+    _cut(elements, shift, planes)
+    for writer, kept in zip(writers, pack(planes, look), strict=True):
+        writer.put(*kept)
 
 
-def _sample(plane: Elements) -> Elements:
-    runs = plane[: plane.size // _RUN * _RUN].reshape(-1, _RUN)
-    return runs[:: len(runs) // _RUNS][:_RUNS].reshape(-1)
+def _cut(elements: Elements, shift: int, out: Elements) -> None:
+    """The bits of each element from ``shift`` on that ``out`` has room for."""
+    if shift:
+        np.right_shift(elements, shift, out=out, casting="unsafe")
+    else:
+        np.copyto(out, elements, casting="unsafe")
 
 
-def _turn_of(elements: Elements) -> int:
-    """By how many bits to rotate elements left. Measured on training states, docs/explanation/performance.md.
-
-    The sign is noise and goes last. The bit at the top of a bfloat16's exponent hardly ever differs: it goes, too, and lets the first
-    bit of the mantissa in, which makes 0.6 % and costs a float32 more time than that is worth. Where no sign is set, as in
-    squares, two more bits go, which makes it faster as well.
-    """
-    width = elements.itemsize
-    if width == 1:
-        return 0
-    sample = elements[:: max(1, elements.size // _SIGNS)]
-    if sample.size and int(np.bitwise_or.reduce(sample)) >> (8 * width - 1) == 0:
-        return 3
-    return 2 if width == 2 else 1  # noqa: PLR2004 - bytes of a bfloat16
+def _rotated(elements: Elements, count: int, out: Elements) -> Elements:
+    """Elements rotated left by ``count`` bits, or right by as many if it is negative, in ``out``, which may be the same."""
+    bits = 8 * elements.itemsize
+    left = count % bits
+    low = scratch("low bits", elements.itemsize, elements.size).reshape(elements.shape)
+    np.right_shift(elements, bits - left, out=low)
+    _shift_left(elements, left, out)
+    return np.bitwise_or(out, low, out=out)
 
 
-def _rotate_right(elements: Elements, turn: int) -> None:
-    first = scratch("other", elements.itemsize, elements.size)
-    np.left_shift(elements, 8 * elements.itemsize - turn, out=first)
-    np.right_shift(elements, turn, out=elements)
-    np.bitwise_or(elements, first, out=elements)
+def _shift_left(elements: Elements, count: int, out: Elements) -> None:
+    if elements.itemsize == 2:  # noqa: PLR2004 - bytes
+        np.multiply(elements, 1 << count, out=out)  # three times as fast
+    else:
+        np.left_shift(elements, count, out=out)

@@ -12,7 +12,7 @@ import numpy as np
 from tierfs.codec.damage import DamageError
 from tierfs.codec.differences import difference, unzigzag, zigzag
 from tierfs.codec.gaps import check_gaps, gaps_of, positions_of
-from tierfs.codec.planes import WIDTHS, limit_for, merge, put_planes, put_tail, take_planes, take_tail
+from tierfs.codec.planes import WIDTHS, PlaneReader, PlaneWriter, put_planes
 from tierfs.codec.scratch import elements_of, scratch
 
 __all__ = ["decode_sparse", "encode_sparse"]
@@ -24,18 +24,19 @@ _DENSE = 0.25
 
 def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview) -> int | None:
     """Encode a block as SPARSE against ``base``; return the encoded length, ``None`` where too many elements differ."""
-    limit = limit_for(raw, width)
+    writer = PlaneWriter(raw, width, out, _HEAD.size, 1 + width)
     numbers = difference(raw, width, base)
     differs = np.not_equal(numbers, 0, out=scratch("other", 1, numbers.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
-    if limit < _HEAD.size or count > _DENSE * numbers.size:
+    if not writer.fits or count > _DENSE * numbers.size:
         return None
     positions = np.flatnonzero(differs)
     gaps = gaps_of(positions)
     values = np.take(numbers, positions, out=scratch("values", width, count), mode="clip")
     _HEAD.pack_into(out, 0, width, 0, count, gaps.size)
-    end = put_planes([gaps, zigzag(values)], out, _HEAD.size, limit)
-    return None if end is None else put_tail(raw, width, out, end)
+    put_planes([writer], [gaps])
+    put_planes([writer], [zigzag(values)])
+    return writer.finish()
 
 
 def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -51,10 +52,11 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
         raise DamageError("not sparse")
     elements = elements_of(out, width)
     check_gaps(count, gap_bytes, elements.size)
-    planes = take_planes(encoded, [gap_bytes] + [count] * width, _HEAD.size, len(out) % width)
-    positions = positions_of(next(planes), count, elements.size)
+    tail = len(out) % width
+    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes] + [count] * width, tail)
+    positions = positions_of(planes.take(), count, elements.size)
     values = scratch("values", width, count)
-    merge(planes, values)
+    planes.merge(values)
     out[:] = base
     elements[positions] += unzigzag(values)
-    take_tail(encoded, width, out)
+    out[len(out) - tail :] = encoded[len(encoded) - tail :]

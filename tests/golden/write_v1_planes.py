@@ -1,0 +1,117 @@
+"""Add to the golden files of format version 1 the ways to keep planes that `write_v1_codecs` did not have, and their damage.
+
+Run once, like it, and on what it wrote: ``python tests/golden/write_v1_planes.py``. Nothing that is there changes.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+
+import zstandard
+from write_v1 import SEED
+from write_v1_codecs import Case, Coded, bytes_at, encoded, expect, sound, u32, write_chunk, write_coded, write_damage
+
+from tierfs.codec import Codec, Coding, Reason
+from tierfs.store.encoding import EncodedBlock
+
+# What is looked at before it is packed: a few elements more than that, and an odd number of them.
+COUNT = (16 << 10) + 77
+
+
+def written() -> dict[str, Coded]:
+    """Floats as the writer packs them: exponents, mantissas and, of squares, the sign that is never set."""
+    draw = random.Random(SEED + 2)
+    floats = [draw.gauss(0, 0.02) for _ in range(COUNT)]
+    files = {
+        "codecs/floats-2.bin": struct.pack(f"<{COUNT}e", *floats) + b"!",
+        "codecs/floats-4.bin": struct.pack(f"<{COUNT}f", *floats) + b"end",
+        "codecs/squares-4.bin": struct.pack(f"<{COUNT}f", *(number * number for number in floats)),
+    }
+    return {path: Coded(raw, [Coding(Codec.PLANE, int(path[-5]))]) for path, raw in files.items()}
+
+
+def by_hand() -> dict[str, tuple[bytes, bytes]]:
+    """Short blocks, and what a writer that had the time might make of them."""
+
+    def head(mode: int, length: int) -> bytes:
+        return struct.pack("<BI", mode, length)
+
+    window = [(250 + index % 15) % 256 for index in range(601)]
+    codes = [index % 15 for index in range(601)]
+    for at, byte in ((3, 0x77), (600, 0x09)):
+        window[at], codes[at] = byte, 15
+    pairs = bytes(low | high << 4 for low, high in zip(codes[::2], [*codes[1::2], 0], strict=True))
+    frame = zstandard.ZstdCompressor(level=1).compress(pairs)
+    data = struct.pack("<BI", 250, 2) + b"\x77\x09" + frame
+    evens = bytes(2 * (index % 128) for index in range(640))
+    packed = bytearray(evens[:560])
+    for k in range(1, 8):
+        for j in range(80):
+            packed[(k - 1) * 80 + j] |= evens[560 + j] >> k & 1
+    low = bytes(range(1, 201))
+    woven = b"".join(struct.pack("<Q", 0x3FF0_0000_0000_0000 | number << 32 | number) for number in low)
+    lanes = struct.pack("<200H", *low)
+    return {
+        "codecs/codes-1.bin": (bytes(window), b"\x01\x00" + head(3, len(data)) + data),
+        "codecs/even-1.bin": (evens + b"some", b"\x01\x00" + head(4, 564) + bytes(packed) + b"some"),
+        "codecs/woven-8.bin": (
+            woven,
+            b"\x08\x08"
+            + head(1, 1) * 2
+            + (head(5, 400) + head(5, 0) + head(1, 1) * 2)
+            + (head(5, 400) + head(5, 0))
+            + b"\x7f\xe0"
+            + lanes
+            + b"\0\0"
+            + lanes,
+        ),
+    }
+
+
+def damaged_planes() -> Iterator[Case]:
+    """Chunks that break one rule each."""
+    codes, even, woven = (f"codecs/{name}.bin" for name in ("codes-1", "even-1", "woven-8"))
+    size = len(sound(codes)[2])
+    yield encoded("plane-order-9", woven, bytes_at(1, b"\x09"))
+    yield encoded("plane-order-8-of-bytes", codes, bytes_at(1, b"\x08"))
+    yield encoded("plane-mode-6", even, bytes_at(2, b"\x06"))
+    yield encoded("codes-one-more-outside", codes, bytes_at(8, u32(3)))
+    yield encoded("codes-one-outside-that-is-not", codes, lambda data: patch(data, 3, b"\x77\x09\x09", size + 1))
+    yield encoded("codes-one-less-outside", codes, lambda data: patch(data, 1, b"\x77", size - 1))
+    yield encoded("codes-more-outside-than-bytes", codes, bytes_at(8, u32(601)))
+    yield encoded("codes-without-a-frame", codes, lambda data: data[:3] + u32(7) + data[7:14])
+    yield encoded("codes-cut-in-their-head", codes, lambda data: data[:3] + u32(4) + data[7:11])
+    yield encoded("codes-of-a-frame-of-another-size", codes, lambda data: reframed(data, bytes(300)))
+    yield encoded("even-one-byte-more", even, lambda data: data[:3] + u32(565) + data[7:] + b"x")
+    yield encoded("even-wrong-digest", even, lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:])
+    yield encoded("woven-without-its-second-head", woven, bytes_at(17, b"\x00"))
+    yield encoded("woven-with-a-second-length", woven, lambda data: bytes_at(13, u32(399))(bytes_at(18, u32(1))(data)))
+    between = b"\x05" + u32(400) + b"\x05" + u32(0) + b"\x01" + u32(1)
+    yield encoded("woven-from-the-second-plane", woven, bytes_at(7, between))
+
+
+def patch(data: bytes, count: int, outside: bytes, size: int) -> bytes:
+    """Another number of bytes with a code of 15."""
+    return data[:3] + u32(size - 7) + data[7:8] + u32(count) + outside + data[14:]
+
+
+def reframed(data: bytes, pairs: bytes) -> bytes:
+    """Other pairs of codes."""
+    frame = zstandard.ZstdCompressor(level=1).compress(pairs)
+    return data[:3] + u32(7 + len(frame)) + data[7:14] + frame
+
+
+def main() -> None:
+    """Add everything."""
+    files, short = written(), by_hand()
+    write_coded(files)
+    for path, (raw, data) in short.items():
+        write_chunk(path, memoryview(raw), [EncodedBlock(Codec.PLANE, Reason.NOT_STATED, data)])
+    write_damage(damaged_planes())
+    expect({path: file.raw for path, file in files.items()} | {path: raw for path, (raw, _) in short.items()})
+
+
+if __name__ == "__main__":
+    main()
