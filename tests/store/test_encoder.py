@@ -407,7 +407,7 @@ def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
 
 def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     """Not reading what a chunk is encoded against, nor finding out about a tensor."""
-    clock, encode_block, choose, read = ManualClock(), encoding.encode_block, encoder_module.choose, host.read
+    clock, encode_blocks, choose, read = ManualClock(), encoding.encode_blocks, encoder_module.choose, host.read
 
     def taking(seconds, function):
         def slow(*args, **named):
@@ -416,7 +416,7 @@ def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
 
         return slow
 
-    monkeypatch.setattr(encoding, "encode_block", taking(1, encode_block))
+    monkeypatch.setattr(encoding, "encode_blocks", taking(1, encode_blocks))
     monkeypatch.setattr(encoder_module, "choose", taking(100, choose))
     host.read = taking(10_000, read)
     encoder, master = encoder_for(clock=clock), numbers()
@@ -429,14 +429,14 @@ def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
 
 def test_waiting_for_others_that_encode_is_not_part_of_what_that_costs(host, monkeypatch):
     """They begin together, and send while others encode from then on."""
-    clock, raw, encode_block = ManualClock(), numbers().tobytes()[:MIB], encoding.encode_block
+    clock, raw, encode_blocks = ManualClock(), numbers().tobytes()[:MIB], encoding.encode_blocks
     monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
 
     def slow(*args):
         clock.sleep(6)
-        return encode_block(*args)
+        return encode_blocks(*args)
 
-    monkeypatch.setattr(encoding, "encode_block", slow)
+    monkeypatch.setattr(encoding, "encode_blocks", slow)
     encoder = encoder_for(clock=clock)
     encode(encoder, host, raw)  # a thread's first one does not count
     encoder._encoding = 3
@@ -444,7 +444,7 @@ def test_waiting_for_others_that_encode_is_not_part_of_what_that_costs(host, mon
     assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(3e9 / MIB)}
     assert encoder._encoding == 3
     encoder._encoding = 0
-    monkeypatch.setattr(encoding, "encode_block", lambda *_: 1 / 0)
+    monkeypatch.setattr(encoding, "encode_blocks", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         encode(encoder, host, raw)
     assert encoder._encoding == 0

@@ -8,6 +8,7 @@ importing the package must not.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tierfs.codec import frames
@@ -15,7 +16,7 @@ from tierfs.codec.damage import DamageError
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-__all__ = ["Codec", "Coding", "decode_block", "encode_block"]
+__all__ = ["Codec", "Coding", "decode_block", "encode_block", "encode_blocks"]
 
 PROBE_BYTES = 16 * 1024
 # What zstd is to shrink must come down to this share, or the time it takes is not worth it: plain zstd wins 8 % on
@@ -55,6 +56,11 @@ class Coding(NamedTuple):
     codec: Codec
     width: int = 1
 
+    @property
+    def together(self) -> int:
+        """How many blocks `encode_blocks` is best given at once: of PLANE as many as have half a Mi elements together."""
+        return max(1, self.width // 2) if self.codec is Codec.PLANE else 1
+
 
 def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
     """Encode one block.
@@ -88,6 +94,32 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
         return Codec.CONST, len(element)
     codec, length = _encode(raw, coding, base, out)
     return (codec, length) if length is not None else (Codec.STORE, len(raw))
+
+
+def encode_blocks(
+    raws: Sequence[memoryview], coding: Coding, base: memoryview | None, outs: Sequence[memoryview]
+) -> list[tuple[Codec, int]]:
+    """Encode blocks of one length, each as `encode_block` does: as small, and sooner, if they are as many as `Coding.together` says.
+
+    What numpy does with one block is so little that it takes as long to begin, and with several threads longer.
+
+    Args:
+        raws: The blocks; a single one if it needs a base.
+        coding: What to try with all of them.
+        base: That block's reference.
+        outs: For each block.
+    """
+    from tierfs.codec import constant, planes  # noqa: PLC0415
+
+    if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
+        return [encode_block(raw, coding, base, out) for raw, out in zip(raws, outs, strict=True)]
+    if coding.codec is not Codec.PLANE:
+        raise InvalidInputError(f"{len(raws)} blocks to be encoded together as {coding.codec.name}")
+    lengths = planes.encode_planes(raws, coding.width, outs)
+    return [
+        (Codec.STORE, len(raw)) if length is None else (Codec.PLANE, length)
+        for raw, length in zip(raws, lengths, strict=True)
+    ]
 
 
 def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryview | None, where: str) -> None:

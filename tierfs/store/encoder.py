@@ -28,7 +28,7 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.bases import AbsentError, LocalBase, read_verified
 from tierfs.store.codecs import Codecs
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_blocks, scratch
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, scratch
 from tierfs.store.estimates import Speed, Typical
 
 __all__ = ["Encoder", "FetchRow", "Piece"]
@@ -199,7 +199,7 @@ class Encoder:
                     return None
                 out[:] = whole[offset : offset + length]
         plans = (_DERIVE._replace(base=base) for base in blocks_of(reference, 2))
-        blocks = encode_blocks(raw, plans, self.codecs.allowed)
+        blocks = encode_chunk(raw, plans, self.codecs.allowed)
         return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
@@ -275,18 +275,21 @@ class Encoder:
                         found.append((tensor, choice))
                         choices[tensor] = choice if tensor.name else None
                     plan = self._plan(choice, base)
-                start = self._clock.monotonic()
                 yield plan
-                codec = plan.coding.codec
-                counts[codec] += len(block)
-                # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
-                share = min(1.0, processors / self._encoding)
-                seconds[codec] = seconds.get(codec, 0.0) + share * (self._clock.monotonic() - start)
+
+        @contextlib.contextmanager
+        def watch(codec: Codec, count: int) -> Iterator[None]:
+            start = self._clock.monotonic()
+            yield
+            counts[codec] += count
+            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
+            share = min(1.0, processors / self._encoding)
+            seconds[codec] = seconds.get(codec, 0.0) + share * (self._clock.monotonic() - start)
 
         with self._lock:
             self._encoding += 1
         try:
-            blocks = encode_blocks(raw, plans(), self.codecs.allowed)
+            blocks = encode_chunk(raw, plans(), self.codecs.allowed, watch)
         finally:
             with self._lock:
                 self._encoding -= 1

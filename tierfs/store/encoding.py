@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 from tierfs.buffers import fresh
-from tierfs.codec import Codec, Coding, Reason, encode_block
+from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
 
-__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_blocks", "scratch"]
+__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "scratch"]
 
 _ALL = frozenset(Codec)
 
@@ -58,24 +59,58 @@ class Plan(NamedTuple):
     base: memoryview | None = None
 
 
-def encode_blocks(raw: memoryview, plans: Iterable[Plan], allowed: Container[Codec] = _ALL) -> list[EncodedBlock]:
+Watch = Callable[[Codec, int], AbstractContextManager[object]]
+"""Gives what encoding goes on in, by the codec that is asked for and the number of raw bytes."""
+
+
+def _unwatched(codec: Codec, count: int) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
+    return contextlib.nullcontext()
+
+
+def encode_chunk(
+    raw: memoryview, plans: Iterable[Plan], allowed: Container[Codec] = _ALL, watch: Watch = _unwatched
+) -> list[EncodedBlock]:
     """Encode a chunk's blocks into scratch memory of this thread.
 
     Args:
         raw: The chunk.
-        plans: What to try, for each block: each is asked for when the block before it is encoded.
+        plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for those that are
+            encoded together with it.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
+        watch: Learns what is encoded, and how long that takes.
     """
     out = scratch("out", CHUNK_BYTES)
     blocks: list[EncodedBlock] = []
     at = 0
-    for (coding, reason, base), block in zip(plans, blocks_of(raw), strict=True):
-        codec, length = encode_block(block, coding, base, out[at:])
-        codec = codec if codec in allowed else Codec.STORE
-        blocks.append(EncodedBlock(codec, reason, block if codec is Codec.STORE else out[at : at + length]))
-        at += 0 if codec is Codec.STORE else length
+    for group in _together(zip(plans, blocks_of(raw), strict=True)):
+        (coding, _, base), first = group[0]
+        raws = [block for _, block in group]
+        starts = [at + index * len(first) for index in range(len(group))]
+        with watch(coding.codec, len(group) * len(first)):
+            found = encode_blocks(raws, coding, base, [out[start:] for start in starts])
+        for (codec, length), start, (plan, block) in zip(found, starts, group, strict=True):
+            if codec is Codec.STORE or codec not in allowed:
+                blocks.append(EncodedBlock(Codec.STORE, plan.reason, block))
+            else:
+                at = start + length
+                blocks.append(EncodedBlock(codec, plan.reason, out[start:at]))
     return blocks
+
+
+def _together(planned: Iterable[tuple[Plan, memoryview]]) -> Iterator[list[tuple[Plan, memoryview]]]:
+    """Blocks that are to be encoded in the same way, as many as are best encoded together."""
+    group: list[tuple[Plan, memoryview]] = []
+    for plan, block in planned:
+        if group and (plan.coding, len(block)) != (group[0][0].coding, len(group[0][1])):
+            yield group
+            group = []
+        group.append((plan, block))
+        if len(group) >= plan.coding.together:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def blocks_of(raw: memoryview, factor: int = 1) -> Iterator[memoryview]:
