@@ -7,10 +7,8 @@ import statistics
 from multiprocessing.connection import Connection
 
 import numpy as np
-from codec_speed import BLOCKS, Case, Threads
+from codec_speed import BLOCKS, ROOM_BYTES, Case, Threads
 from dcp_session import timed
-
-from tierfs.digest import BLOCK_BYTES
 
 CODECS = ("PLANE", "DPLANE")
 KIND = "w32"
@@ -56,7 +54,7 @@ def _do(workers: list[Connection], index: int) -> None:
 
 
 def _work(pipe: Connection, tasks: list[Case], number: int) -> None:
-    room = memoryview(np.ones(BLOCK_BYTES, np.uint8))
+    room = memoryview(np.ones(ROOM_BYTES, np.uint8))
     assert BLOCKS % PROCESSES == 0
     while (index := pipe.recv()) is not None:
         tasks[index].encode(room, number, PROCESSES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from coded import CONTENTS, WIDTHS, base_of, block, decode, encode
 
-from tierfs.codec import Codec, Coding
+from tierfs.codec import Codec, Coding, encode_blocks
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import FormatError, InvalidInputError
 
@@ -116,6 +116,13 @@ def test_calls_that_make_no_sense_are_refused() -> None:
         encode(bytes(BLOCK_BYTES + 1), Coding(Codec.STORE))
     with pytest.raises(InvalidInputError, match="3 bytes"):
         encode(b"abc", Coding(Codec.PLANE, 3))
+    raws, outs = [memoryview(bytes(9)), memoryview(bytes(8))], [memoryview(bytearray(9)) for _ in range(2)]
+    with pytest.raises(InvalidInputError, match=r"PLANE of blocks of \[9, 8\] bytes"):
+        encode_blocks(raws, Coding(Codec.PLANE, 4), None, outs)
+    with pytest.raises(InvalidInputError, match="SPARSE of blocks"):
+        encode_blocks([raws[0]] * 2, Coding(Codec.SPARSE, 4), raws[0], outs)
+    with pytest.raises(InvalidInputError, match="a block of 9 bytes, to be encoded into 8"):
+        encode_blocks([raws[0]] * 2, Coding(Codec.PLANE, 4), None, [outs[0], outs[1][:8]])
 
 
 @pytest.mark.parametrize("codec", [7, 8, 255])

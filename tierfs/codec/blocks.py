@@ -84,10 +84,7 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
     """
     from tierfs.codec import constant  # noqa: PLC0415 - see the module's description
 
-    if coding.width not in (1, 2, 4, 8):
-        raise InvalidInputError(f"elements of {coding.width} bytes")
-    if not 0 < len(raw) <= min(BLOCK_BYTES, len(out)):
-        raise InvalidInputError(f"a block of {len(raw)} bytes, to be encoded into {len(out)}")
+    _check(raw, coding, out)
     element = constant.constant_element(raw)
     if element is not None:
         out[: len(element)] = element
@@ -108,13 +105,20 @@ def encode_blocks(
         coding: What to try with all of them.
         base: That block's reference.
         outs: For each block.
+
+    Raises:
+        InvalidInputError: As of `encode_block`; or the blocks are not alike in length, or several and not for PLANE.
     """
     from tierfs.codec import constant, planes  # noqa: PLC0415
 
-    if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
-        return [encode_block(raw, coding, base, out) for raw, out in zip(raws, outs, strict=True)]
-    if coding.codec is not Codec.PLANE:
-        raise InvalidInputError(f"{len(raws)} blocks to be encoded together as {coding.codec.name}")
+    if len(raws) == 1:
+        return [encode_block(raws[0], coding, base, outs[0])]
+    if coding.codec is not Codec.PLANE or len({len(raw) for raw in raws}) != 1:
+        raise InvalidInputError(f"{coding.codec.name} of blocks of {[len(raw) for raw in raws]} bytes together")
+    for raw, out in zip(raws, outs, strict=True):
+        _check(raw, coding, out)
+    if any(constant.constant_element(raw) for raw in raws):
+        return [encode_block(raw, coding, None, out) for raw, out in zip(raws, outs, strict=True)]
     lengths = planes.encode_planes(raws, coding.width, outs)
     return [
         (Codec.STORE, len(raw)) if length is None else (Codec.PLANE, length)
@@ -141,6 +145,13 @@ def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryv
         _decode(codec, encoded, out, base, where)
     except DamageError as error:
         raise CorruptionError(f"{where}: a block that does not decode: {error}", path=where) from None
+
+
+def _check(raw: memoryview, coding: Coding, out: memoryview) -> None:
+    if coding.width not in (1, 2, 4, 8):
+        raise InvalidInputError(f"elements of {coding.width} bytes")
+    if not 0 < len(raw) <= min(BLOCK_BYTES, len(out)):
+        raise InvalidInputError(f"a block of {len(raw)} bytes, to be encoded into {len(out)}")
 
 
 def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:

@@ -34,7 +34,7 @@ def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | 
     writer = PlaneWriter(raw, _WIDTH, out, _HEAD.size, 1 + _WIDTH)
     derived = scratch("elements", _WIDTH, elements.size)
     derive(base, derived)
-    differs = np.not_equal(elements, derived, out=scratch("differs", 1, elements.size).view(np.bool_))
+    differs = np.not_equal(elements, derived, out=scratch("half", 1, elements.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
     if not writer.fits or count > _DENSE * elements.size:
         return None
@@ -80,7 +80,7 @@ def derive(base: memoryview, elements: Elements) -> None:
 def _round(sources: Elements, target: Elements) -> None:
     """Bfloat16 of float32, rounded to the nearest, ties to even: overflow becomes infinity, as it should."""
     sources = sources[: target.size]
-    sums = scratch("other", 2 * _WIDTH, sources.size)
+    sums = scratch("half", 2 * _WIDTH, sources.size)
     np.right_shift(sources, 16, out=sums)
     np.bitwise_and(sums, 1, out=sums)
     np.add(sums, 0x7FFF, out=sums)

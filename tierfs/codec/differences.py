@@ -44,7 +44,7 @@ def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
 def zigzag(numbers: Elements) -> Elements:
     """0, -1, 1, -2, 2 ... (two's complement) become 0, 1, 2, 3, 4 ..., in place."""
     bits = 8 * numbers.itemsize
-    signs = scratch("other", numbers.itemsize, numbers.size)
+    signs = scratch("half", numbers.itemsize, numbers.size)
     signed = f"<i{numbers.itemsize}"
     np.right_shift(numbers.view(signed), bits - 1, out=signs.view(signed))
     np.add(numbers, numbers, out=numbers)
@@ -53,7 +53,7 @@ def zigzag(numbers: Elements) -> Elements:
 
 def unzigzag(numbers: Elements) -> Elements:
     """The inverse of `zigzag`, in place."""
-    signs = scratch("other", numbers.itemsize, numbers.size)
+    signs = scratch("half", numbers.itemsize, numbers.size)
     np.bitwise_and(numbers, 1, out=signs)
     np.negative(signs, out=signs)
     np.right_shift(numbers, 1, out=numbers)

@@ -278,7 +278,7 @@ def _rotated(elements: Elements, count: int, out: Elements) -> Elements:
     """Elements rotated left by ``count`` bits, or right by as many if it is negative, in ``out``, which may be the same."""
     bits = 8 * elements.itemsize
     left = count % bits
-    low = scratch("low bits", elements.itemsize, elements.size).reshape(elements.shape)
+    low = scratch("plane", elements.itemsize, elements.size).reshape(elements.shape)
     np.right_shift(elements, bits - left, out=low)
     _shift_left(elements, left, out)
     return np.bitwise_or(out, low, out=out)

@@ -30,7 +30,7 @@ def elements_of(data: memoryview, width: int) -> Elements:
 def scratch(name: str, width: int, count: int) -> Elements:
     """``count`` elements of unknown content, this thread's until it asks for the same ``name`` again.
 
-    At most 1 MiB for each of a dozen names.
+    At most 1 MiB for each of a dozen names. What is begun under one must be done with before anything else uses it, in whichever module.
     """
     assert count * width <= BLOCK_BYTES
     buffer: NDArray[np.uint8] | None = _local.__dict__.get(name)

@@ -26,7 +26,7 @@ def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview
     """Encode a block as SPARSE against ``base``; return the encoded length, ``None`` where too many elements differ."""
     writer = PlaneWriter(raw, width, out, _HEAD.size, 1 + width)
     numbers = difference(raw, width, base)
-    differs = np.not_equal(numbers, 0, out=scratch("other", 1, numbers.size).view(np.bool_))
+    differs = np.not_equal(numbers, 0, out=scratch("half", 1, numbers.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
     if not writer.fits or count > _DENSE * numbers.size:
         return None
