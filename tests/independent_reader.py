@@ -254,13 +254,16 @@ class _Encoded(_Fields):
         return self._even(data, size) if mode == 4 else _frame(data, size, self.what)
 
     def _codes(self, data: bytes, size: int) -> bytes:
-        first, others = struct.unpack_from("<BI", data)
-        self.check(5 + others < len(data), f"{self.what}: {others} bytes with a code of 15 in {len(data)}")
-        pairs = _frame(data[5 + others :], (size + 1) // 2, self.what)
-        codes = [code for pair in pairs for code in (pair & 15, pair >> 4)][:size]
-        self.check(codes.count(15) == others, f"{self.what}: {codes.count(15)} codes of 15 for {others} bytes")
-        other = iter(data[5 : 5 + others])
-        return bytes(next(other) if code == 15 else (first + code) % 256 for code in codes)
+        first, count = struct.unpack_from("<BI", data)
+        start = 5 + 5 * count
+        self.check(start < len(data), f"{self.what}: {count} bytes without a code in {len(data)}")
+        positions = struct.unpack_from(f"<{count}I", data, 5)
+        self.check(all(at < size for at in positions), f"{self.what}: a byte beyond a plane of {size}")
+        pairs = _frame(data[start:], (size + 1) // 2, self.what)
+        plane = bytearray((first + code) % 256 for pair in pairs for code in (pair & 15, pair >> 4))
+        for at, byte in zip(positions, data[start - count : start], strict=True):
+            plane[at] = byte
+        return bytes(plane[:size])
 
     def _even(self, data: bytes, size: int) -> bytes:
         part = 8 * (size // 64)

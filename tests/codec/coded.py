@@ -100,6 +100,6 @@ def stored_frame(data: bytes) -> bytes:
     return b"\x28\xb5\x2f\xfd\x20" + bytes([len(data)]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
 
 
-def codes(first: int, outside: bytes, pairs: bytes) -> bytes:
-    """Data of a plane of codes, whose frame is given."""
-    return struct.pack("<BI", first, len(outside)) + outside + pairs
+def codes(first: int, outside: dict[int, int], pairs: bytes) -> bytes:
+    """Data of a plane of codes, whose frame is given; ``outside`` are those bytes at their positions."""
+    return struct.pack(f"<BI{len(outside)}I", first, len(outside), *outside) + bytes(outside.values()) + pairs

@@ -10,6 +10,7 @@ from coded import codes, decode, encode, head, run_frame, stored_frame
 from tierfs.codec import Codec, Coding
 from tierfs.errors import CorruptionError
 
+HUGE = (1 << 32) - 1
 COUNTING = struct.pack("<16I", *range(16))
 # The upper 16 bits are rotated left by one, of which nothing is seen: three planes of zeros and one that is kept as it is.
 PLANE = b"\x04\x08" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(range(16))
@@ -51,12 +52,10 @@ TWO_DO_NOT_FOLLOW = (
 
 STORED_FRAME = stored_frame(bytes(40))  # longer than what is in it
 
-# Bytes 250, 251 ... 255, 0 ... 8 by their codes 0 to 14, again and again, but for the third and the 61st.
-WINDOW = bytes((250 + index % 15) % 256 for index in range(61))
-CODED = WINDOW[:2] + b"\x77" + WINDOW[3:60] + b"\x09"
-CODED_PAIRS = [(2 * i) % 15 | (2 * i + 1) % 15 << 4 for i in range(30)] + [15]
-CODED_PAIRS[1] |= 15
-CODED_PLANE = b"\x01\x00" + head(3, 5 + 2 + 40) + codes(250, b"\x77\x09", stored_frame(bytes(CODED_PAIRS)))
+# The first and the last of a window, which begins at 250, in turns, but for the third and the 61st.
+CODED = b"\xfa\x09\x77" + b"\x09\xfa" * 28 + b"\x09\x0a"
+PAIRS, OUTSIDE = run_frame(31, 0xF0), {2: 0x77, 60: 0x0A}
+CODED_PLANE = b"\x01\x00" + head(3, 5 + 10 + 10) + codes(250, OUTSIDE, PAIRS)
 
 # 64 even bytes in 56, and six more as they are: the last eight are 2, 4, 8 ... 128 and 254, so bit k of the k-th, and all of the last.
 EVENS = bytes(range(0, 112, 2)) + bytes([2, 4, 8, 16, 32, 64, 128, 254]) + b"behind"
@@ -115,6 +114,9 @@ def test_a_block_is_written_and_read_byte_by_byte(
         # Numbers of one byte, not rotated.
         (3, b"\x07" * 40, None, b"\x01\x00" + head(2, 10) + run_frame(40, 7)),
         (3, CODED, None, CODED_PLANE),
+        # The last one counts.
+        (3, CODED[:60] + b"\x05", None,
+         b"\x01\x00" + head(3, 30) + struct.pack("<BI3I", 250, 3, 60, 2, 60) + b"\x0a\x77\x05" + PAIRS),
         (3, EVENS, None, EVENS_PLANE),
         (3, WOVEN, None, WOVEN_PLANE),
         (3, WOVEN + b"xyz", None, WOVEN_PLANE + b"xyz"),
@@ -164,13 +166,15 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 64, b"\x00" + PLANE[1:]),
         (3, 64, b"\x04\x09" + PLANE[2:]),
         (3, 61, b"\x01\x08" + CODED_PLANE[2:]),
-        (3, 61, b"\x01\x00" + head(3, 5 + 1 + 40) + codes(250, b"\x77", stored_frame(bytes(CODED_PAIRS)))),
-        (3, 61, b"\x01\x00" + head(3, 5 + 3 + 40) + codes(250, b"\x77\x09\x09", stored_frame(bytes(CODED_PAIRS)))),
-        (3, 61, b"\x01\x00" + head(3, 5 + 2 + 39) + codes(250, b"\x77\x09", stored_frame(bytes(CODED_PAIRS[:30])))),
-        (3, 61, b"\x01\x00" + head(3, 5 + 2 + 41) + codes(250, b"\x77\x09", stored_frame(bytes([*CODED_PAIRS, 0])))),
-        (3, 61, b"\x01\x00" + head(3, 5 + 2 + 41) + codes(250, b"\x77\x09", stored_frame(bytes(CODED_PAIRS))) + b"x"),
-        (3, 61, b"\x01\x00" + head(3, 58) + struct.pack("<BI", 250, 53) + bytes(53)),
-        (3, 61, b"\x01\x00" + head(3, 58) + struct.pack("<BI", 250, 0xFFFFFFFF) + bytes(53)),
+        (3, 61, b"\x01\x00" + head(3, 25) + codes(250, {2: 1, 61: 1}, PAIRS)),
+        (3, 61, b"\x01\x00" + head(3, 25) + codes(250, {2: 1, HUGE: 1}, PAIRS)),
+        (3, 61, b"\x01\x00" + head(3, 25) + codes(250, OUTSIDE, run_frame(30, 0xF0))),
+        (3, 61, b"\x01\x00" + head(3, 25) + codes(250, OUTSIDE, run_frame(32, 0xF0))),
+        (3, 61, b"\x01\x00" + head(3, 26) + codes(250, OUTSIDE, PAIRS) + b"x"),
+        (3, 61, b"\x01\x00" + head(3, 25) + struct.pack("<BI", 250, 3) + codes(250, OUTSIDE, PAIRS)[5:]),
+        (3, 61, b"\x01\x00" + head(3, 25) + struct.pack("<BI", 250, 1) + codes(250, OUTSIDE, PAIRS)[5:]),
+        (3, 61, b"\x01\x00" + head(3, 55) + struct.pack("<BI", 250, 10) + bytes(50)),
+        (3, 61, b"\x01\x00" + head(3, 58) + struct.pack("<BI", 250, HUGE) + bytes(53)),
         (3, 61, b"\x01\x00" + head(3, 5) + struct.pack("<BI", 250, 0)),
         (3, 61, b"\x01\x00" + head(3, 0)),
         (3, 64, b"\x01\x00" + head(4, 55) + bytes(55)),

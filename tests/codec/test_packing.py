@@ -63,7 +63,7 @@ def test_what_is_too_even_for_noise_is_tried() -> None:
     [
         # More bytes are not in the window than there are in it, or some of them, or all that were not looked at.
         (plane(noise(1) % 15 + 100, noise(2)), None),
-        (plane(noise(1) % 15 + 100, np.where(noise(3) < 5, 7, noise(1) % 15 + 100)), Mode.CODES),
+        (plane(noise(1) % 15 + 100, np.where(noise(3) < 1, 7, noise(1) % 15 + 100)), Mode.CODES),
         (plane(noise(1) % 15 + 100, np.where(noise(3) < 40, 7, noise(1) % 15 + 100)), Mode.FRAME),
         (plane(noise(1) % 15 + 250, noise(4) % 15 + 250), Mode.CODES),
         (plane(noise(1) // 2 * 2, noise(2)), None),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import zstandard
 from write_v1 import SEED
-from write_v1_codecs import Case, Coded, bytes_at, encoded, expect, sound, u32, write_chunk, write_coded, write_damage
+from write_v1_codecs import Case, Coded, bytes_at, encoded, expect, u32, write_chunk, write_coded, write_damage
 
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.store.encoding import EncodedBlock
@@ -38,13 +38,13 @@ def by_hand() -> dict[str, tuple[bytes, bytes]]:
     def head(mode: int, length: int) -> bytes:
         return struct.pack("<BI", mode, length)
 
-    window = [(250 + index % 15) % 256 for index in range(601)]
-    codes = [index % 15 for index in range(601)]
-    for at, byte in ((3, 0x77), (600, 0x09)):
-        window[at], codes[at] = byte, 15
+    window = [(250 + index % 16) % 256 for index in range(601)]
+    codes = [index % 16 for index in range(601)]
+    for at, byte in ((3, 0x77), (600, 0x0A)):
+        window[at], codes[at] = byte, 0
     pairs = bytes(low | high << 4 for low, high in zip(codes[::2], [*codes[1::2], 0], strict=True))
     frame = zstandard.ZstdCompressor(level=1).compress(pairs)
-    data = struct.pack("<BI", 250, 2) + b"\x77\x09" + frame
+    data = struct.pack("<BI2I", 250, 2, 3, 600) + b"\x77\x0a" + frame
     evens = bytes(2 * (index % 128) for index in range(640))
     packed = bytearray(evens[:560])
     for k in range(1, 8):
@@ -73,15 +73,14 @@ def by_hand() -> dict[str, tuple[bytes, bytes]]:
 def damaged_planes() -> Iterator[Case]:
     """Chunks that break one rule each."""
     codes, even, woven = (f"codecs/{name}.bin" for name in ("codes-1", "even-1", "woven-8"))
-    size = len(sound(codes)[2])
     yield encoded("plane-order-9", woven, bytes_at(1, b"\x09"))
     yield encoded("plane-order-8-of-bytes", codes, bytes_at(1, b"\x08"))
     yield encoded("plane-mode-6", even, bytes_at(2, b"\x06"))
     yield encoded("codes-one-more-outside", codes, bytes_at(8, u32(3)))
-    yield encoded("codes-one-outside-that-is-not", codes, lambda data: patch(data, 3, b"\x77\x09\x09", size + 1))
-    yield encoded("codes-one-less-outside", codes, lambda data: patch(data, 1, b"\x77", size - 1))
+    yield encoded("codes-one-less-outside", codes, bytes_at(8, u32(1)))
     yield encoded("codes-more-outside-than-bytes", codes, bytes_at(8, u32(601)))
-    yield encoded("codes-without-a-frame", codes, lambda data: data[:3] + u32(7) + data[7:14])
+    yield encoded("codes-outside-beyond-the-plane", codes, bytes_at(16, u32(601)))
+    yield encoded("codes-without-a-frame", codes, lambda data: data[:3] + u32(15) + data[7:22])
     yield encoded("codes-cut-in-their-head", codes, lambda data: data[:3] + u32(4) + data[7:11])
     yield encoded("codes-of-a-frame-of-another-size", codes, lambda data: reframed(data, bytes(300)))
     yield encoded("even-one-byte-more", even, lambda data: data[:3] + u32(565) + data[7:] + b"x")
@@ -92,15 +91,10 @@ def damaged_planes() -> Iterator[Case]:
     yield encoded("woven-from-the-second-plane", woven, bytes_at(7, between))
 
 
-def patch(data: bytes, count: int, outside: bytes, size: int) -> bytes:
-    """Another number of bytes with a code of 15."""
-    return data[:3] + u32(size - 7) + data[7:8] + u32(count) + outside + data[14:]
-
-
 def reframed(data: bytes, pairs: bytes) -> bytes:
     """Other pairs of codes."""
     frame = zstandard.ZstdCompressor(level=1).compress(pairs)
-    return data[:3] + u32(7 + len(frame)) + data[7:14] + frame
+    return data[:3] + u32(15 + len(frame)) + data[7:22] + frame
 
 
 def main() -> None:
