@@ -116,11 +116,13 @@ def test_calls_that_make_no_sense_are_refused() -> None:
         encode(bytes(BLOCK_BYTES + 1), Coding(Codec.STORE))
     with pytest.raises(InvalidInputError, match="3 bytes"):
         encode(b"abc", Coding(Codec.PLANE, 3))
-    raws, outs = [memoryview(bytes(9)), memoryview(bytes(8))], [memoryview(bytearray(9)) for _ in range(2)]
+    raws, outs = [memoryview(b"different"), memoryview(b"eight by")], [memoryview(bytearray(9)) for _ in range(3)]
     with pytest.raises(InvalidInputError, match=r"PLANE of blocks of \[9, 8\] bytes"):
-        encode_blocks(raws, Coding(Codec.PLANE, 4), None, outs)
+        encode_blocks(raws, Coding(Codec.PLANE, 4), None, outs[:2])
+    with pytest.raises(InvalidInputError, match=r"PLANE of blocks of \[9, 9, 9\] bytes"):
+        encode_blocks([raws[0]] * 3, Coding(Codec.PLANE, 4), None, outs)
     with pytest.raises(InvalidInputError, match="SPARSE of blocks"):
-        encode_blocks([raws[0]] * 2, Coding(Codec.SPARSE, 4), raws[0], outs)
+        encode_blocks([raws[0]] * 2, Coding(Codec.SPARSE, 4), raws[0], outs[:2])
     with pytest.raises(InvalidInputError, match="a block of 9 bytes, to be encoded into 8"):
         encode_blocks([raws[0]] * 2, Coding(Codec.PLANE, 4), None, [outs[0], outs[1][:8]])
 

@@ -89,6 +89,7 @@ def test_blocks_that_are_encoded_together_come_back_each(width: int, count: int,
         raws = [block(content, size, width, index) for index, content in enumerate(chosen)]
         outs = [memoryview(bytearray(size)) for _ in raws]
         lengths = encode_planes([memoryview(raw) for raw in raws], width, outs)
+        assert all(length is not None for length, content in zip(lengths, chosen, strict=True) if content == "rare")
         for raw, out, length in zip(raws, outs, lengths, strict=True):
             assert length is None or decode(Codec.PLANE, bytes(out[:length]), size) == raw
 

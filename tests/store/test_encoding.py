@@ -50,6 +50,27 @@ def test_blocks_whose_plans_agree_are_encoded_together_and_a_base_counts_until_t
         assert out == want
 
 
+def test_blocks_of_different_tensors_are_not_looked_at_together():
+    squares = np.square(np.random.default_rng(3).uniform(0.002, 0.02, BLOCK_BYTES // 4)).astype("<f4")
+    raw = memoryview(np.concatenate([squares, floats(BLOCK_BYTES // 4, 3)])).cast("B")
+    alone = [len(encode_chunk(block, [Plan(P4, Reason.NO_BASE)])[0].data) for block in blocks_of(raw)]
+    found = encode_chunk(raw, [Plan(P4, Reason.NO_BASE, None, name) for name in ("v", "m")])
+    assert [len(block.data) for block in found] == alone
+    assert len(encode_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 2)[0].data) > alone[0] + 10_000
+
+
+def test_blocks_that_hardly_shrink_have_room_each():
+    rng = np.random.default_rng(4)
+    count = 2 * BLOCK_BYTES // 4
+    elements = rng.integers(0, 1 << 23, count) | rng.integers(0, 120, count) << 23 | rng.integers(0, 2, count) << 31
+    raw = memoryview(elements.astype("<u4")).cast("B")
+    for block, want in zip(encode_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 2), blocks_of(raw), strict=True):
+        assert 0.96 < len(block.data) / BLOCK_BYTES < 0.97
+        out = memoryview(bytearray(BLOCK_BYTES))
+        decode_block(block.codec, memoryview(block.data), out, None, "here")
+        assert out == want
+
+
 def test_what_may_not_be_made_of_a_block_is_stored():
     raw = memoryview(floats(BLOCK_BYTES, 2)).cast("B")
     assert {block.codec for block in encode_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 4)} == {Codec.PLANE}

@@ -58,7 +58,7 @@ class Coding(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many blocks `encode_blocks` is best given at once: of PLANE as many as have half a Mi elements together."""
+        """How many blocks `encode_blocks` takes at once: of PLANE as many as have half a Mi elements together; one with a base."""
         return max(1, self.width // 2) if self.codec is Codec.PLANE else 1
 
 
@@ -96,24 +96,24 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
 def encode_blocks(
     raws: Sequence[memoryview], coding: Coding, base: memoryview | None, outs: Sequence[memoryview]
 ) -> list[tuple[Codec, int]]:
-    """Encode blocks of one length, each as `encode_block` does: as small, and sooner, if they are as many as `Coding.together` says.
+    """Encode blocks of one length, each as `encode_block` does, but sooner: numpy takes as long to begin as for what there is to do with one.
 
-    What numpy does with one block is so little that it takes as long to begin, and with several threads longer.
+    They are looked at together, so those that are not alike, as of different tensors, may come out larger than by themselves.
 
     Args:
-        raws: The blocks; a single one if it needs a base.
+        raws: The blocks; at most `Coding.together` of them.
         coding: What to try with all of them.
-        base: That block's reference.
+        base: The reference, of a single block.
         outs: For each block.
 
     Raises:
-        InvalidInputError: As of `encode_block`; or the blocks are not alike in length, or several and not for PLANE.
+        InvalidInputError: As of `encode_block`; or the blocks are not of one length, or more than may be encoded together.
     """
     from tierfs.codec import constant, planes  # noqa: PLC0415
 
     if len(raws) == 1:
         return [encode_block(raws[0], coding, base, outs[0])]
-    if coding.codec is not Codec.PLANE or len({len(raw) for raw in raws}) != 1:
+    if len(raws) > coding.together or len({len(raw) for raw in raws}) != 1:
         raise InvalidInputError(f"{coding.codec.name} of blocks of {[len(raw) for raw in raws]} bytes together")
     for raw, out in zip(raws, outs, strict=True):
         _check(raw, coding, out)

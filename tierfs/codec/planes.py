@@ -138,7 +138,7 @@ class PlaneReader:
             np.bitwise_or(elements, self._elements(width // 2, count), out=elements)
         if self._aside:
             self._aside = False
-            elements = _rotated(elements, -1, scratch("turned", width, count) if out is None else out)
+            elements = _rotated(elements, -1, scratch(f"half of {2 * width}", width, count) if out is None else out)
         return elements
 
     def _woven(self) -> Elements:

@@ -275,7 +275,7 @@ class Encoder:
                         found.append((tensor, choice))
                         choices[tensor] = choice if tensor.name else None
                     plan = self._plan(choice, base)
-                yield plan
+                yield plan._replace(part_of=tensor)
 
         @contextlib.contextmanager
         def watch(codec: Codec, count: int) -> Iterator[None]:

@@ -52,11 +52,19 @@ class Sending(Protocol):
 
 
 class Plan(NamedTuple):
-    """How a block is to be encoded, why, and against what, if that is known: as long as the block is, or twice."""
+    """How a block is to be encoded.
+
+    Attributes:
+        coding: What to try.
+        reason: Why.
+        base: Against what, if that is known: as long as the block is, or twice.
+        part_of: Of what it is a part; only blocks of the same are alike enough to be encoded together.
+    """
 
     coding: Coding
     reason: Reason
     base: memoryview | None = None
+    part_of: object = None
 
 
 Watch = Callable[[Codec, int], AbstractContextManager[object]]
@@ -74,8 +82,8 @@ def encode_chunk(
 
     Args:
         raw: The chunk.
-        plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for those that are
-            encoded together with it.
+        plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for those that might
+            be encoded together with it, which need no base.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
         watch: Learns what is encoded, and how long that takes.
@@ -84,11 +92,13 @@ def encode_chunk(
     blocks: list[EncodedBlock] = []
     at = 0
     for group in _together(zip(plans, blocks_of(raw), strict=True)):
-        (coding, _, base), first = group[0]
+        (coding, _, base, _), first = group[0]
         raws = [block for _, block in group]
         starts = [at + index * len(first) for index in range(len(group))]
         with watch(coding.codec, len(group) * len(first)):
-            found = encode_blocks(raws, coding, base, [out[start:] for start in starts])
+            found = encode_blocks(
+                raws, coding, base if coding.codec.base_factor else None, [out[start:] for start in starts]
+            )
         for (codec, length), start, (plan, block) in zip(found, starts, group, strict=True):
             if codec is Codec.STORE or codec not in allowed:
                 blocks.append(EncodedBlock(Codec.STORE, plan.reason, block))
@@ -101,10 +111,12 @@ def encode_chunk(
 def _together(planned: Iterable[tuple[Plan, memoryview]]) -> Iterator[list[tuple[Plan, memoryview]]]:
     """Blocks that are to be encoded in the same way, as many as are best encoded together."""
     group: list[tuple[Plan, memoryview]] = []
+    alike: tuple[Coding, object, int] | None = None
     for plan, block in planned:
-        if group and (plan.coding, len(block)) != (group[0][0].coding, len(group[0][1])):
+        if group and (plan.coding, plan.part_of, len(block)) != alike:
             yield group
             group = []
+        alike = plan.coding, plan.part_of, len(block)
         group.append((plan, block))
         if len(group) >= plan.coding.together:
             yield group
