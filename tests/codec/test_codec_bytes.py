@@ -186,6 +186,7 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 80, b"\x04\x00" + head(1, 1) * 3 + head(4, 20) + bytes(3) + bytes(20)),
         (3, 80, WOVEN_PLANE[:12] + head(5, 39) + head(5, 1) + WOVEN_PLANE[22:]),
         (3, 80, WOVEN_PLANE[:12] + head(5, 40) + head(0, 0) + WOVEN_PLANE[22:]),
+        (3, 80, WOVEN_PLANE[:12] + head(5, 40) + head(5, 1) + WOVEN_PLANE[22:] + b"x"),
         (3, 80, WOVEN_PLANE[:12] + head(5, 39) + head(5, 0) + WOVEN_PLANE[23:]),
         (3, 80, WOVEN_PLANE[:12] + head(5, 41) + head(5, 0) + WOVEN_PLANE[22:] + b"x"),
         (3, 80, WOVEN_PLANE[:12] + head(0, 20) + head(5, 20) + WOVEN_PLANE[22:]),

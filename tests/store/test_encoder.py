@@ -405,6 +405,17 @@ def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
     assert derives(1)
 
 
+def test_blocks_of_two_tensors_are_encoded_as_each_would_be_by_itself(host):
+    first = numbers(1, MIB // 4)
+    raw, tensors = np.square(first).tobytes() + first.tobytes(), [Tensor(name, "float", 4) for name in ("v", "m")]
+    found = encoder_for().encode(memoryview(raw), Hint(tuple(tensors), 0, None), (), read=host.read, fetch=host.fetch)
+    alone = [
+        encode(encoder_for(), host, raw[at : at + MIB], tensor=tensor)
+        for at, tensor in zip((0, MIB), tensors, strict=True)
+    ]
+    assert [len(block.data) for block in found.blocks] == [len(encoded.blocks[0].data) for encoded in alone]
+
+
 def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     """Not reading what a chunk is encoded against, nor finding out about a tensor."""
     clock, encode_blocks, choose, read = ManualClock(), encoding.encode_blocks, encoder_module.choose, host.read
