@@ -60,14 +60,13 @@ def decode_derived(encoded: memoryview, out: memoryview, base: memoryview) -> No
         raise DamageError("not derived by a function that is known")
     elements = elements_of(out, _WIDTH)
     check_gaps(count, gap_bytes, elements.size)
-    tail = len(out) % _WIDTH
-    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes, count, count], tail)
+    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes, count, count], len(out) % _WIDTH)
     positions = positions_of(planes.take(), count, elements.size)
     values = scratch("values", _WIDTH, count)
     planes.merge(values)
     derive(base, elements)
     elements[positions] = values
-    out[len(out) - tail :] = encoded[len(encoded) - tail :]
+    planes.finish(out)
 
 
 def derive(base: memoryview, elements: Elements) -> None:

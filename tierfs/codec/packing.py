@@ -162,15 +162,14 @@ def _codes(planes: Elements, first: int) -> list[Kept]:
     packed = flags.reshape(-1)[: rows * whole // 2].reshape(rows, whole // 2)
     np.copyto(packed, pairs, casting="unsafe")
     return [
-        _frame(plane) if others is None else _with_codes(plane, first, others, row[: (size + 1) // 2])
+        _frame(plane) if others is None else _with_codes(first, others, row[: (size + 1) // 2])
         for plane, others, row in zip(planes, outside, packed, strict=True)
     ]
 
 
-def _with_codes(plane: Elements, first: int, outside: bytes, pairs: Elements) -> Kept:
+def _with_codes(first: int, outside: bytes, pairs: Elements) -> Kept:
     head = _CODES_HEAD.pack(first, len(outside) // _OUTSIDE_BYTES)
-    data = b"".join((head, outside, frames.pack_plane(pairs.data)))
-    return (Mode.CODES, data) if len(data) < plane.size * WORTH else (Mode.RAW, plane.data)
+    return Mode.CODES, b"".join((head, outside, frames.pack_plane(pairs.data)))
 
 
 def _from_codes(data: memoryview, size: int) -> Elements:

@@ -95,7 +95,7 @@ class PlaneReader:
         encoded: The block.
         at: Where the heads begin.
         sizes: Bytes of each plane.
-        tail: How many bytes follow the planes.
+        tail: How many bytes follow the planes: those behind the last whole element.
         aside: Whether the upper 16 bits of the elements are rotated.
 
     Raises:
@@ -111,6 +111,7 @@ class PlaneReader:
             raise DamageError("lengths of planes that do not add up")
         self._encoded = encoded
         self._at = start
+        self._tail = tail
         self._left = [(mode, length, size) for (mode, length), size in zip(heads, sizes, strict=True)][::-1]
         self._aside = aside
 
@@ -124,6 +125,10 @@ class PlaneReader:
         elements = self._elements(target.itemsize, target.size, target)
         if elements is not target:
             np.copyto(target, elements)
+
+    def finish(self, out: memoryview) -> None:
+        """Fill in the bytes of the block that are behind its last whole element."""
+        out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
     def _elements(self, width: int, count: int, out: Elements | None = None) -> Elements:
         """Half by half, in ``out`` or elsewhere: that takes fewer passes over wide elements than byte by byte."""
@@ -200,9 +205,9 @@ def decode_head(encoded: memoryview) -> tuple[int, int]:
 def decode_elements(encoded: memoryview, elements: Elements, out: memoryview, *, aside: bool = False) -> None:
     """Read back what `encode_elements` wrote: the planes into ``elements``, what is behind the last of them into ``out``."""
     width = elements.itemsize
-    tail = len(out) % width
-    PlaneReader(encoded, _HEAD.size, [elements.size] * width, tail, aside=aside).merge(elements)
-    out[len(out) - tail :] = encoded[len(encoded) - tail :]
+    planes = PlaneReader(encoded, _HEAD.size, [elements.size] * width, len(out) % width, aside=aside)
+    planes.merge(elements)
+    planes.finish(out)
 
 
 def put_planes(writers: Sequence[PlaneWriter], elements: Sequence[Elements], *, aside: bool = False) -> None:

@@ -52,11 +52,10 @@ def decode_sparse(encoded: memoryview, out: memoryview, base: memoryview) -> Non
         raise DamageError("not sparse")
     elements = elements_of(out, width)
     check_gaps(count, gap_bytes, elements.size)
-    tail = len(out) % width
-    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes] + [count] * width, tail)
+    planes = PlaneReader(encoded, _HEAD.size, [gap_bytes] + [count] * width, len(out) % width)
     positions = positions_of(planes.take(), count, elements.size)
     values = scratch("values", width, count)
     planes.merge(values)
     out[:] = base
     elements[positions] += unzigzag(values)
-    out[len(out) - tail :] = encoded[len(encoded) - tail :]
+    planes.finish(out)
