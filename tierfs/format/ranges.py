@@ -102,6 +102,9 @@ class BlockTargets:
             for index, length in beside.items():
                 self._views[index], memory = memory[:length], memory[length:]
 
+    def __contains__(self, index: object) -> bool:
+        return index in self._views
+
     def view(self, index: int) -> memoryview:
         """Where block ``index`` goes, exactly its length."""
         return self._views[index]

@@ -17,6 +17,7 @@ from typing import Any
 import fsspec
 import fsspec.asyn
 
+from tierfs.buffers import buffers
 from tierfs.clock import Clock, SystemClock
 from tierfs.digest import Buffer
 from tierfs.errors import (
@@ -44,9 +45,11 @@ from tierfs.objects.protocol import (
     PutMode,
     Range,
     Update,
+    Use,
     Version,
 )
 from tierfs.objects.spans import spans_of
+from tierfs.objects.takes import taking
 
 __all__ = ["FsspecObjects"]
 
@@ -172,6 +175,12 @@ class FsspecObjects:
                 raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
             span.take(span.start, piece)
         return info
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`. Most filesystems give all that is asked for at once."""
+        with buffers().lend(length) as whole:
+            info = self.get(key, [(0, whole)])
+            use(info, taking(whole))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""

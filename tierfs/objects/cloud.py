@@ -13,7 +13,8 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from tierfs.digest import Buffer
+from tierfs.buffers import buffers
+from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -35,9 +36,11 @@ from tierfs.objects.protocol import (
     PutMode,
     Range,
     Update,
+    Use,
     Version,
 )
 from tierfs.objects.spans import Span, spans_of
+from tierfs.objects.takes import taking, taking_from
 
 __all__ = ["CloudClient", "CloudObjects", "Content", "Sessions", "open_cloud"]
 
@@ -53,7 +56,7 @@ class Content(NamedTuple):
         start: Where in it the bytes begin.
         pieces: The bytes, as they come.
         read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end. Where the
-            client can: instead of ``pieces``, and without a copy.
+            client can, as all that wait themselves: instead of ``pieces``.
     """
 
     info: ObjectInfo
@@ -91,6 +94,10 @@ class CloudClient(Protocol):
 
 class Sessions(Protocol):
     """Runs calls on sessions: `Lanes` on loops, `Direct` on the threads that want them."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether calls run on the thread that wants them, which may take its time in them. Then clients fill buffers."""
 
     def run(self, call: Callable[[Any], Awaitable[Answer]]) -> Answer:
         """Wait for ``call(session)``. Whatever it raises, the call has ended then."""
@@ -189,18 +196,26 @@ class CloudObjects:
             raise StoreError(f"{key} changed while it was read", transient=True, path=key)
         return infos[0]
 
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`."""
+        if not self._sessions.waits:
+            with buffers().lend(length) as whole:
+                use(self.get(key, [(0, whole)]), taking(whole))
+            return
+
+        async def receive(client: CloudClient, memory: memoryview) -> None:
+            async with client.fetch(key, 0, length, None) as content:
+                _check(key, content, Span(0, length), None)
+                assert content.read_into is not None, "a client that waits fills buffers"
+                use(content.info, taking_from(content.read_into, memory, key))
+
+        with self._translated(key), buffers().lend(min(length, BLOCK_BYTES)) as memory:
+            self._sessions.run(lambda session: receive(self._client(session), memory))
+
     async def _fill(self, client: CloudClient, key: str, span: Span, version: Version | None) -> ObjectInfo:
         async with client.fetch(key, span.start, span.end, version) as content:
-            _expect(content.info, version)
-            if span.end > content.info.size:
-                raise CorruptionError(
-                    f"{key} ends at byte {content.info.size}, before byte {span.end}: cut short", path=key
-                )
+            _check(key, content, span, version)
             at = content.start
-            if at > span.start:
-                raise StoreError(
-                    f"{key}: the answer begins at byte {at}, behind byte {span.start} that was asked for", path=key
-                )
             if content.read_into is not None and span.is_disjoint():
                 at = span.fill(at, content.read_into)
             else:
@@ -311,6 +326,17 @@ def _all_well(outcomes: list[ObjectInfo | BaseException]) -> list[ObjectInfo]:
         return infos
     finally:
         del errors, outcomes  # an error holds this frame: it would hold itself, and all that was lent, until collected
+
+
+def _check(key: str, content: Content, span: Span, version: Version | None) -> None:
+    """That an answer has all that was asked for."""
+    _expect(content.info, version)
+    if span.end > content.info.size:
+        raise CorruptionError(f"{key} ends at byte {content.info.size}, before byte {span.end}: cut short", path=key)
+    if content.start > span.start:
+        raise StoreError(
+            f"{key}: the answer begins at byte {content.start}, behind byte {span.start} that was asked for", path=key
+        )
 
 
 def _expect(info: ObjectInfo, version: Version | None) -> None:

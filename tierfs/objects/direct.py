@@ -33,7 +33,12 @@ class Direct(Generic[SessionT]):
     Args:
         name: What it goes to, for `repr`; no secrets.
         connect: Opens a session.
+
+    Attributes:
+        waits: See `Sessions`.
     """
+
+    waits = True
 
     def __init__(self, name: str, connect: Callable[[], SessionT]) -> None:
         self.name = name

@@ -129,7 +129,12 @@ class Lanes(Generic[SessionT]):
     Args:
         name: What they go to, for `repr`; no secrets.
         connect: Opens a session; runs on the loop that the session is for.
+
+    Attributes:
+        waits: See `Sessions`.
     """
+
+    waits = False
 
     def __init__(self, name: str, connect: Callable[[], Coroutine[Any, Any, SessionT]]) -> None:
         self.name = name

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import logging
 import os
 import secrets
@@ -22,8 +23,9 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from tierfs.buffers import buffers
 from tierfs.clock import boot_id
-from tierfs.digest import Buffer
+from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import verify_checksum
@@ -38,8 +40,10 @@ from tierfs.objects.protocol import (
     PutMode,
     Range,
     Update,
+    Use,
     Version,
 )
+from tierfs.objects.takes import taking_from
 
 __all__ = ["DIRECTORY", "LocalObjects"]
 
@@ -137,16 +141,19 @@ class LocalObjects:
 
     def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
         """See `ObjectTier.get`."""
-        with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
-            info = _info(key, os.fstat(file.fileno()))
+        with self._reading(key) as (file, info):
             if version is not None and info.version != version:
                 raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
             for offset, out in ranges:
                 _read_exactly(file.fileno(), offset, out, key)
-            # Ours are never written in place; a file that somebody else wrote may be.
-            if _info(key, os.fstat(file.fileno())).version != info.version:
-                raise ConflictError(f"{self._name(key)} was changed while it was being read", path=key)
-            return info
+        return info
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`."""
+        with self._reading(key) as (file, info), buffers().lend(min(length, BLOCK_BYTES)) as memory:
+            if info.size < length:
+                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
+            use(info, taking_from(file.readinto, memory, key))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
@@ -157,6 +164,15 @@ class LocalObjects:
             out = bytearray(info.size)
             _read_exactly(file.fileno(), 0, memoryview(out), key)
             return bytes(out), info
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[tuple[io.FileIO, ObjectInfo]]:
+        with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            yield file, info
+            # Ours are never written in place; a file that somebody else wrote may be.
+            if _info(key, os.fstat(file.fileno())).version != info.version:
+                raise ConflictError(f"{self._name(key)} was changed while it was being read", path=key)
 
     def head(self, key: str) -> ObjectInfo:
         """See `ObjectTier.head`."""

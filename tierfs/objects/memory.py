@@ -7,6 +7,7 @@ so conditions hold between threads. Nothing survives the process.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,8 +28,10 @@ from tierfs.objects.protocol import (
     PutMode,
     Range,
     Update,
+    Use,
     Version,
 )
+from tierfs.objects.takes import taking
 
 __all__ = ["MemoryObjects"]
 
@@ -108,6 +111,13 @@ class MemoryObjects:
                         raise CorruptionError(f"{key} ends at byte {len(view)}, before byte {end}: cut short", path=key)
                     out[:] = view[offset:end]
             return info
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`."""
+        content, info = self.read(key, sys.maxsize)  # shared with the file, not copied
+        if info.size < length:
+            raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
+        use(info, taking(memoryview(content)))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""

@@ -7,7 +7,7 @@ wrapping: a wrapper takes an `ObjectTier` and is one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NewType, Protocol, TypeAlias
 
@@ -26,7 +26,9 @@ __all__ = [
     "Prefix",
     "PutMode",
     "Range",
+    "Take",
     "Update",
+    "Use",
     "Version",
 ]
 
@@ -99,6 +101,12 @@ class Prefix:
 
 Listed: TypeAlias = ObjectInfo | Prefix
 
+Take: TypeAlias = Callable[[int], memoryview]
+"""Gives the next so many bytes of an object, at most 1 MiB (`BLOCK_BYTES`). They are only read, and only until the next call."""
+
+Use: TypeAlias = Callable[[ObjectInfo, Take], object]
+"""Makes something of an object whose bytes are on their way."""
+
 
 class ObjectTier(Protocol):
     """Where objects live. Conformance: `tierfs.testing.ObjectTierTests`."""
@@ -143,6 +151,22 @@ class ObjectTier(Protocol):
             ConflictError: ``version`` is given, and another one is there.
             CorruptionError: The object is too short for a range.
             StoreError, ReadOnlyError: It failed; the buffers' content is undefined.
+        """
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """Have the first ``length`` bytes of an object used as they come, in one request, instead of when all are there.
+
+        Args:
+            key: Its key.
+            length: How many may be taken.
+            use: Called on this thread; again, and from the first byte on, where the request is sent again. While it runs a
+                request is under way, so it must ask nothing of the tier.
+
+        Raises:
+            NotFoundError: Nothing is there.
+            CorruptionError: The object is too short.
+            StoreError, ReadOnlyError: It failed, perhaps after some were used.
+            Exception: What ``use`` raises, if it is one of tierfs' errors; otherwise a `StoreError` may stand for it.
         """
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:

@@ -14,10 +14,11 @@ API: https://docs.aws.amazon.com/AmazonS3/latest/API/ (PutObject, GetObject, Lis
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
+import gc
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -127,11 +128,12 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
         if is_signed and not (fs.key or fs.client_kwargs.get("aws_access_key_id") or session.get_credentials()):
             # A client made now would never look for them again, and they may only be late.
             raise NoCredentialsError
-        client = session.create_client(
-            "s3",
-            config=Config(**config),
-            **{"endpoint_url": fs.endpoint_url, "use_ssl": fs.use_ssl, **keys, **fs.client_kwargs},
-        )
+        with _no_collection():
+            client = session.create_client(
+                "s3",
+                config=Config(**config),
+                **{"endpoint_url": fs.endpoint_url, "use_ssl": fs.use_ssl, **keys, **fs.client_kwargs},
+            )
     except (TypeError, ValueError, KeyError) as error:
         raise refused_options(error, "s3") from cause_of(error)
     refuse_broken_heads(client)
@@ -171,7 +173,7 @@ class _S3Client:
             key, sum(map(len, body)), _version(answer), _nanoseconds(date and parsedate_to_datetime(date))
         )
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
         arguments: dict[str, object] = {}
         if end is not None:
@@ -184,10 +186,10 @@ class _S3Client:
             span = answer["ContentRange"] if is_part else f"bytes 0-/{answer['ContentLength']}"
             sent, _, size = str(span).partition("/")
             begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
-            # It is urllib3's own: from a release without it, bytes come in pieces, which is slower and as right.
-            read_into = partial(_read_into, body) if hasattr(body, "_error_catcher") else None
+            # It is urllib3's own: from a release without it, bytes are copied once more, which is slower and as right.
+            read_into = partial(_read_into if hasattr(body, "_error_catcher") else _copy_into, body)
             yield Content(_info(key, int(size), answer), begins, _pieces(body), read_into)
-            if read_into is not None and is_part:
+            if is_part:
                 read_into(memoryview(bytearray(1)))  # the end of what came in chunks lies behind its last byte
 
     async def head(self, key: str) -> ObjectInfo:
@@ -277,6 +279,21 @@ class _Body:
         self._next = self._at = 0
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Have no garbage collected while botocore reads its description of S3, tens of thousands of objects that all stay.
+
+    Otherwise they set off a collection of all generations, in which a process that has imported torch spends 0.2 s.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _is_no_batch(error: ClientError) -> bool:
     """Whether a server does not take many keys in one deletion, or not with the digest that botocore sends by now."""
     said = error.response.get("Error", {})
@@ -288,6 +305,12 @@ def _read_into(body: Any, out: memoryview) -> int:
     with body._error_catcher():
         count: int = body._fp.readinto(out)
     return count
+
+
+def _copy_into(body: Any, out: memoryview) -> int:
+    piece = body.read(len(out))
+    out[: len(piece)] = piece
+    return len(piece)
 
 
 async def _pieces(body: StreamingBody) -> AsyncIterator[bytes]:

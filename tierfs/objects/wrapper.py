@@ -8,14 +8,14 @@ from typing import TypeVar
 
 from tierfs.digest import Buffer
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects.protocol import OVERWRITE, Checksum, Listed, ObjectInfo, ObjectTier, PutMode, Range, Version
+from tierfs.objects.protocol import OVERWRITE, Checksum, Listed, ObjectInfo, ObjectTier, PutMode, Range, Use, Version
 
 __all__ = ["METHODS", "Request", "WrappedObjects"]
 
 Answer = TypeVar("Answer")
 
 METHODS = ("put", "get", "read", "head", "list", "delete", "delete_version")
-"""The methods of an object tier that cost a request."""
+"""The methods of an object tier that cost a request; ``get`` stands for ``stream`` as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ class WrappedObjects:
         """See `ObjectTier.get`."""
         request = Request("get", key, sum(out.nbytes for _, out in ranges))
         return self._around(request, lambda: self.inner.get(key, ranges, version=version))
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`."""
+        self._around(Request("get", key, length), lambda: self.inner.stream(key, length, use))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""

@@ -21,6 +21,7 @@ from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, en
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
+from tierfs.objects.protocol import ObjectInfo, Take
 from tierfs.processors import processors
 from tierfs.store.store import Store
 
@@ -208,16 +209,41 @@ def _fetch_object(
     standalone = row.name.recipe == NO_RECIPE
     head_bytes = envelope_bytes(kind, block_count(row.raw_length), 0 if standalone else 1)
     targets = BlockTargets(row.raw_length, parts, lend)
-    encoded: dict[int, tuple[memoryview, memoryview | None]] = {}
+    whole = 2 * len(targets.blocks) > block_count(row.raw_length)
+
+    def settle(index: int, encoded: memoryview | None, base: memoryview | None) -> None:
+        """Put a block where it belongs, unless it is there, and hold it to its digest."""
+        block, view = envelope.blocks[index], targets.view(index)
+        if encoded is not None:
+            decode_block(block.codec, encoded, view, base, place)
+        if digest.hash_bytes(kind, view) != block.digest:
+            raise CorruptionError(
+                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object", block=index
+            )
+
     if standalone and row.stored_length == head_bytes + row.raw_length:
         # Nothing in it is compressed, so every block's place is known and whole blocks go straight to the caller.
         head = memoryview(bytearray(head_bytes))
         pieces = [(head_bytes + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
         info = store.objects.get(key, [(0, head), *pieces])
         envelope = _check(head, row, info.size, place)
+        with processors().turn():
+            for index in targets.blocks:
+                settle(index, None, None)
+    elif standalone and whole:
+        # Of what is compressed, one block at a time is in memory, which stays warm, and is decoded while the next one is on its way.
+        def use(info: ObjectInfo, take: Take) -> None:
+            nonlocal envelope
+            envelope = _check(take(head_bytes), row, info.size, place)
+            for index, block in enumerate(envelope.blocks):
+                encoded = take(block.encoded_length)
+                if index in targets:
+                    with processors().turn():
+                        settle(index, encoded, None)
+
+        store.objects.stream(key, row.stored_length, use)
     else:
         # Most of it is fetched together with its head: a request costs more than the rest.
-        whole = 2 * len(targets.blocks) > block_count(row.raw_length)
         stored = lend(row.stored_length if whole else min(row.stored_length, ENVELOPE_BYTES_MAX))
         info = store.objects.get(key, [(0, stored)])
         envelope = _check(stored, row, info.size, place)
@@ -234,25 +260,10 @@ def _fetch_object(
                 found[index], memory = memory[:length], memory[length:]
             store.objects.get(key, [(ends[index], found[index]) for index in targets.blocks], version=info.version)
         bases = _Bases(store, envelope, targets.blocks, place, depth, lend)
-        encoded = {index: (found[index], bases.of(index)) for index in targets.blocks}
-
-    def settle(index: int) -> None:
-        block, view = envelope.blocks[index], targets.view(index)
-        if index in encoded:
-            piece, base = encoded[index]
-            decode_block(block.codec, piece, view, base, place)
-        if digest.hash_bytes(kind, view) != block.digest:
-            raise CorruptionError(
-                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object", block=index
-            )
-
+        needed = {index: bases.of(index) for index in targets.blocks}
+        with processors().turn():
+            processors().share_out(lambda index: settle(index, found[index], needed[index]), targets.blocks)
     with processors().turn():
-        # What is stored as it is takes less time than another thread takes to begin.
-        if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
-            processors().share_out(settle, targets.blocks)
-        else:
-            for index in targets.blocks:
-                settle(index)
         targets.finish()
     return [envelope.blocks[index].digest for index in targets.blocks]
 

@@ -17,7 +17,18 @@ from tierfs.clock import Clock, ManualClock
 from tierfs.digest import Buffer
 from tierfs.errors import CapacityError, CorruptionError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects.protocol import OVERWRITE, Checksum, Listed, ObjectInfo, ObjectTier, PutMode, Range, Version
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Listed,
+    ObjectInfo,
+    ObjectTier,
+    PutMode,
+    Range,
+    Take,
+    Use,
+    Version,
+)
 from tierfs.objects.wrapper import METHODS
 
 __all__ = ["Fault", "FaultyObjects", "PlannedFault"]
@@ -197,6 +208,27 @@ class FaultyObjects:
         if fault is Fault.BIT_FLIP:
             self._flip([out for _, out in ranges])
         return info
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`. It is struck by faults of ``get``."""
+        fault = self._strike("get", [key])
+        flipped = self._below(8 * length) if fault is Fault.BIT_FLIP else -1
+
+        def use_flipped(info: ObjectInfo, take: Take) -> None:
+            left = flipped
+
+            def take_flipped(count: int) -> memoryview:
+                nonlocal left
+                piece = take(count)
+                if 0 <= left < 8 * count:
+                    piece = memoryview(bytearray(piece))
+                    piece[left // 8] ^= 1 << left % 8
+                left -= 8 * count
+                return piece
+
+            use(info, take_flipped)
+
+        self._send(fault, key, lambda: self.inner.stream(key, length, use_flipped))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""

@@ -1,0 +1,48 @@
+"""What gives an object's bytes piece by piece: of those that are in memory, and of those that are still to come."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tierfs.errors import StoreError
+from tierfs.objects.protocol import Take
+
+__all__ = ["taking", "taking_from"]
+
+
+def taking(whole: memoryview) -> Take:
+    """Gives what lies in memory."""
+    at = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal at
+        assert at + count <= len(whole), "more is taken than was asked for"
+        at += count
+        return whole[at - count : at]
+
+    return take
+
+
+def taking_from(read_into: Callable[[memoryview], int | None], memory: memoryview, key: str) -> Take:
+    """Gives what is read, in ``memory``.
+
+    Args:
+        read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end.
+        memory: Long enough for each piece.
+        key: Of the object, for errors.
+    """
+    taken = 0
+
+    def take(count: int) -> memoryview:
+        nonlocal taken
+        assert count <= len(memory), "a piece is larger than may be taken at once"
+        at = 0
+        while at < count:
+            read = read_into(memory[at:count])
+            if not read:
+                raise StoreError(f"{key}: the answer broke off at byte {taken + at}", transient=True, path=key)
+            at += read
+        taken += count
+        return memory[:count]
+
+    return take
