@@ -27,7 +27,8 @@ from tierfs.errors import (
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import CREATE, Checksum, ObjectInfo, Update
 from tierfs.objects.checksums import compute
-from tierfs.objects.cloud import CloudObjects, Content, open_cloud
+from tierfs.objects.cloud import CloudObjects, Content, Sessions, open_cloud
+from tierfs.objects.direct import Direct
 from tierfs.objects.lanes import Lanes
 from tierfs.objects.protocol import Create, Listed, Prefix, PutMode, Range, Version
 from tierfs.objects.spans import GAP_BYTES_MAX
@@ -59,7 +60,7 @@ class Cloud:
         heeds_ranges: Otherwise the whole object comes.
         heeds_pins: Otherwise the current version comes.
         piece_bytes: How much of an answer comes at a time.
-        reads_into: Whether the client fills buffers.
+        reads_into: Whether the client waits itself, and fills buffers.
         breaks_off_after: How many bytes of an answer come at most.
         before_fetch: Called before each.
     """
@@ -79,8 +80,14 @@ class Cloud:
     lock: threading.Lock = field(default_factory=threading.Lock)  # sessions are on several loops
     open_answers: int = 0
 
-    async def connect(self) -> Session:
-        return Session(self)
+    def sessions(self) -> Sessions:
+        async def connect() -> Session:
+            return Session(self)
+
+        return Direct("cloud", lambda: Waiting(self)) if self.reads_into else Lanes("cloud", connect)
+
+    def open(self) -> CloudObjects:
+        return CloudObjects(self.sessions(), Client, ALL, name="cloud://bucket/", bucket="bucket")
 
     def at(self, key: str) -> tuple[bytes, ObjectInfo]:
         with self.lock:
@@ -99,12 +106,22 @@ class Session:
         pass
 
 
+class Waiting:
+    endpoint = "http://cloud"
+
+    def __init__(self, cloud: Cloud) -> None:
+        self.cloud = cloud
+
+    def close(self) -> None:
+        pass
+
+
 class Client:
     """See `CloudClient`."""
 
     deletes_max = 100
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session | Waiting) -> None:
         self.cloud = session.cloud
 
     async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
@@ -189,13 +206,13 @@ def cloud(request: pytest.FixtureRequest) -> Cloud:
 
 @pytest.fixture
 def objects(cloud: Cloud) -> CloudObjects:
-    return CloudObjects(Lanes("cloud", cloud.connect), Client, ALL, name="cloud://bucket/", bucket="bucket")
+    return cloud.open()
 
 
 class TestCloudObjects(ObjectTierTests):
     @pytest.fixture
     def objects(self, cloud: Cloud) -> CloudObjects:
-        return CloudObjects(Lanes("cloud", cloud.connect), Client, ALL, name="cloud://bucket/", bucket="bucket")
+        return cloud.open()
 
 
 class TestCloudObjectsThatIgnoreRangesAndPins(ObjectTierTests):
@@ -203,7 +220,7 @@ class TestCloudObjectsThatIgnoreRangesAndPins(ObjectTierTests):
     def objects(self, cloud: Cloud) -> CloudObjects:
         cloud.heeds_ranges = cloud.heeds_pins = False
         cloud.piece_bytes = 65_536
-        return CloudObjects(Lanes("cloud", cloud.connect), Client, ALL, name="cloud://bucket/", bucket="bucket")
+        return cloud.open()
 
 
 def _ranges(content: bytes, spans: Sequence[tuple[int, int]]) -> tuple[list[Range], list[bytes]]:
@@ -288,10 +305,17 @@ def test_a_server_that_ignores_pins_is_found_out(cloud: Cloud, objects: CloudObj
 def test_an_answer_that_breaks_off_is_to_be_asked_for_again(cloud: Cloud, objects: CloudObjects, come: int) -> None:
     objects.put("a", [bytes(5000)])
     cloud.breaks_off_after = come
-    for ask in (lambda: objects.get("a", [(0, memoryview(bytearray(5000)))]), lambda: objects.read("a", 5000)):
+    used: list[bytes] = []
+    for ask in (
+        lambda: objects.get("a", [(0, memoryview(bytearray(5000)))]),
+        lambda: objects.read("a", 5000),
+        lambda: objects.stream("a", 5000, lambda _, take: [used.append(bytes(take(500))) for _ in range(10)]),
+    ):
         with pytest.raises(StoreError, match=f"broke off at byte {come} of 5000") as caught:
             ask()
         assert caught.value.transient
+    assert len(used) == (come // 500 if cloud.reads_into else 0)
+    assert cloud.open_answers == 0
 
 
 def test_an_answer_may_be_longer_than_what_was_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
@@ -317,6 +341,16 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
     monkeypatch.setattr(Client, "fetch", shifted)
     with pytest.raises(StoreError, match="begins at byte 4, behind byte 2"):
         objects.get("a", [(2, memoryview(bytearray(3)))])
+    with pytest.raises(StoreError, match="begins at byte 2, behind byte 0"):
+        objects.stream("a", 5, lambda _, take: take(5))
+
+
+def test_what_is_streamed_is_one_request(cloud: Cloud, objects: CloudObjects) -> None:
+    objects.put("a", [bytes(5_000_000)])
+    cloud.piece_bytes = 10_009
+    objects.stream("a", 4_000_000, lambda _, take: [take(1_000_000) for _ in range(4)])
+    assert cloud.fetched == [(0, 4_000_000)]
+    assert cloud.open_answers == 0
 
 
 def test_an_object_that_changes_between_two_requests_is_to_be_read_again(cloud: Cloud, objects: CloudObjects) -> None:
@@ -460,8 +494,9 @@ def test_keys_to_delete_may_come_from_a_listing(objects: CloudObjects) -> None:
     assert list(objects.list("")) == []
 
 
-def test_what_it_is_made_of_is_shown(objects: CloudObjects) -> None:
-    assert repr(objects) == "CloudObjects('cloud://bucket/', Lanes('cloud', loops_max=4))"
+def test_what_it_is_made_of_is_shown(cloud: Cloud, objects: CloudObjects) -> None:
+    sessions = "Direct('cloud')" if cloud.reads_into else "Lanes('cloud', loops_max=4)"
+    assert repr(objects) == f"CloudObjects('cloud://bucket/', {sessions})"
 
 
 class Lent(bytearray):
@@ -492,11 +527,11 @@ def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudO
 )
 def test_a_url_with_credentials_is_refused_without_a_word_of_them(cloud: Cloud, path: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        open_cloud(Lanes("cloud", cloud.connect), Client, path, scheme="cloud", checksums=())
+        open_cloud(cloud.sessions(), Client, path, scheme="cloud", checksums=())
     assert str(caught.value).startswith("cloud:// takes no credentials in its URL: give them as options")
 
 
 @pytest.mark.parametrize("path", ["bucket/run/a:b@c", "bucket/a:b/c@d", "us@er/base", "arn:aws:s3:::bucket/base"])
 def test_what_looks_like_credentials_and_is_none_is_taken(cloud: Cloud, path: str) -> None:
-    objects = open_cloud(Lanes("cloud", cloud.connect), Client, path, scheme="cloud", checksums=())
+    objects = open_cloud(cloud.sessions(), Client, path, scheme="cloud", checksums=())
     assert f"cloud://{path}" in repr(objects)

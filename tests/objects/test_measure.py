@@ -24,6 +24,7 @@ def test_every_method_is_counted_apart(memory: MemoryObjects) -> None:
     objects = MeasuredObjects(memory, ManualClock())
     info = objects.put("a", [b"0123", memoryview(b"456789")])
     objects.get("a", [(0, memoryview(bytearray(4))), (2, memoryview(bytearray(3)))])
+    objects.stream("a", 9, lambda _, take: take(2))
     objects.read("a", 100)
     objects.head("a")
     objects.head("a")
@@ -33,7 +34,7 @@ def test_every_method_is_counted_apart(memory: MemoryObjects) -> None:
     counted = {method: (of["requests"], of["errors"], of["bytes"]) for method, of in objects.snapshot().items()}
     assert counted == {
         "put": (1, 0, 10),
-        "get": (1, 0, 7),
+        "get": (2, 0, 16),
         "read": (1, 0, 10),
         "head": (2, 0, 0),
         "list": (1, 0, 0),

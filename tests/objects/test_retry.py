@@ -35,6 +35,16 @@ def test_a_request_is_sent_until_it_succeeds(faulty: FaultyObjects) -> None:
     assert objects.retries == 4
 
 
+def test_a_stream_is_used_from_its_beginning_again(faulty: FaultyObjects) -> None:
+    for fault in (Fault.LOST_RESPONSE, Fault.REFUSED, Fault.LOST_RESPONSE):
+        faulty.inject(fault, method="get")
+    objects = RetryingObjects(faulty, clock=ManualClock())
+    used: list[bytes] = []
+    objects.stream("a", 7, lambda _, take: used.append(bytes(take(3)) + bytes(take(4))))
+    assert used == [b"content"] * 3
+    assert objects.retries == 3
+
+
 def test_the_last_failure_is_raised(faulty: FaultyObjects) -> None:
     _refuse(faulty, 3)
     objects = RetryingObjects(faulty, attempts=3, clock=ManualClock())

@@ -49,6 +49,9 @@ class Crashing(WrappedObjects):
     def get(self, *args, **kwargs):
         return self.call("get", *args, **kwargs)
 
+    def stream(self, *args, **kwargs):
+        return self.call("stream", *args, **kwargs)
+
     def read(self, *args, **kwargs):
         return self.call("read", *args, **kwargs)
 

@@ -177,6 +177,16 @@ def test_one_bit_of_all_ranges_flips(faulty: FaultyObjects) -> None:
         assert _differing_bits(bytes(out), b"something") == 1
 
 
+def test_one_bit_of_a_stream_flips(faulty: FaultyObjects, memory: MemoryObjects) -> None:
+    faulty.put("a", [b"something"])
+    for _ in range(20):
+        faulty.inject(Fault.BIT_FLIP, method="get")
+        pieces: list[bytes] = []
+        faulty.stream("a", 9, lambda _, take, pieces=pieces: pieces.extend(bytes(take(3)) for _ in range(3)))  # type: ignore[misc]
+        assert _differing_bits(b"".join(pieces), b"something") == 1
+    assert memory.read("a", 100)[0] == b"something"
+
+
 def test_an_empty_read_has_no_bit_to_flip(faulty: FaultyObjects) -> None:
     faulty.put("a", [])
     faulty.inject(Fault.BIT_FLIP)

@@ -46,6 +46,7 @@ from tierfs.objects.protocol import (
     ObjectInfo,
     ObjectTier,
     Prefix,
+    Take,
     Update,
     Version,
 )
@@ -283,6 +284,67 @@ class ObjectTierTests:
         with pytest.raises(ConflictError):
             objects.get("a", [(0, memoryview(bytearray(5)))], version=first.version)
 
+    @pytest.mark.parametrize("length", [0, 1, 1 << 20, (3 << 20) + 5])
+    def test_a_stream_gives_an_object_piece_by_piece(self, objects: ObjectTier, length: int) -> None:
+        content = Random(21).randbytes((3 << 20) + 5)
+        info = objects.put("run/a", [content])
+        pieces: list[bytes] = []
+
+        def use(found: ObjectInfo, take: Take) -> None:
+            assert (found, threading.get_ident()) == (info, here)
+            del pieces[:]
+            left = length
+            while left:
+                pieces.append(bytes(take(min(left, (1 << 20) if len(pieces) % 2 else 1000))))
+                left -= len(pieces[-1])
+
+        here = threading.get_ident()
+        objects.stream("run/a", length, use)
+        assert b"".join(pieces) == content[:length]
+
+    def test_not_all_of_a_stream_has_to_be_taken(self, objects: ObjectTier) -> None:
+        objects.put("a", [bytes(5 << 20)])
+        for count in (0, 1, 1000):
+            objects.stream("a", 5 << 20, lambda _, take, count=count: take(count))  # type: ignore[misc]
+        assert _content(objects, "a") == bytes(5 << 20)
+
+    def test_a_stream_past_the_end_is_corruption(self, objects: ObjectTier) -> None:
+        objects.put("a", [b"0123456789"])
+        used: list[ObjectInfo] = []
+        with pytest.raises(CorruptionError):
+            objects.stream("a", 11, lambda info, _: used.append(info))
+        assert not used
+
+    def test_what_is_raised_while_a_stream_is_used_is_raised(self, objects: ObjectTier) -> None:
+        objects.put("a", [bytes(3 << 20)])
+        failure = CorruptionError("not what was expected")
+
+        def use(_: ObjectInfo, take: Take) -> None:
+            take(1000)
+            raise failure
+
+        for _ in range(3):
+            with pytest.raises(CorruptionError) as caught:
+                objects.stream("a", 3 << 20, use)
+            assert caught.value is failure
+        assert _content(objects, "a") == bytes(3 << 20)
+
+    def test_streams_at_once_do_not_disturb_each_other(self, objects: ObjectTier) -> None:
+        contents = [Random(racer).randbytes(2 << 20) for racer in range(RACERS)]
+        for racer, content in enumerate(contents):
+            objects.put(f"run/{racer}", [content])
+
+        def read(racer: int) -> bytes:
+            pieces: list[bytes] = []
+
+            def use(_: ObjectInfo, take: Take) -> None:
+                pieces[:] = [bytes(take(1 << 17)) for _ in range(16)]
+
+            objects.stream(f"run/{racer}", 2 << 20, use)
+            return b"".join(pieces)
+
+        assert _together(read) == contents
+
     def test_a_read_takes_an_object_of_just_the_limit(self, objects: ObjectTier) -> None:
         objects.put("a", [b"12345"])
         assert objects.read("a", 5)[0] == b"12345"
@@ -306,6 +368,8 @@ class ObjectTierTests:
             objects.read(key, 100)
         with pytest.raises(NotFoundError):
             objects.get(key, [(0, memoryview(bytearray(1)))])
+        with pytest.raises(NotFoundError):
+            objects.stream(key, 1, lambda _, take: take(1))
         with pytest.raises(NotFoundError):
             objects.delete_version(key, Version("1"))
 
