@@ -503,7 +503,7 @@ class Lent(bytearray):
     """A buffer that can be asked whether it is there still."""
 
 
-@pytest.mark.parametrize("verb", ["put", "get"])
+@pytest.mark.parametrize("verb", ["put", "get", "stream"])
 def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudObjects, verb: str) -> None:
     lent = Lent(8)
     alive = weakref.ref(lent)
@@ -514,8 +514,10 @@ def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudO
         with pytest.raises((StoreError, NotFoundError)):
             if verb == "put":
                 objects.put("a", [lent])
-            else:
+            elif verb == "get":
                 objects.get("a", [(0, memoryview(lent))])
+            else:
+                objects.stream("a", 8, lambda _, take, lent=lent: lent.extend(take(8)))  # type: ignore[misc]
         del lent
         assert alive() is None
     finally:

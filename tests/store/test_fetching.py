@@ -14,6 +14,7 @@ import pytest
 from saving import Flushing, Training, condemn, remove
 from tiered import MIB, Host
 
+from tierfs.buffers import Buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.flush.levels import Level
@@ -338,22 +339,43 @@ def test_any_range_comes_out_the_same_on_however_many_threads(saved, flushing, t
             assert out == data[start:end]
 
 
-def test_blocks_are_decoded_on_many_threads(flushing, monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+def test_of_a_chunk_that_is_read_whole_a_block_at_a_time_is_in_memory(objects, flushing, monkeypatch):
     row, raw = chunk_of(flushing, 8)
+    measured = MeasuredObjects(objects)
+    store = Store(measured, flushing.descriptor, url="store")
+    lent, lend = [], Buffers.lend
+
+    def lend_it(self, length):
+        lent.append(length)
+        return lend(self, length)
+
+    monkeypatch.setattr(Buffers, "lend", lend_it)
+    out = bytearray(len(raw))
+    fetch(store, row, [(0, memoryview(out))], "file")
+    assert out == raw
+    assert measured.snapshot()["get"]["requests"] == 1
+    assert max(lent, default=0) <= MIB
+
+
+def test_blocks_of_a_delta_are_decoded_on_many_threads(flushing, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    base, reference = chunk_of(flushing, 8)
+    raw = data_like(reference)
+    row = store_against(flushing.store, raw, base, reference)
     seen, both = set(), threading.Event()
 
     def meet(*args):
-        seen.add(threading.get_ident())
-        if len(seen) > 1:
-            both.set()
-        assert both.wait(20)
+        if args[0] == Codec.DPLANE:
+            seen.add(threading.get_ident())
+            if len(seen) > 1:
+                both.set()
+            assert both.wait(20)
         decode_block(*args)
 
     monkeypatch.setattr("tierfs.store.fetching.decode_block", meet)
-    out = bytearray(8 * MIB)
+    out = bytearray(len(raw))
     fetch(flushing.bare(), row, [(0, memoryview(out))], "file")
-    assert out == raw[: 8 * MIB]
+    assert out == raw
     assert len(seen) == 2
     assert threading.get_ident() in seen
 

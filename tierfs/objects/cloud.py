@@ -207,7 +207,7 @@ class CloudObjects:
             async with client.fetch(key, 0, length, None) as content:
                 _check(key, content, Span(0, length), None)
                 assert content.read_into is not None, "a client that waits fills buffers"
-                use(content.info, taking_from(content.read_into, memory, key))
+                use(content.info, taking_from(content.read_into, length, memory, key))
 
         with self._translated(key), buffers().lend(min(length, BLOCK_BYTES)) as memory:
             self._sessions.run(lambda session: receive(self._client(session), memory))

@@ -81,10 +81,11 @@ class Direct(Generic[SessionT]):
                     outcomes.append(await call)
                 except Exception as error:  # noqa: BLE001, PERF203 - for the caller to raise
                     outcomes.append(error)
+            return outcomes
         finally:
             for call in calls:
                 call.close()
-        return outcomes
+            del outcomes  # an error holds this frame: it would hold itself, and all that was lent, until collected
 
     def _session(self) -> SessionT:
         with self._lock:

@@ -153,7 +153,7 @@ class LocalObjects:
         with self._reading(key) as (file, info), buffers().lend(min(length, BLOCK_BYTES)) as memory:
             if info.size < length:
                 raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
-            use(info, taking_from(file.readinto, memory, key))
+            use(info, taking_from(file.readinto, length, memory, key))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""

@@ -23,11 +23,12 @@ def taking(whole: memoryview) -> Take:
     return take
 
 
-def taking_from(read_into: Callable[[memoryview], int | None], memory: memoryview, key: str) -> Take:
+def taking_from(read_into: Callable[[memoryview], int | None], length: int, memory: memoryview, key: str) -> Take:
     """Gives what is read, in ``memory``.
 
     Args:
         read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end.
+        length: Bytes that will come.
         memory: Long enough for each piece.
         key: Of the object, for errors.
     """
@@ -40,7 +41,9 @@ def taking_from(read_into: Callable[[memoryview], int | None], memory: memoryvie
         while at < count:
             read = read_into(memory[at:count])
             if not read:
-                raise StoreError(f"{key}: the answer broke off at byte {taken + at}", transient=True, path=key)
+                raise StoreError(
+                    f"{key}: the answer broke off at byte {taken + at} of {length}", transient=True, path=key
+                )
             at += read
         taken += count
         return memory[:count]

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.codec import Codec, decode_block
-from tierfs.digest import BLOCK_BYTES
+from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.flush.draft import local_name
 from tierfs.format import keys
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.header import HEADER_BYTES, peek_kind
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Row
 from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
@@ -234,7 +235,11 @@ def _fetch_object(
         # Of what is compressed, one block at a time is in memory, which stays warm, and is decoded while the next one is on its way.
         def use(info: ObjectInfo, take: Take) -> None:
             nonlocal envelope
-            envelope = _check(take(head_bytes), row, info.size, place)
+            head = bytes(take(HEADER_BYTES))
+            _, length = peek_kind(head, place)
+            if HEADER_BYTES < length <= min(row.stored_length, ENVELOPE_BYTES_MAX):
+                head += take(length - HEADER_BYTES)
+            envelope = _check(head, row, info.size, place)
             for index, block in enumerate(envelope.blocks):
                 encoded = take(block.encoded_length)
                 if index in targets:
@@ -262,7 +267,12 @@ def _fetch_object(
         bases = _Bases(store, envelope, targets.blocks, place, depth, lend)
         needed = {index: bases.of(index) for index in targets.blocks}
         with processors().turn():
-            processors().share_out(lambda index: settle(index, found[index], needed[index]), targets.blocks)
+            # What is stored as it is takes less time than another thread takes to begin.
+            if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
+                processors().share_out(lambda index: settle(index, found[index], needed[index]), targets.blocks)
+            else:
+                for index in targets.blocks:
+                    settle(index, found[index], needed[index])
     with processors().turn():
         targets.finish()
     return [envelope.blocks[index].digest for index in targets.blocks]
@@ -365,7 +375,7 @@ class _Bases:
         return needed
 
 
-def _check(head: memoryview, row: Row, size: int, place: str) -> Envelope:
+def _check(head: Buffer, row: Row, size: int, place: str) -> Envelope:
     envelope = Envelope.decode(head, place, stored_length=size)
     if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (
         row.name.digest,
