@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import http.server
 import io
 import threading
@@ -14,7 +16,7 @@ import pytest
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
 from tierfs.objects.direct import Direct
-from tierfs.objects.s3 import connect_s3, open_s3
+from tierfs.objects.s3 import _copy_into, connect_s3, open_s3
 
 
 class Session:
@@ -220,6 +222,41 @@ def test_the_options_stay_as_they_were_given() -> None:
     options = {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
     connect_s3(options).close()
     assert options == {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_garbage_is_collected_while_a_client_is_made(monkeypatch, is_enabled, fails) -> None:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    import botocore.session
+
+    seen: list[bool] = []
+    create = botocore.session.Session.create_client
+
+    def create_client(*arguments: Any, **options: Any) -> Any:
+        seen.append(gc.isenabled())
+        if fails:
+            raise ValueError("no")
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(botocore.session.Session, "create_client", create_client)
+    (gc.enable if is_enabled else gc.disable)()
+    try:
+        with pytest.raises(InvalidInputError) if fails else contextlib.nullcontext():
+            connect_s3({"key": "a", "secret": "b"}).close()
+        assert gc.isenabled() is is_enabled
+    finally:
+        gc.enable()
+    assert seen == [False]
+
+
+def test_buffers_are_filled_without_what_urllib3_has_of_its_own() -> None:
+    body, out = io.BytesIO(b"0123456789"), memoryview(bytearray(7))
+    assert [(_copy_into(body, out), bytes(out)) for _ in range(3)] == [
+        (7, b"0123456"),
+        (3, b"7893456"),
+        (0, b"7893456"),
+    ]
 
 
 _OPTIONS = {"key": "a", "secret": "b", "config_kwargs": {"retries": {"max_attempts": 0}}}
