@@ -345,6 +345,14 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
         objects.stream("a", 5, lambda _, take: take(5))
 
 
+def test_where_nothing_may_be_taken_no_bytes_are_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
+    info = objects.put("a", [b"content"])
+    used: list[ObjectInfo] = []
+    objects.stream("a", 0, lambda found, _: used.append(found))
+    assert used == [info]
+    assert cloud.fetched == []
+
+
 def test_what_is_streamed_is_one_request(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [bytes(5_000_000)])
     cloud.piece_bytes = 10_009
