@@ -8,12 +8,13 @@ import itertools
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from random import Random
 
 import pytest
 
+from tierfs.buffers import Buffers
 from tierfs.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -343,6 +344,23 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
         objects.get("a", [(2, memoryview(bytearray(3)))])
     with pytest.raises(StoreError, match="begins at byte 2, behind byte 0"):
         objects.stream("a", 5, lambda _, take: take(5))
+
+
+def test_who_waits_has_little_in_memory_of_a_stream(
+    cloud: Cloud, objects: CloudObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objects.put("a", [bytes(5_000_000)])
+    lent: list[int] = []
+    lend = Buffers.lend
+
+    def lend_it(self: Buffers, length: int) -> AbstractContextManager[memoryview]:
+        lent.append(length)
+        return lend(self, length)
+
+    monkeypatch.setattr(Buffers, "lend", lend_it)
+    objects.stream("a", 5_000_000, lambda _, take: [take(1_000_000) for _ in range(5)])
+    assert objects.streams == cloud.reads_into
+    assert lent == ([1 << 20] if cloud.reads_into else [5_000_000])
 
 
 def test_where_nothing_may_be_taken_no_bytes_are_asked_for(cloud: Cloud, objects: CloudObjects) -> None:

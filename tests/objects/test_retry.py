@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from random import Random
 
 import pytest
@@ -172,3 +174,22 @@ def test_the_limits_are_shown(faulty: FaultyObjects) -> None:
 def test_a_limit_that_makes_no_sense_is_refused(faulty: FaultyObjects) -> None:
     with pytest.raises(InvalidInputError):
         RetryingObjects(faulty, attempts=0)
+
+
+def test_what_was_lent_is_let_go_of_with_the_last_failure(faulty: FaultyObjects) -> None:
+    class Lent(bytearray):
+        pass
+
+    _refuse(faulty, 1)
+    lent = Lent(7)
+    alive = weakref.ref(lent)
+    objects = RetryingObjects(faulty, attempts=1, clock=ManualClock())
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(StoreError, match="refused"):
+            objects.get("a", [(0, memoryview(lent))])
+        del lent
+        assert alive() is None
+    finally:
+        gc.enable()

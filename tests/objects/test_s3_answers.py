@@ -6,6 +6,7 @@ import contextlib
 import gc
 import http.server
 import io
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -235,6 +236,10 @@ def test_no_garbage_is_collected_while_a_client_is_made(monkeypatch, is_enabled,
 
     def create_client(*arguments: Any, **options: Any) -> Any:
         seen.append(gc.isenabled())
+        child = os.fork()
+        if not child:
+            os._exit(int(gc.isenabled() is not is_enabled))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         if fails:
             raise ValueError("no")
         return create(*arguments, **options)

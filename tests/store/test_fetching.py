@@ -20,13 +20,14 @@ from tierfs.errors import CorruptionError, FormatError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.envelope import Base
-from tierfs.objects import MeasuredObjects
+from tierfs.objects import LocalObjects, MeasuredObjects
 from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
 from tierfs.store.encoding import Encoded, Plan, blocks_of, encode_chunk
 from tierfs.store.fetching import fetch, find_chunk, inspect
 from tierfs.store.records import observe
+from tierfs.testing import Fault, FaultyObjects
 
 PATHS = ("run/step_1/shard", "run/step_2/shard")
 
@@ -339,9 +340,16 @@ def test_any_range_comes_out_the_same_on_however_many_threads(saved, flushing, t
             assert out == data[start:end]
 
 
-def test_of_a_chunk_that_is_read_whole_a_block_at_a_time_is_in_memory(objects, flushing, monkeypatch):
-    row, raw = chunk_of(flushing, 8)
-    measured = MeasuredObjects(objects)
+@pytest.fixture
+def streaming(tmp_path):
+    """A store whose object tier gives bytes as they come, a chunk there, and its bytes."""
+    flushing = Flushing(LocalObjects(tmp_path / "store"))
+    return flushing, *chunk_of(flushing, 8)
+
+
+def test_of_a_chunk_that_comes_a_block_at_a_time_is_in_memory(streaming, monkeypatch):
+    flushing, row, raw = streaming
+    measured = MeasuredObjects(flushing.store.objects)
     store = Store(measured, flushing.descriptor, url="store")
     lent, lend = [], Buffers.lend
 
@@ -354,18 +362,81 @@ def test_of_a_chunk_that_is_read_whole_a_block_at_a_time_is_in_memory(objects, f
     fetch(store, row, [(0, memoryview(out))], "file")
     assert out == raw
     assert measured.snapshot()["get"]["requests"] == 1
-    assert max(lent, default=0) <= MIB
+    assert max(lent) == MIB
 
 
-def test_blocks_of_a_delta_are_decoded_on_many_threads(flushing, monkeypatch):
+@pytest.mark.parametrize("change", ["1", "5", "15", "16", "100", "less", "more"])
+def test_a_chunk_of_another_length_than_its_row_tells_is_refused(streaming, change):
+    flushing, row, raw = streaming
+    length = {"less": row.stored_length - 1, "more": row.stored_length + 1}.get(change) or int(change)
+    with pytest.raises(CorruptionError):
+        fetch(
+            flushing.bare(),
+            dataclasses.replace(row, stored_length=length),
+            [(0, memoryview(bytearray(len(raw))))],
+            "file",
+        )
+
+
+@pytest.mark.parametrize("length", [0, 15, 16, 17, 1 << 20, (1 << 32) - 1])
+def test_a_chunk_that_lies_about_its_heads_length_is_refused(streaming, length):
+    flushing, row, raw = streaming
+    objects, key = flushing.store.objects, keys.chunk_key(row.name)
+    stored = bytearray(objects.read(key, row.stored_length)[0])
+    stored[12:16] = length.to_bytes(4, "little")
+    objects.put(key, [stored])
+    with pytest.raises((CorruptionError, FormatError)):
+        fetch(flushing.bare(), row, [(0, memoryview(bytearray(len(raw))))], "file")
+
+
+def test_a_bit_that_flips_in_a_chunk_that_comes_is_found(streaming):
+    flushing, row, raw = streaming
+    for seed in range(20):
+        faulty = FaultyObjects(flushing.store.objects, seed=seed)
+        store = Store(faulty, flushing.descriptor, url="store")
+        faulty.inject(Fault.BIT_FLIP, method="get")
+        out = bytearray(len(raw))
+        fetch(store, row, [(0, memoryview(out))], "file")  # read once more
+        assert out == raw
+        faulty.inject(Fault.BIT_FLIP, method="get")
+        faulty.inject(Fault.BIT_FLIP, method="get")
+        with pytest.raises((CorruptionError, FormatError)):
+            fetch(store, row, [(0, memoryview(out))], "file")
+
+
+def test_no_more_chunks_are_decoded_at_once_than_there_are_processors(streaming, monkeypatch):
+    flushing, row, raw = streaming
+    alone = Processors(1)
+    monkeypatch.setattr("tierfs.store.fetching.processors", lambda: alone)
+    going, most = [], []
+
+    def slowly(*args):
+        going.append(1)
+        most.append(len(going))
+        time.sleep(0.001)
+        decode_block(*args)
+        going.pop()
+
+    monkeypatch.setattr("tierfs.store.fetching.decode_block", slowly)
+    store = flushing.bare()
+    outs = [bytearray(len(raw)) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda out: fetch(store, row, [(0, memoryview(out))], "file"), outs))
+    assert all(out == raw for out in outs)
+    assert max(most) == 1
+
+
+@pytest.mark.parametrize("codec", [Codec.PLANE, Codec.DPLANE])
+def test_blocks_of_a_chunk_that_is_there_are_decoded_on_many_threads(flushing, monkeypatch, codec):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
-    base, reference = chunk_of(flushing, 8)
-    raw = data_like(reference)
-    row = store_against(flushing.store, raw, base, reference)
+    row, raw = chunk_of(flushing, 8)
+    if codec is Codec.DPLANE:
+        base, reference, raw = row, raw, data_like(raw)
+        row = store_against(flushing.store, raw, base, reference)
     seen, both = set(), threading.Event()
 
     def meet(*args):
-        if args[0] == Codec.DPLANE:
+        if args[0] == codec:
             seen.add(threading.get_ident())
             if len(seen) > 1:
                 both.set()

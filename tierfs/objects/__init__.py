@@ -25,7 +25,9 @@ from tierfs.objects.protocol import (
     Prefix,
     PutMode,
     Range,
+    Take,
     Update,
+    Use,
     Version,
 )
 from tierfs.objects.retry import RetryingObjects
@@ -53,7 +55,9 @@ __all__ = [
     "PutMode",
     "Range",
     "RetryingObjects",
+    "Take",
     "Update",
+    "Use",
     "Version",
     "WrappedObjects",
     "as_promised",

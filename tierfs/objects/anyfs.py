@@ -89,7 +89,12 @@ class FsspecObjects:
 
     Raises:
         InvalidInputError: The filesystem is asynchronous.
+
+    Attributes:
+        streams: See `ObjectTier`.
     """
+
+    streams = False
 
     def __init__(self, fs: fsspec.AbstractFileSystem, root: str, *, clock: Clock | None = None) -> None:
         if getattr(fs, "asynchronous", False):

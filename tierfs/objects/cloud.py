@@ -147,6 +147,11 @@ class CloudObjects:
         """See `ObjectTier.capabilities`."""
         return self._capabilities
 
+    @property
+    def streams(self) -> bool:
+        """See `ObjectTier.streams`."""
+        return self._sessions.waits
+
     def places(self) -> tuple[str, ...]:
         """See `ObjectTier.places`."""
 

@@ -73,7 +73,12 @@ class LocalObjects:
 
     Args:
         root: The directory; made by the first put where it is missing.
+
+    Attributes:
+        streams: See `ObjectTier`.
     """
+
+    streams = True
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))

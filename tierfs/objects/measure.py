@@ -31,7 +31,7 @@ class MeasuredObjects(WrappedObjects):
 
     An error is whatever keeps a request from being answered: that an object is missing, exists already or has changed
     is an answer. Bytes are those of objects, in requests that succeeded. Seconds are the callers' waiting added up, so
-    with many threads they pass faster than a clock's. A listing is one request.
+    with many threads they pass faster than a clock's; what is made of a stream while it comes is waited for, too. A listing is one request.
 
     Args:
         inner: The tier to send to.

@@ -60,7 +60,12 @@ class MemoryObjects:
 
     Args:
         root: Absolute path there, like ``/bucket/run``.
+
+    Attributes:
+        streams: See `ObjectTier`.
     """
+
+    streams = False
 
     def __init__(self, root: str) -> None:
         self.root = "/" + root.strip("/")

@@ -115,6 +115,10 @@ class ObjectTier(Protocol):
     def capabilities(self) -> Capabilities:
         """What this endpoint promises. Costs nothing."""
 
+    @property
+    def streams(self) -> bool:
+        """Whether `stream` gives bytes while others come. Otherwise all of them are in memory before it gives the first."""
+
     def places(self) -> tuple[str, ...]:
         """Names of where this is: two tiers of one host that have one in common are the same. No secrets, no request.
 
@@ -154,19 +158,20 @@ class ObjectTier(Protocol):
         """
 
     def stream(self, key: str, length: int, use: Use) -> None:
-        """Have the first ``length`` bytes of an object used as they come, in one request, instead of when all are there.
+        """Have the first ``length`` bytes of an object used piece by piece, from one version.
 
         Args:
             key: Its key.
             length: How many may be taken.
             use: Called on this thread; again, and from the first byte on, where the request is sent again. While it runs a
-                request is under way, so it must ask nothing of the tier.
+                request may be under way, so it must ask nothing of the tier. The time that it takes counts as the request's.
 
         Raises:
             NotFoundError: Nothing is there.
             CorruptionError: The object is too short.
+            ConflictError: It was changed meanwhile.
             StoreError, ReadOnlyError: It failed, perhaps after some were used.
-            Exception: What ``use`` raises, if it is one of tierfs' errors; otherwise a `StoreError` may stand for it.
+            TierfsError: What ``use`` raises. Of its other errors the tier may make one of its own.
         """
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:

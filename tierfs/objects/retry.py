@@ -78,7 +78,8 @@ class RetryingObjects(WrappedObjects):
             try:
                 return send()
             except StoreError as error:
-                self._wait(request, attempt, error)
+                if not self._wait(request, attempt, error):
+                    raise
             attempt += 1
 
     def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
@@ -92,15 +93,16 @@ class RetryingObjects(WrappedObjects):
                         given.add(listed.key)
                         yield listed
             except StoreError as error:
-                self._wait(request, attempt, error)
+                if not self._wait(request, attempt, error):
+                    raise
             else:
                 return
             attempt += 1
 
-    def _wait(self, request: Request, attempt: int, error: StoreError) -> None:
-        """Wait before the next attempt, or raise where there is none."""
+    def _wait(self, request: Request, attempt: int, error: StoreError) -> bool:
+        """Wait before the next attempt; whether there is one."""
         if not error.transient or attempt >= self.attempts:
-            raise error
+            return False
         bound_s = min(self.delay_s_max, self.delay_s * 2 ** (attempt - 1))
         with self._lock:
             self.retries += 1
@@ -116,3 +118,4 @@ class RetryingObjects(WrappedObjects):
             error,
         )
         self._clock.sleep(wait_s)
+        return True

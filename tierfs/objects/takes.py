@@ -28,7 +28,7 @@ def taking_from(read_into: Callable[[memoryview], int | None], length: int, memo
 
     Args:
         read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end.
-        length: Bytes that will come.
+        length: How many there are, for errors as well.
         memory: Long enough for each piece.
         key: Of the object, for errors.
     """

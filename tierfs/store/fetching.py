@@ -231,11 +231,11 @@ def _fetch_object(
         with processors().turn():
             for index in targets.blocks:
                 settle(index, None, None)
-    elif standalone and whole:
+    elif standalone and whole and store.objects.streams:
         # Of what is compressed, one block at a time is in memory, which stays warm, and is decoded while the next one is on its way.
         def use(info: ObjectInfo, take: Take) -> None:
             nonlocal envelope
-            head = bytes(take(HEADER_BYTES))
+            head = bytes(take(min(HEADER_BYTES, row.stored_length)))
             _, length = peek_kind(head, place)
             if HEADER_BYTES < length <= min(row.stored_length, ENVELOPE_BYTES_MAX):
                 head += take(length - HEADER_BYTES)

@@ -182,6 +182,11 @@ class FaultyObjects:
         """See `ObjectTier.capabilities`."""
         return self.inner.capabilities
 
+    @property
+    def streams(self) -> bool:
+        """See `ObjectTier.streams`."""
+        return self.inner.streams
+
     def places(self) -> tuple[str, ...]:
         """See `ObjectTier.places`."""
         return self.inner.places()
