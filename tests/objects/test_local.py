@@ -198,6 +198,18 @@ def test_a_put_answers_its_own_version_when_it_is_overwritten_at_once(
         objects.put("run/a", [b"mine again"], mode=Update(mine.version))
 
 
+def test_a_file_that_somebody_writes_to_while_it_is_read_is_a_conflict(objects: LocalObjects, root: Path) -> None:
+    objects.put("a", [bytes(2000)])
+
+    def use(_: object, take: Callable[[int], memoryview]) -> None:
+        take(1000)
+        with open(root / "a", "r+b") as file:
+            file.write(b"other")
+
+    with pytest.raises(ConflictError, match="was changed while it was being read"):
+        objects.stream("a", 2000, use)
+
+
 def test_versions_differ_where_times_are_whole_seconds_and_inodes_are_used_again(
     objects: LocalObjects, monkeypatch: pytest.MonkeyPatch
 ) -> None:
