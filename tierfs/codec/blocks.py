@@ -207,18 +207,20 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
         out[:] = frames.decompress(encoded, len(out))
         return
     from tierfs.codec import constant, derive, differences, planes, sparse  # noqa: PLC0415
+    from tierfs.codec.scratch import lent  # noqa: PLC0415
 
     factor = Codec(codec).base_factor
     reference = memoryview(b"") if base is None else base
     if factor and len(reference) != factor * len(out):
         raise FormatError(f"{where}: codec {codec} with {len(reference)} bytes of base for {len(out)}", path=where)
-    if codec == Codec.CONST:
-        constant.decode_constant(encoded, out)
-    elif codec == Codec.PLANE:
-        planes.decode_plane(encoded, out)
-    elif codec == Codec.DPLANE:
-        differences.decode_difference(encoded, out, reference)
-    elif codec == Codec.SPARSE:
-        sparse.decode_sparse(encoded, out, reference)
-    else:
-        derive.decode_derived(encoded, out, reference)
+    with lent():
+        if codec == Codec.CONST:
+            constant.decode_constant(encoded, out)
+        elif codec == Codec.PLANE:
+            planes.decode_plane(encoded, out)
+        elif codec == Codec.DPLANE:
+            differences.decode_difference(encoded, out, reference)
+        elif codec == Codec.SPARSE:
+            sparse.decode_sparse(encoded, out, reference)
+        else:
+            derive.decode_derived(encoded, out, reference)

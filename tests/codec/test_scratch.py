@@ -1,0 +1,81 @@
+"""Memory to work in: one's own, or what another thread has worked in."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from tierfs.codec import Codec, Coding, decode_block, encode_block
+from tierfs.codec import scratch as module
+from tierfs.codec.scratch import lent, scratch
+
+
+@pytest.fixture(autouse=True)
+def none_is_free(monkeypatch):
+    monkeypatch.setattr(module, "_free", [])
+
+
+def on_a_thread(work):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(work()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def address():
+    return scratch("test", 1, 1000).ctypes.data
+
+
+def test_a_thread_has_memory_of_its_own():
+    assert address() == address() != on_a_thread(address)
+
+
+def test_what_is_lent_was_lent_to_others_before():
+    def borrow():
+        with lent():
+            return address()
+
+    first = borrow()
+    assert [on_a_thread(borrow) for _ in range(3)] == [first] * 3
+    assert address() != first
+
+
+def test_two_at_once_have_two():
+    with lent():
+        outer = address()
+
+        def borrow():
+            with lent():
+                return address()
+
+        assert on_a_thread(borrow) != outer
+        with lent():
+            assert address() != outer
+        assert address() == outer
+    assert len(module._free) == 2
+
+
+def test_what_is_lent_is_given_back_after_an_error():
+    own = address()
+    with pytest.raises(ValueError, match="no"), lent():
+        raise ValueError("no")
+    assert address() == own
+    assert len(module._free) == 1
+
+
+def test_many_threads_that_decode_in_turns_share_the_memory_of_one():
+    raw = np.random.default_rng(1).standard_normal(1 << 18).astype(np.float32).tobytes()
+    out = memoryview(bytearray(len(raw)))
+    codec, length = encode_block(memoryview(raw), Coding(Codec.PLANE, 4), None, out)
+    assert codec is Codec.PLANE
+
+    def decode():
+        found = memoryview(bytearray(len(raw)))
+        decode_block(codec, out[:length], found, None, "here")
+        return bytes(found)
+
+    assert all(on_a_thread(decode) == raw for _ in range(5))
+    assert len(module._free) == 1
