@@ -284,9 +284,9 @@ class ObjectTierTests:
         with pytest.raises(ConflictError):
             objects.get("a", [(0, memoryview(bytearray(5)))], version=first.version)
 
-    @pytest.mark.parametrize("length", [0, 1, 1 << 20, (3 << 20) + 5])
+    @pytest.mark.parametrize("length", [0, 1, 1 << 20, (2 << 20) + 5])
     def test_a_stream_gives_an_object_piece_by_piece(self, objects: ObjectTier, length: int) -> None:
-        content = Random(21).randbytes((3 << 20) + 5)
+        content = Random(21).randbytes((2 << 20) + 5)
         info = objects.put("run/a", [content])
         pieces: list[bytes] = []
 
@@ -303,10 +303,10 @@ class ObjectTierTests:
         assert b"".join(pieces) == content[:length]
 
     def test_not_all_of_a_stream_has_to_be_taken(self, objects: ObjectTier) -> None:
-        objects.put("a", [bytes(5 << 20)])
+        objects.put("a", [bytes(2 << 20)])
         for count in (0, 1, 1000):
-            objects.stream("a", 5 << 20, lambda _, take, count=count: take(count))  # type: ignore[misc]
-        assert _content(objects, "a") == bytes(5 << 20)
+            objects.stream("a", 2 << 20, lambda _, take, count=count: take(count))  # type: ignore[misc]
+        assert _content(objects, "a") == bytes(2 << 20)
 
     def test_a_stream_past_the_end_is_corruption(self, objects: ObjectTier) -> None:
         objects.put("a", [b"0123456789"])
@@ -316,7 +316,7 @@ class ObjectTierTests:
         assert not used
 
     def test_what_is_raised_while_a_stream_is_used_is_raised(self, objects: ObjectTier) -> None:
-        objects.put("a", [bytes(3 << 20)])
+        objects.put("a", [bytes(2 << 20)])
         failure = CorruptionError("not what was expected")
 
         def use(_: ObjectInfo, take: Take) -> None:
@@ -325,12 +325,12 @@ class ObjectTierTests:
 
         for _ in range(3):
             with pytest.raises(CorruptionError) as caught:
-                objects.stream("a", 3 << 20, use)
+                objects.stream("a", 2 << 20, use)
             assert caught.value is failure
-        assert _content(objects, "a") == bytes(3 << 20)
+        assert _content(objects, "a") == bytes(2 << 20)
 
     def test_streams_at_once_do_not_disturb_each_other(self, objects: ObjectTier) -> None:
-        contents = [Random(racer).randbytes(2 << 20) for racer in range(RACERS)]
+        contents = [Random(racer).randbytes(1 << 18) for racer in range(RACERS)]
         for racer, content in enumerate(contents):
             objects.put(f"run/{racer}", [content])
 
@@ -338,9 +338,9 @@ class ObjectTierTests:
             pieces: list[bytes] = []
 
             def use(_: ObjectInfo, take: Take) -> None:
-                pieces[:] = [bytes(take(1 << 17)) for _ in range(16)]
+                pieces[:] = [bytes(take(1 << 14)) for _ in range(16)]
 
-            objects.stream(f"run/{racer}", 2 << 20, use)
+            objects.stream(f"run/{racer}", 1 << 18, use)
             return b"".join(pieces)
 
         assert _together(read) == contents
