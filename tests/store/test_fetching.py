@@ -378,7 +378,7 @@ def test_a_chunk_of_another_length_than_its_row_tells_is_refused(streaming, chan
         )
 
 
-@pytest.mark.parametrize("length", [0, 15, 16, 17, 1 << 20, (1 << 32) - 1])
+@pytest.mark.parametrize("length", [0, 15, 16, 17, 1 << 20, 1 << 21, (1 << 32) - 1])
 def test_a_chunk_that_lies_about_its_heads_length_is_refused(streaming, length):
     flushing, row, raw = streaming
     objects, key = flushing.store.objects, keys.chunk_key(row.name)
