@@ -14,6 +14,7 @@ import servers
 import tierfs
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError, StoreError
 from tierfs.store import verify
+from tierfs.store.records import observe
 from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]
@@ -170,3 +171,23 @@ def test_what_was_acknowledged_is_there_and_right_and_every_flip_is_caught(serve
         except FileNotFoundError:
             model.saw(path, None)
     assert verify(store).damage == []
+
+
+@pytest.mark.parametrize("fault", [TcpFault.RESET, TcpFault.TRUNCATED, TcpFault.BLACK_HOLE, TcpFault.BIT_FLIP])
+def test_what_breaks_off_while_it_is_decoded_is_asked_for_again(server, fault):
+    root = server.new_root()
+    store = tierfs.init(f"{server.protocol}://{root}", options=server.options)
+    content = b"".join(b"%d," % (number * number) for number in range(400_000))
+    options = {"target_protocol": server.protocol, "ack": "object", "ram": "0", "nvme": "0", "codecs": "all"}
+    direct = tierfs.TierFileSystem(target_options=server.options, skip_instance_cache=True, **options)
+    direct.pipe_file(f"{root}/run/text", content)
+    (row,) = observe(store, "run/text").manifest.rows
+    assert 2_000_000 < row.stored_length < 0.8 * row.raw_length, "it is not encoded"
+    with TcpFaultProxy("127.0.0.1", server.port) as proxy:
+        through = {**server.options_at(proxy.port), **IMPATIENT[server.protocol]}
+        fs = tierfs.TierFileSystem(target_options=through, skip_instance_cache=True, **options)
+        fs.info(f"{root}/run/text")
+        # In the second MiB of what is decoded, when the first is.
+        proxy.inject(fault, at=1_000_000, body_only=True, aim=fetches_content)
+        assert fs.cat_file(f"{root}/run/text") == content
+        assert [fired[0] for fired in proxy.fired] == [fault]

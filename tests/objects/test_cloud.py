@@ -15,6 +15,7 @@ from random import Random
 import pytest
 
 from tierfs.buffers import Buffers
+from tierfs.clock import ManualClock
 from tierfs.errors import (
     AlreadyExistsError,
     ConflictError,
@@ -26,7 +27,7 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects import CREATE, Checksum, ObjectInfo, Update
+from tierfs.objects import CREATE, Checksum, ObjectInfo, RetryingObjects, Take, Update
 from tierfs.objects.checksums import compute
 from tierfs.objects.cloud import CloudObjects, Content, Sessions, open_cloud
 from tierfs.objects.direct import Direct
@@ -317,6 +318,28 @@ def test_an_answer_that_breaks_off_is_to_be_asked_for_again(cloud: Cloud, object
         assert caught.value.transient
     assert len(used) == (come // 500 if cloud.reads_into else 0)
     assert cloud.open_answers == 0
+
+
+def test_a_stream_that_breaks_off_is_used_again_from_its_beginning(cloud: Cloud, objects: CloudObjects) -> None:
+    content = Random(5).randbytes(5000)
+    objects.put("a", [content])
+    cloud.breaks_off_after = 2600
+
+    def mend() -> None:
+        if len(cloud.fetched) == 3:
+            cloud.breaks_off_after = None
+
+    cloud.before_fetch = mend
+    begun: list[list[bytes]] = []
+
+    def use(_: ObjectInfo, take: Take) -> None:
+        begun.append([])
+        for _piece in range(5):
+            begun[-1].append(bytes(take(1000)))
+
+    RetryingObjects(objects, clock=ManualClock()).stream("a", 5000, use)
+    assert b"".join(begun[-1]) == content
+    assert [len(pieces) for pieces in begun] == ([2, 2, 5] if cloud.reads_into else [5])
 
 
 def test_an_answer_may_be_longer_than_what_was_asked_for(cloud: Cloud, objects: CloudObjects) -> None:

@@ -199,42 +199,68 @@ def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, d
         NotFoundError: It is not there. Otherwise as `fetch`.
     """
     with contextlib.ExitStack() as lent:
-        return _fetch_object(store, row, parts, place, depth, lambda length: lent.enter_context(buffers().lend(length)))
+        return _Fetch(store, row, parts, place, depth, lambda length: lent.enter_context(buffers().lend(length))).run()
 
 
-def _fetch_object(
-    store: Store, row: Row, parts: Sequence[Part], place: str, depth: int, lend: Callable[[int], memoryview]
-) -> Sequence[bytes]:
-    kind = store.descriptor.digest_kind
-    key = keys.chunk_key(row.name)
-    standalone = row.name.recipe == NO_RECIPE
-    head_bytes = envelope_bytes(kind, block_count(row.raw_length), 0 if standalone else 1)
-    targets = BlockTargets(row.raw_length, parts, lend)
-    whole = 2 * len(targets.blocks) > block_count(row.raw_length)
+class _Fetch:
+    """One chunk object on its way to where parts of it are wanted. Arguments as of `fetch_object`.
 
-    def settle(index: int, encoded: memoryview | None, base: memoryview | None) -> None:
-        """Put a block where it belongs, unless it is there, and hold it to its digest."""
-        block, view = envelope.blocks[index], targets.view(index)
-        if encoded is not None:
-            decode_block(block.codec, encoded, view, base, place)
-        if digest.hash_bytes(kind, view) != block.digest:
-            raise CorruptionError(
-                f"{place} is damaged: block {index} does not have its digest", path=place, tier="object", block=index
-            )
+    Args:
+        lend: Gives memory for as long as it goes on.
+    """
 
-    if standalone and row.stored_length == head_bytes + row.raw_length:
-        # Nothing in it is compressed, so every block's place is known and whole blocks go straight to the caller.
+    def __init__(
+        self,
+        store: Store,
+        row: Row,
+        parts: Sequence[Part],
+        place: str,
+        depth: int,
+        lend: Callable[[int], memoryview],
+    ) -> None:
+        self._store = store
+        self._row = row
+        self._place = place
+        self._depth = depth
+        self._lend = lend
+        self._kind = store.descriptor.digest_kind
+        self._key = keys.chunk_key(row.name)
+        self._targets = BlockTargets(row.raw_length, parts, lend)
+
+    def run(self) -> Sequence[bytes]:
+        """See `fetch_object`."""
+        row, blocks = self._row, block_count(self._row.raw_length)
+        is_standalone = row.name.recipe == NO_RECIPE
+        wants_most = 2 * len(self._targets.blocks) > blocks
+        head_bytes = envelope_bytes(self._kind, blocks)
+        if is_standalone and row.stored_length == head_bytes + row.raw_length:
+            envelope = self._receive_raw(head_bytes)
+        elif is_standalone and wants_most and self._store.objects.streams:
+            envelope = self._receive_streamed()
+        else:
+            envelope = self._receive_encoded(row.stored_length if wants_most else ENVELOPE_BYTES_MAX)
+        with processors().turn():
+            self._targets.finish()
+        return [envelope.blocks[index].digest for index in self._targets.blocks]
+
+    def _receive_raw(self, head_bytes: int) -> Envelope:
+        """Where nothing is compressed every block's place is known, and whole blocks go straight to the caller."""
+        targets = self._targets
         head = memoryview(bytearray(head_bytes))
         pieces = [(head_bytes + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
-        info = store.objects.get(key, [(0, head), *pieces])
-        envelope = _check(head, row, info.size, place)
+        info = self._store.objects.get(self._key, [(0, head), *pieces])
+        envelope = _check(head, self._row, info.size, self._place)
         with processors().turn():
             for index in targets.blocks:
-                settle(index, None, None)
-    elif standalone and whole and store.objects.streams:
-        # Of what is compressed, one block at a time is in memory, which stays warm, and is decoded while the next one is on its way.
+                self._verify(envelope, index)
+        return envelope
+
+    def _receive_streamed(self) -> Envelope:
+        """One block at a time is in memory, which stays warm, and is decoded while the next one is on its way."""
+        row, place = self._row, self._place
+        envelopes: list[Envelope] = []
+
         def use(info: ObjectInfo, take: Take) -> None:
-            nonlocal envelope
             head = bytes(take(min(HEADER_BYTES, row.stored_length)))
             _, length = peek_kind(head, place)
             if HEADER_BYTES < length <= min(row.stored_length, ENVELOPE_BYTES_MAX):
@@ -242,40 +268,68 @@ def _fetch_object(
             envelope = _check(head, row, info.size, place)
             for index, block in enumerate(envelope.blocks):
                 encoded = take(block.encoded_length)
-                if index in targets:
+                if index in self._targets:
                     with processors().turn():
-                        settle(index, encoded, None)
+                        self._settle(envelope, index, encoded, None)
+            envelopes.append(envelope)
 
-        store.objects.stream(key, row.stored_length, use)
-    else:
-        # Most of it is fetched together with its head: a request costs more than the rest.
-        stored = lend(row.stored_length if whole else min(row.stored_length, ENVELOPE_BYTES_MAX))
-        info = store.objects.get(key, [(0, stored)])
-        envelope = _check(stored, row, info.size, place)
-        ends = list(
-            itertools.accumulate((block.encoded_length for block in envelope.blocks), initial=envelope.header_length)
-        )
-        if ends[targets.blocks[-1] + 1] <= len(stored):
-            found = {index: stored[ends[index] : ends[index + 1]] for index in targets.blocks}
-        else:
-            memory = lend(sum(envelope.blocks[index].encoded_length for index in targets.blocks))
-            found = {}
-            for index in targets.blocks:
-                length = envelope.blocks[index].encoded_length
-                found[index], memory = memory[:length], memory[length:]
-            store.objects.get(key, [(ends[index], found[index]) for index in targets.blocks], version=info.version)
-        bases = _Bases(store, envelope, targets.blocks, place, depth, lend)
+        self._store.objects.stream(self._key, row.stored_length, use)
+        return envelopes[-1]
+
+    def _receive_encoded(self, length: int) -> Envelope:
+        """All that is wanted is in memory, with what it is encoded against, before the first block is decoded.
+
+        Args:
+            length: Bytes that come together with the head: a request costs more than some that nobody wants.
+        """
+        targets = self._targets
+        stored = self._lend(min(self._row.stored_length, length))
+        info = self._store.objects.get(self._key, [(0, stored)])
+        envelope = _check(stored, self._row, info.size, self._place)
+        found = self._encoded_blocks(envelope, stored, info)
+        bases = _Bases(self._store, envelope, targets.blocks, self._place, self._depth, self._lend)
         needed = {index: bases.of(index) for index in targets.blocks}
+
+        def settle(index: int) -> None:
+            self._settle(envelope, index, found[index], needed[index])
+
         with processors().turn():
             # What is stored as it is takes less time than another thread takes to begin.
             if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
-                processors().share_out(lambda index: settle(index, found[index], needed[index]), targets.blocks)
+                processors().share_out(settle, targets.blocks)
             else:
                 for index in targets.blocks:
-                    settle(index, found[index], needed[index])
-    with processors().turn():
-        targets.finish()
-    return [envelope.blocks[index].digest for index in targets.blocks]
+                    settle(index)
+        return envelope
+
+    def _encoded_blocks(self, envelope: Envelope, stored: memoryview, info: ObjectInfo) -> dict[int, memoryview]:
+        """The wanted blocks as they are stored, fetched where they did not come with the head."""
+        blocks = self._targets.blocks
+        lengths = (block.encoded_length for block in envelope.blocks)
+        ends = list(itertools.accumulate(lengths, initial=envelope.header_length))
+        if ends[blocks[-1] + 1] <= len(stored):
+            return {index: stored[ends[index] : ends[index + 1]] for index in blocks}
+        memory = self._lend(sum(envelope.blocks[index].encoded_length for index in blocks))
+        found = {}
+        for index in blocks:
+            length = envelope.blocks[index].encoded_length
+            found[index], memory = memory[:length], memory[length:]
+        self._store.objects.get(self._key, [(ends[index], found[index]) for index in blocks], version=info.version)
+        return found
+
+    def _settle(self, envelope: Envelope, index: int, encoded: memoryview, base: memoryview | None) -> None:
+        """Decode a block to where it belongs, and verify it."""
+        decode_block(envelope.blocks[index].codec, encoded, self._targets.view(index), base, self._place)
+        self._verify(envelope, index)
+
+    def _verify(self, envelope: Envelope, index: int) -> None:
+        if digest.hash_bytes(self._kind, self._targets.view(index)) != envelope.blocks[index].digest:
+            raise CorruptionError(
+                f"{self._place} is damaged: block {index} does not have its digest",
+                path=self._place,
+                tier="object",
+                block=index,
+            )
 
 
 def read_envelope(store: Store, row: Row, where: str) -> Envelope:
