@@ -3,17 +3,24 @@
 import itertools
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.digest import DigestKind
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
 from tierfs.format.keys import record_key
+from tierfs.objects import FsspecObjects, MeasuredObjects
+from tierfs.objects.local import LocalObjects
 from tierfs.objects.memory import MemoryObjects
 from tierfs.store import commit, delete, find, load, stat
 from tierfs.store.commit import PART, PART_IN_PLACE, PENDING, ROOT, Commits, part_of
+from tierfs.store.create import create_store
 from tierfs.store.publishing import StorePublisher
 from tierfs.store.save import Writer
 from tierfs.store.store import Store
@@ -157,20 +164,20 @@ def test_marks_grow_even_where_a_clock_was_set_back(hosts):
     far = second.store.clock.now_ns() + 10**15
     Commits(first.store).publish(f"run/{ROOT}", document(), SaveMark(far, "c" * 32))
     first.tiers.wait("run", Level.OBJECT, 20)
-    assert Commits(second.store).next_mark(f"run/{ROOT}", "d" * 32) == SaveMark(far + 1, "d" * 32)
+    assert Commits(second.store).begin(f"run/{ROOT}", "d" * 32)[0] == SaveMark(far + 1, "d" * 32)
 
 
 def test_a_mark_while_the_object_tier_is_away(hosts):
     first, _ = hosts
     first.objects.down = True
-    assert Commits(first.store).next_mark(f"run/{ROOT}", "d" * 32).sequence > 0
+    assert Commits(first.store).begin(f"run/{ROOT}", "d" * 32)[0].sequence > 0
 
 
 def test_a_metadata_file_of_no_save_is_replaced(hosts):
     first, _ = hosts
     put(first, f"run/{ROOT}", b"a pickle of stock DCP", level=Level.OBJECT)
     put(first, "run/rank-0", level=Level.OBJECT)
-    Commits(first.store).announce("run", document("rank-0"), Commits(first.store).next_mark(f"run/{ROOT}", "a" * 32))
+    Commits(first.store).announce("run", document("rank-0"), Commits(first.store).begin(f"run/{ROOT}", "a" * 32)[0])
     assert content(first.plain(), f"run/{ROOT}") == document("rank-0")
 
 
@@ -178,7 +185,7 @@ def test_a_metadata_file_of_no_save_is_not_replaced_by_a_save_that_began_before(
     first, second = hosts
     with second.held():
         put(second, "run/rank-1")
-        began = Commits(first.store).next_mark(f"run/{ROOT}", "a" * 32)
+        began = Commits(first.store).begin(f"run/{ROOT}", "a" * 32)[0]
         Commits(first.store).announce("run", document("rank-1"), began)
         put(first, f"run/{ROOT}", b"a pickle of stock DCP", level=Level.OBJECT)
     second.tiers.wait("run", Level.OBJECT, 20)
@@ -223,7 +230,7 @@ def test_a_save_that_was_removed_before_it_was_flushed_does_not_come_back(hosts)
     first, second = hosts
     put(first, f"run/{ROOT}", level=Level.OBJECT)
     with first.held():
-        Commits(first.store).publish(f"run/{ROOT}", document(), Commits(first.store).next_mark(f"run/{ROOT}", "a" * 32))
+        Commits(first.store).publish(f"run/{ROOT}", document(), Commits(first.store).begin(f"run/{ROOT}", "a" * 32)[0])
         delete(second.store, f"run/{ROOT}")
     with pytest.raises(ConflictError):
         first.tiers.wait("run", Level.OBJECT, 20)
@@ -285,10 +292,10 @@ def test_marks_grow_past_what_is_announced_and_have_an_end(hosts):
     first, second = hosts
     far = second.store.clock.now_ns() + 10**15
     Commits(first.store).announce("run", document("never"), SaveMark(far, "c" * 32))
-    assert Commits(second.store).next_mark(f"run/{ROOT}", "d" * 32) == SaveMark(far + 1, "d" * 32)
+    assert Commits(second.store).begin(f"run/{ROOT}", "d" * 32)[0] == SaveMark(far + 1, "d" * 32)
     Commits(first.store).announce("run", document("never"), SaveMark(SEQUENCE_MAX, "c" * 31))
     with pytest.raises(FormatError, match="remove that"):
-        Commits(second.store).next_mark(f"run/{ROOT}", "d" * 32)
+        Commits(second.store).begin(f"run/{ROOT}", "d" * 32)[0]
 
 
 def test_a_part_that_was_removed_is_missing(hosts):
@@ -405,6 +412,172 @@ def test_a_flusher_that_ended_between_part_and_commit_leaves_it_to_the_next(host
     second.tiers.wait("run", Level.OBJECT, 20)
     assert len(calls) == 2
     assert is_there(first.store, f"run/{ROOT}")
+
+
+@pytest.fixture(params=["memory", "directory", "fsspec memory", "fsspec directory"])
+def counted(request, root, tmp_path):
+    """A store without local tiers, on each kind of object tier; its requests are counted."""
+    inner = {
+        "memory": lambda: MemoryObjects(root),
+        "directory": lambda: LocalObjects(tmp_path / "store"),
+        "fsspec memory": lambda: FsspecObjects(MemoryFileSystem(), root),
+        "fsspec directory": lambda: FsspecObjects(fsspec.filesystem("file"), f"{tmp_path}/store"),
+    }[request.param]()
+    objects = MeasuredObjects(inner)
+    descriptor, _ = create_store(objects, "store", digest=DigestKind.XXH3_128, random_bytes=bytes(16))
+    return Store(objects, descriptor, url="store")
+
+
+def asked(store, action):
+    """What an action comes to, and the requests that it took."""
+    before = {method: counters["requests"] for method, counters in store.objects.snapshot().items()}
+    result = action()
+    after = {method: counters["requests"] for method, counters in store.objects.snapshot().items()}
+    return result, {
+        method: number - before.get(method, 0) for method, number in after.items() if number > before.get(method, 0)
+    }
+
+
+@ALL
+def test_a_save_into_a_new_directory_looks_once(counted, directory):
+    commits, path = Commits(counted), at(directory, ROOT)
+    (began, is_new), requests = asked(counted, lambda: commits.begin(path, "a" * 32))
+    assert is_new
+    assert requests == {"list": 1, "head": 1}
+    put_record, requests = asked(counted, lambda: commits.publish(path, document(), began, is_new=is_new))
+    assert put_record is None
+    assert requests == {"put": 1}
+    assert content(counted, path) == document()
+    assert commits.begin(path, "b" * 32)[0] > began
+
+
+def test_names_that_begin_alike_are_not_taken_for_what_a_save_looks_for(counted):
+    for name in (
+        "run/.metadata2",
+        "run/.metadat",
+        "run/.metadata/x",
+        "run/.pendings/x",
+        "run/.pendin/y",
+        "run2/.metadata",
+    ):
+        put_plain(counted, name, mark(2**50))
+    (began, is_new), requests = asked(counted, lambda: Commits(counted).begin(f"run/{ROOT}", "a" * 32))
+    assert is_new
+    assert requests == {"list": 1, "head": 1}
+    assert began.save_id == "a" * 32
+
+
+def put_plain(store, path, of=None):
+    writer = Writer(store, path, metadata=None if of is None else of.as_metadata())
+    writer.write(document())
+    writer.commit()
+
+
+@pytest.mark.parametrize("what", ["published", "announced"])
+def test_a_mark_is_greater_than_that_of_a_save_that_is(counted, what):
+    far = SaveMark(counted.clock.now_ns() + 10**15, "c" * 32)
+    put_plain(counted, f"run/{ROOT}" if what == "published" else f"run/{PENDING}/{far.save_id}", far)
+    began, is_new = Commits(counted).begin(f"run/{ROOT}", "d" * 32)
+    assert began == SaveMark(far.sequence + 1, "d" * 32)
+    assert is_new == (what == "announced")
+
+
+def test_a_checkpoint_that_was_removed_is_nothing_new(counted):
+    commits, path = Commits(counted), f"run/{ROOT}"
+    put_plain(counted, path, mark(1))
+    delete(counted, path)
+    began, is_new = commits.begin(path, "a" * 32)
+    assert not is_new
+    commits.publish(path, document(), began, is_new=is_new)
+    assert content(counted, path) == document()
+
+
+@pytest.mark.parametrize("how", ["new", "after a removal"])
+def test_metadata_that_somebody_else_wrote_is_refused_before_the_save_begins(counted, how):
+    path = f"run/{ROOT}"
+    if how == "after a removal":
+        put_plain(counted, path, mark(1))
+        delete(counted, path)
+    counted.objects.put(path, [b"a pickle of stock DCP"])
+    with pytest.raises(ReadOnlyError, match="not written by tierfs"):
+        Commits(counted).begin(path, "a" * 32)
+
+
+@pytest.mark.parametrize("what", ["saved", "removed", "damaged"])
+def test_what_came_after_the_look_is_not_passed_over(make_host, what):
+    """The put is on condition: where it fails the save looks after all."""
+    first, second = (make_host(name, ack=Level.OBJECT) for name in ("first", "second"))
+    path = f"run/{ROOT}"
+    began, is_new = Commits(first.store).begin(path, "b" * 32)
+    assert is_new
+    Commits(second.store).publish(path, document(note="before"), mark(1), is_new=True)
+    if what == "removed":
+        delete(second.store, path)
+    elif what == "damaged":
+        first.objects.put(record_key(path), [b"x" * 500])
+    Commits(first.store).publish(path, document(), began, is_new=is_new)
+    assert content(second.plain(), path) == document()
+    later = SaveMark(began.sequence + 10**15, "c" * 32)
+    Commits(second.store).publish(f"other/{ROOT}", document(), later, is_new=True)
+    with pytest.raises(ConflictError, match="superseded"):
+        Commits(first.store).publish(f"other/{ROOT}", document(), began, is_new=True)
+
+
+def far_away(host):
+    """The same host, whose object tier is somewhere else: what others change there is found out when a change is flushed."""
+    descriptor = host.store.descriptor
+    host.store.descriptor = replace(descriptor, endpoint=replace(descriptor.endpoint, host_local=False))
+    return host
+
+
+@pytest.mark.parametrize("what", ["saved", "removed"])
+def test_what_the_flusher_publishes_is_looked_at_when_it_is_closed(make_host, what):
+    """For a change that is pending a conflict is one for good."""
+    host, other = far_away(make_host("host")), make_host("other", ack=Level.OBJECT)
+    path = f"run/{ROOT}"
+    began, is_new = Commits(host.store).begin(path, "b" * 32)
+    assert is_new
+    Commits(other.store).publish(path, document(note="before"), mark(1))
+    if what == "removed":
+        delete(other.store, path)
+    Commits(host.store).publish(path, document(), began, is_new=is_new)
+    host.tiers.wait("run", Level.OBJECT, 20)
+    assert content(other.plain(), path) == document()
+
+
+def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host):
+    host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
+    path = f"run/{ROOT}"
+    began, is_new = Commits(host.store).begin(path, "b" * 32)
+    Commits(other.store).publish(path, document(note="before"), mark(1))
+    delete(other.store, path)
+    with host.held():
+        put(host, "run/rank-0", level=Level.STAGED)
+    Commits(host.store).publish(path, document(), began, is_new=is_new)
+    assert content(other.plain(), path) == document()
+
+
+def test_a_change_of_this_host_that_is_pending_is_nothing_new(host, monkeypatch):
+    def put_none(*_args, **_kwargs):
+        raise StoreError("not now", transient=True)
+
+    far = SaveMark(host.store.clock.now_ns() + 10**15, "c" * 32)
+    with monkeypatch.context() as failing:
+        failing.setattr(host.objects, "put", put_none)
+        put(host, f"run/{ROOT}", document(), metadata=far.as_metadata())
+        assert Commits(host.store).begin(f"run/{ROOT}", "a" * 32) == (SaveMark(far.sequence + 1, "a" * 32), False)
+
+
+def test_while_the_object_tier_is_away_nothing_is_taken_for_new(hosts):
+    first, _ = hosts
+    far = SaveMark(first.store.clock.now_ns() + 10**15, "c" * 32)
+    Commits(first.store).publish(f"run/{ROOT}", document(), far)
+    first.tiers.wait("run", Level.OBJECT, 20)
+    stat(first.store, f"run/{ROOT}")
+    with first.held():
+        assert Commits(first.store).begin(f"run/{ROOT}", "a" * 32) == (SaveMark(far.sequence + 1, "a" * 32), False)
+        assert Commits(first.store).begin(f"new/{ROOT}", "a" * 32)[1] is False
+    assert first.tiers.counters["blind_writes"] == 2
 
 
 @pytest.mark.parametrize(

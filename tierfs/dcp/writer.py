@@ -244,7 +244,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 (item.index for plan in plans for item in plan.items),
                 (index for plan in plans for index in left_by(plan)),
             )
-        self._save.mark = Commits(store).next_mark(root, secrets.token_hex(16))
+        self._save.mark, self._save.is_new = Commits(store).begin(root, secrets.token_hex(16))
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -324,7 +324,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if spans_hosts:
             commits.announce(path, document, mark)
         else:
-            commits.publish(root, document, mark)
+            commits.publish(root, document, mark, is_new=self._save.is_new)
         # DCP returns it, to another process where that had us save.
         metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
         self._saves.go_on().end(root, mark)
@@ -521,5 +521,6 @@ class _Save(threading.local):
     rank: int | None = None
     use_collectives: bool = True
     mark: SaveMark | None = None
+    is_new: bool = False
     offered: Sequence[WriteItem] | None = None
     left: tuple[MetadataIndex, ...] = ()

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
+from tierfs.format.keys import directory_prefix, record_key
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.away import ask_briefly
 from tierfs.store.delete import bury
@@ -23,13 +24,16 @@ from tierfs.store.listing import live_records
 from tierfs.store.load import open_manifest
 from tierfs.store.records import (
     Observed,
+    blindly,
     observe,
+    observe_draft,
     observe_listed,
+    observe_published,
     observe_to_replace,
-    observe_to_stage,
     publish,
 )
-from tierfs.store.save import WriteMode, Writer, learn_rows, settle
+from tierfs.store.save import WriteMode, Writer, learn_rows, refuse_foreign, settle
+from tierfs.store.staging import is_staged
 from tierfs.store.store import Store
 
 __all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting", "part_of"]
@@ -85,8 +89,8 @@ class Commits:
     def __repr__(self) -> str:
         return f"Commits({self._store.url!r})"
 
-    def next_mark(self, path: str, save_id: str) -> SaveMark:
-        """The mark of a save that begins now: greater than that of any that began before, as far as can be seen.
+    def begin(self, path: str, save_id: str) -> tuple[SaveMark, bool]:
+        """Look once at where a save goes that begins now.
 
         While the object tier is away, what this host saw last of the checkpoint counts.
 
@@ -94,46 +98,69 @@ class Commits:
             path: Of the checkpoint's metadata.
             save_id: Hexadecimal digits, drawn at random.
 
+        Returns:
+            The save's mark, greater than that of any that began before, as far as can be seen; and whether nothing ever lay at
+            the path: see `publish`.
+
         Raises:
-            StoreError, CorruptionError, FormatError, ReadOnlyError: It cannot be told, or there is none greater.
+            ReadOnlyError: Metadata that tierfs did not write lies there.
+            StoreError, CorruptionError, FormatError: It cannot be told, or there is no mark greater.
         """
-        there = _turn_of(observe_to_stage(self._store, path).manifest)
-        before = [there] if there is not None else []
-        directory, _, name = path.rpartition("/")
-        if name == ROOT:
-            before += self._marks(directory)
+        before, is_new = self._seen(path)
         sequence = max([self._store.clock.now_ns(), *(mark.sequence + 1 for mark in before)])
         if sequence > SEQUENCE_MAX:
             raise FormatError(
                 f"{self._store.where(path)}: no save can follow one of sequence {sequence - 1}: remove that", path=path
             )
-        return SaveMark(sequence, save_id)
+        return SaveMark(sequence, save_id), is_new
 
-    def _marks(self, directory: str) -> list[SaveMark]:
-        """What is announced, as far as can be seen in a moment."""
+    def _seen(self, path: str) -> tuple[list[SaveMark], bool]:
+        """`_look`, as far as can be seen in a moment."""
+        store = self._store
+        if store.tiers is None:
+            return self._look(path)
         try:
-            if self._store.tiers is None:
-                return [mark for mark, _ in self._announced(directory)]
-            return [mark for mark, _ in ask_briefly(self._store, lambda: self._announced(directory))]
+            return ask_briefly(store, lambda: self._look(path))
         except StoreError as error:
             if not error.transient:
                 raise
-            return []
+            there = (observe_draft(store, path) or blindly(store, path, error)).manifest
+            return _turns(there), False
 
-    def publish(self, path: str, document: bytes, mark: SaveMark) -> None:
+    def _look(self, path: str) -> tuple[list[SaveMark], bool]:
+        """The saves that are published or announced at a path, and whether nothing ever lay there."""
+        store = self._store
+        directory, _, name = path.rpartition("/")
+        there = observe_draft(store, path)  # before the object tier is asked: drafts move down
+        keys_there = {item.key for item in store.objects.list(directory_prefix(directory), delimiter=True)}
+        is_new = there is None and record_key(path) not in keys_there
+        if there is None and not is_new:
+            there = observe_published(store, path)
+        manifest = there.manifest if there is not None else None
+        if manifest is None:
+            refuse_foreign(store, path)
+        before = _turns(manifest)
+        if name == ROOT and directory_prefix(_inside(directory, PENDING)) in keys_there:
+            before += [mark for mark, _ in self._announced(directory)]
+        return before, is_new
+
+    def publish(self, path: str, document: bytes, mark: SaveMark, *, is_new: bool = False) -> None:
         """Write a checkpoint's metadata at the store's level, behind the files that this host closed before.
 
         Args:
             path: Of the metadata.
             document: What it is to hold.
             mark: Of the save.
+            is_new: Nothing lay at the path when the save began. Then it is not looked at again, unless the put, which is on
+                condition, finds something there; but where the flusher puts it, it is: for that a conflict is one for good.
 
         Raises:
             ConflictError: A save that began later is published already.
             StoreError, CapacityError, ReadOnlyError, TimeoutError: See `Writer.commit`.
         """
         for attempt in range(ATTEMPTS_MAX):
-            writer = Writer(self._store, path, metadata=mark.as_metadata())
+            is_unseen = is_new and attempt == 0 and not is_staged(self._store, path, self._store.ack)
+            writer = Writer(self._store, path, metadata=mark.as_metadata(), is_new=is_unseen)
             self._check_turn(path, writer.replaces, mark)
             try:
                 writer.write(document)
@@ -380,6 +407,11 @@ def _turn_of(manifest: Manifest | None) -> SaveMark | None:
     if manifest is None:
         return None
     return SaveMark.of(manifest.metadata) or SaveMark(min(manifest.modified_ns, SEQUENCE_MAX), "")
+
+
+def _turns(manifest: Manifest | None) -> list[SaveMark]:
+    turn = _turn_of(manifest)
+    return [] if turn is None else [turn]
 
 
 def _is_over(mark: SaveMark, root: Observed) -> bool:

@@ -22,8 +22,10 @@ from tierfs.store.store import Store
 
 __all__ = [
     "Observed",
+    "blindly",
     "nothing_at",
     "observe",
+    "observe_draft",
     "observe_listed",
     "observe_marker",
     "observe_published",
@@ -85,10 +87,10 @@ def observe(store: Store, path: str) -> Observed:
         CorruptionError, FormatError: The record is damaged, or of another version.
         StoreError, ReadOnlyError: The object tier failed.
     """
-    return _observe_draft(store, path) or _observe(store, path, keys.record_key(path))
+    return observe_draft(store, path) or _observe(store, path, keys.record_key(path))
 
 
-def _observe_draft(store: Store, path: str) -> Observed | None:
+def observe_draft(store: Store, path: str) -> Observed | None:
     """This host's newest draft of a file; it needs nobody to be asked."""
     pending = store.tiers.drafts.pending(path) if store.tiers is not None else None
     if pending is None:
@@ -102,7 +104,7 @@ def observe_to_replace(store: Store, path: str) -> Observed:
 
     A damaged record is then no error but a warning: its file is lost already, and replacing it is what heals the path.
     """
-    return _observe_draft(store, path) or observe_published(store, path)
+    return observe_draft(store, path) or observe_published(store, path)
 
 
 def observe_published(store: Store, path: str) -> Observed:
@@ -122,7 +124,7 @@ def observe_to_stage(store: Store, path: str) -> Observed:
     Then what this process or this host last saw of the path counts. If it is something else by now, the change is
     found out when it is to be published, and kept as a conflict.
     """
-    draft = _observe_draft(store, path)
+    draft = observe_draft(store, path)
     if draft is not None:
         return draft
     try:
@@ -132,10 +134,16 @@ def observe_to_stage(store: Store, path: str) -> Observed:
     except StoreError as error:
         if not error.transient or store.tiers is None:
             raise
-        store.tiers.counters.fall_back(
-            "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
-        )
-        return last_seen(store, path)
+        return blindly(store, path, error)
+
+
+def blindly(store: Store, path: str, error: StoreError) -> Observed:
+    """What counts for a write to a store with local tiers whose object tier cannot be asked, which is logged and counted."""
+    assert store.tiers is not None
+    store.tiers.counters.fall_back(
+        "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
+    )
+    return last_seen(store, path)
 
 
 def last_seen(store: Store, path: str) -> Observed:
@@ -221,10 +229,10 @@ def publish(store: Store, observed: Observed, record: Record) -> Observed:
 
 
 def _find_own(store: Store, observed: Observed, record: Record) -> Version | None:
-    """The version that our own put made, if its record is what stands there now."""
+    """The version that our own put made, if its record is what stands there now. A damaged one is somebody else's."""
     try:
         current = _read(store, observed.path, observed.key)
-    except NotFoundError:
+    except (NotFoundError, CorruptionError, FormatError):
         return None
     if current.record is not None and current.record.write_id == record.write_id:
         return current.version
