@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from servers import ministack
 from servers.server import s3
@@ -12,9 +12,9 @@ require = ministack.require
 
 
 @contextlib.contextmanager
-def running() -> Iterator[int]:
-    """A server; gives its port."""
-    with ministack.running() as server:
+def running(environment: Mapping[str, str] | None = None) -> Iterator[int]:
+    """A server, with this in its environment besides; gives its port."""
+    with ministack.running(environment) as server:
         yield server.port
 
 

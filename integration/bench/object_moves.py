@@ -24,6 +24,8 @@ from tierfs.digest import CHUNK_BYTES
 
 SPARE_BYTES = 256 << 20
 TUNED_SHARE = 4
+# A slab and a place in the arena are warm when they were written to, and not all are by the first file.
+WARMING_FLUSHES = 3
 
 
 class Flush:
@@ -134,6 +136,9 @@ def moves(server: Server, size: int, rounds: int, root: Path) -> dict[str, Any]:
         empty()
         widths[client.name] = {"put": put, "get": get}
     with loopback_sink() as send, flushes(server, size, root) as flushers:
+        for flush, _ in itertools.product(flushers.values(), range(WARMING_FLUSHES)):
+            fresh(source, generator)
+            flush(source)
         for number in range(1 + rounds):
             if number == 1:
                 rows.clear()

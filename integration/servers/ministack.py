@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from servers.server import Server, free_ports, process, require_package, s3
@@ -18,12 +18,13 @@ def require() -> None:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Server]:
+def running(environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """A server, with this in its environment besides."""
     [port] = free_ports(1)
     # It listens on every address unless told otherwise.
     with process(
         [sys.executable, str(_PROGRAM)],
         port,
-        {"BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "PERSIST_STATE": "0"},
+        {**(environment or {}), "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(port), "PERSIST_STATE": "0"},
     ):
         yield s3(port)

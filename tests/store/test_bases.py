@@ -14,7 +14,8 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row, encode_rows
 from tierfs.store.codecs import Codecs
-from tierfs.store.encoder import Encoder, Piece
+from tierfs.store.deriving import Piece
+from tierfs.store.encoder import Encoder
 
 KIND = DigestKind.XXH3_128
 

@@ -14,7 +14,7 @@ from saving import XXH3, Training, bfloat16
 from tierfs import digest
 from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Reason, decode_block
-from tierfs.codec.choice import DELTA_WORTH
+from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES
 from tierfs.errors import CorruptionError
 from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format.keys import ChunkName
@@ -23,7 +23,8 @@ from tierfs.store import bases as bases_module
 from tierfs.store import encoder as encoder_module
 from tierfs.store import encoding
 from tierfs.store.codecs import Codecs
-from tierfs.store.encoder import EVIDENCE_BYTES, MARGIN, REPROBE_SAVES, Encoder, Piece
+from tierfs.store.deriving import Piece
+from tierfs.store.encoder import EVIDENCE_BYTES, MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
 
 MIB = 1 << 20
@@ -230,7 +231,100 @@ def test_a_base_on_this_host_takes_the_memory_of_a_block(host, monkeypatch):
 
     host.read = noted
     assert encode(encoder, host, raw, base=base).bases
-    assert sizes == [MIB] * (len(raw) // MIB)
+    assert sizes == [SAMPLE_BYTES] + [MIB] * (len(raw) // MIB)
+
+
+def sizes_read(host):
+    """How much is read at a time from now on."""
+    sizes, read = [], host.read
+
+    def noted(row, start, out):
+        sizes.append(len(out))
+        return read(row, start, out)
+
+    host.read = noted
+    return sizes
+
+
+def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
+    """Of what has no name nothing is remembered, so nobody has to know whether they were sound."""
+    base, raw = os.urandom(3 * MIB), os.urandom(3 * MIB)
+    row, sizes = host.chunk(base, host.local), sizes_read(host)
+    encoded = encode(encoder_for(), host, raw, base=row, tensor=Tensor())
+    assert codecs_of(encoded) == {Codec.STORE}
+    assert sizes == 3 * [SAMPLE_BYTES]
+
+
+def test_all_of_a_base_is_verified_before_anything_is_remembered_of_a_tensor(host):
+    """Here its samples are damaged: the tensor would be taken for one whose difference is large, for many saves."""
+    encoder, master = encoder_for(), numbers()
+    raw, base = near(master).tobytes(), host.chunk(master.tobytes(), host.local)
+    host.local[base.name.digest] = os.urandom(len(raw))
+    assert codecs_of(encode(encoder, host, raw, base=base)) == {Codec.PLANE}
+    host.local[base.name.digest] = master.tobytes()
+    assert codecs_of(encode(encoder, host, raw, save=1, base=base)) == {Codec.DPLANE}
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 1, 2])
+def test_a_base_of_which_some_blocks_are_of_use_is_verified_as_a_whole(host, damaged):
+    master = numbers(count=3 * MIB // 4)
+    base = host.chunk(master.tobytes(), host.local)
+    raw = bytearray(os.urandom(3 * MIB))
+    raw[MIB : 2 * MIB] = near(master).tobytes()[MIB : 2 * MIB]
+    sound = host.local[base.name.digest]
+    if damaged is not None:
+        at = damaged * MIB + 5
+        host.local[base.name.digest] = sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :]
+    sizes = sizes_read(host)
+    encoded = encode(encoder_for(), host, bytes(raw), base=base, tensor=Tensor("", "float", 4))
+    assert [block.codec.base_factor for block in encoded.blocks] == [0, int(damaged is None), 0]
+    assert decoded(encoded, bytes(raw), sound if encoded.bases else b"") == raw
+    assert sorted(sizes[:6]) == 3 * [SAMPLE_BYTES] + 3 * [MIB]
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_for_bytes_of_nothing_known_bases_are_fetched_while_that_saves_something(host, alike):
+    encoder = encoder_for("auto")
+    for save in range(5):
+        raw = os.urandom(2 * MIB)
+        base = replace(host.chunk(raw if alike else os.urandom(len(raw)), host.remote), stored_length=len(raw))
+        assert bool(encode(encoder, host, raw, save=save, base=base, tensor=Tensor()).bases) == alike
+    assert host.fetches == (5 if alike else 1)
+
+
+def test_what_was_not_known_of_a_name_is_found_out_whatever_others_came_to(host):
+    encoder, kind = encoder_for("auto"), ("bytes", 1)
+    for number in range(3):
+        raw = os.urandom(MIB)
+        base = host.chunk(os.urandom(MIB), host.remote)
+        encode(encoder, host, raw, base=base, tensor=Tensor(f"{number}", *kind))
+    assert host.fetches == 3
+
+
+def test_one_that_saves_nothing_does_not_make_all_others_be_taken_for_such(host):
+    encoder = encoder_for("auto")
+    for alike in (True, True, False, True):
+        raw = os.urandom(MIB)
+        base = replace(host.chunk(raw if alike else os.urandom(MIB), host.remote), stored_length=MIB)
+        assert bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) == alike
+
+
+def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
+    encoder, raw = encoder_for("auto"), os.urandom(2 * MIB)
+    known, unknown = (Tensor(name, "float", 4) for name in "ku")
+    base = host.chunk(os.urandom(MIB), host.remote)
+    encode(encoder, host, raw[:MIB], base=base, tensor=known)
+    base = host.chunk(os.urandom(2 * MIB), host.remote)
+    for _ in range(2):
+        encoder.encode(memoryview(raw), Hint((known, unknown), 0, base), (), read=host.read, fetch=host.fetch)
+    assert host.fetches == 2
+
+
+def test_only_a_base_says_what_one_saves(host):
+    encoder = encoder_for("auto")
+    raw = os.urandom(MIB)
+    encode(encoder, host, raw, tensor=Tensor())
+    assert encode(encoder, host, raw, save=1, base=host.chunk(raw, host.remote), tensor=Tensor()).bases
 
 
 @pytest.mark.parametrize(("stored", "fetches"), [(100, 3), (100 * MIB, 1)], ids=["worth it", "not worth it"])
@@ -473,7 +567,7 @@ def test_waiting_for_ones_turn_to_derive_is_part_of_what_that_costs(host):
         def __exit__(self, *_):
             pass
 
-    encoder._deriving = Turn()
+    encoder._deriver._turn = Turn()
     for _ in range(2):  # a thread's first one does not count
         encode(encoder, host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
     assert encoder.status()["encode_s_per_GB"] == {"derive": pytest.approx(5e9 / len(raw))}

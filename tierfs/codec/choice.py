@@ -14,6 +14,8 @@ __all__ = ["DELTA_WORTH", "SAMPLE_BYTES", "Choice", "choose", "sample_of"]
 SAMPLE_BYTES = 128 << 10
 # A delta is read together with its base, so it has to be that much smaller than what needs none. docs/decisions/0019.
 DELTA_WORTH = 0.85
+# Of bytes of which nothing is known hardly any are the same where nothing follows from the base; chance makes 1 in 256 the same.
+BYTES_EQUAL = 0.05
 # SPARSE is slow to make, and no smaller than DPLANE, where more elements differ.
 SPARSE_EQUAL = 0.6
 _STORE = Coding(Codec.STORE)
@@ -33,6 +35,11 @@ class Choice(NamedTuple):
     static_ratio: float
     delta: Coding | None = None
     delta_ratio: float | None = None
+
+    @property
+    def saved(self) -> float:
+        """What a base saves, of the raw size; nothing where it is not worth it or there was none."""
+        return 0.0 if self.delta is None or self.delta_ratio is None else self.static_ratio - self.delta_ratio
 
 
 def sample_of(length: int) -> tuple[int, int]:
@@ -65,6 +72,8 @@ def choose(
     if base is None or (Codec.DPLANE not in allowed and Codec.SPARSE not in allowed):
         return Choice(static, static_ratio)
     delta, delta_ratio = _STORE, 1.0
+    if kind == "bytes" and _equal(sample, base, width) < BYTES_EQUAL:
+        return Choice(static, static_ratio, None, delta_ratio)
     for coding in (Coding(Codec.DPLANE, width), Coding(Codec.SPARSE, width)):
         if coding.codec not in allowed or (coding.codec is Codec.SPARSE and _equal(sample, base, width) < SPARSE_EQUAL):
             continue

@@ -1,27 +1,57 @@
-"""Chunks of this host that others are encoded against."""
+"""Chunks that others are encoded against: those of this host, of which only what is needed is read, and fetched ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Protocol
 
 from tierfs import digest
+from tierfs.codec.choice import SAMPLE_BYTES
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.flush.publisher import ReadRow
 from tierfs.format.manifest import Row
 from tierfs.store.encoding import blocks_of, scratch
 
-__all__ = ["AbsentError", "LocalBase", "read_verified"]
+__all__ = ["AbsentError", "FetchedBase", "LocalBase", "Reference", "read_verified"]
 
 
 class AbsentError(Exception):
     """A chunk is not on this host, or not any more."""
 
 
-class LocalBase:
-    """A chunk of this host, read block by block and hashed on the way. Of use once, and to one thread.
+class Reference(Protocol):
+    """What a chunk may be encoded against."""
 
-    Bytes other than a reader will have make a difference that nobody can undo: what was encoded against them counts only if
-    the chunk turns out to be sound.
+    def part(self, start: int, count: int) -> memoryview:
+        """At most a sample's bytes. They count until the next ones are asked for. Raises `AbsentError`."""
+
+    def block(self, number: int) -> memoryview:
+        """One block. It counts until the next one is asked for. Raises `AbsentError`."""
+
+
+class FetchedBase:
+    """A chunk in memory, verified.
+
+    Args:
+        raw: Its bytes. Borrowed.
+    """
+
+    def __init__(self, raw: memoryview) -> None:
+        self._raw = raw
+
+    def part(self, start: int, count: int) -> memoryview:
+        """See `Reference.part`."""
+        return self._raw[start : start + count]
+
+    def block(self, number: int) -> memoryview:
+        """See `Reference.block`."""
+        return self._raw[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
+
+
+class LocalBase:
+    """A chunk of this host, of which as much is read as is asked for. Of use once, and to one thread.
+
+    Bytes other than a reader will have make a difference that nobody can undo: what was encoded against them, or is to be
+    remembered of them, counts only if the chunk turns out to be sound.
 
     Args:
         kind: The store's digests.
@@ -33,24 +63,34 @@ class LocalBase:
         self._kind = kind
         self._row = row
         self._read = read
-        self._digests: list[bytes] = []
+        self._digests: dict[int, bytes] = {}
 
     def __repr__(self) -> str:
         return f"LocalBase({self._row.name}, {len(self._digests)} blocks read)"
 
-    def __iter__(self) -> Iterator[memoryview]:
-        """Its blocks; each counts until the next one is asked for. Raises `AbsentError`."""
-        buffer = scratch("base", BLOCK_BYTES)
-        for start in range(0, self._row.raw_length, BLOCK_BYTES):
-            block = buffer[: min(BLOCK_BYTES, self._row.raw_length - start)]
-            if not self._read(self._row, start, block):
-                raise AbsentError
-            self._digests.append(digest.hash_bytes(self._kind, block))
-            yield block
+    def part(self, start: int, count: int) -> memoryview:
+        """See `Reference.part`. Nobody has verified them."""
+        return self._get(start, scratch("base sample", SAMPLE_BYTES)[:count])
+
+    def block(self, number: int) -> memoryview:
+        """See `Reference.block`. It is hashed on the way."""
+        start = number * BLOCK_BYTES
+        found = self._get(start, scratch("base", BLOCK_BYTES)[: self._row.raw_length - start])
+        self._digests[number] = digest.hash_bytes(self._kind, found)
+        return found
 
     def is_sound(self) -> bool:
-        """Whether what was read was all of it, and its bytes."""
-        return _is(self._kind, self._row, self._digests)
+        """Whether the blocks that were read are the chunk's; for that the others are read, too. Raises `AbsentError`."""
+        count = -(-self._row.raw_length // BLOCK_BYTES)
+        for number in range(count):
+            if number not in self._digests:
+                self.block(number)
+        return _is(self._kind, self._row, [self._digests[number] for number in range(count)])
+
+    def _get(self, start: int, out: memoryview) -> memoryview:
+        if not self._read(self._row, start, out):
+            raise AbsentError
+        return out
 
 
 def read_verified(kind: DigestKind, row: Row, out: memoryview, read: ReadRow) -> bool:

@@ -7,31 +7,30 @@ longer than it saves on the way.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tierfs.buffers import buffers, fresh
+from tierfs.buffers import buffers
 from tierfs.clock import Clock
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice, choose, sample_of
-from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.publisher import Hint, ReadRow, Tensor
-from tierfs.format.envelope import BASES_MAX, Base, block_count
-from tierfs.format.keys import ChunkName
+from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
-from tierfs.store.bases import AbsentError, LocalBase, read_verified
+from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.codecs import Codecs
+from tierfs.store.deriving import Deriver, Piece, with_bases
 from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, scratch
 from tierfs.store.estimates import Speed, Typical
 
-__all__ = ["Encoder", "FetchRow", "Piece"]
+__all__ = ["Encoder", "FetchRow"]
 
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
@@ -44,25 +43,10 @@ FETCH_WORTH = 0.5
 MARGIN = 1.25
 _STORE = Coding(Codec.STORE)
 _LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
-_DERIVE = Plan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
 _logger = logging.getLogger("tierfs.store")
 
 FetchRow = Callable[[Row, memoryview], None]
 """Copies all bytes of a chunk from the object tier, verified; raises a `TierfsError` if it cannot."""
-
-
-class Piece(NamedTuple):
-    """A part of a chunk.
-
-    Attributes:
-        row: The chunk, as it is stored.
-        offset: Of the part, in its raw bytes.
-        length: Of the part.
-    """
-
-    row: Row
-    offset: int
-    length: int
 
 
 class _Attempt(NamedTuple):
@@ -70,6 +54,11 @@ class _Attempt(NamedTuple):
 
     blocks: list[EncodedBlock]
     found: list[tuple[Tensor, Choice]]
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether it cannot be read without what it was encoded against."""
+        return any(block.codec.base_factor for block in self.blocks)
 
 
 class Encoder:
@@ -96,12 +85,7 @@ class Encoder:
         self._counts: Counter[str] = Counter()
         self._encoding = 0  # how many threads are at it
         self._begun = threading.local()  # which codecs a thread has encoded with
-        # Deriving takes the memory of three chunks, and hardly longer than copying them where they are in memory: it is done by
-        # one thread at a time.
-        self._deriving = threading.Lock()
-        self._reference: memoryview | None = None
-        self._source: memoryview | None = None  # the last chunk that parts were read of
-        self._source_name: ChunkName | None = None
+        self._deriver = Deriver(kind, codecs)
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -166,8 +150,7 @@ class Encoder:
         encoded = None
         if sources and self.derives(len(raw)):
             start = self._clock.monotonic()
-            with self._deriving:  # waiting for it is part of what deriving costs
-                encoded = self._derive(raw, sources, read)
+            encoded = self._deriver.encode(raw, sources, read)  # waiting for one's turn is part of what that costs
             self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, read, fetch)
@@ -179,44 +162,6 @@ class Encoder:
                 self._counts[f"{block.reason.name.lower()}_blocks"] += 1
         return encoded
 
-    def _derive(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow) -> Encoded | None:
-        """Encode as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name."""
-        if len(_needs(sources)) > BASES_MAX:
-            return None
-        if self._reference is None:
-            self._reference = fresh(2 * CHUNK_BYTES)
-        reference = self._reference[: 2 * len(raw)]
-        begins = itertools.accumulate((length for _, _, length in sources), initial=0)
-        # Each source once: of those that are read as a whole, only the last is kept.
-        for at, (row, offset, length) in sorted(zip(begins, sources, strict=False), key=lambda part: part[1].row.name):
-            out = reference[at : at + length]
-            if length == row.raw_length:
-                if not read_verified(self._kind, row, out, read):
-                    return None
-            else:
-                whole = self._read_source(row, read)
-                if whole is None:
-                    return None
-                out[:] = whole[offset : offset + length]
-        plans = (_DERIVE._replace(base=base) for base in blocks_of(reference, 2))
-        blocks = encode_chunk(raw, plans, self.codecs.allowed)
-        return self._with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
-
-    def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
-        """All bytes of a chunk, verified, if it is on this host.
-
-        Those of the last one are kept: small copies that follow each other are derived from parts of the same.
-        """
-        if self._source is None:
-            self._source = fresh(CHUNK_BYTES)
-        whole = self._source[: row.raw_length]
-        if self._source_name != row.name:
-            self._source_name = None
-            if not read_verified(self._kind, row, whole, read):
-                return None
-            self._source_name = row.name
-        return whole
-
     def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:
         tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
@@ -224,40 +169,47 @@ class Encoder:
         known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
         row, attempt = hint.base, None
         if row is not None and self._may_need(known):
-            local = LocalBase(self._kind, row, read)
-            with contextlib.suppress(AbsentError):
-                attempt = self._try(raw, tensors, known, local)
-            if attempt is not None and not local.is_sound():
-                attempt = None
+            attempt = self._try_local(raw, tensors, known, LocalBase(self._kind, row, read))
             if attempt is None and self._is_worth_fetching(row, known):
                 with buffers().lend(row.raw_length) as base:
                     if self._fetch(row, base, fetch):
-                        attempt = self._try(raw, tensors, known, blocks_of(base))
+                        attempt = self._try(raw, tensors, known, FetchedBase(base))
         if attempt is None:
-            attempt = self._try(raw, tensors, known, itertools.repeat(None))
+            attempt = self._try(raw, tensors, known, None)
         blocks = attempt.blocks
         self._learn(attempt, tensors, hint.save, raw)
-        if row is None or not any(block.codec.base_factor for block in blocks):
+        if row is None or not attempt.needs_base:
             return Encoded(blocks)
-        return self._with_bases(blocks, (Piece(row, 0, len(raw)),))
+        return with_bases(blocks, (Piece(row, 0, len(raw)),))
+
+    def _try_local(
+        self, raw: memoryview, tensors: Sequence[Tensor], known: Mapping[Tensor, Choice | None], base: LocalBase
+    ) -> _Attempt | None:
+        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
+        try:
+            attempt = self._try(raw, tensors, known, base)
+            matters = attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
+            return attempt if not matters or base.is_sound() else None
+        except AbsentError:
+            return None
 
     def _try(
         self,
         raw: memoryview,
         tensors: Sequence[Tensor],
         known: Mapping[Tensor, Choice | None],
-        bases: Iterable[memoryview | None],
+        base: Reference | None,
     ) -> _Attempt:
-        """Encode block by block, each against its base, if it has one.
+        """Encode block by block, each against the base's, where that is worth it.
 
         Args:
             raw: The chunk.
             tensors: Of each block.
             known: What is to be encoded at all, with the choices that were made; ``None`` for one that is to be made now.
-            bases: Of each block. Each counts until the next one is asked for.
+            base: What the chunk may be encoded against.
 
         Raises:
-            AbsentError: As its bases do.
+            AbsentError: As the base does.
         """
         choices = dict(known)
         found: list[tuple[Tensor, Choice]] = []
@@ -266,15 +218,17 @@ class Encoder:
         processors = len(os.sched_getaffinity(0))
 
         def plans() -> Iterator[Plan]:
-            for block, tensor, base in zip(blocks_of(raw), tensors, bases, strict=False):
+            for number, (block, tensor) in enumerate(zip(blocks_of(raw), tensors, strict=True)):
                 plan = _LINK_IS_FASTER
                 if tensor in choices:
                     choice = choices[tensor]
                     if choice is None:
-                        choice = self._choose(block, tensor, base)
+                        choice = self._choose(number, block, tensor, base)
                         found.append((tensor, choice))
                         choices[tensor] = choice if tensor.name else None
-                    plan = self._plan(choice, base)
+                    plan = self._plan(choice, has_base=base is not None)
+                if base is not None and plan.reason is Reason.DELTA:
+                    plan = plan._replace(base=base.block(number))
                 yield plan._replace(part_of=tensor)
 
         @contextlib.contextmanager
@@ -297,15 +251,15 @@ class Encoder:
             self._took(codec, counts[codec], seconds[codec])
         return _Attempt(blocks, found)
 
-    def _plan(self, choice: Choice, base: memoryview | None) -> Plan:
+    def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
         coding, ratio = choice.static, choice.static_ratio
-        if base is not None and choice.delta is not None and choice.delta_ratio is not None:
+        if has_base and choice.delta is not None and choice.delta_ratio is not None:
             coding, ratio, reason = choice.delta, choice.delta_ratio, Reason.DELTA
         elif choice.delta is None and choice.delta_ratio is not None:
             reason = Reason.DELTA_TOO_LARGE
         else:
             reason = Reason.NO_BASE
-        return Plan(coding, reason, base) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
+        return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
     def _took(self, codec: Codec, count: int, seconds: float) -> None:
         """Learn from what was encoded, unless it is this thread's first, which waits for memory to work in."""
@@ -314,12 +268,6 @@ class Encoder:
             with self._lock:
                 self._encode.setdefault(codec, Speed()).add(count, seconds)
         begun.add(codec)
-
-    def _with_bases(self, blocks: list[EncodedBlock], pieces: Sequence[Piece]) -> Encoded:
-        bases = tuple(
-            Base(row.name, row.raw_length, row.stored_length, offset, length) for row, offset, length in pieces
-        )
-        return Encoded(blocks, bases, _needs(pieces))
 
     def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
         """What is remembered of a tensor, if it counts still."""
@@ -333,14 +281,14 @@ class Encoder:
             return None
         return known
 
-    def _choose(self, block: memoryview, tensor: Tensor, base: memoryview | None) -> Choice:
-        """Find out about a tensor from one block of it."""
+    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None) -> Choice:
+        """Find out about a tensor from one block of it, which has this number in the chunk."""
         start, count = sample_of(len(block))
         return choose(
             block[start : start + count],
             kind=tensor.kind,
             width=tensor.width,
-            base=None if base is None else base[start : start + count],
+            base=None if base is None else base.part(number * BLOCK_BYTES + start, count),
             allowed=self.codecs.allowed,
             out=scratch("sample", SAMPLE_BYTES),
         )
@@ -400,13 +348,22 @@ class Encoder:
 
     def _is_worth_fetching(self, row: Row, known: Mapping[Tensor, Choice | None]) -> bool:
         """Whether a base that is not on this host is to be had from the object tier."""
-        choices = list(known.values())
-        # What is not known yet has to be found out once. Otherwise it must save enough.
-        savings = [
-            choice.static_ratio - (choice.delta_ratio or 0) if choice and choice.delta else 0 for choice in choices
-        ]
-        saved = sum(savings) / len(savings) * row.raw_length
-        return None in choices or self._is_near or self.codecs.always or saved >= FETCH_WORTH * row.stored_length
+        savings = [self._saved(tensor, choice) for tensor, choice in known.items()]
+        expected = [saved for saved in savings if saved is not None]
+        if self._is_near or self.codecs.always or len(expected) < len(savings):
+            return True
+        return sum(expected) / len(expected) * row.raw_length >= FETCH_WORTH * row.stored_length
+
+    def _saved(self, tensor: Tensor, choice: Choice | None) -> float | None:
+        """What a base is expected to save, of the raw size; ``None`` if that has to be found out.
+
+        What has no name is never remembered. Then what its kind mostly came to counts.
+        """
+        if choice is not None or tensor.name:
+            return None if choice is None else choice.saved
+        with self._lock:
+            typical = self._typical.get((tensor.kind, tensor.width))
+        return None if typical is None else typical.saved
 
     def _fetch(self, row: Row, out: memoryview, fetch: FetchRow) -> bool:
         """Fetch a base; ``False`` if it cannot be read."""
@@ -422,8 +379,3 @@ class Encoder:
         with self._lock:
             self._counts["fetched_base_bytes"] += len(out)
         return True
-
-
-def _needs(pieces: Iterable[Piece]) -> tuple[ChunkName, ...]:
-    """Every chunk object that it takes to read the pieces."""
-    return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))

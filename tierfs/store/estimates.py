@@ -19,11 +19,18 @@ FORGETTING_BEST = 0.0001
 
 
 class Typical:
-    """What tensors of a kind mostly come to, the newest counting most."""
+    """What tensors of a kind mostly come to, the newest counting most.
+
+    Attributes:
+        codec: How one was encoded last that was.
+        ratio: Encoded over raw bytes of those that were.
+        saved: What a base saves of the raw size, see `Choice.saved`; ``None`` before there was one to try.
+    """
 
     def __init__(self) -> None:
         self.codec = Codec.STORE
         self.ratio = 1.0
+        self.saved: float | None = None
 
     def add(self, choice: Choice) -> None:
         """Learn from what was found out about one tensor."""
@@ -33,6 +40,8 @@ class Typical:
         if coding.codec is not Codec.STORE:
             self.ratio += (ratio - self.ratio) * (1 if self.codec is Codec.STORE else NEWEST)
             self.codec = coding.codec
+        if choice.delta_ratio is not None:
+            self.saved = choice.saved if self.saved is None else self.saved + (choice.saved - self.saved) * NEWEST
 
 
 class Speed:

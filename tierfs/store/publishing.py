@@ -19,7 +19,7 @@ from tierfs.objects.protocol import Version
 from tierfs.store.asked import asked
 from tierfs.store.chunks import Alone, store_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encoder import Piece
+from tierfs.store.deriving import Piece
 from tierfs.store.encoding import Encoded
 from tierfs.store.fetching import find_chunk
 from tierfs.store.lineage import Lineages, Plan

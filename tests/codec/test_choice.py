@@ -1,0 +1,53 @@
+"""Which codec a tensor gets: what is tried on a sample of it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tierfs.codec import Codec
+from tierfs.codec import choice as choice_module
+from tierfs.codec.choice import BYTES_EQUAL, DELTA_WORTH, SAMPLE_BYTES, Choice, choose
+
+
+def of(sample: bytes, base: bytes | None, kind: str = "bytes", width: int = 1) -> Choice:
+    out = memoryview(bytearray(2 * SAMPLE_BYTES))
+    reference = None if base is None else memoryview(base)
+    return choose(memoryview(sample), kind=kind, width=width, base=reference, allowed=set(Codec), out=out)
+
+
+def partly(base: bytes, share: float) -> bytes:
+    """Noise of which this share of the bytes, every so many of them, is the base's."""
+    found = np.frombuffer(os.urandom(len(base)), np.uint8).copy()
+    found[:: round(1 / share)] = np.frombuffer(base, np.uint8)[:: round(1 / share)]
+    return found.tobytes()
+
+
+@pytest.mark.parametrize(("share", "tried"), [(BYTES_EQUAL / 2, False), (2 * BYTES_EQUAL, True)])
+@pytest.mark.parametrize("kind", ["bytes", "float"])
+def test_bytes_are_not_tried_against_what_hardly_any_are_the_same_of(monkeypatch, share, tried, kind):
+    against, ratio = [], choice_module._ratio
+
+    def counted(sample, coding, base, out):
+        if base is not None:
+            against.append(coding.codec)
+        return ratio(sample, coding, base, out)
+
+    monkeypatch.setattr(choice_module, "_ratio", counted)
+    base = os.urandom(SAMPLE_BYTES)
+    found = of(partly(base, share), base, kind)
+    assert bool(against) == (tried or kind == "float")
+    assert found.delta is None
+    assert found.delta_ratio == 1 or against
+
+
+def test_what_a_base_saves_is_nothing_where_it_is_not_worth_it() -> None:
+    sample = os.urandom(SAMPLE_BYTES)
+    assert of(sample, None).saved == 0
+    assert of(sample, os.urandom(SAMPLE_BYTES)).saved == 0
+    assert of(sample, sample).saved > 0.99
+    found = of(bytes(SAMPLE_BYTES // 2) + sample[: SAMPLE_BYTES // 2], sample)
+    assert found.saved == (0 if found.delta is None else found.static_ratio - (found.delta_ratio or 0))
+    assert found.saved == 0 or found.saved >= (1 - DELTA_WORTH) * found.static_ratio
