@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -18,7 +19,7 @@ from tierfs.format.keys import record_key
 from tierfs.objects import FsspecObjects, MeasuredObjects
 from tierfs.objects.local import LocalObjects
 from tierfs.objects.memory import MemoryObjects
-from tierfs.store import commit, delete, find, load, stat
+from tierfs.store import commit, delete, find, load, staging, stat
 from tierfs.store.commit import PART, PART_IN_PLACE, PENDING, ROOT, Commits, part_of
 from tierfs.store.create import create_store
 from tierfs.store.publishing import StorePublisher
@@ -523,6 +524,10 @@ def test_what_came_after_the_look_is_not_passed_over(make_host, what):
         Commits(first.store).publish(f"other/{ROOT}", document(), began, is_new=True)
 
 
+def put_none(*_args, **_kwargs):
+    raise StoreError("not now", transient=True)
+
+
 def far_away(host):
     """The same host, whose object tier is somewhere else: what others change there is found out when a change is flushed."""
     descriptor = host.store.descriptor
@@ -557,10 +562,81 @@ def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host)
     assert content(other.plain(), path) == document()
 
 
-def test_a_change_of_this_host_that_is_pending_is_nothing_new(host, monkeypatch):
-    def put_none(*_args, **_kwargs):
-        raise StoreError("not now", transient=True)
+def test_a_save_behind_what_is_closed_while_it_is_written_is_looked_at_once_more(make_host, monkeypatch):
+    """It is left to the flusher then, for which a conflict is one for good; what was seen before may be old."""
+    host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
+    path, write = f"run/{ROOT}", Writer.write
+    began, is_new = Commits(host.store).begin(path, "b" * 32)
+    Commits(other.store).publish(path, document(note="before"), mark(1))
+    delete(other.store, path)
+    closed, check_stands = [], staging.check_stands
 
+    def write_slowly(self, data):
+        if self.path == path and not closed:
+            closed.append(path)
+            monkeypatch.setattr(host.objects, "put", put_none)
+            put(host, "run/rank-0", level=Level.STAGED)
+        return write(self, data)
+
+    def check(*about):
+        monkeypatch.undo()
+        check_stands(*about)
+
+    monkeypatch.setattr(Writer, "write", write_slowly)
+    monkeypatch.setattr(sys.modules[Writer.__module__], "check_stands", check)
+    Commits(host.store).publish(path, document(), began, is_new=is_new)
+    assert closed
+    host.tiers.wait("run", Level.OBJECT, 20)
+    assert content(other.plain(), path) == document()
+
+
+def test_a_directory_of_more_than_one_request_tells_is_looked_at_as_a_file(counted, monkeypatch):
+    monkeypatch.setattr(commit, "LISTED_MAX", 3)
+    for name in "abc":
+        put_plain(counted, f"run/{name}")
+    far = SaveMark(counted.clock.now_ns() + 10**15, "c" * 32)
+    put_plain(counted, f"run/{PENDING}/{far.save_id}", far)
+    commits, path = Commits(counted), f"run/{ROOT}"
+    (began, is_new), requests = asked(counted, lambda: commits.begin(path, "d" * 32))
+    assert is_new
+    assert began.sequence == far.sequence + 1
+    assert requests == {"list": 2, "read": 1, "head": 1}
+    commits.publish(path, document(), began, is_new=is_new)
+    assert commits.begin(path, "e" * 32) == (SaveMark(began.sequence + 1, "e" * 32), False)
+
+
+def test_of_the_metadata_of_one_rank_its_directory_tells_nothing(counted):
+    path = "run/__3.metadata"
+    for number in range(20):
+        put_plain(counted, f"run/__{number + 10}.metadata")
+    commits = Commits(counted)
+    (began, is_new), requests = asked(counted, lambda: commits.begin(path, "a" * 32))
+    assert is_new
+    assert requests == {"read": 1, "head": 1}
+    commits.publish(path, document(), began, is_new=is_new)
+    assert commits.begin(path, "b" * 32)[1] is False
+
+
+def test_a_change_that_is_pending_counts_while_the_object_tier_is_away(hosts):
+    first, _ = hosts
+    far = SaveMark(first.store.clock.now_ns() + 10**15, "c" * 32)
+    with first.held():
+        put(first, f"run/{ROOT}", document(), metadata=far.as_metadata())
+        assert Commits(first.store).begin(f"run/{ROOT}", "a" * 32) == (SaveMark(far.sequence + 1, "a" * 32), False)
+
+
+def test_a_record_of_another_version_that_came_after_the_look_is_told_as_that(make_host):
+    host, path = make_host("host", ack=Level.OBJECT), f"run/{ROOT}"
+    began, is_new = Commits(host.store).begin(path, "b" * 32)
+    put_plain(host.plain(), path)
+    data = bytearray(host.objects.read(record_key(path), 1 << 20)[0])
+    data[8] += 1  # the version
+    host.objects.put(record_key(path), [bytes(data)])
+    with pytest.raises(FormatError, match="use a newer tierfs"):
+        Commits(host.store).publish(path, document(), began, is_new=is_new)
+
+
+def test_a_change_of_this_host_that_is_pending_is_nothing_new(host, monkeypatch):
     far = SaveMark(host.store.clock.now_ns() + 10**15, "c" * 32)
     with monkeypatch.context() as failing:
         failing.setattr(host.objects, "put", put_none)

@@ -13,8 +13,8 @@ from saving import XXH3, Training, bfloat16
 
 from tierfs import digest
 from tierfs.clock import ManualClock
-from tierfs.codec import Codec, Reason, decode_block
-from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES
+from tierfs.codec import Codec, Coding, Reason, decode_block
+from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
 from tierfs.errors import CorruptionError
 from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format.keys import ChunkName
@@ -26,6 +26,7 @@ from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Piece
 from tierfs.store.encoder import EVIDENCE_BYTES, MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
+from tierfs.store.estimates import PASSED_MAX
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -231,7 +232,7 @@ def test_a_base_on_this_host_takes_the_memory_of_a_block(host, monkeypatch):
 
     host.read = noted
     assert encode(encoder, host, raw, base=base).bases
-    assert sizes == [SAMPLE_BYTES] + [MIB] * (len(raw) // MIB)
+    assert sizes == [MIB] * (len(raw) // MIB)
 
 
 def sizes_read(host):
@@ -255,14 +256,49 @@ def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
     assert sizes == 3 * [SAMPLE_BYTES]
 
 
-def test_all_of_a_base_is_verified_before_anything_is_remembered_of_a_tensor(host):
-    """Here its samples are damaged: the tensor would be taken for one whose difference is large, for many saves."""
+@pytest.mark.parametrize("how", ["damaged", "read wrong once"])
+def test_what_is_remembered_of_a_tensor_comes_from_bytes_that_were_verified(host, how):
+    """Else it would be taken for one whose difference is large, for many saves."""
     encoder, master = encoder_for(), numbers()
     raw, base = near(master).tobytes(), host.chunk(master.tobytes(), host.local)
-    host.local[base.name.digest] = os.urandom(len(raw))
+    read, reads = host.read, []
+
+    def wrong(row, start, out):
+        read(row, start, out)
+        reads.append(start)
+        if how == "damaged" or len(reads) == 1:
+            out[:] = os.urandom(len(out))
+        return True
+
+    host.read = wrong
     assert codecs_of(encode(encoder, host, raw, base=base)) == {Codec.PLANE}
-    host.local[base.name.digest] = master.tobytes()
+    host.read = read
     assert codecs_of(encode(encoder, host, raw, save=1, base=base)) == {Codec.DPLANE}
+
+
+def test_that_a_difference_is_too_large_is_remembered_of_a_tensor(host):
+    encoder, raw = encoder_for(), numbers().tobytes()
+    base = host.chunk(os.urandom(len(raw)), host.local)
+    assert reasons_of(encode(encoder, host, raw, base=base)) == {Reason.DELTA_TOO_LARGE}
+    sizes = sizes_read(host)
+    assert reasons_of(encode(encoder, host, raw, save=1, base=base)) == {Reason.DELTA_TOO_LARGE}
+    assert sizes == []
+
+
+def test_blocks_that_are_not_encoded_at_all_save_nothing(host):
+    row = replace(host.chunk(os.urandom(4 * MIB), host.remote), stored_length=3 * MIB)
+    choice = Choice(Coding(Codec.PLANE, 4), 0.8, Coding(Codec.DPLANE, 4), 0.2)
+    for blocks, worth in ((1, False), (4, True)):
+        assert encoder_for("auto")._is_worth_fetching(row, [MASTER] * blocks, {MASTER: choice}) is worth
+
+
+def test_what_was_not_verified_tells_nothing_of_others(host):
+    encoder, raw = encoder_for("auto"), os.urandom(MIB)
+    base = host.chunk(raw, host.remote)
+    host.local[base.name.digest] = os.urandom(MIB)
+    assert not encode(encoder, host, raw, base=base, tensor=Tensor()).bases
+    del host.local[base.name.digest]
+    assert encode(encoder, host, raw, save=1, base=base, tensor=Tensor()).bases
 
 
 @pytest.mark.parametrize("damaged", [None, 0, 1, 2])
@@ -307,6 +343,32 @@ def test_one_that_saves_nothing_does_not_make_all_others_be_taken_for_such(host)
         raw = os.urandom(MIB)
         base = replace(host.chunk(raw if alike else os.urandom(MIB), host.remote), stored_length=MIB)
         assert bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) == alike
+
+
+def test_whether_a_base_saves_something_is_found_out_again_after_some_that_were_not_fetched(host):
+    encoder, raw = encoder_for("auto"), os.urandom(MIB)
+    encode(encoder, host, raw, base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
+    base = host.chunk(raw, host.remote)
+    found = [bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) for _ in range(3 * PASSED_MAX)]
+    assert found == [False] * PASSED_MAX + [True] * 2 * PASSED_MAX
+    assert host.fetches == 1 + 2 * PASSED_MAX
+
+
+@pytest.mark.parametrize(("known", "fetched"), [(3, True), (1, False)])
+def test_what_a_base_saves_is_counted_by_blocks(host, known, fetched):
+    """Here those of a tensor that it saves most of, beside some of which nothing comes."""
+    encoder, tensor = encoder_for("auto"), Tensor("w", "float", 4)
+    encode(encoder, host, os.urandom(MIB), base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
+    master = numbers(count=MIB // 4)
+    encode(encoder, host, near(master).tobytes(), base=host.chunk(master.tobytes(), host.remote), tensor=tensor)
+    fetches, raw = host.fetches, near(master).tobytes() * known + os.urandom((4 - known) * MIB)
+    base = replace(
+        host.chunk(master.tobytes() * known + os.urandom((4 - known) * MIB), host.remote), stored_length=3 * MIB
+    )
+    hint = Hint((tensor,) * known, 0, base)
+    encoded = encoder.encode(memoryview(raw), hint, (), read=host.read, fetch=host.fetch)
+    assert bool(encoded.bases) == fetched
+    assert host.fetches == fetches + fetched
 
 
 def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):

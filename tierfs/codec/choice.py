@@ -14,7 +14,7 @@ __all__ = ["DELTA_WORTH", "SAMPLE_BYTES", "Choice", "choose", "sample_of"]
 SAMPLE_BYTES = 128 << 10
 # A delta is read together with its base, so it has to be that much smaller than what needs none. docs/decisions/0019.
 DELTA_WORTH = 0.85
-# Of bytes of which nothing is known hardly any are the same where nothing follows from the base; chance makes 1 in 256 the same.
+# Of bytes that are no numbers hardly any are the same where nothing follows from the base; chance makes 1 in 256 the same.
 BYTES_EQUAL = 0.05
 # SPARSE is slow to make, and no smaller than DPLANE, where more elements differ.
 SPARSE_EQUAL = 0.6
@@ -40,6 +40,10 @@ class Choice(NamedTuple):
     def saved(self) -> float:
         """What a base saves, of the raw size; nothing where it is not worth it or there was none."""
         return 0.0 if self.delta is None or self.delta_ratio is None else self.static_ratio - self.delta_ratio
+
+    def alone(self) -> Choice:
+        """The same without what was found out of a base."""
+        return self._replace(delta=None, delta_ratio=None)
 
 
 def sample_of(length: int) -> tuple[int, int]:

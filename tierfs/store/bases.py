@@ -25,7 +25,7 @@ class Reference(Protocol):
         """At most a sample's bytes. They count until the next ones are asked for. Raises `AbsentError`."""
 
     def block(self, number: int) -> memoryview:
-        """One block. It counts until the next one is asked for. Raises `AbsentError`."""
+        """One block. It counts until another one is asked for. Raises `AbsentError`."""
 
 
 class FetchedBase:
@@ -64,6 +64,7 @@ class LocalBase:
         self._row = row
         self._read = read
         self._digests: dict[int, bytes] = {}
+        self._held: tuple[int, memoryview] | None = None  # the last block
 
     def __repr__(self) -> str:
         return f"LocalBase({self._row.name}, {len(self._digests)} blocks read)"
@@ -74,9 +75,13 @@ class LocalBase:
 
     def block(self, number: int) -> memoryview:
         """See `Reference.block`. It is hashed on the way."""
+        if self._held is not None and self._held[0] == number:
+            return self._held[1]
         start = number * BLOCK_BYTES
+        self._held = None
         found = self._get(start, scratch("base", BLOCK_BYTES)[: self._row.raw_length - start])
         self._digests[number] = digest.hash_bytes(self._kind, found)
+        self._held = number, found
         return found
 
     def is_sound(self) -> bool:

@@ -7,6 +7,7 @@ published the last one, a reader, or a person. docs/reference/checkpoint-format.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ NAMED_MAX = 3  # in a message
 DOCUMENTS_MAX = 8
 DOCUMENT_BYTES_MAX = 1 << 30
 POLL_S = 0.25
+LISTED_MAX = 1000  # what S3 gives at once
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -99,8 +101,8 @@ class Commits:
             save_id: Hexadecimal digits, drawn at random.
 
         Returns:
-            The save's mark, greater than that of any that began before, as far as can be seen; and whether nothing ever lay at
-            the path: see `publish`.
+            The save's mark, greater than that of any that began before, as far as can be seen; and whether no record lies at the
+            path: see `publish`.
 
         Raises:
             ReadOnlyError: Metadata that tierfs did not write lies there.
@@ -128,21 +130,28 @@ class Commits:
             return _turns(there), False
 
     def _look(self, path: str) -> tuple[list[SaveMark], bool]:
-        """The saves that are published or announced at a path, and whether nothing ever lay there."""
+        """The saves that are published or announced at a path, and whether no record lies there."""
         store = self._store
         directory, _, name = path.rpartition("/")
         there = observe_draft(store, path)  # before the object tier is asked: drafts move down
-        keys_there = {item.key for item in store.objects.list(directory_prefix(directory), delimiter=True)}
-        is_new = there is None and record_key(path) not in keys_there
+        listed = self._names(directory) if name == ROOT else None
+        is_new = there is None and listed is not None and record_key(path) not in listed
         if there is None and not is_new:
             there = observe_published(store, path)
+            is_new = there.version is None
         manifest = there.manifest if there is not None else None
         if manifest is None:
             refuse_foreign(store, path)
         before = _turns(manifest)
-        if name == ROOT and directory_prefix(_inside(directory, PENDING)) in keys_there:
+        if name == ROOT and (listed is None or directory_prefix(_inside(directory, PENDING)) in listed):
             before += [mark for mark, _ in self._announced(directory)]
         return before, is_new
+
+    def _names(self, directory: str) -> set[str] | None:
+        """The keys in a directory; ``None`` where they are more than one request tells."""
+        listed = self._store.objects.list(directory_prefix(directory), delimiter=True)
+        found = {item.key for item in itertools.islice(listed, LISTED_MAX)}
+        return found if len(found) < LISTED_MAX else None
 
     def publish(self, path: str, document: bytes, mark: SaveMark, *, is_new: bool = False) -> None:
         """Write a checkpoint's metadata at the store's level, behind the files that this host closed before.
@@ -151,7 +160,7 @@ class Commits:
             path: Of the metadata.
             document: What it is to hold.
             mark: Of the save.
-            is_new: Nothing lay at the path when the save began. Then it is not looked at again, unless the put, which is on
+            is_new: No record lay at the path when the save began. Then it is not looked at again, unless the put, which is on
                 condition, finds something there; but where the flusher puts it, it is: for that a conflict is one for good.
 
         Raises:

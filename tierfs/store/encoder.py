@@ -170,7 +170,7 @@ class Encoder:
         row, attempt = hint.base, None
         if row is not None and self._may_need(known):
             attempt = self._try_local(raw, tensors, known, LocalBase(self._kind, row, read))
-            if attempt is None and self._is_worth_fetching(row, known):
+            if attempt is None and self._is_worth_fetching(row, [each for each in tensors if each in known], known):
                 with buffers().lend(row.raw_length) as base:
                     if self._fetch(row, base, fetch):
                         attempt = self._try(raw, tensors, known, FetchedBase(base))
@@ -188,10 +188,12 @@ class Encoder:
         """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
         try:
             attempt = self._try(raw, tensors, known, base)
-            matters = attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
-            return attempt if not matters or base.is_sound() else None
+            if attempt.needs_base or any(tensor.name for tensor, _ in attempt.found):
+                return attempt if base.is_sound() else None
         except AbsentError:
             return None
+        # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
+        return attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
 
     def _try(
         self,
@@ -288,10 +290,16 @@ class Encoder:
             block[start : start + count],
             kind=tensor.kind,
             width=tensor.width,
-            base=None if base is None else base.part(number * BLOCK_BYTES + start, count),
+            base=None if base is None else self._part(number, start, count, tensor, base),
             allowed=self.codecs.allowed,
             out=scratch("sample", SAMPLE_BYTES),
         )
+
+    def _part(self, number: int, start: int, count: int, tensor: Tensor, base: Reference) -> memoryview:
+        """A part of a block, of one that is read whole where it is to be remembered what comes of it."""
+        if tensor.name:
+            return base.block(number)[start : start + count]
+        return base.part(number * BLOCK_BYTES + start, count)
 
     def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
         """Remember what was chosen.
@@ -346,13 +354,19 @@ class Encoder:
         """Whether anything may come of a base."""
         return any(choice is None or self._pays_as_delta(choice) for choice in known.values())
 
-    def _is_worth_fetching(self, row: Row, known: Mapping[Tensor, Choice | None]) -> bool:
-        """Whether a base that is not on this host is to be had from the object tier."""
-        savings = [self._saved(tensor, choice) for tensor, choice in known.items()]
-        expected = [saved for saved in savings if saved is not None]
-        if self._is_near or self.codecs.always or len(expected) < len(savings):
+    def _is_worth_fetching(self, row: Row, tensors: Sequence[Tensor], known: Mapping[Tensor, Choice | None]) -> bool:
+        """Whether a base that is not on this host is to be had from the object tier, for blocks of these tensors."""
+        if self._is_near or self.codecs.always:
             return True
-        return sum(expected) / len(expected) * row.raw_length >= FETCH_WORTH * row.stored_length
+        savings = [self._saved(tensor, known[tensor]) for tensor in tensors]
+        expected = [saved for saved in savings if saved is not None]
+        blocks = block_count(row.raw_length)
+        if len(expected) < len(savings) or sum(expected) / blocks * row.raw_length >= FETCH_WORTH * row.stored_length:
+            return True
+        with self._lock:
+            for key in {(tensor.kind, tensor.width) for tensor in tensors if not tensor.name}:
+                self._typical[key].pass_by()
+        return False
 
     def _saved(self, tensor: Tensor, choice: Choice | None) -> float | None:
         """What a base is expected to save, of the raw size; ``None`` if that has to be found out.

@@ -16,6 +16,8 @@ NEWEST = 0.1
 # nothing: what was slow for a while is measured again after 1 GB, what never was faster after 7.
 FORGETTING = 0.001
 FORGETTING_BEST = 0.0001
+# What a base saves is found out again after so many were not fetched.
+PASSED_MAX = 32
 
 
 class Typical:
@@ -24,13 +26,20 @@ class Typical:
     Attributes:
         codec: How one was encoded last that was.
         ratio: Encoded over raw bytes of those that were.
-        saved: What a base saves of the raw size, see `Choice.saved`; ``None`` before there was one to try.
+        saved: What a base saves of the raw size, see `Choice.saved`; ``None`` where that is to be found out.
     """
 
     def __init__(self) -> None:
         self.codec = Codec.STORE
         self.ratio = 1.0
         self.saved: float | None = None
+        self._passed = 0
+
+    def pass_by(self) -> None:
+        """Note that a base was not fetched."""
+        self._passed += 1
+        if self._passed >= PASSED_MAX:
+            self.saved, self._passed = None, 0
 
     def add(self, choice: Choice) -> None:
         """Learn from what was found out about one tensor."""

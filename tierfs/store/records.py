@@ -71,7 +71,7 @@ class Observed:
 
 
 def nothing_at(path: str) -> Observed:
-    """What is at a path where nothing can be. Asks nobody.
+    """What is at a path where no record is. Asks nobody.
 
     Raises:
         InvalidInputError: The path is no good.
@@ -232,7 +232,7 @@ def _find_own(store: Store, observed: Observed, record: Record) -> Version | Non
     """The version that our own put made, if its record is what stands there now. A damaged one is somebody else's."""
     try:
         current = _read(store, observed.path, observed.key)
-    except (NotFoundError, CorruptionError, FormatError):
+    except (NotFoundError, CorruptionError):
         return None
     if current.record is not None and current.record.write_id == record.write_id:
         return current.version

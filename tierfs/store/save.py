@@ -30,7 +30,7 @@ from tierfs.store.cuts import Cutter
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.sinks import ObjectSink, SlabSink
-from tierfs.store.staging import follow, is_staged, seal
+from tierfs.store.staging import check_stands, follow, is_staged, seal
 from tierfs.store.store import Store
 from tierfs.units import format_bytes
 
@@ -71,13 +71,13 @@ class Writer:
     Args:
         store: The store.
         path: Relative to its root.
-        mode: What to do with what is there. The path is observed now, and the commit is conditional on it.
+        mode: What to do with what is there. The path is observed now, unless it is new, and the commit is conditional on it.
         metadata: JSON values to keep with the file.
         level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
             to the flusher.
         staged: Leave it to the flusher at any level.
-        is_new: The path was drawn at random, so nothing is there. It is not asked for: should there be a record after all, the
-            commit is a conflict.
+        is_new: No record is there, because the path was drawn at random or was looked at before. It is not asked for: should there
+            be one after all, the commit is a conflict.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -200,7 +200,10 @@ class Writer:
             rows = self._finish_rows()
             manifest = self._manifest(rows)
             # Asked again: something may have been closed in this directory since, and has to be published before.
-            self._staged = self._staged or is_staged(self._store, self.path, self._level)
+            if not self._staged and is_staged(self._store, self.path, self._level):
+                # What was observed may be old, and a conflict of what is pending is one for good.
+                check_stands(self._store, self._observed)
+                self._staged = True
             if self._staged:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))

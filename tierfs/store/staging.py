@@ -16,7 +16,7 @@ from tierfs.store.store import Store
 if TYPE_CHECKING:
     from tierfs.flush.tiers import Tiers
 
-__all__ = ["follow", "is_staged", "replace", "seal"]
+__all__ = ["check_stands", "follow", "is_staged", "replace", "seal"]
 
 
 def is_staged(store: Store, path: str, level: Level) -> bool:
@@ -70,20 +70,32 @@ def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
     """
     pending = tiers.drafts.pending(observed.path)
     if pending is not None:
-        is_same = pending.draft.write_id == observed.draft
+        if pending.draft.write_id != observed.draft:
+            raise _changed(store, observed, "on this host")
     elif store.descriptor.endpoint.host_local:
-        try:
-            is_same = ask_briefly(store, lambda: _stands(store, observed))
-        except StoreError:  # it is away: then that comes out later, too
-            return
-    else:
+        check_stands(store, observed)
+
+
+def check_stands(store: Store, observed: Observed) -> None:
+    """See that the object tier, if it can be asked now, has what was observed, and nothing newer.
+
+    Raises:
+        ConflictError: It has not.
+    """
+    try:
+        is_same = ask_briefly(store, lambda: _stands(store, observed))
+    except StoreError:  # it is away: then that comes out later, too
         return
     if not is_same:
-        raise ConflictError(
-            f"{store.where(observed.path)} was changed on this host since it was opened: theirs stands, this change was not "
-            "made; reload and try again",
-            path=observed.path,
-        )
+        raise _changed(store, observed, "on this host" if store.descriptor.endpoint.host_local else "by somebody else")
+
+
+def _changed(store: Store, observed: Observed, who: str) -> ConflictError:
+    return ConflictError(
+        f"{store.where(observed.path)} was changed {who} since it was opened: theirs stands, this change was not made; reload "
+        "and try again",
+        path=observed.path,
+    )
 
 
 def _stands(store: Store, observed: Observed) -> bool:
