@@ -26,7 +26,7 @@ from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Piece
 from tierfs.store.encoder import EVIDENCE_BYTES, MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
-from tierfs.store.estimates import PASSED_MAX
+from tierfs.store.estimates import PASSED_MAX, Puts
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -435,7 +435,7 @@ class Ticking(ManualClock):
 
 
 def put(encoder, clock, seconds, count=EVIDENCE_BYTES):
-    with encoder.putting(count):
+    with encoder.putting(count, count):
         clock.sleep(seconds)
 
 
@@ -486,7 +486,7 @@ def test_a_put_that_fails_says_nothing_of_the_link(host):
     clock = Ticking(1)
     encoder = encoder_for("auto", clock)
     encode(encoder, host, numbers().tobytes())
-    with pytest.raises(OSError, match="broke"), encoder.putting(EVIDENCE_BYTES):
+    with pytest.raises(OSError, match="broke"), encoder.putting(EVIDENCE_BYTES, EVIDENCE_BYTES):
         raise OSError("broke")
     assert encoder.status()["put_s_per_GB"] == 0.0
 
@@ -570,6 +570,64 @@ def test_blocks_of_two_tensors_are_encoded_as_each_would_be_by_itself(host):
         for at, tensor in zip((0, MIB), tensors, strict=True)
     ]
     assert [len(block.data) for block in found.blocks] == [len(encoded.blocks[0].data) for encoded in alone]
+
+
+def test_puts_of_what_is_encoded_are_timed_apart(host):
+    """They are faster while it is, since fewer threads send at a time: then it pays though it would not at the speed of either."""
+    clock = Ticking(1)
+    encoder, raw = encoder_for("auto", clock), numbers().tobytes()
+    encode(encoder, host, raw)  # a thread's first one does not count
+    saved = 1 - sum(len(block.data) for block in encode(encoder, host, raw).blocks) / len(raw)
+    # Encoding takes 1.3 times what would pay at the speed that raw puts have.
+    seconds = MARGIN * 0.5 / len(raw) / saved / 1.3 * EVIDENCE_BYTES
+    put(encoder, clock, seconds - 0.5)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.STORE}
+    with encoder.putting(EVIDENCE_BYTES, 2 * EVIDENCE_BYTES):
+        clock.sleep(seconds / 2)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}
+    told = encoder.status()
+    assert told["encoded_put_s_per_GB"] < told["put_s_per_GB"]
+
+
+def test_speeds_that_are_not_measured_come_nearer_to_those_that_are():
+    puts = Puts()
+    puts.add(100, 1.0, is_raw=True)
+    assert (puts.count, puts.raw_s_per_byte, puts.encoded_s_per_byte) == (100, 0.01, 0.01)
+    puts.add(100, 0.2, is_raw=False)
+    assert puts.count == 200
+    assert puts.encoded_s_per_byte == pytest.approx(0.002)
+    assert 0.0099 < puts.raw_s_per_byte < 0.01
+    for _ in range(500):
+        puts.add(100, 0.2, is_raw=False)
+    assert puts.raw_s_per_byte == pytest.approx(0.002, rel=0.05)
+    for _ in range(500):
+        puts.add(100, 2.0, is_raw=True)
+    assert puts.encoded_s_per_byte == pytest.approx(0.02, rel=0.05)
+    first = Puts()
+    first.add(100, 0.2, is_raw=False)
+    assert first.raw_s_per_byte == pytest.approx(0.002)
+
+
+def test_what_takes_long_while_many_encode_at_once_counts_less(host, monkeypatch):
+    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
+    raw, encode_blocks, found = numbers().tobytes()[:MIB], encoding.encode_blocks, {}
+    for others in (1, 2):
+        clock, seconds = ManualClock(), [1.0]
+
+        def slow(*args, clock=clock, seconds=seconds):
+            clock.sleep(seconds[0])
+            return encode_blocks(*args)
+
+        monkeypatch.setattr(encoding, "encode_blocks", slow)
+        encoder = encoder_for(clock=clock)
+        for _ in range(2):  # a thread's first one does not count
+            encode(encoder, host, raw)
+        encoder._encode[Codec.PLANE].add(1 << 40, float(1 << 20))
+        encoder._encoding = others
+        seconds[0] = 31.0 * (1 + others) / 2
+        encode(encoder, host, raw)
+        found[others] = encoder.status()["encode_s_per_GB"]["plane"] * MIB / 1e9 - 1
+    assert found[2] < 0.7 * found[1]
 
 
 def test_only_encoding_is_taken_for_encoding(host, monkeypatch):

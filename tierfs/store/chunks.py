@@ -45,9 +45,9 @@ class Alone:
         del digest
         return self._store.encoder.encode(raw, self._hint, (), read=lambda *_: False, fetch=self._fetch)
 
-    def putting(self, count: int) -> AbstractContextManager[None]:
+    def putting(self, row: Row) -> AbstractContextManager[None]:
         """See `Sending.putting`."""
-        return self._store.encoder.putting(count)
+        return self._store.encoder.putting(row.stored_length, row.raw_length)
 
     def _fetch(self, row: Row, out: memoryview) -> None:
         fetch(self._store, row, [(0, out)], self._store.url)
@@ -142,7 +142,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row
     """Create a chunk object; return what stands there then, or `DAMAGED`."""
     checksum = checksum_for(store.objects.capabilities, payload)
     try:
-        with sending.putting(row.stored_length):
+        with sending.putting(row):
             store.objects.put(keys.chunk_key(row.name), payload, mode=CREATE, checksum=checksum)
     except (AlreadyExistsError, StoreError) as error:
         if isinstance(error, AlreadyExistsError):

@@ -28,7 +28,7 @@ from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Deriver, Piece, with_bases
 from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, scratch
-from tierfs.store.estimates import Speed, Typical
+from tierfs.store.estimates import Puts, Speed, Typical
 
 __all__ = ["Encoder", "FetchRow"]
 
@@ -41,6 +41,9 @@ EVIDENCE_BYTES = 64 << 20
 FETCH_WORTH = 0.5
 # How much more than it costs encoding has to save: it takes processors from what sends, and from training.
 MARGIN = 1.25
+# How much a chunk counts that was encoded while more threads did so than there are processors: they begin together, with whoever
+# saved still at work, and what they take then says little of the many that follow.
+CROWDED = 0.25
 _STORE = Coding(Codec.STORE)
 _LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
 _logger = logging.getLogger("tierfs.store")
@@ -80,7 +83,7 @@ class Encoder:
         self._choices: dict[str, tuple[int, Choice]] = {}  # with the save that it was made at
         self._typical: dict[tuple[str, int], Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
-        self._put = Speed()
+        self._put = Puts()
         self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
         self._encoding = 0  # how many threads are at it
@@ -100,7 +103,8 @@ class Encoder:
         with self._lock:
             return {
                 **dict(self._counts),
-                "put_s_per_GB": self._put.s_per_byte * 1e9,
+                "put_s_per_GB": self._put.raw_s_per_byte * 1e9,
+                "encoded_put_s_per_GB": self._put.encoded_s_per_byte * 1e9,
                 "encode_s_per_GB": {
                     codec.name.lower(): speed.s_per_byte * 1e9 for codec, speed in self._encode.items()
                 },
@@ -116,12 +120,12 @@ class Encoder:
         return count
 
     @contextlib.contextmanager
-    def putting(self, count: int) -> Iterator[None]:
-        """Take the time of what sends so many bytes."""
+    def putting(self, count: int, raw_count: int) -> Iterator[None]:
+        """Take the time of what sends so many bytes, of a chunk that has so many raw."""
         start = self._clock.monotonic()
         yield
         with self._lock:
-            self._put.add(count, self._clock.monotonic() - start)
+            self._put.add(count, self._clock.monotonic() - start, is_raw=count >= raw_count)
 
     def derives(self, count: int) -> bool:
         """Whether it is of use to know what chunks may be derived from, in so many bytes."""
@@ -244,13 +248,14 @@ class Encoder:
 
         with self._lock:
             self._encoding += 1
+            is_crowded = self._encoding > processors
         try:
             blocks = encode_chunk(raw, plans(), self.codecs.allowed, watch)
         finally:
             with self._lock:
                 self._encoding -= 1
         for codec in seconds.keys() - {Codec.STORE}:
-            self._took(codec, counts[codec], seconds[codec])
+            self._took(codec, counts[codec], seconds[codec], is_crowded=is_crowded)
         return _Attempt(blocks, found)
 
     def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
@@ -263,12 +268,12 @@ class Encoder:
             reason = Reason.NO_BASE
         return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
-    def _took(self, codec: Codec, count: int, seconds: float) -> None:
+    def _took(self, codec: Codec, count: int, seconds: float, *, is_crowded: bool = False) -> None:
         """Learn from what was encoded, unless it is this thread's first, which waits for memory to work in."""
         begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
-                self._encode.setdefault(codec, Speed()).add(count, seconds)
+                self._encode.setdefault(codec, Speed()).add(count, seconds, CROWDED if is_crowded else 1.0)
         begun.add(codec)
 
     def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
@@ -345,7 +350,7 @@ class Encoder:
             encode = self._encode.get(codec)
             if self.codecs.always or encode is None or self._put.count < EVIDENCE_BYTES:
                 return True
-            pays = MARGIN * encode.s_per_byte < (1 - ratio) * self._put.s_per_byte
+            pays = MARGIN * encode.s_per_byte + ratio * self._put.encoded_s_per_byte < self._put.raw_s_per_byte
             if not pays:
                 encode.forget(blocks)  # it is measured no more, and may have been slow for a while only
             return pays

@@ -13,6 +13,7 @@ from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
 
 __all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "scratch"]
 
@@ -47,8 +48,8 @@ class Sending(Protocol):
     def encode(self, raw: memoryview, digest: bytes) -> Encoded:
         """Encode it; ``digest`` is its own. The result counts until this thread encodes the next one."""
 
-    def putting(self, count: int) -> AbstractContextManager[None]:
-        """What sends so many bytes goes in here."""
+    def putting(self, row: Row) -> AbstractContextManager[None]:
+        """What sends a chunk goes in here."""
 
 
 class Plan(NamedTuple):

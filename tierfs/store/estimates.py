@@ -8,7 +8,7 @@ from tierfs.codec import Codec
 from tierfs.codec.choice import Choice
 from tierfs.digest import CHUNK_BYTES
 
-__all__ = ["Speed", "Typical"]
+__all__ = ["Puts", "Speed", "Typical"]
 
 # How much of a measured speed the newest chunk makes up, and of what is typical the newest tensor.
 NEWEST = 0.1
@@ -16,6 +16,8 @@ NEWEST = 0.1
 # nothing: what was slow for a while is measured again after 1 GB, what never was faster after 7.
 FORGETTING = 0.001
 FORGETTING_BEST = 0.0001
+# How much of the way one speed of puts comes nearer to the other with each chunk.
+ALIKE = 0.01
 # What a base saves is found out again after so many were not fetched.
 PASSED_MAX = 32
 
@@ -66,9 +68,42 @@ class Speed:
         self._best *= (1 - FORGETTING_BEST) ** blocks
         self.s_per_byte += (self._best - self.s_per_byte) * (1 - (1 - FORGETTING) ** blocks)
 
-    def add(self, count: int, seconds: float) -> None:
-        """Learn from so many bytes."""
-        weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
+    def add(self, count: int, seconds: float, share: float = 1.0) -> None:
+        """Learn from so many bytes, which count by a share where others were learned from before."""
+        weight = max(share * NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
         self.s_per_byte += (seconds / count - self.s_per_byte) * weight
         self._best = min(self._best, self.s_per_byte)
         self.count += count
+
+
+class Puts:
+    """Seconds that a byte takes on one thread to be sent: of chunks that are encoded, and of those that are not.
+
+    While chunks are encoded, fewer threads send at a time, and have more of the link each. What is not done is not measured, so that
+    with each chunk it comes nearer to what is. docs/decisions/0033.
+    """
+
+    def __init__(self) -> None:
+        self._raw, self._encoded = Speed(), Speed()
+
+    @property
+    def count(self) -> int:
+        """Bytes so far."""
+        return self._raw.count + self._encoded.count
+
+    @property
+    def raw_s_per_byte(self) -> float:
+        """Of what is not encoded, as far as that is known."""
+        return (self._raw if self._raw.count else self._encoded).s_per_byte
+
+    @property
+    def encoded_s_per_byte(self) -> float:
+        """Of what is encoded, as far as that is known."""
+        return (self._encoded if self._encoded.count else self._raw).s_per_byte
+
+    def add(self, count: int, seconds: float, *, is_raw: bool) -> None:
+        """Learn from a chunk."""
+        now, other = (self._raw, self._encoded) if is_raw else (self._encoded, self._raw)
+        now.add(count, seconds)
+        if other.count:
+            other.s_per_byte += (now.s_per_byte - other.s_per_byte) * ALIKE

@@ -214,9 +214,9 @@ class _Sending(Alone):
         return self._store.encoder.encode(raw, hint, self._sources(hint, digest), read=self._read, fetch=self._fetch)
 
     @contextlib.contextmanager
-    def putting(self, count: int) -> Iterator[None]:
-        with super().putting(count):
-            self._pace(count)
+    def putting(self, row: Row) -> Iterator[None]:
+        with super().putting(row):
+            self._pace(row.stored_length)
             yield
 
     def _sources(self, hint: Hint, digest: bytes) -> list[Piece]:
