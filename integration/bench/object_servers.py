@@ -41,7 +41,7 @@ _PROMISES = Capabilities(
     checksums=("crc64nvme", "sha256", "md5"),
 )
 # A server gets memory for each object and gives it back when that is deleted. Where the host has taken back what was free, the
-# kernel needs longer to find it again than the server for all the rest, whoever puts. So it keeps what it has.
+# kernel may need as long to find it again as the server for all the rest, whoever puts. So it keeps what it has.
 _KEEPS_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 _XML = '<?xml version="1.0" encoding="UTF-8"?>'
 _CONFIGURATION = """
