@@ -445,8 +445,7 @@ def test_a_save_into_a_new_directory_looks_once(counted, directory):
     (began, is_new), requests = asked(counted, lambda: commits.begin(path, "a" * 32))
     assert is_new
     assert requests == {"list": 1, "head": 1}
-    put_record, requests = asked(counted, lambda: commits.publish(path, document(), began, is_new=is_new))
-    assert put_record is None
+    _, requests = asked(counted, lambda: commits.publish(path, document(), began, is_new=is_new))
     assert requests == {"put": 1}
     assert content(counted, path) == document()
     assert commits.begin(path, "b" * 32)[0] > began
