@@ -8,7 +8,17 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "tierfs"
 
 ABOVE_NOTHING = {"errors"}
-GROUND = ABOVE_NOTHING | {"digest", "buffers", "processors", "clock", "units", "forks", "daemons", "localfile"}
+GROUND = ABOVE_NOTHING | {
+    "digest",
+    "buffers",
+    "processors",
+    "clock",
+    "units",
+    "forks",
+    "daemons",
+    "garbage",
+    "localfile",
+}
 PURE = {"format", "codec"}
 BACKENDS = {"objects", "local", "device"}
 FACES = {"fs", "dcp", "mount", "cli"}
@@ -23,6 +33,7 @@ ALLOWED = {
     "units": {"errors"},
     "forks": set(),
     "daemons": set(),
+    "garbage": {"daemons", "forks"},
     "localfile": set(),
     "format": GROUND,
     "codec": GROUND,

@@ -3,7 +3,7 @@
     python integration/bench/object.py [--bytes 2GiB] [--rounds 5] [--server ministack|nginx|URL ...] [--only PART ...] [--json]
 
 All in one run, one after the other in each round, medians of the rounds after one that warms up what a long-running job has
-warm: connections, slabs, the arena's disk blocks, the flusher, and the memory of the server. The servers are processes of their own on this machine. ministack is
+warm: connections, slabs, the arena's disk blocks, the flusher, and the memory of the server. Slabs take several files, or saves, before the rounds. The servers are processes of their own on this machine. ministack is
 S3, but slow; of its clients only tierfs has it check a checksum. nginx does not speak S3, so that only chunks go there. At a
 URL, the credentials are those in the environment.
 

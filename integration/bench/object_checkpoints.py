@@ -36,6 +36,8 @@ HERE = Path(__file__).parent
 STOCK = "FsspecWriter over s3fs"
 TORCH = "s3torchconnector's S3StorageWriter"
 THREADS = 4
+# Until all slabs and the arena were written to, which the first saves find room beside each other in.
+WARMING_SAVES = 6
 
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -142,6 +144,11 @@ class Checkpoints:
             everyone += [(TORCH, 1), (TORCH, THREADS)]
         with private_slabs():
             writer, store = self._tierfs(self._server, "saves")
+            for _ in range(WARMING_SAVES):
+                self._number += 1
+                states.renew(state, self._number)
+                dcp.save(state, storage_writer=writer, no_dist=True, checkpoint_id=f"{store}/run_{self._number}/step_1")
+                self._server.empty("saves/.tierfs/chunks")
             for number in range(1 + self._rounds):
                 if number == 1:
                     rows.clear()

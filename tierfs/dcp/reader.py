@@ -17,6 +17,7 @@ from tierfs.dcp.address import Address, full_url, inside
 from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
 from tierfs.dcp.items import Saved
 from tierfs.dcp.metadatafile import CheckpointNote, Place
+from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.shards import ShardFiles
 from tierfs.dcp.stockdata import read_items
 from tierfs.errors import (
@@ -138,6 +139,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of what `read_metadata` gave."""
+        begin_planning()
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -165,6 +167,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             CorruptionError: Stored bytes are wrong or missing; what was loaded so far is in place.
             TierfsError: It failed.
         """
+        end_planning()
         store, directory = self._address.open()
         lengths = {} if self._note is None else self._note.files
         files = ShardFiles(store, directory, lengths)

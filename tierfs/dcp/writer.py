@@ -25,6 +25,7 @@ from torch.futures import Future
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
+from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
 from tierfs.dcp.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
@@ -208,6 +209,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if not self._save.is_reset:
             self._save.address = self._address
         self._save.is_reset = False
+        begin_planning()
         save = self._saves.begin(claim(self))
         save.address, save.token = self._save.address, self._token
         self._save.is_coordinator = is_coordinator
@@ -254,6 +256,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             StoreError, CapacityError, ConflictError, TimeoutError: It could not be saved.
             InvalidInputError: A tensor has no elements that could be; names it.
         """
+        end_planning()
         store, path = self._here.open(write=True)
         # Not stored: told to the coordinator, which sees to it that somebody else has.
         results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]

@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
-import gc
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
@@ -26,7 +25,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import ConflictError, InvalidInputError, StoreError
-from tierfs.forks import renew_in_children
+from tierfs.garbage import Uncollected
 from tierfs.objects.clienterrors import cause_of, refused_options
 from tierfs.objects.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.direct import Direct
@@ -129,7 +128,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
         if is_signed and not (fs.key or fs.client_kwargs.get("aws_access_key_id") or session.get_credentials()):
             # A client made now would never look for them again, and they may only be late.
             raise NoCredentialsError
-        with _NoCollection():
+        with Uncollected():  # botocore reads its description of S3: tens of thousands of objects that all stay
             client = session.create_client(
                 "s3",
                 config=Config(**config),
@@ -278,30 +277,6 @@ class _Body:
         """Back to the beginning, to be sent again where the bucket is in another region."""
         assert to == 0
         self._next = self._at = 0
-
-
-class _NoCollection:
-    """Have no garbage collected, in a ``with`` block, while botocore reads its description of S3: tens of thousands of objects that all stay.
-
-    Otherwise they set off a collection of all generations, in which a process that has imported torch spends 0.2 s. A child that is
-    forked meanwhile collects.
-    """
-
-    def __init__(self) -> None:
-        self._was_enabled = False
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        if self._was_enabled:
-            gc.enable()
-
-    def __enter__(self) -> None:
-        self._was_enabled = gc.isenabled()
-        gc.disable()
-
-    def __exit__(self, *_: object) -> None:
-        if self._was_enabled:
-            gc.enable()
 
 
 def _is_no_batch(error: ClientError) -> bool:

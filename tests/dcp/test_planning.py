@@ -1,0 +1,107 @@
+"""While DCP plans nothing is collected, and while bytes move it is."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, planning
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+
+@pytest.fixture
+def place(url):
+    return f"tierfs::{url}/run/step_1"
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    gc.enable()
+    yield
+    planning.end_planning()
+    assert gc.isenabled()
+
+
+def state():
+    return {"w": torch.arange(1000.0), "step": 3}
+
+
+def watched(cls, seen, *names):
+    """A class that notes whether garbage is collected while these are called."""
+
+    def noting(name):
+        def call(self, *arguments, **options):
+            seen[name] = gc.isenabled()
+            return getattr(cls, name)(self, *arguments, **options)
+
+        return call
+
+    return type(cls.__name__, (cls,), {name: noting(name) for name in names})
+
+
+def until_enabled(seconds=20.0):
+    ends = time.monotonic() + seconds
+    while not gc.isenabled() and time.monotonic() < ends:
+        time.sleep(0.001)
+    return gc.isenabled()
+
+
+def test_plans_of_a_save_and_a_load_set_off_no_collection(place):
+    seen = {}
+    planner = watched(
+        DefaultSavePlanner, seen, "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"
+    )
+    dcp.save(state(), storage_writer=TierWriter(place), planner=planner(), no_dist=True)
+    assert seen == {"create_local_plan": False, "create_global_plan": False, "finish_plan": False, "resolve_data": True}
+    assert gc.isenabled()
+    seen.clear()
+    planner = watched(TierLoadPlanner, seen, "create_local_plan", "create_global_plan", "finish_plan", "commit_tensor")
+    target = {"w": torch.zeros(1000), "step": 0}
+    dcp.load(target, storage_reader=TierReader(place), planner=planner(), no_dist=True)
+    assert seen == {
+        "create_local_plan": False,
+        "create_global_plan": False,
+        "finish_plan": False,
+        "commit_tensor": True,
+    }
+    assert gc.isenabled()
+    assert target["step"] == 3
+
+
+def test_a_planner_that_fails_puts_it_off_for_a_moment_alone(place, monkeypatch):
+    class Failing(DefaultSavePlanner):
+        def create_local_plan(self):
+            assert not gc.isenabled()
+            raise ValueError("no plan")
+
+    monkeypatch.setattr(planning, "PLANNING_S_MAX", 0.2)
+    writer = TierWriter(place)
+    for _ in range(2):
+        with pytest.raises(CheckpointException):
+            dcp.save(state(), storage_writer=writer, planner=Failing(), no_dist=True)
+    assert not gc.isenabled()
+    assert until_enabled()
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    assert gc.isenabled()
+
+
+def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypatch):
+    monkeypatch.setattr(planning, "PLANNING_S_MAX", 600)
+    planning.begin_planning()
+    thread = threading.Thread(
+        target=dcp.save, args=(state(),), kwargs={"storage_writer": TierWriter(place), "no_dist": True}
+    )
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not gc.isenabled()
+    planning.end_planning()
+    assert gc.isenabled()
