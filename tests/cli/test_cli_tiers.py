@@ -422,6 +422,24 @@ def test_what_is_prefetched_lies_in_the_tier_until_it_is_evicted(host, tell, mon
     assert json.loads(tell("evict", "tierfs://mine/run", "--tier", tier, "--json")) == {"bytes": 0}
 
 
+def test_what_was_prefetched_into_memory_is_there_when_the_command_has_ended(host, monkeypatch):
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "0")
+    tierfs.init(f"{host}/store")
+    url = f"tierfs::file://{host}/store"
+    save(open_store(parse_url(url))[0], "run/a", os.urandom(3 * MIB))
+    monkeypatch.setenv("TIERFS_RAM", "64MiB")
+
+    def tell(*arguments):
+        command = [sys.executable, "-m", "tierfs.cli", *arguments, "--json"]
+        return json.loads(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+
+    assert tell("prefetch", url) == {"bytes": 3 * MIB}
+    assert tell("status", url)["tiers"]["ram"]["clean_bytes"] >= 3 * MIB
+    assert tell("evict", url, "--tier", "ram")["bytes"] >= 3 * MIB
+    assert tell("status", url)["tiers"]["ram"]["used_bytes"] == 0
+
+
 def test_prefetch_shows_a_bar_that_ends_full(url, capsys):
     stage(url, files=2)
     assert main(["wait", url]) == 0

@@ -36,11 +36,13 @@ class ChunkCache:
         kind: The store's digests.
         has_nvme: Whether the nvme tier is on.
         keeps_reads: Whether chunks that were read from the object tier are kept.
-        shares_reads: Whether other processes of this host are about to want them as well. Then each is kept until the ram tier's
-            budget is used up. Otherwise each takes the place of one before it soon, since new memory takes longer than a copy.
+        shares_reads: Whether they are about to be wanted again, perhaps by other processes of this host. Then each is kept until
+            the ram tier's budget is used up. Otherwise each takes the place of one before it soon, since new memory takes longer
+            than a copy.
 
     Attributes:
         keeps_reads: As given; may be changed.
+        shares_reads: As given; may be changed.
     """
 
     def __init__(
@@ -58,7 +60,7 @@ class ChunkCache:
         shares_reads: bool = False,
     ) -> None:
         self.keeps_reads = keeps_reads
-        self._shares_reads = shares_reads
+        self.shares_reads = shares_reads
         self._ram = ram
         self._reader = reader
         self._writer = writer
@@ -133,19 +135,20 @@ class ChunkCache:
 
         Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
         """
-        try:
-            slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self._shares_reads)
-        except TierfsError:
-            self._counters["ram_insert_refused"] += 1
-            return None
-        chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
-        try:
-            with processors().turn():
+        # No slot before its turn: those that only wait to be filled would have the ram tier make room for them all.
+        with processors().turn():
+            try:
+                slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self.shares_reads)
+            except TierfsError:
+                self._counters["ram_insert_refused"] += 1
+                return None
+            chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
+            try:
                 chunk.fill(data, digests)
                 slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
-        except BaseException:
-            self._writer.drop(slot)
-            raise
+            except BaseException:
+                self._writer.drop(slot)
+                raise
         if self._has_nvme and self._flusher.is_running():
             self._keeper.add(slot)
         return slot

@@ -76,6 +76,7 @@ class Supply:
         self._closed = False
         self._memfd_said = False
         self._asked_s = clock.monotonic()
+        self.leaves_copies = False
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
@@ -207,7 +208,7 @@ class Supply:
     def close(self) -> None:
         """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
 
-        A process that ends without this leaves its copies to whoever comes after it, until room is needed.
+        A process that ends without this, or that `leaves_copies`, leaves them to whoever comes after it, until room is needed.
         """
         with self._lock:
             self._closed = True
@@ -218,11 +219,13 @@ class Supply:
             for segment in self.own:
                 # Under the host's lock, since from then on others may adopt it.
                 with self._host.locked(LOCK):
-                    if not segment.is_dirty():
+                    leaves_copies = self.leaves_copies and segment.path is not None and segment.sums().clean > 0
+                    if not segment.is_dirty() and not leaves_copies:
                         self._drop(segment)
                     else:
-                        self._shed(segment)
-                        segment.disown()
+                        if not leaves_copies:
+                            self._shed(segment)
+                        segment.disown(leaves_copies=leaves_copies)
                         self._forget(segment)
                 segment.close()
 
@@ -233,6 +236,7 @@ class Supply:
         # The parent's locks on these are not ours to release.
         self._notes = {}
         self._ahead = None
+        self.leaves_copies = False
         return parents
 
     def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:

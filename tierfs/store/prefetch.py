@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from tierfs.store.listing import Entry, find, stat
 from tierfs.store.load import PIECE_BYTES_MAX, expand_rows, open_entry
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
+from tierfs.units import format_bytes
 
 if TYPE_CHECKING:
     from tierfs.flush.tiers import Tiers
@@ -38,6 +39,9 @@ class _Piece:
 def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[int], None] | None = None) -> int:
     """Copy what a file, or everything below a directory, consists of into a local tier.
 
+    From then on what this process reads takes the place of other copies in the ram tier only when the budget is used up. What was
+    prefetched into it outlives the process: until somebody needs the room, or it is evicted.
+
     Args:
         store: The store.
         path: A file or directory.
@@ -55,15 +59,20 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
     """
     tiers = _tiers(store, tier)
     pieces = iter(_pieces(store, path))
-    total = 0
+    brought: list[_Piece] = []
+    tiers.cache.shares_reads = True
+    if tier == "ram":
+        tiers.ram.leave_copies()
     while batch := list(islice(pieces, BATCH_CHUNKS)):
-        slots = transfers().map(lambda piece: _bring(tiers, piece, tier), batch)
-        if tier == "nvme":
-            tiers.cache.keep([slot for slot in slots if slot is not None])
-        count = sum(piece.length for piece in batch)
-        total += count
+        _bring_all(tiers, batch, tier)
+        brought += batch
         if progress is not None:
-            progress(count)
+            progress(sum(piece.length for piece in batch))
+    # Those that came later may have taken the place of those before them.
+    total = sum(piece.length for piece in brought)
+    missing = sum(piece.length for piece in _missing(tiers, brought, tier))
+    if missing:
+        raise _full(tier, f"holds {format_bytes(total - missing)} of {format_bytes(total)} by now")
     return total
 
 
@@ -80,16 +89,35 @@ def evict(store: Store, path: str, tier: str = "nvme") -> int:
     return _tiers(store, tier).cache.evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
 
 
-def _bring(tiers: Tiers, piece: _Piece, tier: str) -> Slot | None:
-    """Bring one piece into the ram tier; ``None`` if the tier that is meant has it."""
-    if tiers.reader.holds(piece.name, tier):
-        return None
+def _bring_all(tiers: Tiers, batch: Sequence[_Piece], tier: str) -> None:
+    """Bring pieces into a tier: at once, or where the ram tier has no room for all of them, as many as it has."""
+    missing = _missing(tiers, batch, tier)
+    while missing:
+        slots = transfers().map(lambda piece: _bring(tiers, piece), missing)
+        if tier == "nvme":
+            tiers.cache.keep(slots)
+        left = _missing(tiers, batch, tier)
+        if len(left) >= len(missing):
+            raise _full(tier, f"does not hold {len(batch)} chunks beside what it holds")
+        missing = left
+
+
+def _bring(tiers: Tiers, piece: _Piece) -> Slot:
+    """Bring one piece into the ram tier."""
     with buffers().lend(piece.length) as data:
         piece.read(data)
         slot = tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
     if slot is None:
-        raise CapacityError("the ram tier has no room for it: raise ram=, or prefetch less", tier="ram")
+        raise _full("ram", "has no room for it")
     return slot
+
+
+def _missing(tiers: Tiers, pieces: Sequence[_Piece], tier: str) -> list[_Piece]:
+    return [piece for piece in pieces if not tiers.reader.holds(piece.name, tier)]
+
+
+def _full(tier: str, what: str) -> CapacityError:
+    return CapacityError(f"the {tier} tier {what}: raise {tier}=, or prefetch less", tier=tier)
 
 
 def _tiers(store: Store, tier: str) -> Tiers:
