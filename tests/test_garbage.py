@@ -43,8 +43,6 @@ def test_of_several_that_overlap_the_last_that_ends_counts():
 
 def test_where_it_is_never_ended_it_ends_by_itself():
     forgotten, other = Uncollected(0.05), Uncollected()
-    time.sleep(0.2)
-    assert not gc.isenabled()
     other.end()
     assert until_enabled()
     forgotten.end()
@@ -65,6 +63,51 @@ def test_where_no_thread_can_be_started_nothing_is_put_off(monkeypatch):
     one = Uncollected(60)
     assert gc.isenabled()
     one.end()
+
+
+def test_where_starting_the_thread_fails_nothing_is_put_off(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(garbage, "start_daemon", fail)
+    with pytest.raises(MemoryError):
+        Uncollected(60)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("at", ["disable", "enable"])
+@pytest.mark.parametrize("what", ["a handler of signals", "a fork"])
+def test_whatever_comes_in_between_garbage_is_collected_in_the_end(monkeypatch, at, what):
+    """A handler that saves, or another thread's fork, while it is about to be turned off or on, and right after."""
+    real, children = getattr(gc, at), []
+
+    def between():
+        monkeypatch.setattr(gc, at, real)
+        if what == "a fork":
+            child = os.fork()
+            if not child:
+                with Uncollected():
+                    found = not gc.isenabled()
+                os._exit(0 if found and gc.isenabled() else 1)
+            children.append(child)
+        else:
+            with Uncollected(60):
+                pass
+        monkeypatch.setattr(gc, at, interrupted)
+
+    def interrupted():
+        between()
+        real()
+        between()
+
+    monkeypatch.setattr(gc, at, interrupted)
+    with Uncollected(60):
+        assert not gc.isenabled()
+    monkeypatch.undo()
+    assert gc.isenabled()
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * len(children)
+    with Uncollected():
+        assert not gc.isenabled()
 
 
 def test_a_program_that_collects_by_itself_goes_on_doing_so():

@@ -25,10 +25,15 @@ class Uncollected:
     """
 
     def __init__(self, seconds: float | None = None) -> None:
+        self._is_off = True
         self._ended = threading.Event()
-        self._lock = threading.Lock()
         self._epoch = _switch.turn_off()
-        if seconds is not None and start_daemon(self._end_after, seconds, name="uncollected") is None:
+        try:
+            ends_late = seconds is None or start_daemon(self._end_after, seconds, name="uncollected") is not None
+        except BaseException:
+            self.end()
+            raise
+        if not ends_late:
             self.end()
 
     def __enter__(self) -> None:
@@ -39,10 +44,12 @@ class Uncollected:
 
     def end(self) -> None:
         """Put nothing off any more. May be called twice."""
-        with self._lock:
-            if not self._ended.is_set():
-                self._ended.set()
-                _switch.turn_on(self._epoch)
+        with _switch.lock:
+            if not self._is_off:
+                return
+            self._is_off = False
+            _switch.turn_on(self._epoch)
+        self._ended.set()
 
     def _end_after(self, seconds: float) -> None:
         if not self._ended.wait(seconds):
@@ -50,33 +57,39 @@ class Uncollected:
 
 
 class _Switch:
-    """Off while somebody has it off."""
+    """Off while somebody has it off.
+
+    Attributes:
+        lock: A handler of signals may take it within its own thread. Whatever that or a fork comes in between of, it is not off
+            without being counted.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._epoch = 0  # of this process: what was begun in its parent does not end here
         self._count = 0
         self._was_enabled = False
         renew_in_children(self)
 
     def turn_off(self) -> int:
-        with self._lock:
+        with self.lock:
             if not self._count:
                 self._was_enabled = gc.isenabled()
-                gc.disable()
             self._count += 1
+            if self._count == 1:
+                gc.disable()
             return self._epoch
 
     def turn_on(self, epoch: int) -> None:
-        with self._lock:
+        with self.lock:
             if epoch != self._epoch:
                 return
-            self._count -= 1
-            if not self._count and self._was_enabled:
+            if self._count == 1 and self._was_enabled:
                 gc.enable()
+            self._count -= 1
 
     def _renew(self) -> None:
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._epoch += 1
         if self._count and self._was_enabled:
             gc.enable()

@@ -34,6 +34,7 @@ class Processors:
         self.threads_max = threads_max
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(self._count())
+        self._places = threading.Semaphore(self._count())
         self._busy = 0
         self._helpers: ThreadPoolExecutor | None = None
 
@@ -72,6 +73,13 @@ class Processors:
         The main thread does not wait, and does not count: an interrupt could have it leave without giving its turn back.
         """
         return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._turns
+
+    def place(self) -> AbstractContextManager[object]:
+        """Be one of as many threads, in a ``with`` block around their `turn`: for what they hold until it comes, and may have to wait for.
+
+        Others take their turns meanwhile. Nothing in the block may wait for another one's place. For the main thread see `turn`.
+        """
+        return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._places
 
     def _count(self) -> int:
         return min(len(os.sched_getaffinity(0)), self.threads_max)

@@ -76,21 +76,34 @@ def test_plans_of_a_save_and_a_load_set_off_no_collection(place):
     assert target["step"] == 3
 
 
-def test_a_planner_that_fails_puts_it_off_for_a_moment_alone(place, monkeypatch):
+def fail_to_plan(writer):
+    """Two saves whose planner fails. Returns whether garbage was collected then."""
+    seen = []
+
     class Failing(DefaultSavePlanner):
         def create_local_plan(self):
-            assert not gc.isenabled()
+            seen.append(gc.isenabled())
             raise ValueError("no plan")
 
-    monkeypatch.setattr(planning, "PLANNING_S_MAX", 0.2)
-    writer = TierWriter(place)
     for _ in range(2):
         with pytest.raises(CheckpointException):
             dcp.save(state(), storage_writer=writer, planner=Failing(), no_dist=True)
+    return seen
+
+
+def test_the_next_save_ends_what_a_planner_that_failed_left_off(place, monkeypatch):
+    monkeypatch.setattr(planning, "PLANNING_S_MAX", 600)
+    writer = TierWriter(place)
+    assert fail_to_plan(writer) == [False, False]
     assert not gc.isenabled()
-    assert until_enabled()
     dcp.save(state(), storage_writer=writer, no_dist=True)
     assert gc.isenabled()
+
+
+def test_what_a_planner_that_failed_left_off_comes_on_by_itself(place, monkeypatch):
+    monkeypatch.setattr(planning, "PLANNING_S_MAX", 0.05)
+    fail_to_plan(TierWriter(place))
+    assert until_enabled()
 
 
 def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypatch):

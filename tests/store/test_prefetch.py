@@ -1,12 +1,16 @@
 """What is prefetched lies in the tier that was asked for, all of it, and stays there."""
 
+import threading
+
 import pytest
-from tiered import BIG, MIB, content, save_at
+from tiered import MIB, content, save_at
 
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError
+from tierfs.errors import CapacityError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.local.growth import FIRST_DATA_BYTES
+from tierfs.local.slab import SlotState
+from tierfs.processors import processors
 from tierfs.store import evict, load, open_entry, prefetch, stat
 
 MORE = FIRST_DATA_BYTES + 2 * CHUNK_BYTES
@@ -36,24 +40,22 @@ def test_a_lone_process_that_prefetches_into_the_ram_tier_keeps_all_of_it(make_h
     assert host.tiers.counters["ram_read_bytes"] == MORE
 
 
-def test_prefetch_into_a_ram_tier_without_room_for_all_says_how_much_lies_there(make_host):
+def test_prefetch_into_a_ram_tier_without_room_for_all_says_how_much_lies_there(make_host, monkeypatch):
     host = make_host(ram=160 * MIB)
-    data = content(2 * MORE)
+    data = content(4 * MORE)
     save_at(make_host("other", ram=0, nvme=0).store, "b", data, Level.OBJECT)
-    with pytest.raises(CapacityError, match=r"the ram tier holds \d+ MiB of 192 MiB by now: raise ram="):
+    gets, real = [], host.objects.get
+    monkeypatch.setattr(
+        host.objects, "get", lambda key, *rest, **options: gets.append(key) or real(key, *rest, **options)
+    )
+    with pytest.raises(CapacityError, match=r"the ram tier holds \d+ MiB of \d+ MiB by now: raise ram="):
         prefetch(host.store, "b", "ram")
+    assert len([key for key in gets if "/chunks/" in key]) < 20, "it went on for long"
     assert load(host.store, "b") == data
 
 
-def test_prefetch_of_more_chunks_at_once_than_the_ram_tier_holds_is_refused(make_host, stored):
-    host = make_host(ram=40 * MIB)
-    with pytest.raises(CapacityError, match="the ram tier does not hold 6 chunks beside what it holds: raise ram="):
-        prefetch(host.store, "a", "ram")
-    assert load(host.store, "a") == stored
-
-
 def test_prefetch_gets_all_into_the_nvme_tier_through_a_small_ram_tier(make_host, stored):
-    host = make_host(ram=40 * MIB, nvme=256 * MIB)
+    host = make_host(ram=24 * MIB, nvme=256 * MIB)
     assert prefetch(host.store, "a", "nvme") == MORE
     evict(host.store, "a", "ram")
     assert read_held(host) == stored
@@ -67,38 +69,75 @@ def test_prefetch_into_an_nvme_tier_without_room_for_all_is_refused(make_host, s
     assert load(host.store, "a") == stored
 
 
-def test_what_was_prefetched_into_the_ram_tier_outlives_its_process(make_host, stored):
+@pytest.mark.parametrize("keeps_reads", [False, True])
+def test_a_chunk_that_is_in_a_file_many_times_takes_one_place(make_host, keeps_reads):
+    host = make_host(ram=40 * MIB)
+    host.tiers.cache.keeps_reads = keeps_reads
+    save_at(make_host("other", ram=0, nvme=0).store, "b", content(CHUNK_BYTES) * 10, Level.OBJECT)
+    assert prefetch(host.store, "b", "ram") == 10 * CHUNK_BYTES
+    assert host.tiers.ram.usage().clean_bytes < 2 * CHUNK_BYTES
+
+
+def test_what_is_there_already_stays_and_what_nobody_asked_for_goes(make_host, stored):
+    host = make_host(ram=160 * MIB)
+    open_entry(host.store, stat(host.store, "a")).read_into(0, memoryview(bytearray(2 * CHUNK_BYTES)))
+    save_at(make_host("other", ram=0, nvme=0).store, "b", content(5 * CHUNK_BYTES), Level.OBJECT)
+    assert prefetch(host.store, "b", "ram") == 5 * CHUNK_BYTES
+    for segment in host.tiers.ram.segments():
+        for slot in segment.slots(states=(SlotState.CLEAN,)):
+            segment.touch(slot, segment.used_s(slot) - 60)  # those of "a" were made first
+    assert prefetch(host.store, "a", "ram") == MORE
+
+
+def test_prefetch_of_what_is_not_there_changes_nothing(make_host):
+    host = make_host()
+    with pytest.raises(NotFoundError):
+        prefetch(host.store, "nothing", "ram")
+    assert not host.tiers.cache.shares_reads
+
+
+def test_what_lies_in_the_ram_tier_goes_with_its_process(make_host, stored):
     first = make_host(ram=512 * MIB)
     prefetch(first.store, "a", "ram")
-    first.close()
-    second = make_host(ram=512 * MIB)
-    assert read_held(second) == stored
-    assert second.tiers.counters["ram_read_bytes"] == MORE
-    assert second.tiers.ram.own_segments() == []
-    second.store.tiers.cache.evict(None, "ram")
-    assert second.tiers.ram.usage().host_bytes == 0
-
-
-def test_what_was_prefetched_gives_way_to_what_is_written(make_host, stored):
-    first = make_host(ram=128 * MIB)
-    prefetch(first.store, "a", "ram")
-    first.close()
-    second = make_host(ram=128 * MIB)
-    data = content(BIG)
-    save_at(second.store, "b", data, Level.OBJECT)
-    assert load(second.store, "b") == data
-    assert second.tiers.ram.usage().host_bytes <= 128 * MIB
-
-
-def test_what_was_only_read_goes_with_its_process(make_host, stored):
-    first = make_host(ram=512 * MIB)
-    load(first.store, "a")
-    assert first.tiers.ram.usage().clean_bytes > 0
+    assert first.tiers.ram.usage().clean_bytes >= MORE
     first.close()
     assert make_host(ram=512 * MIB).tiers.ram.usage().host_bytes == 0
 
 
+@pytest.fixture
+def two_processors(monkeypatch):
+    for name in ("_places", "_turns"):
+        monkeypatch.setattr(processors(), name, threading.Semaphore(2))
+
+
+@pytest.mark.usefixtures("two_processors")
 def test_threads_that_wait_to_keep_what_they_read_do_not_make_the_ram_tier_grow(make_host, stored):
     host = make_host(ram=1024 * MIB)
     assert load(host.store, "a") == stored
     assert host.tiers.ram.usage().host_bytes < 2 * FIRST_DATA_BYTES
+
+
+@pytest.mark.usefixtures("two_processors")
+def test_who_waits_for_room_in_the_ram_tier_keeps_nobody_from_the_processors(make_host, stored):
+    host = make_host(ram=512 * MIB)
+    began, goes_on = threading.Event(), threading.Event()
+    real = host.tiers.ram.take
+
+    def take(*arguments, **options):
+        began.set()
+        assert goes_on.wait(60)
+        return real(*arguments, **options)
+
+    host.tiers.ram.take = take
+    waiting = threading.Thread(target=load, args=(host.store, "a"))
+    waiting.start()
+    try:
+        assert began.wait(60)
+        found = []
+        other = threading.Thread(target=lambda: found.append(load(host.plain(), "a")))
+        other.start()
+        other.join(60)
+        assert found == [stored]
+    finally:
+        goes_on.set()
+        waiting.join(60)

@@ -8,29 +8,34 @@ from tierfs.cli._output import add_json_argument, print_json
 from tierfs.cli._places import StorePlace, add_url_argument, store_place
 from tierfs.cli._progress import Progress, add_progress_argument
 from tierfs.cli._tiers import add_tier_argument
-from tierfs.errors import NotFoundError
+from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.store import find, prefetch
 from tierfs.units import format_bytes
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "prefetch"
-HELP = "copy a file, or all that lies below a directory, into a local tier before it is read"
+HELP = "copy a file, or all that lies below a directory, to this host's disk before it is read"
 EXAMPLES = """\
 tierfs prefetch tierfs::s3://bucket/run/step_1000
-tierfs prefetch tierfs::s3://bucket/data --tier nvme"""
+tierfs prefetch tierfs::s3://bucket/data --progress"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
-    add_tier_argument(parser, default="ram")
+    add_tier_argument(parser, default="nvme")
     add_progress_argument(parser)
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prefetch, and say how much lies there now."""
+    if arguments.tier == "ram":
+        raise InvalidInputError(
+            "what this command brings into the ram tier would go with it: leave --tier out to bring it into the nvme tier, or "
+            "call fs.prefetch(path) in the process that reads it"
+        )
     place = store_place(arguments.url)
     with Progress("prefetch", total_bytes=None, wanted=arguments.progress) as progress:
         if progress.is_shown:

@@ -135,8 +135,8 @@ class ChunkCache:
 
         Where a flusher runs, it is had to copy it to the nvme tier as well; none is started for that.
         """
-        # No slot before its turn: those that only wait to be filled would have the ram tier make room for them all.
-        with processors().turn():
+        # Slots that only wait to be filled would have the ram tier make room for them all.
+        with processors().place():
             try:
                 slot = self._ram.take(SlotKind.CHUNK, len(data), timeout_s=0, spares_copies=self.shares_reads)
             except TierfsError:
@@ -144,8 +144,9 @@ class ChunkCache:
                 return None
             chunk = ChunkBuffer(slot, slot.segment.view(slot), self._kind)
             try:
-                chunk.fill(data, digests)
-                slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
+                with processors().turn():
+                    chunk.fill(data, digests)
+                    slot = self._writer.seal_chunk(chunk, state=SlotState.CLEAN, name=name)
             except BaseException:
                 self._writer.drop(slot)
                 raise

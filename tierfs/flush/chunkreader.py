@@ -74,10 +74,13 @@ class ChunkReader:
         return None
 
     def holds(self, name: bytes, tier: str) -> bool:
-        """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk."""
-        if tier == "ram":
-            return self._ram.find(name) is not None
-        return self._nvme.find(name) is not None
+        """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk. Who asks is about to want it: there it was used just now."""
+        if tier == "nvme":
+            return self._nvme.find(name) is not None
+        slot = self._ram.find(name)
+        if slot is not None:
+            slot.segment.touch(slot)
+        return slot is not None
 
     def _read_ram(self, name: bytes, raw_length: int, parts: Sequence[Part]) -> bool:
         slot = self._ram.find(name)

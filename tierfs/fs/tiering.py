@@ -41,7 +41,8 @@ class Tiering(Changing):
     def prefetch(self, path: str, tier: str = "ram") -> int:
         """Copy a file, or what lies below a directory, into a local tier. Returns its bytes.
 
-        It stays there when this process has ended, in the ram tier as well, until it is evicted or its room is needed.
+        In the nvme tier it stays until it is evicted or its room is needed; in the ram tier it goes, at the latest, with the process
+        that has it there.
 
         Raises:
             InvalidInputError: No such tier, or it is switched off.

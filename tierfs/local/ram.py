@@ -176,10 +176,6 @@ class RamTier:
         """
         self._supply.grow_ahead()
 
-    def leave_copies(self) -> None:
-        """When this process ends, have what is clean stay here for others of the host, until its room is needed."""
-        self._supply.leaves_copies = True
-
     def own_segments(self) -> list[Segment]:
         """The segments that this process writes into."""
         return list(self._supply.own)

@@ -48,9 +48,7 @@ __all__ = ["Segment", "Slot", "SlotKind", "SlotState"]
 
 LOOKS_MAX = 3
 _U32 = 0xFFFFFFFF
-# No process has these ids.
 _NOBODY = 0
-_NOBODY_BUT_COPIES_STAY = 1
 
 _MARKS = {
     SlotState.SEALED: {SlotState.CLEAN, SlotState.CONFLICT},
@@ -346,16 +344,12 @@ class Segment:
                 _logger.debug("%s: %s", self, error)
             self._shed_at = int(table.changes[0])
 
-    def disown(self, *, leaves_copies: bool = False) -> None:
-        """Let go of it: from now on it is as if its owner were dead. By the owner only.
-
-        Args:
-            leaves_copies: What is clean in it stays until its room is needed. Otherwise the flusher removes it once nothing is dirty.
-        """
+    def disown(self) -> None:
+        """Let go of it: from now on it is as if its owner were dead. By the owner only."""
         with self._lock.held():
             self._own()
             self._places = None
-            self._table.owner[0] = _NOBODY_BUT_COPIES_STAY if leaves_copies else _NOBODY
+            self._table.owner[0] = _NOBODY
 
     def reclaim(self, needed: Callable[[], Collection[int]]) -> int:
         """Free what the death of the owner left useless; the caller sees to it that the owner is dead, and stays so.

@@ -76,7 +76,6 @@ class Supply:
         self._closed = False
         self._memfd_said = False
         self._asked_s = clock.monotonic()
-        self.leaves_copies = False
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
@@ -208,7 +207,7 @@ class Supply:
     def close(self) -> None:
         """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
 
-        A process that ends without this, or that `leaves_copies`, leaves them to whoever comes after it, until room is needed.
+        A process that ends without this leaves its copies to whoever comes after it, until room is needed.
         """
         with self._lock:
             self._closed = True
@@ -219,13 +218,11 @@ class Supply:
             for segment in self.own:
                 # Under the host's lock, since from then on others may adopt it.
                 with self._host.locked(LOCK):
-                    leaves_copies = self.leaves_copies and segment.path is not None and segment.sums().clean > 0
-                    if not segment.is_dirty() and not leaves_copies:
+                    if not segment.is_dirty():
                         self._drop(segment)
                     else:
-                        if not leaves_copies:
-                            self._shed(segment)
-                        segment.disown(leaves_copies=leaves_copies)
+                        self._shed(segment)
+                        segment.disown()
                         self._forget(segment)
                 segment.close()
 
@@ -236,7 +233,6 @@ class Supply:
         # The parent's locks on these are not ours to release.
         self._notes = {}
         self._ahead = None
-        self.leaves_copies = False
         return parents
 
     def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from tierfs.buffers import buffers
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
 from tierfs.flush.draft import foreign_name, local_name
 from tierfs.store.fetching import fetch
@@ -39,8 +40,8 @@ class _Piece:
 def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[int], None] | None = None) -> int:
     """Copy what a file, or everything below a directory, consists of into a local tier.
 
-    From then on what this process reads takes the place of other copies in the ram tier only when the budget is used up. What was
-    prefetched into it outlives the process: until somebody needs the room, or it is evicted.
+    Copies in the ram tier lie there as long as the process that has them; from then on what this one reads takes the place of
+    others only when the budget is used up.
 
     Args:
         store: The store.
@@ -49,30 +50,32 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
         progress: Called with the bytes of the chunks that lie there by then.
 
     Returns:
-        Bytes of it that lie in the tier now.
+        Bytes of it that lie in the tier now: all.
 
     Raises:
         InvalidInputError: No such tier, or it is switched off.
         NotFoundError: Nothing is at ``path``.
-        CapacityError: It does not fit.
+        CapacityError: It does not fit. What lies there then is a part of it.
         CorruptionError, StoreError: It could not be read.
     """
     tiers = _tiers(store, tier)
     pieces = iter(_pieces(store, path))
+    # All of a batch lie in the ram tier at once, beside what others fill there.
+    batch_chunks = max(1, min(BATCH_CHUNKS, tiers.ram.budget_bytes // (4 * CHUNK_BYTES)))
     brought: list[_Piece] = []
-    tiers.cache.shares_reads = True
-    if tier == "ram":
-        tiers.ram.leave_copies()
-    while batch := list(islice(pieces, BATCH_CHUNKS)):
+    while batch := list(islice(pieces, batch_chunks)):
+        tiers.cache.shares_reads = True
         _bring_all(tiers, batch, tier)
         brought += batch
         if progress is not None:
             progress(sum(piece.length for piece in batch))
-    # Those that came later may have taken the place of those before them.
+        if _missing(tiers, brought[:1], tier):
+            break  # its place was taken by what came later
     total = sum(piece.length for piece in brought)
-    missing = sum(piece.length for piece in _missing(tiers, brought, tier))
-    if missing:
-        raise _full(tier, f"holds {format_bytes(total - missing)} of {format_bytes(total)} by now")
+    lost = set(_missing(tiers, brought, tier))
+    if lost:
+        lies = sum(piece.length for piece in brought if piece.name not in lost)
+        raise _full(tier, f"holds {format_bytes(lies)} of {format_bytes(total)} by now")
     return total
 
 
@@ -93,27 +96,24 @@ def _bring_all(tiers: Tiers, batch: Sequence[_Piece], tier: str) -> None:
     """Bring pieces into a tier: at once, or where the ram tier has no room for all of them, as many as it has."""
     missing = _missing(tiers, batch, tier)
     while missing:
-        slots = transfers().map(lambda piece: _bring(tiers, piece), missing)
+        slots = transfers().map(lambda piece: _bring(tiers, piece), missing.values())
         if tier == "nvme":
-            tiers.cache.keep(slots)
+            tiers.cache.keep([slot for slot in slots if slot is not None])
         left = _missing(tiers, batch, tier)
         if len(left) >= len(missing):
-            raise _full(tier, f"does not hold {len(batch)} chunks beside what it holds")
+            raise _full(tier if any(slots) else "ram", f"has no room for {len(left)} chunks more")
         missing = left
 
 
-def _bring(tiers: Tiers, piece: _Piece) -> Slot:
-    """Bring one piece into the ram tier."""
+def _bring(tiers: Tiers, piece: _Piece) -> Slot | None:
+    """Bring one piece into the ram tier, if there is room."""
     with buffers().lend(piece.length) as data:
         piece.read(data)
-        slot = tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
-    if slot is None:
-        raise _full("ram", "has no room for it")
-    return slot
+        return tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
 
 
-def _missing(tiers: Tiers, pieces: Sequence[_Piece], tier: str) -> list[_Piece]:
-    return [piece for piece in pieces if not tiers.reader.holds(piece.name, tier)]
+def _missing(tiers: Tiers, pieces: Sequence[_Piece], tier: str) -> dict[bytes, _Piece]:
+    return {piece.name: piece for piece in pieces if not tiers.reader.holds(piece.name, tier)}
 
 
 def _full(tier: str, what: str) -> CapacityError:
