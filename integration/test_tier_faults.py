@@ -264,6 +264,7 @@ def test_an_arena_that_does_not_fit_onto_its_disk_is_said_and_the_data_gets_ther
         ended = train(remote.url, remote.options, f"save:f:1:{8 * MIB}", "wait::object:60", "status")
         ended.sound()
         assert counters_of(ended)["flusher_nvme_unavailable"] == 1
+        assert ended["status"]["status"]["tiers"]["nvme"]["gives"] == ""
         (log,) = (tmp_path / "state").glob("stores/*/flusher.log")
         assert log.read_text().count("there is no nvme tier") == 1
         remote.assert_holds(f=1)

@@ -466,6 +466,20 @@ def test_a_path_that_is_not_there_is_an_error(nvme, url, command, fail):
     assert fail(command, f"{url}/nothing", "--tier", "nvme")[0] == 3
 
 
+def test_a_flusher_without_the_nvme_tier_is_told_of(nvme, host, url, tell, fail):
+    with sidecar(host, url, "--nvme", "0"):
+        stage(url, files=1)
+        tell("wait", url)
+        tier = json.loads(tell("status", url, "--json"))["tiers"]["nvme"]
+        assert (tier["gives"], "flusher.log" in tier["problem"]) == ("", True)
+        assert "the flusher runs without it" in tell("status", url)
+        code, error = fail("prefetch", url)
+        assert code == 9
+        assert "says whether the flusher has one" in error["message"]
+    tell("flusher", "stop", url)
+    assert json.loads(tell("status", url, "--json"))["tiers"]["nvme"]["gives"]
+
+
 # -- flusher -----------------------------------------------------------------------------------------------------------
 
 
@@ -515,6 +529,22 @@ def test_stop_ends_the_flusher_that_runs_and_says_whether_there_was_one(host, ur
         assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
         assert ended(process)[0] == 0
     assert "was not running" in tell("flusher", "stop", url)
+
+
+def test_stop_ends_the_flusher_of_a_store_that_this_host_knows_while_its_object_tier_is_away(
+    host, url, tell, fail, monkeypatch
+):
+    location, (store, _) = parse_url(url), open_bare(parse_url(url))
+
+    def away(*_, **__):
+        raise StoreError("no answer", transient=True)
+
+    with sidecar(host, url) as process:
+        monkeypatch.setattr(opening, "read_descriptor", away)
+        assert fail("flusher", "stop", url)[0] == 8  # this host does not know it
+        opening._known_stores(location).remember(store.url, store.descriptor, store.objects.places())
+        assert json.loads(tell("flusher", "stop", url, "--json"))["stopped"] is True
+        assert ended(process)[0] == 0
 
 
 def test_stop_ends_a_flusher_though_it_is_not_known_any_more_whose_tiers_these_are(host, url, tell):

@@ -106,6 +106,7 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         ]
         note = f"survives the {values['survives']}" if "survives" in values else ""
         note += ", writes are read back" if values.get("reads_back") else ""
+        note = printable(values.get("problem", note))
         if values.get("host_bytes"):
             note = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
         rows.append((tier, sizes[0], sizes[1], sizes[2], sizes[3], str(values.get("gives", "")), note))

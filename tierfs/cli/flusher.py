@@ -305,7 +305,7 @@ def _stop(arguments: argparse.Namespace) -> int:
     from tierfs.local.place import claim  # noqa: PLC0415
     from tierfs.store.open import open_bare  # noqa: PLC0415
 
-    store, settings = open_bare(_location(arguments))
+    store, settings = open_bare(_location(arguments), may_be_away=True)
     host, uuid, places = Host(settings.directory), store.descriptor.uuid, store.objects.places()
     try:
         directory = claim(host, uuid, places, store.url)

@@ -335,6 +335,7 @@ class Flusher:
                 "rate_bytes_per_s": self.uploader.rate(),
                 "unreadable_drafts": self.finder.unreadable,
                 "unread_segments": unread,
+                "has_nvme": usage is not None,
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "counters": dict(state.counters),
                 **(publisher.asked() if publisher is not None else {}),

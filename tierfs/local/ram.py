@@ -269,12 +269,13 @@ class RamTier:
         return freed
 
     def reap(self) -> int:
-        """Give back the memory that dead processes left and that only holds copies. Returns its bytes."""
+        """Give back the memory that dead processes left and that only holds copies. Returns the bytes of these."""
         freed = 0
         for segment in self._neighbours.segments():
             with self.host.locked(LOCK):
                 if not self.host.is_alive(segment.owner) and not segment.is_dirty():
-                    freed += segment.size
+                    copies = segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
+                    freed += sum(slot.length for slot in copies if not slot.hidden)
                     self._neighbours.drop(segment)
         return freed
 

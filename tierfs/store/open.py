@@ -299,8 +299,12 @@ def _tier_settings(location: Location, descriptor: Descriptor, root: str) -> tup
     return options, settings, host_local
 
 
-def open_bare(location: Location) -> tuple[Store, ResolvedTiers]:
+def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, ResolvedTiers]:
     """Open the store that holds ``location`` without its local tiers, for who is behind them: their flusher.
+
+    Args:
+        location: The path of a file, a directory, or the root itself.
+        may_be_away: Whether what this host knows of it will do where the object tier does not answer.
 
     Returns:
         The store, and how its local tiers are set up for everybody else.
@@ -316,6 +320,11 @@ def open_bare(location: Location) -> tuple[Store, ResolvedTiers]:
             descriptor = read_descriptor(objects, url)
         except NotFoundError:
             continue
+        except StoreError as error:
+            kept = _known_stores(location).find(url) if may_be_away and error.transient else None
+            if kept is None:
+                raise
+            descriptor = kept[0]
         promised = as_promised(objects, descriptor.endpoint, _verify_writes(location))
         settings = _tier_settings(location, descriptor, root)[1]
         return Store(promised, descriptor, url=url, codecs=settings.codecs), settings

@@ -101,7 +101,10 @@ def _bring_all(tiers: Tiers, batch: Sequence[_Piece], tier: str) -> None:
             tiers.cache.keep([slot for slot in slots if slot is not None])
         left = _missing(tiers, batch, tier)
         if len(left) >= len(missing):
-            raise _full(tier if any(slots) else "ram", f"has no room for {len(left)} chunks more")
+            if tier == "nvme" and any(slots):
+                text = "nothing came to lie in the nvme tier: `tierfs status` says whether the flusher has one"
+                raise CapacityError(text, tier=tier)
+            raise _full("ram", f"has no room for {len(left)} chunks more")
         missing = left
 
 

@@ -15,6 +15,7 @@ from tierfs.store.store import Store
 __all__ = ["status"]
 
 ASK_TIMEOUT_S = 5.0
+NO_NVME = "the flusher runs without it: flusher.log in the store's state directory says why"
 
 
 def status(store: Store) -> dict[str, Any]:
@@ -52,8 +53,11 @@ def status(store: Store) -> dict[str, Any]:
             report["flusher"] = {"running": True, "silent": str(error)}
         else:
             report["flusher"] = {"running": True, "pid": answer.pop("pid")}
+            has_nvme, fallbacks = answer.pop("has_nvme"), answer.pop("nvme_fallbacks")
             if tiers.has_nvme:
-                report["tiers"]["nvme"]["fallbacks"] |= answer.pop("nvme_fallbacks")
+                report["tiers"]["nvme"]["fallbacks"] |= fallbacks
+                if not has_nvme:
+                    report["tiers"]["nvme"] |= {"gives": "", "problem": NO_NVME}
             for kind in ("requests", "fallbacks"):
                 report["tiers"]["object"][kind] |= _counted_by("flusher", answer.pop(f"object_{kind}", {}))
             report["counters"] |= _counted_by("flusher", answer.pop("counters"))
