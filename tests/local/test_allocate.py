@@ -1,5 +1,6 @@
 """Memory of a segment: reserved as a whole or not at all, and mapped."""
 
+import errno
 import mmap
 import os
 import re
@@ -31,11 +32,18 @@ def reserved(fd):
     return os.fstat(fd).st_blocks * 512
 
 
-def mapped(memory):
-    """How many bytes of a mapping have pages, as the kernel says."""
+def mapped(memory, what="Rss"):
+    """How many bytes of a mapping have pages, or pages of a kind, as the kernel says."""
     address = np.frombuffer(memory, np.uint8).ctypes.data
     _, found = re.split(rf"^{address:x}-.*$", Path("/proc/self/smaps").read_text(), maxsplit=1, flags=re.MULTILINE)
-    return int(re.search(r"^Rss: +(\d+) kB", found, re.MULTILINE)[1]) << 10
+    return int(re.search(rf"^{what}: +(\d+) kB", found, re.MULTILINE)[1]) << 10
+
+
+@pytest.fixture
+def said(caplog):
+    caplog.set_level("INFO", "tierfs.local")
+    allocating._say_small.cache_clear()
+    return caplog
 
 
 @pytest.mark.parametrize("threads", [None, 1, 3])
@@ -44,6 +52,42 @@ def test_all_pages_are_there_and_mapped(fd, threads):
     assert reserved(fd) == mapped(memory) == len(memory) == SIZE
     memory[SIZE - 1] = 7
     assert os.pread(fd, 1, SIZE - 1) == b"\x07"
+
+
+def test_as_much_as_whole_huge_pages_fit_into_is_in_huge_pages(fd, said):
+    memory = allocate(fd, SIZE, "test", threads=2)
+    if "no huge pages" in said.text:
+        pytest.skip(f"this kernel has none for it: {said.text}")
+    assert mapped(memory, "ShmemPmdMapped") == 12 * MIB
+    assert not any(memory), "a page that is made of others has their bytes, and zeros where there were none"
+
+
+def test_another_process_looks_it_up_by_huge_pages_as_well(fd, said):
+    allocate(fd, SIZE, "test")
+    if "no huge pages" in said.text:
+        pytest.skip(f"this kernel has none for it: {said.text}")
+    others = map_shared(fd, SIZE, writable=False)
+    assert bytes(others[5 * MIB : 5 * MIB + 1]) == b"\0"
+    assert mapped(others, "ShmemPmdMapped") == 2 * MIB
+
+
+@pytest.mark.parametrize("size", [allocating.HUGE_BYTES, SIZE])
+def test_a_mapping_begins_where_a_huge_page_may(fd, size):
+    memories = [map_shared(fd, size) for _ in range(3)]
+    assert [np.frombuffer(memory, np.uint8).ctypes.data % (2 * MIB) for memory in memories] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("refusal", ["an older kernel's", "for want of memory"])
+def test_where_there_are_no_huge_pages_small_ones_do_and_that_is_said_once(fd, refusal, monkeypatch, said):
+    if refusal == "an older kernel's":
+        monkeypatch.setattr(allocating, "MADV_COLLAPSE", 12345)
+    else:
+        monkeypatch.setattr(allocating, "_collapse", lambda *_: errno.ENOMEM)
+    memory = allocate(fd, SIZE, "test", threads=1)
+    assert reserved(fd) == mapped(memory) == SIZE
+    assert not mapped(memory, "ShmemPmdMapped")
+    assert said.text.count("no huge pages") == 1
+    assert ("Linux 6.1" if refusal == "an older kernel's" else "Cannot allocate memory") in said.text
 
 
 def test_a_kernel_that_cannot_populate_reserves_all_the_same_and_that_is_said_once(fd, monkeypatch, caplog):
@@ -67,7 +111,7 @@ def test_what_the_kernel_refuses_otherwise_is_said(fd, monkeypatch):
     monkeypatch.setattr(allocating, "populate", lambda *_: False)
     readable = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     monkeypatch.setattr(
-        allocating, "map_shared", lambda fd, length: mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ)
+        allocating, "map_shared", lambda fd, length: memoryview(mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ))
     )
     with pytest.raises(StoreError, match="no memory for test: Bad file descriptor"):
         allocate(readable, SIZE, "test")
@@ -117,7 +161,8 @@ def test_a_mapping_is_of_the_file_and_keeps_no_descriptor(writable):
     if writable:
         memory[:3] = b"new"
         assert os.pread(fd, 3, 0) == b"new"
-    memory.close()
+    del memory
+    assert not mappings(name).total()
     assert not mappings(name)
     os.close(fd)
 

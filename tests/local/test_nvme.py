@@ -12,6 +12,7 @@ from nvme_tools import BUDGET, CHUNK, Steps, content_of, draft, drop_index, meta
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.local.extentpage import GRANULE, extent_bytes
 from tierfs.local.nvme import ChunksGoneError, NvmeReader
 
 
@@ -184,6 +185,74 @@ def test_clean_chunks_go_when_room_is_short_the_least_recently_used_first(direct
     usage = tier.usage()
     assert usage.evicted_bytes > 0
     assert usage.used_bytes <= BUDGET
+    tier.close()
+
+
+def filled(directory, steps):
+    tier = open_tier(directory, faults=steps)
+    for number in range(100):
+        write(tier, number, keep=False)
+        tier.commit()
+        if tier.usage().evicted_bytes:
+            break
+    steps.points.clear()
+    return tier
+
+
+def test_room_for_many_chunks_is_made_by_one_commit_and_for_no_more_than_they_take(directory):
+    steps = Steps()
+    tier = filled(directory, steps)
+    before, used = tier.usage().evicted_bytes, tier.usage().used_bytes
+    tier.make_room([CHUNK] * 6)
+    assert steps.points.count("before index.release") == 1
+    evicted = tier.usage().evicted_bytes - before
+    extent, capacity = extent_bytes(CHUNK), BUDGET - GRANULE
+    assert 0 <= int(0.85 * capacity) - (used - evicted + 6 * extent) < extent
+    write(tier, *range(200, 206))
+    assert steps.points.count("before index.release") == 1
+    tier.make_room([])
+    assert steps.points.count("before index.release") == 1
+    tier.close()
+
+
+def test_no_room_is_made_while_there_is_some(directory):
+    steps = Steps()
+    tier = open_tier(directory, faults=steps)
+    write(tier, *range(8), keep=False)
+    tier.commit()
+    tier.make_room([CHUNK])
+    assert "before index.release" not in steps.points
+    tier.make_room([CHUNK] * 2)
+    assert "before index.release" in steps.points
+    tier.close()
+
+
+def test_threads_that_find_no_room_at_once_evict_once_for_all(directory):
+    steps = Steps()
+    tier = filled(directory, steps)
+    waiting, number = threading.Barrier(3), 300
+    while not steps.points.count("before index.release"):
+        # Each that sees no room waits for the others to see it as well.
+        threads = [
+            threading.Thread(target=lambda at=at: (waiting.wait(), write(tier, at, keep=False)))
+            for at in range(number, number + 3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        number += 3
+    assert steps.points.count("before index.release") == 1
+    tier.close()
+
+
+def test_room_is_made_of_what_may_go_and_no_more(directory):
+    steps = Steps()
+    tier = open_tier(directory, faults=steps)
+    save(tier, "needed", *range(10))
+    tier.make_room([CHUNK] * 6)
+    assert all(read(tier, number) for number in range(10))
+    assert not tier.usage().evicted_bytes
     tier.close()
 
 

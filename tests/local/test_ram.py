@@ -494,6 +494,64 @@ def test_a_save_reuses_the_memory_of_the_one_before(open_tier):
     assert tier.usage().segments == 1
 
 
+def save_of(tier, number, clock, parts=4):
+    """Slots of one save, taken at once, and clean soon."""
+    slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * parts, timeout_s=0)]
+    clock.sleep(0.125)
+    for part, slot in enumerate(slots):
+        stamp_ns = int(clock.monotonic() * 1e9)
+        sealed = slot.segment.seal(slot, b"%d-%d" % (number, part), b"", stamp_ns=stamp_ns)
+        slot.segment.mark(sealed, SlotState.CLEAN)
+    clock.sleep(10.25)
+
+
+def kept(tier, number, parts=4):
+    return sum(tier.find(b"%d-%d" % (number, part)) is not None for part in range(parts))
+
+
+def test_what_is_older_than_the_last_save_makes_room_for_the_next_ahead_of_it(open_tier):
+    clock = ManualClock()
+    tier = open_tier(budget=int(3.4 * MIB), segment=4 * MIB, clock=clock)
+    for number in range(3):
+        save_of(tier, number, clock)
+        tier.evict_ahead()
+        assert kept(tier, number) == 4, "what was saved last stays"
+    evicted = tier.usage().evicted_bytes
+    assert kept(tier, 1) < 4
+    save_of(tier, 3, clock)
+    assert tier.usage().evicted_bytes == evicted, "there was room for all of it"
+
+
+def test_what_was_read_since_the_last_save_stays(open_tier):
+    clock = ManualClock()
+    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    save_of(tier, 1, clock)
+    for segment in tier.own_segments():
+        for slot in segment.slots():
+            segment.touch(slot, int(clock.monotonic()))
+    left = kept(tier, 0)
+    tier.evict_ahead()
+    assert left == kept(tier, 0) > 0
+    assert kept(tier, 1) == 4
+
+
+def test_where_there_is_room_for_one_save_alone_it_stays(open_tier):
+    clock = ManualClock()
+    clock.sleep(0.375)
+    tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    tier.evict_ahead()
+    assert kept(tier, 0) == 4
+
+
+def test_who_takes_one_slot_after_the_other_has_nothing_evicted_ahead(open_tier):
+    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB)
+    fill(tier, clean=True)
+    tier.evict_ahead()
+    assert not tier.usage().evicted_bytes
+
+
 def test_a_copy_takes_the_place_of_others_only_when_the_budget_is_used_up(open_tier):
     tier = open_tier(budget=16 * MIB, segment=4 * MIB)
     names = []

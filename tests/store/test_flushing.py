@@ -14,6 +14,7 @@ from tiered import BIG, MIB, Host, content, save_at
 from tierfs import digest
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
+from tierfs.flush import settling
 from tierfs.flush.draft import local_name
 from tierfs.flush.finding import Finder
 from tierfs.flush.levels import Level
@@ -259,6 +260,60 @@ def test_files_that_follow_each_other_share_commits(host, monkeypatch):
     assert commits.counts["index.release"] < 50
     assert all(len(load(host.plain(), f"run/{number}")) == 1000 for number in range(50))
     assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
+
+
+def test_what_is_closed_while_a_large_file_is_written_shares_its_commit(host, monkeypatch):
+    save(host.store, "first", b"has the flusher started")
+    wait(host.store, "first", Level.OBJECT, 20)
+    commits, closed = Commits(monkeypatch), threading.Event()
+    write = NvmeTier.write
+
+    def slow(tier, *args, **kwargs):
+        assert closed.wait(20)
+        write(tier, *args, **kwargs)
+
+    monkeypatch.setattr(settling, "BATCH_BYTES_MAX", MIB)
+    monkeypatch.setattr(NvmeTier, "write", slow)
+    with host.held():
+        save(host.store, "run/large", content(3 * MIB))
+        save(host.store, "run/small", content(1000))
+        save(host.store, "run/another", content(2 * MIB))
+        save(host.store, "run/last", content(1000))
+        host.flusher.finder.discover()
+        closed.set()
+        wait(host.store, "run", Level.LOCAL, 20)
+    assert commits.counts["index.commit"] == 2, "the small ones go with the large ones that they follow"
+    wait(host.store, "run", Level.OBJECT, 20)
+    assert [len(load(host.plain(), f"run/{name}")) for name in ("large", "small", "another", "last")] == [
+        3 * MIB,
+        1000,
+        2 * MIB,
+        1000,
+    ]
+
+
+def test_files_whose_common_commit_fails_are_stored_one_by_one_and_each_once(host, monkeypatch):
+    save(host.store, "first", b"has the flusher started")
+    wait(host.store, "first", Level.OBJECT, 20)
+    commit, failed = NvmeTier.commit, []
+
+    def fail_once(tier, **what):
+        if len(what.get("drafts", ())) > 1 and not failed:
+            failed.append(what)
+            raise StoreError("not this time", tier="nvme")
+        return commit(tier, **what)
+
+    monkeypatch.setattr(NvmeTier, "commit", fail_once)
+    with host.held():
+        with monkeypatch.context() as held:
+            held.setattr(Settler, "waiting", lambda _: [])
+            for name in "abc":
+                save(host.store, f"run/{name}", content(100_000))
+            host.flusher.finder.discover()
+        wait(host.store, "run", Level.LOCAL, 20)
+    assert failed
+    assert "flusher_nvme_failures" not in status(host.store)["counters"]
+    wait(host.store, "run", Level.OBJECT, 20)
 
 
 def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monkeypatch):

@@ -167,8 +167,8 @@ class Flusher:
             state.nudged = False
         if not state.stopping:
             self.finder.discover()
-            self.finder.sweep()
             self.settler.settle_all()
+            self.finder.sweep()  # which nobody waits for
 
     def _upload(self) -> None:
         state = self._state

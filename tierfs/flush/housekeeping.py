@@ -1,4 +1,4 @@
-"""The thread of a process that writes: makes slabs ahead of need, gives others their share, and takes back what it lent."""
+"""The thread of a process that writes: makes slabs and room in them ahead of need, gives others their share, and takes back what it lent."""
 
 from __future__ import annotations
 
@@ -54,5 +54,6 @@ def _run(ram: weakref.ref[RamTier], lending: weakref.ref[Lending], ended: thread
             return
         lent.settle()
         tier.grow_ahead()
+        tier.evict_ahead()
         tier.make_room_for_others()
         del tier, lent

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from tierfs.buffers import buffers
@@ -58,7 +59,7 @@ class Settler:
             batch = self.batch(waiting)
             if not batch or not self.settle(batch):
                 break
-            waiting = waiting[len(batch) :]
+            waiting = [entry for entry in waiting if not entry.settled]
         with state.changed:
             state.settling_since = None
             state.changed.notify_all()
@@ -69,17 +70,39 @@ class Settler:
 
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
         """How many of them go together: one at least, unless the first has to wait for its next attempt."""
-        batch: list[Entry] = []
-        left, now = BATCH_BYTES_MAX, self._state.clock.monotonic()
-        for entry in waiting[:BATCH_DRAFTS_MAX]:
-            left -= entry.draft.length
-            if now < entry.retry_at or (batch and left < 0):
-                break
-            batch.append(entry)
-        return batch
+        ready = self._ready(waiting[:BATCH_DRAFTS_MAX])
+        small = list(self._small(ready))
+        return small or ready[:1]
 
-    def settle(self, batch: Sequence[Entry]) -> bool:
-        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well."""
+    def _ready(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """Those before the first that has to wait for its next attempt."""
+        now = self._state.clock.monotonic()
+        return list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
+
+    def _small(self, ready: Sequence[Entry]) -> Iterator[Entry]:
+        """Those, from the first on, that are little together."""
+        left = BATCH_BYTES_MAX
+        for entry in ready:
+            left -= entry.draft.length
+            if left < 0:
+                break
+            yield entry
+
+    def _late(self, batch: Sequence[Entry]) -> list[Entry]:
+        """Small drafts that were found while these were written, and follow them: they can share the commit."""
+        with self._state.changed:
+            waiting = self.waiting()
+        if waiting[: len(batch)] != batch:
+            return []  # one before these was found as well
+        small = self._small(self._ready(waiting[len(batch) : BATCH_DRAFTS_MAX]))
+        return list(itertools.takewhile(lambda entry: not self._passes_by(entry), small))
+
+    def settle(self, batch: list[Entry]) -> bool:
+        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well.
+
+        Args:
+            batch: The drafts. Those that turn out to go with them are added.
+        """
         nvme = self._state.nvme
         if nvme is None:
             self._pass_by(batch)
@@ -105,7 +128,7 @@ class Settler:
         return True
 
     def _settle_each(self, batch: Sequence[Entry]) -> bool:
-        return all(self.settle([entry]) for entry in batch)
+        return all(entry.settled or self.settle([entry]) for entry in batch)
 
     def _pass_by(self, batch: Sequence[Entry], error: TierfsError | None = None) -> None:
         """Leave drafts where they are, to go to the object tier from there."""
@@ -161,11 +184,15 @@ class Settler:
         with self._state.changed:
             return any(one.settled and one.slot is not None and not one.conflict for one in entries.before(entry))
 
-    def _store(self, nvme: NvmeTier, batch: Sequence[Entry]) -> None:
+    def _store(self, nvme: NvmeTier, batch: list[Entry]) -> None:
         state = self._state
-        drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
         for last in (False, False, True):
-            absent = [name for entry in batch for name in self._copy_chunks(nvme, entry) if not nvme.has(name)]
+            elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
+            late = self._late(batch)
+            batch += late
+            elsewhere += [name for entry in late for name in self._copy_chunks(nvme, entry)]
+            absent = [name for name in elsewhere if not nvme.has(name)]
+            drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
             state.fault("before settle.commit")
             try:
                 numbers = nvme.commit(drafts=drafts, elsewhere=absent)
@@ -192,20 +219,20 @@ class Settler:
         """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
         draft = entry.draft
         others: list[bytes] = []
-        tasks: list[Future[None]] = []
+        found: list[Slot] = []
         rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
         for name, reference, row in zip(draft.names, draft.slots, rows, strict=True):
             chunk = None if reference is None else self._state.chunk(reference)
             if chunk is None and not nvme.has(name):
                 chunk = self._state.ram.find(name)
             if chunk is not None:
-                tasks.append(self._writes.submit(self._copy, nvme, chunk))
+                found.append(chunk)
             elif row.stored_length or self._is_published(row):
                 others.append(name)
             elif not nvme.has(name):
                 lost = CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
                 raise self._state.missing(entry, reference, lost)
-        _raise_first(tasks)
+        self._copy_all(nvme, found)
         return others
 
     def _is_published(self, row: Row) -> bool:
@@ -217,6 +244,10 @@ class Settler:
         return True
 
     # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot]) -> None:
+        nvme.make_room(chunk.length for chunk in chunks if not nvme.has(chunk.name))
+        _raise_first([self._writes.submit(self._copy, nvme, chunk) for chunk in chunks])
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
         """Write one slot's chunk to the arena; it is not durable before the next commit."""
@@ -272,7 +303,7 @@ class Settler:
         rest = list(slots)
         if nvme is not None:
             try:
-                _raise_first([self._writes.submit(self._copy, nvme, slot) for slot in slots])
+                self._copy_all(nvme, slots)
             except CapacityError as full:
                 self._state.counters["nvme_passed_by"] += 1
                 _logger.info("what a writer has no room for goes to the object tier: %s", full)

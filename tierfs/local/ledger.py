@@ -184,9 +184,13 @@ class Ledger:
             or now < self.fresh.get(name, float("-inf")) + FRESH_S
         )
 
-    def victims(self, length: int, used: npt.NDArray[np.uint32], now: float) -> list[bytes]:
-        """Clean chunks to evict, least recently used first, so that there is room up to the low watermark."""
-        wanted = max(extent_bytes(length), self.used + extent_bytes(length) - int(self.capacity * LOW_WATERMARK))
+    def missing(self, size: int) -> int:
+        """How many bytes to evict, so that ``size`` more leave the arena at the low watermark; 0 while they keep below the high one."""
+        taken = self.used + size
+        return taken - int(self.capacity * LOW_WATERMARK) if taken > self.capacity * HIGH_WATERMARK else 0
+
+    def victims(self, wanted: int, used: npt.NDArray[np.uint32], now: float) -> list[bytes]:
+        """Clean chunks to evict, least recently used first, which take so many bytes of the arena, if there are so many."""
 
         def last_used(name: bytes) -> int:
             row = self.chunks[name]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -120,7 +119,7 @@ def adopt(path: Path, owner: str) -> Segment:
     return segment
 
 
-def _begin(fd: OwnedFd, header: Header, path: Path | None, memory: mmap.mmap) -> Segment:
+def _begin(fd: OwnedFd, header: Header, path: Path | None, memory: memoryview) -> Segment:
     fd.write(header.encode())
     segment = Segment(fd, header, path, memory=memory)
     segment._table.owner[0] = int(header.creator, 16)

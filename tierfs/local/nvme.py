@@ -83,6 +83,14 @@ class NvmeTier:
         with self._state.tables:
             return self._state.ledger.has(name)
 
+    def make_room(self, lengths: Iterable[int]) -> None:
+        """Evict clean chunks until chunks of these lengths find room, if that is to be had: before the first of many is written.
+
+        Raises:
+            StoreError: The index could not be changed.
+        """
+        self._state.make_room(lengths)
+
     def write(
         self,
         name: bytes,

@@ -11,7 +11,7 @@ import itertools
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tierfs.clock import Clock
@@ -155,8 +155,14 @@ class NvmeState:
                 self.refresh()
                 used = self.used.read(self.ledger.size)
                 with self.tables:
-                    victims = self.ledger.victims(length, used, self.clock.monotonic())
-                    extent = None if victims else self.ledger.take(length, serial, share=1.0)
+                    extent, victims = self.ledger.take(length, serial), []
+                    if extent is None:
+                        size = extent_bytes(length)  # at least: there may be enough, but not in one piece
+                        victims = self.ledger.victims(
+                            max(size, self.ledger.missing(size)), used, self.clock.monotonic()
+                        )
+                    if extent is None and not victims:
+                        extent = self.ledger.take(length, serial, share=1.0)
                 if extent is not None:
                     return extent
                 if not victims:
@@ -167,6 +173,20 @@ class NvmeState:
             "nothing may be evicted: wait for the flush, or raise nvme= or TIERFS_NVME",
             tier="nvme",
         )
+
+    def make_room(self, lengths: Iterable[int]) -> None:
+        """Evict what these chunks have no room beside, as far as it may go. No lock is held.
+
+        At once: evicting is a commit, and whoever finds no room while others write waits for it behind what they have given to the disk.
+        """
+        with self.index_lock:
+            self.refresh()
+            used = self.used.read(self.ledger.size)
+            with self.tables:
+                missing = self.ledger.missing(sum(map(extent_bytes, lengths)))
+                victims = self.ledger.victims(missing, used, self.clock.monotonic()) if missing else []
+            if victims:
+                self.evict(victims)
 
     def evict(self, names: list[bytes], *, release: bool = False) -> int:
         """Drop committed chunks that nobody needs. The index is locked. Returns bytes freed.

@@ -176,6 +176,10 @@ class RamTier:
         """
         self._supply.grow_ahead()
 
+    def evict_ahead(self) -> None:
+        """Evict copies that are older than what was saved last, until there is room for a save like it."""
+        self._supply.evict_ahead()
+
     def own_segments(self) -> list[Segment]:
         """The segments that this process writes into."""
         return list(self._supply.own)

@@ -11,10 +11,8 @@ kept for as long as the counter stays. How segments come to be is told in `tierf
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -107,7 +105,7 @@ class Segment:
         path: Its file; None if it has none.
     """
 
-    def __init__(self, fd: OwnedFd, header: Header, path: Path | None, *, memory: mmap.mmap | None = None) -> None:
+    def __init__(self, fd: OwnedFd, header: Header, path: Path | None, *, memory: memoryview | None = None) -> None:
         self.header = header
         self.id = header.id
         self.store = header.store
@@ -241,7 +239,7 @@ class Segment:
             fd = self._open()
             if not self._mapped_whole:
                 self._map, self._mapped_whole = map_shared(fd.number, self.size), True
-            bytes_ = memoryview(self._map)[slot.offset : end.offset + end.length]
+            bytes_ = self._map[slot.offset : end.offset + end.length]
         return bytes_ if self.owned and slot.state is SlotState.FILLING else bytes_.toreadonly()
 
     def seal(
@@ -491,8 +489,7 @@ class Segment:
             self._table = Table.nothing()
             self._look = Look(self._table.layout)
             # Where a view or another thread has the mapping in use, it goes when they are done with it.
-            with contextlib.suppress(BufferError):
-                self._map.close()
+            self._map = memoryview(b"")
 
     def _open(self) -> OwnedFd:
         fd = self._fd

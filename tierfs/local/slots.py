@@ -8,7 +8,6 @@ the rules that `tierfs.local.slab` keeps: here are only the bytes.
 from __future__ import annotations
 
 import enum
-import mmap
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -182,7 +181,7 @@ class Table:
         layout: Where the parts lie.
     """
 
-    def __init__(self, memory: mmap.mmap | bytearray, layout: Layout) -> None:
+    def __init__(self, memory: memoryview | bytearray, layout: Layout) -> None:
         self.layout = layout
         self.heads: npt.NDArray[Any] = np.ndarray((layout.slots,), _HEAD, buffer=memory, offset=layout.heads_at)
         self._metas: npt.NDArray[np.uint8] = np.ndarray(

@@ -76,6 +76,7 @@ class Supply:
         self._closed = False
         self._memfd_said = False
         self._asked_s = clock.monotonic()
+        self._last_save = (0, 0.0)  # how many bytes were taken at once, and when
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
@@ -111,6 +112,8 @@ class Supply:
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         self._asked_s = self._clock.monotonic()
+        if len(runs) > 1 and not spares_copies:
+            self._last_save = (_size(itertools.chain.from_iterable(runs)), self._asked_s)
         try:
             if not wanted:
                 self._fit_all(kind, runs, found)
@@ -118,7 +121,7 @@ class Supply:
                 if found[number] is not None:
                     continue
                 left = [runs[other] for other, slots in enumerate(found) if slots is None]
-                known = sum(map(padded, itertools.chain.from_iterable(left))) if len(left) > 1 else 0
+                known = _size(itertools.chain.from_iterable(left)) if len(left) > 1 else 0
                 slots = self._make_room(kind, lengths, known, spares_copies=spares_copies)
                 if slots is None and (timeout_s is None or timeout_s > 0):
                     held = Counter[Segment]()
@@ -141,7 +144,7 @@ class Supply:
         """
         if self._is_idle():
             return
-        own = [segment for segment in self.own if not segment.retired]
+        own = self._in_use()
         if own:
             sums = own[-1].sums()
             if sums.filling + sums.dirty <= own[-1].data_bytes // 2:
@@ -151,6 +154,20 @@ class Supply:
                 return
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
             self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
+
+    def evict_ahead(self) -> None:
+        """Evict what a save like the last one would have to, so that training does not wait for it; but nothing that came since then."""
+        wanted, since_s = self._last_save
+        with self._evicting:
+            own = self._in_use()
+            free = sum(segment.data_bytes - sum(segment.sums()) for segment in own)
+            if free >= wanted:
+                return
+            for slot in _evictable(own):
+                if free >= wanted:
+                    break
+                if slot.segment.used_s(slot) < int(since_s):  # which sealing is, too
+                    free += self._evict(slot)
 
     def nameless(self) -> list[Segment]:
         """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
@@ -264,7 +281,7 @@ class Supply:
             return slots
         with self._growing:
             slots = self._fit(kind, lengths)  # another thread was first
-            if slots is None and self._grow(sum(map(padded, lengths)), known, least=self._worthwhile):
+            if slots is None and self._grow(_size(lengths), known, least=self._worthwhile):
                 slots = self._fit(kind, lengths)
         if slots is None and spares_copies:
             self._evict_to_watermark()  # room for several, so that not each of them asks for a segment
@@ -273,7 +290,7 @@ class Supply:
         if slots is not None:
             return slots
         with self._growing:
-            return self._fit(kind, lengths) if self._grow(sum(map(padded, lengths)), known) else None
+            return self._fit(kind, lengths) if self._grow(_size(lengths), known) else None
 
     def _wait(
         self,
@@ -294,7 +311,7 @@ class Supply:
                 while timeout_s is None or waited_s < timeout_s:
                     self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                     delay_s = min(2 * delay_s, POLL_S_MAX)
-                    is_last = not self._may_come(sum(map(padded, lengths)), held)
+                    is_last = not self._may_come(_size(lengths), held)
                     slots = self._make_room(kind, lengths)
                     self._asked_s = self._clock.monotonic()
                     waited_s = self._asked_s - started
@@ -325,11 +342,15 @@ class Supply:
         # Nothing is in the way but the budget, and what else the machine's memory is used for.
         return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
 
+    def _in_use(self) -> list[Segment]:
+        """Those into which something may still be put."""
+        return [segment for segment in self.own if not segment.retired]
+
     def _is_idle(self) -> bool:
         return self._clock.monotonic() - self._asked_s > IDLE_S
 
     def _evict_to_watermark(self) -> None:
-        own = [segment for segment in self.own if not segment.retired]  # into the others nothing is put any more
+        own = self._in_use()
         total = sum(segment.data_bytes for segment in own)
         used = sum(sum(segment.sums()) for segment in own)
         if used > HIGH_WATERMARK * total:
@@ -515,6 +536,11 @@ class Supply:
             note = self._notes.pop(segment.id, None)
         if note is not None:
             note.release()
+
+
+def _size(lengths: Iterable[int]) -> int:
+    """Bytes of memory that slots of these lengths take."""
+    return sum(map(padded, lengths))
 
 
 def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -119,7 +118,7 @@ class BorrowedFile:
         self._loan.release()
 
 
-def _mapped(segment: LentSegment, chunks: Iterable[LentChunk]) -> mmap.mmap:
+def _mapped(segment: LentSegment, chunks: Iterable[LentChunk]) -> memoryview:
     """A segment's memory, read-only.
 
     Raises:
@@ -146,5 +145,5 @@ def _mapped(segment: LentSegment, chunks: Iterable[LentChunk]) -> mmap.mmap:
         attached.close()
 
 
-def _view(whole: mmap.mmap, run: tuple[LentChunk, ...]) -> memoryview:
-    return memoryview(whole)[run[0].offset : run[-1].offset + run[-1].row.raw_length]
+def _view(whole: memoryview, run: tuple[LentChunk, ...]) -> memoryview:
+    return whole[run[0].offset : run[-1].offset + run[-1].row.raw_length]
