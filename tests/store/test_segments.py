@@ -156,7 +156,8 @@ def spilled(tmp_path, root, descriptor):
 def test_what_a_dead_process_spilled_is_kept_while_its_draft_cannot_be_seen(spilled, make_host, monkeypatch):
     data, name = spilled
     with out_of(MemoryError(), name, monkeypatch):
-        host = make_host(ram=48 * MIB, nvme=128 * MIB)
+        # Beside both segments of the dead process, either of which may hold what its draft needs, there is room for another one.
+        host = make_host(ram=64 * MIB, nvme=128 * MIB)
         host.tiers.writer.announce()
         eventually(lambda: status(host.store)["unread_segments"] == 1)
         save(host.store, "g", content(100 * MIB))
