@@ -179,12 +179,15 @@ class NvmeState:
 
         At once: evicting is a commit, and whoever finds no room while others write waits for it behind what they have given to the disk.
         """
+        size = sum(map(extent_bytes, lengths))
+        with self.tables:
+            if not self.ledger.missing(size):
+                return
         with self.index_lock:
             self.refresh()
             used = self.used.read(self.ledger.size)
             with self.tables:
-                missing = self.ledger.missing(sum(map(extent_bytes, lengths)))
-                victims = self.ledger.victims(missing, used, self.clock.monotonic()) if missing else []
+                victims = self.ledger.victims(self.ledger.missing(size), used, self.clock.monotonic())
             if victims:
                 self.evict(victims)
 
