@@ -188,6 +188,11 @@ def test_clean_chunks_go_when_room_is_short_the_least_recently_used_first(direct
     tier.close()
 
 
+def chunks(count):
+    """Names and lengths of chunks that nobody wrote yet."""
+    return {content_of(number)[0]: CHUNK for number in range(1000, 1000 + count)}
+
+
 def filled(directory, steps):
     tier = open_tier(directory, faults=steps)
     for number in range(100):
@@ -203,14 +208,14 @@ def test_room_for_many_chunks_is_made_by_one_commit_and_for_no_more_than_they_ta
     steps = Steps()
     tier = filled(directory, steps)
     before, used = tier.usage().evicted_bytes, tier.usage().used_bytes
-    tier.make_room([CHUNK] * 6)
+    tier.make_room(chunks(6))
     assert steps.points.count("before index.release") == 1
     evicted = tier.usage().evicted_bytes - before
     extent, capacity = extent_bytes(CHUNK), BUDGET - GRANULE
     assert 0 <= int(0.85 * capacity) - (used - evicted + 6 * extent) < extent
     write(tier, *range(200, 206))
     assert steps.points.count("before index.release") == 1
-    tier.make_room([])
+    tier.make_room({})
     assert steps.points.count("before index.release") == 1
     tier.close()
 
@@ -220,10 +225,25 @@ def test_no_room_is_made_while_there_is_some(directory):
     tier = open_tier(directory, faults=steps)
     write(tier, *range(8), keep=False)
     tier.commit()
-    tier.make_room([CHUNK])
+    tier.make_room(chunks(1))
     assert "before index.release" not in steps.points
-    tier.make_room([CHUNK] * 2)
+    tier.make_room(chunks(2))
     assert "before index.release" in steps.points
+    tier.close()
+
+
+def test_room_is_not_made_of_what_it_is_made_for(directory):
+    clock = ManualClock()
+    tier = open_tier(directory, clock=clock)
+    for number in range(9):
+        write(tier, number, keep=False)
+        tier.commit()
+        clock.sleep(10)
+    unchanged = {content_of(number)[0]: CHUNK for number in range(4)}
+    clock.sleep(600)
+    tier.make_room({**unchanged, **chunks(3)})
+    assert all(map(tier.has, unchanged))
+    assert tier.usage().evicted_bytes == 4 * extent_bytes(CHUNK)
     tier.close()
 
 
@@ -250,7 +270,7 @@ def test_room_is_made_of_what_may_go_and_no_more(directory):
     steps = Steps()
     tier = open_tier(directory, faults=steps)
     save(tier, "needed", *range(10))
-    tier.make_room([CHUNK] * 6)
+    tier.make_room(chunks(6))
     assert all(read(tier, number) for number in range(10))
     assert not tier.usage().evicted_bytes
     tier.close()

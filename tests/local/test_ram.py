@@ -545,6 +545,35 @@ def test_where_there_is_room_for_one_save_alone_it_stays(open_tier):
     assert kept(tier, 0) == 4
 
 
+def test_what_is_taken_within_a_moment_is_of_one_save_and_stays(open_tier):
+    clock = ManualClock()
+    clock.sleep(10)
+    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
+    for number in (0, 1):
+        slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * 4, timeout_s=0)]
+        for part, slot in enumerate(slots):
+            sealed = slot.segment.seal(slot, b"%d-%d" % (number, part), b"", stamp_ns=int(clock.monotonic() * 1e9))
+            slot.segment.mark(sealed, SlotState.CLEAN)
+        clock.sleep(1)
+    tier.evict_ahead()
+    assert kept(tier, 0) == kept(tier, 1) == 4
+
+
+def test_room_that_was_not_found_is_looked_for_again_only_when_something_has_changed(open_tier, monkeypatch):
+    clock = ManualClock()
+    tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    looks = []
+    monkeypatch.setattr("tierfs.local.supply._evictable", lambda own: looks.append(own) or [])
+    for _ in range(3):
+        tier.evict_ahead()
+    assert len(looks) == 1
+    (segment,) = tier.own_segments()
+    segment.hide(segment.slots()[0])
+    tier.evict_ahead()
+    assert len(looks) == 2
+
+
 def test_who_takes_one_slot_after_the_other_has_nothing_evicted_ahead(open_tier):
     tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB)
     fill(tier, clean=True)

@@ -1,5 +1,6 @@
 """What the flusher does with what is pending: in which order, how much at once, and when something keeps it from it."""
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -273,6 +274,7 @@ def test_what_is_closed_while_a_large_file_is_written_shares_its_commit(host, mo
         write(tier, *args, **kwargs)
 
     monkeypatch.setattr(settling, "BATCH_BYTES_MAX", MIB)
+    monkeypatch.setattr(settling, "LATE_BYTES_MAX", MIB)
     monkeypatch.setattr(NvmeTier, "write", slow)
     with host.held():
         save(host.store, "run/large", content(3 * MIB))
@@ -292,28 +294,91 @@ def test_what_is_closed_while_a_large_file_is_written_shares_its_commit(host, mo
     ]
 
 
-def test_files_whose_common_commit_fails_are_stored_one_by_one_and_each_once(host, monkeypatch):
-    save(host.store, "first", b"has the flusher started")
-    wait(host.store, "first", Level.OBJECT, 20)
-    commit, failed = NvmeTier.commit, []
+@pytest.fixture
+def pending_run(host, monkeypatch):
+    """Saves files that the flusher finds together; no earlier than the block ends."""
 
-    def fail_once(tier, **what):
-        if len(what.get("drafts", ())) > 1 and not failed:
+    @contextlib.contextmanager
+    def start():
+        save(host.store, "first", b"has the flusher started")
+        wait(host.store, "first", Level.OBJECT, 20)
+        with host.held(), monkeypatch.context() as held:
+            held.setattr(Settler, "waiting", lambda _: [])
+            yield
+            host.flusher.finder.discover()
+
+    return start
+
+
+def unforeseen(host):
+    return status(host.store)["counters"].get("flusher_unforeseen_errors", 0)
+
+
+def test_files_whose_common_commit_fails_are_stored_one_by_one_and_each_once(host, monkeypatch, pending_run):
+    commit, failed, stored = NvmeTier.commit, [], Counter()
+
+    def alone(tier, **what):
+        drafts = what.get("drafts", ())
+        if len(drafts) > 1:
             failed.append(what)
-            raise StoreError("not this time", tier="nvme")
+            raise StoreError("not together", tier="nvme")
+        stored.update(path for _, path, *_ in drafts)
         return commit(tier, **what)
 
-    monkeypatch.setattr(NvmeTier, "commit", fail_once)
-    with host.held():
-        with monkeypatch.context() as held:
-            held.setattr(Settler, "waiting", lambda _: [])
-            for name in "abc":
-                save(host.store, f"run/{name}", content(100_000))
-            host.flusher.finder.discover()
-        wait(host.store, "run", Level.LOCAL, 20)
-    assert failed
-    assert "flusher_nvme_failures" not in status(host.store)["counters"]
+    monkeypatch.setattr(NvmeTier, "commit", alone)
+    with pending_run():
+        for name in "abc":
+            save(host.store, f"run/{name}", content(100_000))
     wait(host.store, "run", Level.OBJECT, 20)
+    assert failed
+    assert {path: count for path, count in stored.items() if path.startswith("run/")} == dict.fromkeys(
+        ["run/a", "run/b", "run/c"], 1
+    )
+    assert "flusher_nvme_failures" not in status(host.store)["counters"]
+    assert not unforeseen(host)
+
+
+@pytest.mark.parametrize("bad", ["a", "b", "c"])
+def test_a_file_that_cannot_be_stored_takes_none_of_those_with_it_along(host, monkeypatch, pending_run, bad):
+    write, refused = NvmeTier.write, []
+
+    def refuse(tier, name, *args, **kwargs):
+        if name in refused:
+            raise StoreError("the disk says no", tier="nvme")
+        write(tier, name, *args, **kwargs)
+
+    monkeypatch.setattr(NvmeTier, "write", refuse)
+    with pending_run():
+        for name in "abc":
+            save(host.store, f"run/{name}", content(100_000))
+        refused.extend(host.tiers.drafts.pending(f"run/{bad}").draft.names)
+    wait(host.store, "run", Level.OBJECT, 20)
+    assert status(host.store)["counters"]["flusher_nvme_failures"] == 1
+    assert not unforeseen(host)
+
+
+def test_a_tier_in_which_nothing_can_be_committed_is_passed_by(host, monkeypatch, pending_run):
+    def fail(*_, **__):
+        raise StoreError("the disk says no", tier="nvme")
+
+    with pending_run():
+        for name in "ab":
+            save(host.store, f"run/{name}", content(1000))
+        monkeypatch.setattr(NvmeTier, "commit", fail)
+    wait(host.store, "run", Level.OBJECT, 20)
+    assert status(host.store)["counters"]["flusher_nvme_failures"] > 0
+    assert not unforeseen(host)
+
+
+def test_room_for_a_file_is_made_by_one_commit(host, monkeypatch):
+    for number in range(3):
+        save(host.store, f"old/{number}", content(BIG))
+        wait(host.store, "old", Level.OBJECT, 20)
+    commits = Commits(monkeypatch)
+    with host.held():
+        save_at(host.store, "new", content(3 * 16 * MIB), Level.LOCAL)
+    assert commits.counts["index.release"] == 1
+    assert status(host.store)["tiers"]["nvme"]["chunks"] < 12, "something went"
 
 
 def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monkeypatch):

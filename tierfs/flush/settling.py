@@ -25,6 +25,8 @@ WRITES_MAX = 3
 # What goes together in one commit, which costs as much for one small file as for all of them.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
+# What may keep a draft that is written from its commit a moment longer, to have one less.
+LATE_BYTES_MAX = 4 << 20
 # For room, or for memory that its process has not handed over yet: about ten seconds.
 WAITS_MAX = 40
 _logger = logging.getLogger("tierfs.flush")
@@ -71,7 +73,7 @@ class Settler:
     def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
         """How many of them go together: one at least, unless the first has to wait for its next attempt."""
         ready = self._ready(waiting[:BATCH_DRAFTS_MAX])
-        small = list(self._small(ready))
+        small = list(_small(ready, BATCH_BYTES_MAX))
         return small or ready[:1]
 
     def _ready(self, waiting: Sequence[Entry]) -> list[Entry]:
@@ -79,29 +81,25 @@ class Settler:
         now = self._state.clock.monotonic()
         return list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
 
-    def _small(self, ready: Sequence[Entry]) -> Iterator[Entry]:
-        """Those, from the first on, that are little together."""
-        left = BATCH_BYTES_MAX
-        for entry in ready:
-            left -= entry.draft.length
-            if left < 0:
-                break
-            yield entry
-
     def _late(self, batch: Sequence[Entry]) -> list[Entry]:
         """Small drafts that were found while these were written, and follow them: they can share the commit."""
         with self._state.changed:
             waiting = self.waiting()
         if waiting[: len(batch)] != batch:
             return []  # one before these was found as well
-        small = self._small(self._ready(waiting[len(batch) : BATCH_DRAFTS_MAX]))
-        return list(itertools.takewhile(lambda entry: not self._passes_by(entry), small))
+        small = _small(self._ready(waiting[len(batch) : BATCH_DRAFTS_MAX]), LATE_BYTES_MAX)
+        return list(itertools.takewhile(self._is_at_hand, small))
 
-    def settle(self, batch: list[Entry]) -> bool:
+    def _is_at_hand(self, entry: Entry) -> bool:
+        """Whether all of a draft is in slabs, so that nobody has to be asked for it, and it may go to the nvme tier."""
+        return None not in entry.draft.slots and not self._passes_by(entry)
+
+    def settle(self, batch: list[Entry], *, alone: bool = False) -> bool:
         """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well.
 
         Args:
             batch: The drafts. Those that turn out to go with them are added.
+            alone: Whether none are to.
         """
         nvme = self._state.nvme
         if nvme is None:
@@ -118,7 +116,7 @@ class Settler:
             self._pass_by(batch)
             return True
         try:
-            self._store(nvme, batch)
+            self._store(nvme, batch, alone=alone)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
                 return self._settle_each(batch)  # shows which of them it is
@@ -128,7 +126,7 @@ class Settler:
         return True
 
     def _settle_each(self, batch: Sequence[Entry]) -> bool:
-        return all(entry.settled or self.settle([entry]) for entry in batch)
+        return all(self.settle([entry], alone=True) for entry in batch)
 
     def _pass_by(self, batch: Sequence[Entry], error: TierfsError | None = None) -> None:
         """Leave drafts where they are, to go to the object tier from there."""
@@ -184,11 +182,11 @@ class Settler:
         with self._state.changed:
             return any(one.settled and one.slot is not None and not one.conflict for one in entries.before(entry))
 
-    def _store(self, nvme: NvmeTier, batch: list[Entry]) -> None:
+    def _store(self, nvme: NvmeTier, batch: list[Entry], *, alone: bool) -> None:
         state = self._state
         for last in (False, False, True):
             elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
-            late = self._late(batch)
+            late = [] if alone else self._late(batch)
             batch += late
             elsewhere += [name for entry in late for name in self._copy_chunks(nvme, entry)]
             absent = [name for name in elsewhere if not nvme.has(name)]
@@ -232,6 +230,8 @@ class Settler:
             elif not nvme.has(name):
                 lost = CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
                 raise self._state.missing(entry, reference, lost)
+        here = {name: row.raw_length for name, row in zip(draft.names, rows, strict=True) if nvme.has(name)}
+        nvme.make_room({**here, **{chunk.name: chunk.length for chunk in found}})
         self._copy_all(nvme, found)
         return others
 
@@ -246,7 +246,6 @@ class Settler:
     # -- chunks --------------------------------------------------------------------------------------------------------
 
     def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot]) -> None:
-        nvme.make_room(chunk.length for chunk in chunks if not nvme.has(chunk.name))
         _raise_first([self._writes.submit(self._copy, nvme, chunk) for chunk in chunks])
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
@@ -303,6 +302,7 @@ class Settler:
         rest = list(slots)
         if nvme is not None:
             try:
+                nvme.make_room({slot.name: slot.length for slot in slots})
                 self._copy_all(nvme, slots)
             except CapacityError as full:
                 self._state.counters["nvme_passed_by"] += 1
@@ -349,6 +349,15 @@ def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool
         except (CorruptionError, FormatError):
             return False
         return True
+
+
+def _small(entries: Sequence[Entry], bytes_max: int) -> Iterator[Entry]:
+    """Those, from the first on, that have no more bytes together."""
+    for entry in entries:
+        bytes_max -= entry.draft.length
+        if bytes_max < 0:
+            break
+        yield entry
 
 
 def _raise_first(tasks: Sequence[Future[None]]) -> None:

@@ -126,9 +126,9 @@ def _say_once() -> None:
 
 @functools.cache
 def _say_small(number: int) -> None:
-    why = "it cannot do that for shared memory (Linux 6.1 can)" if number == errno.EINVAL else os.strerror(number)
     _logger.info(
-        "the kernel gives no huge pages, or not as many as segments have: %s. Copies into the others are slower", why
+        "the kernel (Linux 6.1 or newer) gives no huge pages, or not as many as segments have: %s; copies into the others are slower",
+        os.strerror(number),
     )
 
 

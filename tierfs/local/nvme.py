@@ -83,8 +83,13 @@ class NvmeTier:
         with self._state.tables:
             return self._state.ledger.has(name)
 
-    def make_room(self, lengths: Iterable[int]) -> None:
-        """Evict clean chunks until chunks of these lengths find room, if that is to be had: before the first of many is written.
+    def make_room(self, lengths: Mapping[bytes, int]) -> None:
+        """Evict clean chunks until these find room, if that is to be had: before the first of many is written.
+
+        Those that are here stay for some time, as if they were written again.
+
+        Args:
+            lengths: In bytes, by the chunks' names.
 
         Raises:
             StoreError: The index could not be changed.

@@ -11,7 +11,7 @@ import itertools
 import logging
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tierfs.clock import Clock
@@ -174,13 +174,15 @@ class NvmeState:
             tier="nvme",
         )
 
-    def make_room(self, lengths: Iterable[int]) -> None:
+    def make_room(self, lengths: Mapping[bytes, int]) -> None:
         """Evict what these chunks have no room beside, as far as it may go. No lock is held.
 
         At once: evicting is a commit, and whoever finds no room while others write waits for it behind what they have given to the disk.
         """
-        size = sum(map(extent_bytes, lengths))
         with self.tables:
+            here = [name for name in lengths if self.ledger.has(name)]
+            self.ledger.fresh.update(dict.fromkeys(here, self.clock.monotonic()))
+            size = sum(extent_bytes(length) for name, length in lengths.items() if not self.ledger.has(name))
             if not self.ledger.missing(size):
                 return
         with self.index_lock:

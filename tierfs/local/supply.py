@@ -76,7 +76,8 @@ class Supply:
         self._closed = False
         self._memfd_said = False
         self._asked_s = clock.monotonic()
-        self._last_save = (0, 0.0)  # how many bytes were taken at once, and when
+        self._last_save = (0, 0.0)  # how many bytes were taken, and from when on
+        self._evicted_ahead: list[tuple[Segment, int]] = []  # the segments, and their changes, when that was tried last
         self.waits = 0
         self.waited_s = 0.0
         self.evicted_bytes = 0
@@ -112,8 +113,6 @@ class Supply:
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         self._asked_s = self._clock.monotonic()
-        if len(runs) > 1 and not spares_copies:
-            self._last_save = (_size(itertools.chain.from_iterable(runs)), self._asked_s)
         try:
             if not wanted:
                 self._fit_all(kind, runs, found)
@@ -135,7 +134,15 @@ class Supply:
         except BaseException:
             give_back(found)
             raise
+        if len(runs) > 1 and not spares_copies and None not in found:
+            self._note_save(_size(itertools.chain.from_iterable(runs)))
         return found
+
+    def _note_save(self, bytes_: int) -> None:
+        """What is taken within a moment is of one save."""
+        before, since_s = self._last_save
+        is_of_it = self._asked_s - since_s < IDLE_S
+        self._last_save = (before + bytes_, since_s) if is_of_it else (bytes_, self._asked_s)
 
     def grow_ahead(self) -> None:
         """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
@@ -160,6 +167,9 @@ class Supply:
         wanted, since_s = self._last_save
         with self._evicting:
             own = self._in_use()
+            changes = [(segment, segment.changes) for segment in own]
+            if changes == self._evicted_ahead:
+                return
             free = sum(segment.data_bytes - sum(segment.sums()) for segment in own)
             if free >= wanted:
                 return
@@ -168,6 +178,7 @@ class Supply:
                     break
                 if slot.segment.used_s(slot) < int(since_s):  # which sealing is, too
                     free += self._evict(slot)
+            self._evicted_ahead = [(segment, segment.changes) for segment in own]
 
     def nameless(self) -> list[Segment]:
         """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
