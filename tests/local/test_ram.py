@@ -564,7 +564,7 @@ def test_room_that_was_not_found_is_looked_for_again_only_when_something_has_cha
     tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
     save_of(tier, 0, clock)
     looks = []
-    monkeypatch.setattr("tierfs.local.supply._evictable", lambda own: looks.append(own) or [])
+    monkeypatch.setattr("tierfs.local.eviction.evictable", lambda own: looks.append(own) or [])
     for _ in range(3):
         tier.evict_ahead()
     assert len(looks) == 1

@@ -311,7 +311,7 @@ class RamTier:
             memfd_segments=sum(segment.path is None for segment in segments),
             waits=self._supply.waits,
             waited_s=self._supply.waited_s,
-            evicted_bytes=self._supply.evicted_bytes,
+            evicted_bytes=self._supply.eviction.bytes,
         )
 
     def close(self) -> None:

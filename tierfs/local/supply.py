@@ -1,4 +1,4 @@
-"""The segments of one process: where it takes slots, what it evicts, how it comes by more and gives some back."""
+"""The segments of one process: where it takes slots, how it comes by more and gives some back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tierfs.clock import Clock
 from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
+from tierfs.local.eviction import Eviction
 from tierfs.local.growth import FIRST_DATA_BYTES, next_layout
 from tierfs.local.host import Host
 from tierfs.local.memory import memory_available, memory_limit
@@ -20,14 +21,12 @@ from tierfs.local.newslab import adopt, create_memfd, make_header, make_in
 from tierfs.local.private import make_private
 from tierfs.local.segmentfile import Header, Reservation
 from tierfs.local.shares import LOCK, MemfdNote, Shares
-from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
+from tierfs.local.slab import Segment, Slot, SlotKind
 from tierfs.local.slots import Layout, padded
 from tierfs.units import format_bytes
 
 __all__ = ["Supply", "give_back"]
 
-HIGH_WATERMARK = 0.95
-LOW_WATERMARK = 0.85
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
 WORTHWHILE = 32
@@ -53,7 +52,7 @@ class Supply:
         own: The segments.
         waits: How often somebody waited for room.
         waited_s: For how long in all.
-        evicted_bytes: What was evicted.
+        eviction: What frees slots that hold copies.
         why_not: Why no file of a segment could be made when that was tried last; empty where one could.
     """
 
@@ -76,17 +75,14 @@ class Supply:
         self._closed = False
         self._memfd_said = False
         self._asked_s = clock.monotonic()
-        self._last_save = (0, 0.0)  # how many bytes were taken, and from when on
-        self._evicted_ahead: list[tuple[Segment, int]] = []  # the segments, and their changes, when that was tried last
         self.waits = 0
         self.waited_s = 0.0
-        self.evicted_bytes = 0
+        self.eviction = Eviction()
         self.why_not = ""
         self._growing = threading.Lock()
-        self._evicting = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Supply({len(self.own)} segments, waits={self.waits}, evicted={format_bytes(self.evicted_bytes)})"
+        return f"Supply({len(self.own)} segments, waits={self.waits}, {self.eviction!r})"
 
     def take(
         self,
@@ -135,14 +131,8 @@ class Supply:
             give_back(found)
             raise
         if len(runs) > 1 and not spares_copies and None not in found:
-            self._note_save(_size(itertools.chain.from_iterable(runs)))
+            self.eviction.note_save(_size(itertools.chain.from_iterable(runs)), self._asked_s)
         return found
-
-    def _note_save(self, bytes_: int) -> None:
-        """What is taken within a moment is of one save."""
-        before, since_s = self._last_save
-        is_of_it = self._asked_s - since_s < IDLE_S
-        self._last_save = (before + bytes_, since_s) if is_of_it else (bytes_, self._asked_s)
 
     def grow_ahead(self) -> None:
         """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
@@ -163,22 +153,8 @@ class Supply:
             self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
 
     def evict_ahead(self) -> None:
-        """Evict what a save like the last one would have to, so that training does not wait for it; but nothing that came since then."""
-        wanted, since_s = self._last_save
-        with self._evicting:
-            own = self._in_use()
-            changes = [(segment, segment.changes) for segment in own]
-            if changes == self._evicted_ahead:
-                return
-            free = sum(segment.data_bytes - sum(segment.sums()) for segment in own)
-            if free >= wanted:
-                return
-            for slot in _evictable(own):
-                if free >= wanted:
-                    break
-                if slot.segment.used_s(slot) < int(since_s):  # which sealing is, too
-                    free += self._evict(slot)
-            self._evicted_ahead = [(segment, segment.changes) for segment in own]
+        """See `Eviction.ahead`."""
+        self.eviction.ahead(self._in_use())
 
     def nameless(self) -> list[Segment]:
         """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
@@ -256,7 +232,8 @@ class Supply:
 
     def renew_in_child(self) -> tuple[Segment, ...]:
         """After a fork: nothing is ours. Returns what was, which is the parent's."""
-        self._lock, self._growing, self._evicting = threading.Lock(), threading.Lock(), threading.Lock()
+        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self.eviction.renew_in_child()
         parents, self.own, self._draining = self.own, (), frozenset()
         # The parent's locks on these are not ours to release.
         self._notes = {}
@@ -286,7 +263,7 @@ class Supply:
         """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
         self.make_room_for_others()
         if not spares_copies:
-            self._evict_to_watermark()
+            self.eviction.to_watermark(self._in_use())
         slots = self._fit(kind, lengths)
         if slots is not None:
             return slots
@@ -295,7 +272,7 @@ class Supply:
             if slots is None and self._grow(_size(lengths), known, least=self._worthwhile):
                 slots = self._fit(kind, lengths)
         if slots is None and spares_copies:
-            self._evict_to_watermark()  # room for several, so that not each of them asks for a segment
+            self.eviction.to_watermark(self._in_use())  # room for several, so that not each of them asks for a segment
             slots = self._fit(kind, lengths)
         slots = slots or self._evict_until(kind, lengths, known)
         if slots is not None:
@@ -360,37 +337,16 @@ class Supply:
     def _is_idle(self) -> bool:
         return self._clock.monotonic() - self._asked_s > IDLE_S
 
-    def _evict_to_watermark(self) -> None:
-        own = self._in_use()
-        total = sum(segment.data_bytes for segment in own)
-        used = sum(sum(segment.sums()) for segment in own)
-        if used > HIGH_WATERMARK * total:
-            with self._evicting:
-                for slot in _evictable(own):
-                    if used <= LOW_WATERMARK * total:
-                        break
-                    used -= self._evict(slot)
-
     def _evict_until(self, kind: SlotKind, lengths: Sequence[int], known: int) -> list[Slot] | None:
         freed = 0
-        with self._evicting:
-            for clean in _evictable(self.own):
-                freed += self._evict(clean)
+        with contextlib.closing(self.eviction.one_by_one(self.own)) as evicted:
+            for bytes_ in evicted:
+                freed += bytes_
                 if 0 < known <= freed or (freed and not known):
                     slots = self._fit(kind, lengths)
                     if slots is not None:
                         return slots
         return self._fit(kind, lengths) if freed else None
-
-    def _evict(self, slot: Slot) -> int:
-        """Free a clean slot; returns how many bytes that were."""
-        try:
-            freed = padded(max(slot.length, 1)) if slot.segment.give(slot, only_clean=True) else 0
-        except ReadOnlyError:  # dropped meanwhile
-            return 0
-        with self._lock:
-            self.evicted_bytes += freed
-        return freed
 
     def _grow_quietly(self) -> None:
         with self._growing:
@@ -558,12 +514,6 @@ def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:
     """Free slots that were taken and not filled."""
     for slot in itertools.chain.from_iterable(filter(None, runs)):
         slot.segment.give(slot)
-
-
-def _evictable(segments: Iterable[Segment]) -> list[Slot]:
-    """The clean slots: hidden ones first, then as they were used."""
-    clean = [slot for segment in segments for slot in segment.slots(states={SlotState.CLEAN})]
-    return sorted(clean, key=lambda slot: (not slot.hidden, slot.segment.used_s(slot), slot.stamp_ns))
 
 
 # Of the segments that this process makes, whatever the store; also after a fork, when they are another process's.
