@@ -27,7 +27,9 @@ class Eviction:
     def __init__(self) -> None:
         self._alone = threading.Lock()
         self._last_save = (0, 0.0)  # how many bytes were taken, and from when on
-        self._tried: list[tuple[Segment, int]] = []  # the segments, and their changes, when room was made ahead last
+        self._tried: list[
+            tuple[str, int]
+        ] = []  # the segments' ids (their memory is not to stay for this) and changes, when room was made ahead last
         self.bytes = 0
 
     def __repr__(self) -> str:
@@ -47,7 +49,7 @@ class Eviction:
         """Evict what a save like the last one would have to, so that training does not wait for it; but nothing that came since then."""
         wanted, since_s = self._last_save
         with self._alone:
-            if self._tried == [(segment, segment.changes) for segment in segments]:
+            if self._tried == [(segment.id, segment.changes) for segment in segments]:
                 return
             free = sum(segment.data_bytes - sum(segment.sums()) for segment in segments)
             for slot in evictable(segments) if free < wanted else ():
@@ -55,7 +57,7 @@ class Eviction:
                     break
                 if slot.segment.used_s(slot) < int(since_s):  # which sealing is, too
                     free += self._evict(slot)
-            self._tried = [(segment, segment.changes) for segment in segments]
+            self._tried = [(segment.id, segment.changes) for segment in segments]
 
     def to_watermark(self, segments: list[Segment]) -> None:
         """Evict a tenth of what these segments hold, if they are all but full."""
