@@ -27,9 +27,8 @@ class Eviction:
     def __init__(self) -> None:
         self._alone = threading.Lock()
         self._last_save = (0, 0.0)  # how many bytes were taken, and from when on
-        self._tried: list[
-            tuple[str, int]
-        ] = []  # the segments' ids (their memory is not to stay for this) and changes, when room was made ahead last
+        # The segments and their changes, when room was made ahead last. By their ids: their memory is not to stay for this.
+        self._tried: list[tuple[str, int]] = []
         self.bytes = 0
 
     def __repr__(self) -> str:
