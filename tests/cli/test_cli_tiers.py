@@ -25,6 +25,7 @@ from tierfs.cli._status_table import UploadRate, one_line, table
 from tierfs.errors import StoreError
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.levels import Level
+from tierfs.flush.priority import NICER
 from tierfs.flush.service import LOCK_NAME
 from tierfs.flush.stopping import stop_flusher
 from tierfs.local.host import ExclusiveLock
@@ -592,6 +593,23 @@ engine.close()
 assert not late, late
 """
     subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
+
+
+def test_a_flusher_for_a_client_gives_way_to_it(host, url, tell):
+    stage(url, files=1)
+    directory = store_directory(host, url)
+    until(lambda: (directory / "flusher.sock").exists())
+    pid = json.loads(tell("status", url, "--json"))["flusher"]["pid"]
+    assert niceness(pid) == min(niceness(os.getpid()) + NICER, 19)
+
+
+def test_one_that_was_started_by_hand_has_the_priority_that_it_was_given(host, url):
+    with sidecar(host, url) as process:
+        assert niceness(process.pid) == niceness(os.getpid())
+
+
+def niceness(pid):
+    return os.getpriority(os.PRIO_PROCESS, pid)
 
 
 def test_a_flusher_for_a_client_is_not_bound_by_the_soft_limits_of_that_client(host):

@@ -398,6 +398,47 @@ def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
     assert host.fetches == fetches
 
 
+@pytest.mark.parametrize(("is_near", "fetches"), [(True, 3), (False, 1)])
+def test_where_the_object_tier_is_the_hosts_own_a_base_may_save_less(host, is_near, fetches):
+    encoder, master = encoder_for("auto", is_near=is_near), numbers()
+    base = replace(host.chunk(master.tobytes(), host.remote), stored_length=3 * len(master.tobytes()))
+    for save in range(3):
+        encode(encoder, host, near(master).tobytes(), save=save, base=base)
+    assert host.fetches == fetches
+
+
+def test_where_it_is_a_base_that_saves_nothing_is_not_fetched_all_the_same(host):
+    encoder = encoder_for("auto", is_near=True)
+    for save in range(3):
+        base = host.chunk(os.urandom(MIB), host.remote)
+        encode(encoder, host, os.urandom(MIB), save=save, base=base, tensor=Tensor())
+    assert host.fetches == 1
+
+
+def test_few_bases_are_fetched_at_a_time(host, monkeypatch):
+    """On four processors or fewer one at a time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    encoder, fetch = encoder_for("auto", is_near=True), host.fetch
+    begun, go_on, at_once = threading.Event(), threading.Event(), []
+
+    def slow(row, out):
+        at_once.append(row)
+        begun.set()
+        assert go_on.wait(60)
+        assert len(at_once) == 1
+        fetch(row, out)
+        at_once.clear()
+
+    monkeypatch.setattr(host, "fetch", slow)
+    bases = [host.chunk(os.urandom(MIB), host.remote) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        tasks = [pool.submit(encode, encoder, host, os.urandom(MIB), base=base, tensor=Tensor()) for base in bases]
+        assert begun.wait(60)
+        go_on.set()
+        assert not any(task.result().bases for task in tasks)
+    assert host.fetches
+
+
 def test_a_base_that_cannot_be_read_is_none(host):
     encoder, master = encoder_for(), numbers()
     gone = host.chunk(master.tobytes(), {})

@@ -209,9 +209,11 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """
     from tierfs.flush.building import build_engine  # noqa: PLC0415 - only what a command needs
     from tierfs.flush.limits import raise_limits  # noqa: PLC0415
+    from tierfs.flush.priority import give_way  # noqa: PLC0415
     from tierfs.local.host import Host, state_directory  # noqa: PLC0415
 
     raise_limits()
+    give_way()
     uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
     host = Host(state)

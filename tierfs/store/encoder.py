@@ -39,6 +39,10 @@ GROUPS_MAX = 10_000
 EVIDENCE_BYTES = 64 << 20
 # What a base has to save, of its own size, to be fetched for that from the object tier.
 FETCH_WORTH = 0.5
+# The same where that is this host's own, and it is read there as fast as elsewhere.
+FETCH_NEAR_WORTH = 0.05
+# Of those that upload, of which there are as many as processors or a few more, a quarter fetches at a time.
+PROCESSORS_A_FETCH = 4
 # How much more than it costs encoding has to save: it takes processors from what sends, and from training.
 MARGIN = 1.25
 # How much a chunk counts that was encoded while more threads did so than there are processors: they begin together, with whoever
@@ -89,6 +93,7 @@ class Encoder:
         self._encoding = 0  # how many threads are at it
         self._begun = threading.local()  # which codecs a thread has encoded with
         self._deriver = Deriver(kind, codecs)
+        self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
 
     def __repr__(self) -> str:
         return f"Encoder({self.codecs}, {self.status()})"
@@ -174,10 +179,8 @@ class Encoder:
         row, attempt = hint.base, None
         if row is not None and self._may_need(known):
             attempt = self._try_local(raw, tensors, known, LocalBase(self._kind, row, read))
-            if attempt is None and self._is_worth_fetching(row, [each for each in tensors if each in known], known):
-                with buffers().lend(row.raw_length) as base:
-                    if self._fetch(row, base, fetch):
-                        attempt = self._try(raw, tensors, known, FetchedBase(base))
+            if attempt is None:
+                attempt = self._try_fetched(raw, tensors, known, row, fetch)
         if attempt is None:
             attempt = self._try(raw, tensors, known, None)
         blocks = attempt.blocks
@@ -198,6 +201,24 @@ class Encoder:
             return None
         # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
         return attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
+
+    def _try_fetched(
+        self,
+        raw: memoryview,
+        tensors: Sequence[Tensor],
+        known: Mapping[Tensor, Choice | None],
+        row: Row,
+        fetch: FetchRow,
+    ) -> _Attempt | None:
+        """`_try` against a chunk that is fetched for it; ``None`` if that is not worth it, or cannot be.
+
+        Few threads at a time: each takes the memory of one more chunk, and what the first one finds out may save the others from it.
+        """
+        with self._fetching:
+            if not self._is_worth_fetching(row, [each for each in tensors if each in known], known):
+                return None
+            with buffers().lend(row.raw_length) as base:
+                return self._try(raw, tensors, known, FetchedBase(base)) if self._fetch(row, base, fetch) else None
 
     def _try(
         self,
@@ -361,12 +382,13 @@ class Encoder:
 
     def _is_worth_fetching(self, row: Row, tensors: Sequence[Tensor], known: Mapping[Tensor, Choice | None]) -> bool:
         """Whether a base that is not on this host is to be had from the object tier, for blocks of these tensors."""
-        if self._is_near or self.codecs.always:
+        if self.codecs.always:
             return True
+        worth = FETCH_NEAR_WORTH if self._is_near else FETCH_WORTH
         savings = [self._saved(tensor, known[tensor]) for tensor in tensors]
         expected = [saved for saved in savings if saved is not None]
         blocks = block_count(row.raw_length)
-        if len(expected) < len(savings) or sum(expected) / blocks * row.raw_length >= FETCH_WORTH * row.stored_length:
+        if len(expected) < len(savings) or sum(expected) / blocks * row.raw_length >= worth * row.stored_length:
             return True
         with self._lock:
             for key in {(tensor.kind, tensor.width) for tensor in tensors if not tensor.name}:

@@ -1,0 +1,40 @@
+"""How the flusher's process shares the processors with whoever trains on them: see docs/decisions/0037-the-flusher-gives-way.md."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+
+__all__ = ["NICER", "give_way"]
+
+NICER = 5
+_SESSION = Path(
+    "/proc/self/autogroup"
+)  # sched(7): where it is there, sessions share the processors, whatever is nice in them
+_ATTEMPTS_MAX = 5
+_ATTEMPT_S = 0.1  # the kernel takes one such change in so long from those who are not root
+_logger = logging.getLogger("tierfs.flush")
+
+
+def give_way() -> None:
+    """Be nicer by 5 from now on, with all threads that begin later: a third of what somebody else has who wants the processor as well.
+
+    For a process with a session of its own, which gives way as a whole.
+    """
+    os.nice(NICER)
+    try:
+        for _ in range(_ATTEMPTS_MAX):
+            with contextlib.suppress(BlockingIOError):
+                _SESSION.write_text(str(NICER))
+                return
+            time.sleep(_ATTEMPT_S)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        reason = str(error)
+    else:
+        reason = f"{_SESSION} is changed too often"
+    _logger.warning("this flusher takes as much of the processors as whoever trains: %s", reason)
