@@ -15,6 +15,7 @@ from tierfs import digest
 from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError
 from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format.keys import ChunkName
@@ -26,7 +27,7 @@ from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Piece
 from tierfs.store.encoder import EVIDENCE_BYTES, MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
-from tierfs.store.estimates import PASSED_MAX, Puts
+from tierfs.store.estimates import PASSED_MAX, Puts, Speed
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -507,6 +508,29 @@ def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, enc
     codecs = [encode(encoder, host, raw).blocks[0].codec for _ in range(8_300)]
     assert set(codecs[:7_700]) == {Codec.STORE}
     assert codecs.count(Codec.PLANE) > 100 if encoded else codecs.count(Codec.PLANE) == 1
+
+
+@pytest.mark.parametrize(("is_steady", "after_one"), [(True, 1.1), (False, 10.9)])
+def test_one_chunk_that_takes_very_long_counts_little_where_a_speed_is_steady(is_steady, after_one):
+    speed = Speed(is_steady=is_steady)
+    for _ in range(20):
+        speed.add(CHUNK_BYTES, 1.0)
+    speed.add(CHUNK_BYTES, 100.0)
+    assert speed.s_per_byte * CHUNK_BYTES == pytest.approx(after_one)
+    for _ in range(80):
+        speed.add(CHUNK_BYTES, 100.0)
+    assert speed.s_per_byte * CHUNK_BYTES == pytest.approx(100, rel=0.02), "if it lasts it is believed"
+
+
+def test_a_moment_without_a_processor_does_not_keep_from_encoding(host):
+    clock = Ticking(0.1)
+    encoder, raw = encoder_for("auto", clock), numbers(count=1 << 14).tobytes()
+    for _ in range(20):
+        encode(encoder, host, raw)
+    believed = encoder.status()["encode_s_per_GB"]["plane"]
+    clock.seconds = 100
+    encode(encoder, host, raw)
+    assert believed < encoder.status()["encode_s_per_GB"]["plane"] <= 1.1 * believed
 
 
 def test_deriving_that_was_slow_for_a_while_is_measured_again_by_what_was_not_derived(host):

@@ -294,7 +294,9 @@ class Encoder:
         begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
-                self._encode.setdefault(codec, Speed()).add(count, seconds, CROWDED if is_crowded else 1.0)
+                self._encode.setdefault(codec, Speed(is_steady=True)).add(
+                    count, seconds, CROWDED if is_crowded else 1.0
+                )
         begun.add(codec)
 
     def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:

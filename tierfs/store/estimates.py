@@ -16,6 +16,9 @@ NEWEST = 0.1
 # nothing: what was slow for a while is measured again after 1 GB, what never was faster after 7.
 FORGETTING = 0.001
 FORGETTING_BEST = 0.0001
+# So many times as slow as is believed is what a chunk counts as at most, where a speed is to be steady: whoever has the processor for a
+# moment, as those have that saved, says little of what follows; if it lasts, the next chunks say so.
+SURPRISE_MAX = 2.0
 # How much of the way one speed of puts comes nearer to the other with each chunk.
 ALIKE = 0.01
 # What a base saves is found out again after so many were not fetched.
@@ -56,9 +59,14 @@ class Typical:
 
 
 class Speed:
-    """Seconds that a byte takes on one thread, the newest chunks counting most."""
+    """Seconds that a byte takes on one thread, the newest chunks counting most.
 
-    def __init__(self) -> None:
+    Args:
+        is_steady: Whether one chunk that takes very long is to count little.
+    """
+
+    def __init__(self, *, is_steady: bool = False) -> None:
+        self._is_steady = is_steady
         self.count = 0
         self.s_per_byte = 0.0
         self._best = math.inf
@@ -71,7 +79,10 @@ class Speed:
     def add(self, count: int, seconds: float, share: float = 1.0) -> None:
         """Learn from so many bytes, which count by a share where others were learned from before."""
         weight = max(share * NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
-        self.s_per_byte += (seconds / count - self.s_per_byte) * weight
+        found = seconds / count
+        if self._is_steady and self.s_per_byte:
+            found = min(found, SURPRISE_MAX * self.s_per_byte)
+        self.s_per_byte += (found - self.s_per_byte) * weight
         self._best = min(self._best, self.s_per_byte)
         self.count += count
 
