@@ -40,6 +40,7 @@ def nicer(monkeypatch):
     asked = []
     monkeypatch.setattr(priority, "_ATTEMPT_S", 0.0)
     monkeypatch.setattr(os, "nice", asked.append)
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
     return asked
 
 
@@ -69,6 +70,14 @@ def test_a_session_that_cannot_be_changed_is_told_of(nicer, monkeypatch, caplog,
     give_way()
     assert (nicer, session.said) == ([NICER], [])
     assert "as much of the processors as whoever trains" in caplog.text
+
+
+def test_a_session_that_is_somebody_elses_stays_as_it_is(nicer, monkeypatch):
+    session = Session()
+    monkeypatch.setattr(priority, "_SESSION", session)
+    monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
+    give_way()
+    assert (nicer, session.said) == ([NICER], [])
 
 
 def test_where_sessions_share_nothing_there_is_nothing_to_tell(nicer, monkeypatch, tmp_path, caplog):

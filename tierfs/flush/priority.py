@@ -11,9 +11,8 @@ from pathlib import Path
 __all__ = ["NICER", "give_way"]
 
 NICER = 5
-_SESSION = Path(
-    "/proc/self/autogroup"
-)  # sched(7): where it is there, sessions share the processors, whatever is nice in them
+# Where it is there, sessions share the processors, whatever is nice within them: see sched(7).
+_SESSION = Path("/proc/self/autogroup")
 _ATTEMPTS_MAX = 5
 _ATTEMPT_S = 0.1  # the kernel takes one such change in so long from those who are not root
 _logger = logging.getLogger("tierfs.flush")
@@ -22,9 +21,11 @@ _logger = logging.getLogger("tierfs.flush")
 def give_way() -> None:
     """Be nicer by 5 from now on, with all threads that begin later: a third of what somebody else has who wants the processor as well.
 
-    For a process with a session of its own, which gives way as a whole.
+    Its session does so as a whole, where that is its own.
     """
     os.nice(NICER)
+    if os.getsid(0) != os.getpid():
+        return
     try:
         for _ in range(_ATTEMPTS_MAX):
             with contextlib.suppress(BlockingIOError):
