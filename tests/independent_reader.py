@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -234,6 +234,7 @@ class _Encoded(_Fields):
             3: 6 <= length < size,
             4: part > 0 and length == size - part,
             5: length in (2 * size, 0),
+            6: 9 <= length < size,
         }
         self.check(fits.get(mode, False), f"{self.what}: mode {mode} and {length} bytes for a plane of {size}")
         return size, mode, length
@@ -251,7 +252,9 @@ class _Encoded(_Fields):
             return data * size
         if mode == 3:
             return self._codes(data, size)
-        return self._even(data, size) if mode == 4 else _frame(data, size, self.what)
+        if mode == 6:
+            return self._mostly(data, size)
+        return self._seven(data, size) if mode == 4 else _frame(data, size, self.what)
 
     def _codes(self, data: bytes, size: int) -> bytes:
         first, count = struct.unpack_from("<BI", data)
@@ -265,20 +268,29 @@ class _Encoded(_Fields):
             plane[at] = byte
         return bytes(plane[:size])
 
-    def _even(self, data: bytes, size: int) -> bytes:
+    def _seven(self, data: bytes, size: int) -> bytes:
         part = 8 * (size // 64)
         last = bytearray(part)
-        for k in range(1, 8):
+        for k in range(7):
             for j in range(part):
-                last[j] |= (data[(k - 1) * part + j] & 1) << k
-        return bytes(byte & 0xFE for byte in data[: 7 * part]) + last + data[7 * part :]
+                last[j] |= (data[k * part + j] >> 7) << k
+        return bytes(byte & 0x7F for byte in data[: 7 * part]) + last + data[7 * part :]
 
-    def elements(self, width: int, heads: list[tuple[int, int, int]]) -> tuple[int, ...]:
+    def _mostly(self, data: bytes, size: int) -> bytes:
+        most, count, gaps = struct.unpack_from("<BII", data)
+        self.check(9 + 2 * gaps + count == len(data), f"{self.what}: {count} other bytes and {gaps} gaps")
+        places = _places(struct.unpack_from(f"<{gaps}H", data, 9), count, size, 65535, self.what)
+        plane = bytearray([most]) * size
+        for at, byte in zip(places, data[9 + 2 * gaps :], strict=True):
+            plane[at] = byte
+        return bytes(plane)
+
+    def elements(self, width: int, heads: list[tuple[int, int, int]], *, as_it_is: bool = True) -> tuple[int, ...]:
         data = bytearray(heads[0][0] * width)
         left = list(enumerate(heads))
         while left:
             index, (size, mode, length) = left.pop(0)
-            if mode == 5 and width > 1 and index % 2 == 0:
+            if mode == 5 and width > 1 and index % 2 == 0 and (as_it_is or index):
                 self.check(length == 2 * size, f"{self.what}: two planes of {size} bytes in {length}")
                 self.check(left.pop(0)[1] == (size, 5, 0), f"{self.what}: half of two woven planes")
                 woven = self.take(length)
@@ -304,21 +316,29 @@ def _frame(data: bytes, size: int, what: str) -> bytes:
 
 def _planes(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:
     width = fields.width()
-    most = 0 if codec == DPLANE else 7 if width == 1 else 8
-    order = fields.number("B", 0, most, "the order of the bits")
+    order = fields.number("B", 0, 2, "the order of the bits")
+    fields.check(order == 0 or (width > 1 and order == codec - PLANE + 1), f"{fields.what}: bits in order {order}")
     heads = [fields.head(size // width) for _ in range(width)]
     fields.all_fit(heads, size % width)
-    found, bits = fields.elements(width, heads), 8 * width
-    mask = (1 << bits) - 1
+    found, bits = fields.elements(width, heads, as_it_is=order == 0), 8 * width
+    mask, low = (1 << bits) - 1, bits - 16
+    if order == 1:
+        found = tuple(_sign_first(value >> low) << low | value & ((1 << low) - 1) for value in found)
+    elif order == 2:
+        found = tuple((_unzigzag(value >> low) & 0xFFFF) << low | value & ((1 << low) - 1) for value in found)
+    elif codec == DPLANE:
+        found = tuple(map(_unzigzag, found))
     if codec == DPLANE:
-        pairs = zip(found, _elements(base, width), strict=True)
-        found = tuple((old + ((zigzag >> 1) ^ -(zigzag & 1))) & mask for zigzag, old in pairs)
-    elif order == 8:
-        low = bits - 16
-        found = tuple(value % (1 << low) | (value >> low + 1 | (value >> low & 1) << 15) << low for value in found)
-    elif order:
-        found = tuple((value >> order | value << (bits - order)) & mask for value in found)
+        found = tuple((old + value) & mask for value, old in zip(found, _elements(base, width), strict=True))
     return struct.pack(f"<{len(found)}{ELEMENTS[width]}", *found) + fields.take(size % width)
+
+
+def _sign_first(upper: int) -> int:
+    return (upper >> 7 & 1) << 15 | upper >> 8 << 7 | upper & 0x7F
+
+
+def _unzigzag(number: int) -> int:
+    return number >> 1 ^ -(number & 1)
 
 
 def _sparse(fields: _Encoded, size: int, base: bytes) -> bytes:
@@ -326,7 +346,7 @@ def _sparse(fields: _Encoded, size: int, base: bytes) -> bytes:
     fields.reserved(1)
     found, mask = list(_elements(base, width)), (1 << 8 * width) - 1
     for at, zigzag in _placed(fields, size, width):
-        found[at] = (found[at] + ((zigzag >> 1) ^ -(zigzag & 1))) & mask
+        found[at] = (found[at] + _unzigzag(zigzag)) & mask
     return struct.pack(f"<{len(found)}{ELEMENTS[width]}", *found) + fields.take(size % width)
 
 
@@ -348,16 +368,22 @@ def _placed(fields: _Encoded, size: int, width: int) -> Iterator[tuple[int, int]
     gap_bytes = fields.number("I", 0, some + (count - some) // 255, "the number of gap bytes")
     heads = [fields.head(gap_bytes), *(fields.head(some) for _ in range(width))]
     fields.all_fit(heads, size % width)
-    gaps = fields.plane(*heads[0])
-    ends = len(gaps) - gaps.count(255)
-    _sound(ends == some and gaps[-1:] != b"\xff", f"{fields.what}: {ends} gaps for {some} elements")
-    _sound(sum(gaps) + some <= count, f"{fields.what}: gaps beyond the last element")
-    numbers, at = iter(fields.elements(width, heads[1:])), 0
+    places = _places(fields.plane(*heads[0]), some, count, 255, fields.what)
+    yield from zip(places, fields.elements(width, heads[1:]), strict=True)
+
+
+def _places(gaps: Sequence[int], some: int, count: int, skip: int, what: str) -> list[int]:
+    """Which of so many elements are meant."""
+    ends = sum(gap != skip for gap in gaps)
+    _sound(ends == some and (not gaps or gaps[-1] != skip), f"{what}: {ends} gaps for {some} elements")
+    _sound(sum(gaps) + some <= count, f"{what}: gaps beyond the last element")
+    places, at = [], 0
     for gap in gaps:
         at += gap
-        if gap < 255:
-            yield at, next(numbers)
+        if gap != skip:
+            places.append(at)
             at += 1
+    return places
 
 
 def _decode(codec: int, fields: _Encoded, size: int, base: bytes) -> bytes:

@@ -21,7 +21,7 @@ from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
 # By class of tensors; all of them together are more than the processor's caches hold.
 BLOCKS = 24
 COPY_BYTES = 256 << 20
-ROOM_BYTES = 2 * BLOCK_BYTES
+ROOM_BYTES = Coding(Codec.PLANE).together * BLOCK_BYTES
 WARM_UPS = 2
 # A machine that is shared is quiet now and then; a round counts when two threads of sha256 made so much of one.
 QUIET_GAIN = 1.8

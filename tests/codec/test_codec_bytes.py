@@ -12,15 +12,13 @@ from tierfs.errors import CorruptionError
 
 HUGE = (1 << 32) - 1
 COUNTING = struct.pack("<16I", *range(16))
-# The upper 16 bits are rotated left by one, of which nothing is seen: three planes of zeros and one that is kept as it is.
-PLANE = b"\x04\x08" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(range(16))
-# Of every other one the sign is set: the lowest bit of the upper half.
+# The sign goes last, of which nothing is seen: three planes of zeros and one that is kept as it is.
+PLANE = b"\x04\x01" + head(1, 1) * 3 + head(0, 16) + b"\0\0\0" + bytes(range(16))
+# Of every other one the sign is set: the highest bit of the second plane.
 SIGNED = struct.pack("<16I", *(index | (index % 2) << 31 for index in range(16)))
-SIGNED_PLANE = (
-    b"\x04\x08" + (head(1, 1) + head(0, 16)) * 2 + b"\0" + bytes(i % 2 for i in range(16)) + b"\0" + bytes(range(16))
-)
+SIGNED_PLANE = b"\x04\x01" + (head(1, 1) + head(0, 16)) * 2 + b"\0" + b"\0\x80" * 8 + b"\0" + bytes(range(16))
 SHORTS = struct.pack("<40H", *(index | (index % 2) << 15 for index in range(40)))
-SHORTS_PLANE = b"\x02\x08" + head(1, 1) + head(0, 40) + b"\0" + bytes(2 * i + i % 2 for i in range(40))
+SHORTS_PLANE = b"\x02\x01" + head(1, 1) + head(0, 40) + b"\0" + bytes(i | i % 2 << 7 for i in range(40))
 
 # -10 to 9, added to a base of 1000, 1001 ...: zigzagged they are 19, 17 ... 1, 0, 2 ... 18.
 DIFFERENT = struct.pack("<20H", *(1000 + 2 * index - 10 for index in range(20))) + b"T"
@@ -57,27 +55,45 @@ CODED = b"\xfa\x09\x77" + b"\x09\xfa" * 28 + b"\x09\x0a"
 PAIRS, OUTSIDE = run_frame(31, 0xF0), {2: 0x77, 60: 0x0A}
 CODED_PLANE = b"\x01\x00" + head(3, 5 + 10 + 10) + codes(250, OUTSIDE, PAIRS)
 
-# 64 even bytes in 56, and six more as they are: the last eight are 2, 4, 8 ... 128 and 254, so bit k of the k-th, and all of the last.
-EVENS = bytes(range(0, 112, 2)) + bytes([2, 4, 8, 16, 32, 64, 128, 254]) + b"behind"
-EVENS_PLANE = (
+# 64 bytes of seven bits in 56, and six more as they are: the last eight are 1, 2, 4 ... 64 and 127, so bit k of the k-th, and all of the last.
+SEVENS = bytes(range(56)) + bytes([1, 2, 4, 8, 16, 32, 64, 127]) + b"behind"
+SEVENS_PLANE = (
     b"\x01\x00"
     + head(4, 56 + 6)
-    + bytes(2 * (8 * k + j) | (j in {k, 7}) for k in range(7) for j in range(8))
+    + bytes((8 * k + j) | (j in {k, 7}) << 7 for k in range(7) for j in range(8))
     + b"behind"
 )
 
-# 0x4433 in the upper half, rotated right 0xa219; the lower one as it is.
+# All but the third byte and the 66000th are 7.
+MOSTLY = b"\7\7\x09" + b"\7" * 65_996 + b"\x0a\7"
+MOSTLY_PLANE = b"\x01\x00" + head(6, 9 + 6 + 2) + struct.pack("<BII3H", 7, 2, 3, 2, 65_535, 461) + b"\x09\x0a"
+
+# 0xa219 in the upper half: a sign, 0x44 in the next eight bits, 0x19 in the last seven; the lower one as it is.
 WOVEN = struct.pack("<20I", *(0xA219_0000 | 0x1234 + index for index in range(20)))
 WOVEN_PLANE = (
-    b"\x04\x08" + head(1, 1) * 2 + head(5, 40) + head(5, 0) + b"\x44\x33" + struct.pack("<20H", *range(0x1234, 0x1248))
+    b"\x04\x01" + head(1, 1) * 2 + head(5, 40) + head(5, 0) + b"\x44\x99" + struct.pack("<20H", *range(0x1234, 0x1248))
 )
 WOVEN_ABOVE = (
-    b"\x04\x08" + head(5, 40) + head(5, 0) + head(1, 1) * 2 + struct.pack("<20H", *range(0x1234, 0x1248)) + b"\x44\x33"
+    b"\x04\x00" + head(5, 40) + head(5, 0) + head(1, 1) * 2 + struct.pack("<20H", *range(0x1234, 0x1248)) + b"\x44\x33"
 )
-ABOVE = struct.pack("<20I", *((n >> 1 | (n & 1) << 15) << 16 | 0x4433 for n in range(0x1234, 0x1248)))
+ABOVE = struct.pack("<20I", *(n << 16 | 0x4433 for n in range(0x1234, 0x1248)))
 # The sign of 8 bytes.
 EIGHT = struct.pack("<20Q", *[0x8000_0000_0000_0000] * 19, 0x0080_0000_0000_0000)
-EIGHT_PLANE = b"\x08\x08" + head(0, 20) * 2 + head(1, 1) * 6 + bytes(19) + b"\1" + b"\1" * 19 + bytes(7)
+EIGHT_PLANE = b"\x08\x01" + head(0, 20) * 2 + head(1, 1) * 6 + bytes(19) + b"\1" + b"\x80" * 19 + bytes(7)
+
+# The upper halves of the differences are 1 and -1, zigzagged 2 and 1; the lower ones are what they are.
+HALVES_BASE = b"\xff\xff\0\0" * 40
+HALVES = struct.pack("<40I", *((0xFFFF + ((0xFFFF if n % 2 else 1) << 16 | n)) % (1 << 32) for n in range(40)))
+HALVES_PLANE = (
+    b"\x04\x02"
+    + head(1, 1)
+    + head(0, 40)
+    + head(5, 80)
+    + head(5, 0)
+    + b"\0"
+    + b"\2\1" * 20
+    + struct.pack("<40H", *range(40))
+)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +133,26 @@ def test_a_block_is_written_and_read_byte_by_byte(
         # The last one counts.
         (3, CODED[:60] + b"\x05", None,
          b"\x01\x00" + head(3, 30) + struct.pack("<BI3I", 250, 3, 60, 2, 60) + b"\x0a\x77\x05" + PAIRS),
-        (3, EVENS, None, EVENS_PLANE),
+        (3, SEVENS, None, SEVENS_PLANE),
+        (3, MOSTLY, None, MOSTLY_PLANE),
+        (3, b"\7" * 60, None, b"\x01\x00" + head(6, 9) + struct.pack("<BII", 7, 0, 0)),
         (3, WOVEN, None, WOVEN_PLANE),
         (3, WOVEN + b"xyz", None, WOVEN_PLANE + b"xyz"),
         (3, ABOVE, None, WOVEN_ABOVE),
         (3, struct.pack("<20I", *(n | 0x20000 for n in range(20))), None,
          b"\x04\x00" + head(1, 1) * 2 + head(5, 40) + head(5, 0) + b"\0\2" + struct.pack("<20H", *range(20))),
         (3, EIGHT, None, EIGHT_PLANE),
-        # 0x8001 rotated is 0x0003, 0x0001 is 0x0002.
-        (3, b"\x01\x80" * 40, None, b"\x02\x01" + head(2, 10) + head(1, 1) + run_frame(40, 0) + b"\x03"),
+        # Of 0x8001, eight bits behind the sign, then it and the last seven.
+        (3, b"\x01\x80" * 40, None, b"\x02\x01" + head(2, 10) + head(1, 1) + run_frame(40, 0) + b"\x81"),
+        # A window that begins at 250 of exponents: behind the sign, which it must not reach.
+        (3, b"\x80\x7f" * 59 + b"\x80\x01", None, b"\x02\x01" + head(3, 5 + 39) + head(1, 1)
+         + codes(250, {}, stored_frame(b"\x55" * 29 + b"\x95")) + b"\0"),
         (3, b"\x01\x80" * 40, None, b"\x02\x00" + head(2, 10) + head(1, 1) + run_frame(40, 0x80) + b"\x01"),
         # Every element is 0x80..00 more than its base: the difference is as negative as can be.
         (4, (bytes(7) + b"\x80") * 20, bytes(160), b"\x08\x00" + head(2, 10) + head(1, 1) * 7
          + run_frame(20, 255) + b"\xff" * 7),
+        (4, HALVES, HALVES_BASE, HALVES_PLANE),
+        (4, HALVES + b"T", HALVES_BASE + b"B", HALVES_PLANE + b"T"),
         # Nothing differs, but the tail.
         (5, b"base" * 10 + b"t", b"base" * 10 + b"b", b"\x02\x00" + bytes(8) + head(0, 0) * 3 + b"t"),
         # Everything differs.
@@ -165,7 +188,8 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 64, b"\x03" + PLANE[1:]),
         (3, 64, b"\x00" + PLANE[1:]),
         (3, 64, b"\x04\x09" + PLANE[2:]),
-        (3, 61, b"\x01\x08" + CODED_PLANE[2:]),
+        (3, 64, b"\x04\x02" + PLANE[2:]),
+        (3, 61, b"\x01\x01" + CODED_PLANE[2:]),
         (3, 61, b"\x01\x00" + head(3, 25) + codes(250, {2: 1, 61: 1}, PAIRS)),
         (3, 61, b"\x01\x00" + head(3, 25) + codes(250, {2: 1, HUGE: 1}, PAIRS)),
         (3, 61, b"\x01\x00" + head(3, 25) + codes(250, OUTSIDE, run_frame(30, 0xF0))),
@@ -182,6 +206,17 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 61, b"\x01\x00" + head(3, 0)),
         (3, 64, b"\x01\x00" + head(4, 55) + bytes(55)),
         (3, 128, b"\x01\x00" + head(4, 113) + bytes(113)),
+        # One byte more than gaps, one less, a gap more, one less, one beyond the plane, one that is not closed, too short a head.
+        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 3, 3) + MOSTLY_PLANE[16:]),
+        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 1, 3) + MOSTLY_PLANE[16:]),
+        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 2, 4) + MOSTLY_PLANE[16:]),
+        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 2, 2) + MOSTLY_PLANE[16:]),
+        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 2, HUGE) + MOSTLY_PLANE[16:]),
+        (3, 66_001, MOSTLY_PLANE[:20] + struct.pack("<H", 463) + MOSTLY_PLANE[22:]),
+        (3, 66_001, MOSTLY_PLANE[:20] + b"\xff\xff" + MOSTLY_PLANE[22:]),
+        (3, 65_999, MOSTLY_PLANE),
+        (3, 60, b"\x01\x00" + head(6, 8) + bytes(8)),
+        (3, 60, b"\x01\x00" + head(6, 10) + bytes(10)),
         # Too few for a part of 64.
         (3, 80, b"\x04\x00" + head(1, 1) * 3 + head(4, 20) + bytes(3) + bytes(20)),
         (3, 80, WOVEN_PLANE[:12] + head(5, 39) + head(5, 1) + WOVEN_PLANE[22:]),
@@ -190,6 +225,7 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 80, WOVEN_PLANE[:12] + head(5, 39) + head(5, 0) + WOVEN_PLANE[23:]),
         (3, 80, WOVEN_PLANE[:12] + head(5, 41) + head(5, 0) + WOVEN_PLANE[22:] + b"x"),
         (3, 80, WOVEN_PLANE[:12] + head(0, 20) + head(5, 20) + WOVEN_PLANE[22:]),
+        (3, 80, b"\x04\x01" + WOVEN_ABOVE[2:]),
         (3, 80, b"\x04\x00" + head(1, 1) + head(5, 40) + head(5, 0) + head(1, 1) + bytes(42)),
         (3, 80, b"\x01\x00" + head(5, 70) + bytes(70)),
         (
@@ -197,7 +233,7 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
             1201,
             b"\x02\x00" + struct.pack("<II", 2, 3) + head(5, 6) + head(1, 1) + head(0, 2) + bytes(3) + SPARSE[25:],
         ),
-        (3, 64, b"\x04\x03\x03" + PLANE[3:]),
+        (3, 64, b"\x04\x01\x07" + PLANE[3:]),
         (3, 64, b"\x04\x01" + head(1, 2) + PLANE[7:22] + b"\0" + PLANE[22:]),
         (3, 64, b"\x04\x01" + head(1, 0) + PLANE[7:22] + PLANE[23:]),
         (3, 64, b"\x04\x01" + head(1, 1) * 3 + head(0, 17) + bytes(20)),
@@ -208,6 +244,8 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 40, b"\x01\x00" + head(2, 0)),
         (3, 40, b"\x01\x00" + head(2, 0xFFFFFFFF)),
         (4, 41, b"\x02\x01" + DPLANE[2:]),
+        (4, 80, b"\x04\x02" + WOVEN_ABOVE[2:]),
+        (4, 61, b"\x01\x02" + CODED_PLANE[2:]),
         (5, 1201, SPARSE[:9]),
         (5, 1201, SPARSE[:1] + b"\x01" + SPARSE[2:]),
         (5, 1201, b"\x03" + SPARSE[1:]),

@@ -34,7 +34,7 @@ def sound() -> list[tuple[int, bytes, int, bytes]]:
                 base = base_of(raw, "few" if asked is Codec.SPARSE else "near", width, index)
                 codec, encoded = encode(raw, Coding(asked, width), base if asked.base_factor else None)
                 found.append((int(codec), encoded, len(raw), base))
-    # Enough elements to be looked at: codes, even bytes, and planes that are left together.
+    # Enough elements to be looked at: codes, bytes of seven bits, and planes that are left together.
     for content, width in (("floats", 4), ("squares", 4), ("bfloat16", 2)):
         raw = block(content, 17_000 * width + 1, width, 1)
         for asked in (Codec.PLANE, Codec.DPLANE):
@@ -126,7 +126,10 @@ def frame_of(claim: int, window: int = 0) -> bytes:
         (3, b"\x01\x00" + head(3, 38) + struct.pack("<BI", 0, HUGE) + frame_of(BLOCK_BYTES // 2)),
         (3, b"\x01\x00" + head(3, 38) + struct.pack("<BI", 0, 6) + bytes(33)),
         (3, b"\x01\x00" + head(4, BLOCK_BYTES // 8 * 7)),
-        (3, b"\x08\x08" + (head(5, HUGE) + head(5, 0)) * 4),
+        (3, b"\x08\x00" + (head(5, HUGE) + head(5, 0)) * 4),
+        (3, b"\x01\x00" + head(6, 40) + struct.pack("<BII", 0, HUGE, HUGE) + bytes(31)),
+        (3, b"\x01\x00" + head(6, 40) + struct.pack("<BII", 0, 0, 15) + b"\xff" * 31),
+        (3, b"\x01\x00" + head(6, 40) + struct.pack("<BII", 0, 1, 15) + b"\xff" * 28 + bytes(3)),
         (3, b"\x08\x01" + head(1, 1) * 8 + bytes(8)),
         (4, b"\x08\x00" + head(1, 1) * 8 + bytes(8)),
         (5, struct.pack("<BBII", 1, 0, HUGE, HUGE) + head(1, 1) * 2 + bytes(2)),

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import zstandard
 from write_v1 import SEED
-from write_v1_codecs import Case, Coded, bytes_at, encoded, expect, u32, write_chunk, write_coded, write_damage
+from write_v1_codecs import Case, Coded, Part, bytes_at, encoded, expect, u32, write_chunk, write_coded, write_damage
 
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.store.encoding import EncodedBlock
@@ -21,7 +21,7 @@ COUNT = (16 << 10) + 77
 
 
 def written() -> dict[str, Coded]:
-    """Floats as the writer packs them: exponents, mantissas and, of squares, the sign that is never set."""
+    """Floats as the writer packs them: exponents, mantissas and, of squares, the sign that is never set; and what they are a little later."""
     draw = random.Random(SEED + 2)
     floats = [draw.gauss(0, 0.02) for _ in range(COUNT)]
     files = {
@@ -29,7 +29,10 @@ def written() -> dict[str, Coded]:
         "codecs/floats-4.bin": struct.pack(f"<{COUNT}f", *floats) + b"end",
         "codecs/squares-4.bin": struct.pack(f"<{COUNT}f", *(number * number for number in floats)),
     }
-    return {path: Coded(raw, [Coding(Codec.PLANE, int(path[-5]))]) for path, raw in files.items()}
+    found = {path: Coded(raw, [Coding(Codec.PLANE, int(path[-5]))]) for path, raw in files.items()}
+    later = struct.pack(f"<{COUNT}f", *(number + draw.gauss(0, 0.0002) for number in floats)) + b"END"
+    parts = (Part("codecs/floats-4.bin", 0, len(later)),)
+    return found | {"codecs/later-4.bin": Coded(later, [Coding(Codec.DPLANE, 4)], parts)}
 
 
 def by_hand() -> dict[str, tuple[bytes, bytes]]:
@@ -45,24 +48,28 @@ def by_hand() -> dict[str, tuple[bytes, bytes]]:
     pairs = bytes(low | high << 4 for low, high in zip(codes[::2], [*codes[1::2], 0], strict=True))
     frame = zstandard.ZstdCompressor(level=1).compress(pairs)
     data = struct.pack("<BI2I", 250, 2, 3, 600) + b"\x77\x0a" + frame
-    evens = bytes(2 * (index % 128) for index in range(640))
-    packed = bytearray(evens[:560])
-    for k in range(1, 8):
+    sevens = bytes(index % 128 for index in range(640))
+    packed = bytearray(sevens[:560])
+    for k in range(7):
         for j in range(80):
-            packed[(k - 1) * 80 + j] |= evens[560 + j] >> k & 1
+            packed[k * 80 + j] |= (sevens[560 + j] >> k & 1) << 7
+    mostly = bytearray(b"\x07" * 601)
+    mostly[5], mostly[600] = 0x77, 0x0A
+    others = struct.pack("<BII2H", 7, 2, 2, 5, 594) + b"\x77\x0a"
     low = bytes(range(1, 201))
     woven = b"".join(struct.pack("<Q", 0x3FF0_0000_0000_0000 | number << 32 | number) for number in low)
     lanes = struct.pack("<200H", *low)
     return {
         "codecs/codes-1.bin": (bytes(window), b"\x01\x00" + head(3, len(data)) + data),
-        "codecs/even-1.bin": (evens + b"some", b"\x01\x00" + head(4, 564) + bytes(packed) + b"some"),
+        "codecs/seven-1.bin": (sevens + b"some", b"\x01\x00" + head(4, 564) + bytes(packed) + b"some"),
+        "codecs/mostly-1.bin": (bytes(mostly), b"\x01\x00" + head(6, len(others)) + others),
         "codecs/woven-8.bin": (
             woven,
-            b"\x08\x08"
+            b"\x08\x01"
             + head(1, 1) * 2
             + (head(5, 400) + head(5, 0) + head(1, 1) * 2)
             + (head(5, 400) + head(5, 0))
-            + b"\x7f\xe0"
+            + b"\x7f\x70"
             + lanes
             + b"\0\0"
             + lanes,
@@ -72,10 +79,12 @@ def by_hand() -> dict[str, tuple[bytes, bytes]]:
 
 def damaged_planes() -> Iterator[Case]:
     """Chunks that break one rule each."""
-    codes, even, woven = (f"codecs/{name}.bin" for name in ("codes-1", "even-1", "woven-8"))
+    codes, seven, woven, mostly = (f"codecs/{name}.bin" for name in ("codes-1", "seven-1", "woven-8", "mostly-1"))
     yield encoded("plane-order-9", woven, bytes_at(1, b"\x09"))
-    yield encoded("plane-order-8-of-bytes", codes, bytes_at(1, b"\x08"))
-    yield encoded("plane-mode-6", even, bytes_at(2, b"\x06"))
+    yield encoded("plane-order-1-of-bytes", codes, bytes_at(1, b"\x01"))
+    yield encoded("plane-order-of-differences", woven, bytes_at(1, b"\x02"))
+    yield encoded("dplane-order-of-floats", "codecs/later-4.bin", bytes_at(1, b"\x01"))
+    yield encoded("plane-mode-7", seven, bytes_at(2, b"\x07"))
     yield encoded("codes-one-more-outside", codes, bytes_at(8, u32(3)))
     yield encoded("codes-one-less-outside", codes, bytes_at(8, u32(1)))
     yield encoded("codes-more-outside-than-bytes", codes, bytes_at(8, u32(601)))
@@ -83,12 +92,20 @@ def damaged_planes() -> Iterator[Case]:
     yield encoded("codes-without-a-frame", codes, lambda data: data[:3] + u32(15) + data[7:22])
     yield encoded("codes-cut-in-their-head", codes, lambda data: data[:3] + u32(4) + data[7:11])
     yield encoded("codes-of-a-frame-of-another-size", codes, lambda data: reframed(data, bytes(300)))
-    yield encoded("even-one-byte-more", even, lambda data: data[:3] + u32(565) + data[7:] + b"x")
-    yield encoded("even-wrong-digest", even, lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:])
+    yield encoded("seven-one-byte-more", seven, lambda data: data[:3] + u32(565) + data[7:] + b"x")
+    yield encoded("seven-wrong-digest", seven, lambda data: data[:9] + bytes([data[9] ^ 1]) + data[10:])
     yield encoded("woven-without-its-second-head", woven, bytes_at(17, b"\x00"))
     yield encoded("woven-with-a-second-length", woven, lambda data: bytes_at(13, u32(399))(bytes_at(18, u32(1))(data)))
     between = b"\x05" + u32(400) + b"\x05" + u32(0) + b"\x01" + u32(1)
     yield encoded("woven-from-the-second-plane", woven, bytes_at(7, between))
+    upper = b"\x05" + u32(400) + b"\x05" + u32(0) + (b"\x01" + u32(1)) * 2
+    yield encoded("woven-and-in-another-order", woven, lambda data: upper.join((data[:2], data[22:42] + bytes(804))))
+    yield encoded("mostly-one-more", mostly, bytes_at(8, u32(3)))
+    yield encoded("mostly-more-than-bytes", mostly, bytes_at(8, u32(602)))
+    yield encoded("mostly-one-gap-less", mostly, bytes_at(12, u32(1)))
+    yield encoded("mostly-beyond-the-plane", mostly, bytes_at(18, b"\x53"))
+    yield encoded("mostly-ends-with-a-skip", mostly, bytes_at(18, b"\xff\xff"))
+    yield encoded("mostly-cut-in-its-head", mostly, lambda data: data[:3] + u32(8) + data[7:15])
 
 
 def reframed(data: bytes, pairs: bytes) -> bytes:

@@ -39,8 +39,8 @@ def test_blocks_whose_plans_agree_are_encoded_together_and_a_base_counts_until_t
     blocks = encode_chunk(raw, plans(), watch=watch)
     short = BLOCK_BYTES - 40_000
     assert [count for _, count in seen] == [
-        *[2 * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES],
-        *[BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES, short],
+        *[3 * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES],
+        *[2 * BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES, BLOCK_BYTES, short],
     ]
     assert [block.codec for block in blocks[:6]] == [3, 2, 3, 4, 3, 0]
     assert [block.reason for block in blocks] == [number % 3 for number in range(len(codings))]

@@ -34,7 +34,7 @@ def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | 
     writer = PlaneWriter(raw, _WIDTH, out, _HEAD.size, 1 + _WIDTH)
     derived = scratch("elements", _WIDTH, elements.size)
     derive(base, derived)
-    differs = np.not_equal(elements, derived, out=scratch("half", 1, elements.size).view(np.bool_))
+    differs = np.not_equal(elements, derived, out=scratch("flags", 1, elements.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
     if not writer.fits or count > _DENSE * elements.size:
         return None
@@ -42,8 +42,8 @@ def encode_derived(raw: memoryview, base: memoryview, out: memoryview) -> int | 
     gaps = gaps_of(positions)
     values = np.take(elements, positions, out=scratch("values", _WIDTH, count), mode="clip")
     _HEAD.pack_into(out, 0, _BFLOAT16, count, gaps.size)
-    put_planes([writer], [gaps])
-    put_planes([writer], [values])
+    put_planes(writer, gaps)
+    put_planes(writer, values)
     return writer.finish()
 
 
@@ -79,7 +79,7 @@ def derive(base: memoryview, elements: Elements) -> None:
 def _round(sources: Elements, target: Elements) -> None:
     """Bfloat16 of float32, rounded to the nearest, ties to even: overflow becomes infinity, as it should."""
     sources = sources[: target.size]
-    sums = scratch("half", 2 * _WIDTH, sources.size)
+    sums = scratch("wide", 2 * _WIDTH, sources.size)
     np.right_shift(sources, 16, out=sums)
     np.bitwise_and(sums, 1, out=sums)
     np.add(sums, 0x7FFF, out=sums)

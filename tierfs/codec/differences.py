@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import numpy as np
 
-from tierfs.codec.damage import DamageError
-from tierfs.codec.planes import AS_IT_IS, decode_elements, decode_head, encode_elements
+from tierfs.codec.packing import Look, Mode
+from tierfs.codec.planes import Order, decode_elements, decode_head, encode_elements, looks_of
 from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.codec.zigzag import unzigzag, zigzag
 
-__all__ = ["decode_difference", "difference", "encode_difference", "unzigzag", "zigzag"]
+__all__ = ["decode_difference", "difference", "encode_difference"]
 
 
 def encode_difference(raw: memoryview, width: int, base: memoryview, out: memoryview) -> int | None:
     """Encode a block as DPLANE against ``base``; return the encoded length, ``None`` where it does not pay."""
-    (length,) = encode_elements([raw], [zigzag(difference(raw, width, base))], AS_IT_IS, [out])
-    return length
+    numbers = difference(raw, width, base)
+    order, looks = _order_of(numbers)
+    if order is Order.AS_IT_IS:
+        zigzag(numbers)
+        looks = looks_of([numbers])
+    return encode_elements(raw, numbers, order, looks, out)
 
 
 def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -27,12 +32,12 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
     Raises:
         DamageError: It is none, or not of this size.
     """
-    width, order = decode_head(encoded)
-    if order != AS_IT_IS:
-        raise DamageError(f"bits in order {order}")
+    width, order = decode_head(encoded, Order.ZIGZAG)
     elements = scratch("elements", width, len(out) // width)
-    decode_elements(encoded, elements, out)
-    np.add(unzigzag(elements), elements_of(base, width), out=elements_of(out, width))
+    decode_elements(encoded, elements, out, order)
+    if order is Order.AS_IT_IS:
+        unzigzag(elements)
+    np.add(elements, elements_of(base, width), out=elements_of(out, width))
 
 
 def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
@@ -41,20 +46,11 @@ def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
     return np.subtract(elements, elements_of(base, width), out=scratch("elements", width, elements.size))
 
 
-def zigzag(numbers: Elements) -> Elements:
-    """0, -1, 1, -2, 2 ... (two's complement) become 0, 1, 2, 3, 4 ..., in place."""
-    bits = 8 * numbers.itemsize
-    signs = scratch("half", numbers.itemsize, numbers.size)
-    signed = f"<i{numbers.itemsize}"
-    np.right_shift(numbers.view(signed), bits - 1, out=signs.view(signed))
-    np.add(numbers, numbers, out=numbers)
-    return np.bitwise_xor(numbers, signs, out=numbers)
-
-
-def unzigzag(numbers: Elements) -> Elements:
-    """The inverse of `zigzag`, in place."""
-    signs = scratch("half", numbers.itemsize, numbers.size)
-    np.bitwise_and(numbers, 1, out=signs)
-    np.negative(signs, out=signs)
-    np.right_shift(numbers, 1, out=numbers)
-    return np.bitwise_xor(numbers, signs, out=numbers)
+def _order_of(numbers: Elements) -> tuple[Order, list[Look]]:
+    """What is to be zigzagged: of wide numbers no more than the upper 16 bits, where all below are noise."""
+    lower = numbers.itemsize - 2
+    if lower > 0:
+        looks = looks_of([numbers], Order.ZIGZAG)
+        if all(look.mode is Mode.RAW for look in looks[:lower]):
+            return Order.ZIGZAG, looks
+    return Order.AS_IT_IS, []

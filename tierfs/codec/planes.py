@@ -2,24 +2,29 @@
 
 In training states the exponents fill one plane, which shrinks to a third, while the mantissas are noise, best left alone:
 two planes of noise are not even taken apart. FORMAT.md, "Codecs".
+
+Two planes that lie beside each other are a *lane* of numbers of 2 bytes, which is what numpy works on here: whole elements are
+cut into lanes, and put together from them, in the fewest passes over memory.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from collections.abc import Sequence
 
 import numpy as np
 
 from tierfs.codec.damage import DamageError
-from tierfs.codec.packing import WORTH, Look, Mode, look, pack, unpack
+from tierfs.codec.packing import WORTH, Look, Mode, look, pack, unpack, unpack_wide
 from tierfs.codec.scratch import Elements, elements_of, scratch
+from tierfs.codec.zigzag import unzigzag, zigzag
 from tierfs.digest import Buffer
 
 __all__ = [
-    "AS_IT_IS",
     "PLANE_HEAD_BYTES",
     "WIDTHS",
+    "Order",
     "PlaneReader",
     "PlaneWriter",
     "decode_elements",
@@ -27,6 +32,7 @@ __all__ = [
     "decode_plane",
     "encode_elements",
     "encode_planes",
+    "looks_of",
     "put_planes",
 ]
 
@@ -34,10 +40,21 @@ WIDTHS = (1, 2, 4, 8)
 PLANE_HEAD_BYTES = 5
 _HEAD = struct.Struct("<BB")
 _PLANE_HEAD = struct.Struct("<BI")
-# The order of an element's bits: as it is; rotated left by so many; the upper 16 rotated left by one.
-AS_IT_IS, _TURN_MAX, _SIGN_ASIDE = 0, 7, 8
 # How many elements are looked at; planes of less than so many are made frames without a look.
 _SAMPLE, _LOOK_MIN = 512, 16 << 10
+_LANE = 2
+# A sign and what follows an exponent, in the upper lane of a float.
+_REST = 0x807F
+
+
+class Order(enum.IntEnum):
+    """What is done to the upper 16 bits of elements before they are taken apart. The number is stored in a block's head."""
+
+    AS_IT_IS = 0
+    SIGN_LAST = 1
+    """The exponent goes first, to where it fills a plane; its place takes the sign, which is noise."""
+    ZIGZAG = 2
+    """They are zigzagged by themselves: what is below them is noise, whatever the sign."""
 
 
 class PlaneWriter:
@@ -74,11 +91,14 @@ class PlaneWriter:
         self._at, self._end = self._at + PLANE_HEAD_BYTES, end
         return place
 
-    def put(self, mode: Mode, data: Buffer) -> None:
+    def put(self, mode: Mode, parts: Sequence[Buffer]) -> None:
         """Append a plane."""
-        place = self.place(mode, len(data))
+        place = self.place(mode, sum(map(len, parts)))
         if place is not None:
-            place[:] = data
+            at = 0
+            for part in parts:
+                place[at : at + len(part)] = part
+                at += len(part)
 
     def finish(self) -> int | None:
         """Append what is behind the last whole element; return the encoded length, ``None`` where it does not pay."""
@@ -96,13 +116,12 @@ class PlaneReader:
         at: Where the heads begin.
         sizes: Bytes of each plane.
         tail: How many bytes follow the planes: those behind the last whole element.
-        aside: Whether the upper 16 bits of the elements are rotated.
 
     Raises:
         DamageError: They are not that.
     """
 
-    def __init__(self, encoded: memoryview, at: int, sizes: Sequence[int], tail: int, *, aside: bool = False) -> None:
+    def __init__(self, encoded: memoryview, at: int, sizes: Sequence[int], tail: int) -> None:
         start = at + len(sizes) * PLANE_HEAD_BYTES
         if start > len(encoded):
             raise DamageError("cut short")
@@ -113,45 +132,58 @@ class PlaneReader:
         self._at = start
         self._tail = tail
         self._left = [(mode, length, size) for (mode, length), size in zip(heads, sizes, strict=True)][::-1]
-        self._aside = aside
 
     def take(self) -> Elements:
         """The next plane; it counts until the one behind it is asked for. Raises `DamageError`."""
         mode, length, size = self._left.pop()
         return unpack(mode, self._take(length), size)
 
-    def merge(self, target: Elements) -> None:
+    def merge(self, target: Elements, order: Order = Order.AS_IT_IS) -> None:
         """Put elements together from their planes. Raises `DamageError`."""
-        elements = self._elements(target.itemsize, target.size, target)
-        if elements is not target:
-            np.copyto(target, elements)
+        width, count = target.itemsize, target.size
+        if width == 1:
+            np.copyto(target, self.take())
+            return
+        upper = self._lane(target if width == _LANE else scratch("upper", _LANE, count), order)
+        if upper is not target:
+            np.copyto(target, upper)
+        for _ in range(1, width // _LANE):
+            lane = self._lane(scratch("lower", _LANE, count))
+            np.left_shift(target, 8 * _LANE, out=target)
+            # Widened by a call of its own, and not on the way: numpy then does the rest several at a time.
+            wide = scratch("wide", width, count)
+            np.copyto(wide, lane)
+            np.bitwise_or(target, wide, out=target)
 
     def finish(self, out: memoryview) -> None:
         """Fill in the bytes of the block that are behind its last whole element."""
         out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
-    def _elements(self, width: int, count: int, out: Elements | None = None) -> Elements:
-        """Half by half, in ``out`` or elsewhere: that takes fewer passes over wide elements than byte by byte."""
-        if width == 1:
-            return self.take()
-        if width == 2 and self._left[-1][0] == Mode.WOVEN:  # noqa: PLR2004 - of two planes
-            elements = self._woven()
+    def _lane(self, out: Elements, order: Order = Order.AS_IT_IS) -> Elements:
+        """Two planes, in ``out`` or elsewhere."""
+        mode, length, size = self._left.pop()
+        if mode == Mode.WOVEN:
+            woven = self._woven(length, size)
+            if order is Order.AS_IT_IS:
+                return woven
+            raise DamageError("planes that are together, and changed")
+        unpack_wide(mode, self._take(length), out, 7 if order is Order.SIGN_LAST else 8)
+        rest = self.take()
+        low = scratch("rest", _LANE, size)
+        if order is Order.SIGN_LAST:
+            # Bit 7, the sign, fills all bits above it on the way, of which the uppermost stays.
+            np.copyto(low.view("<i2"), rest.view("<i1"))
+            np.bitwise_and(low, _REST, out=low)
         else:
-            elements = scratch(f"half of {2 * width}", width, count) if out is None else out
-            # Widened on the way, piece by piece: that takes longer than by itself, but has fewer calls that begin and end.
-            np.left_shift(self._elements(width // 2, count), 4 * width, out=elements, dtype=elements.dtype)
-            np.bitwise_or(elements, self._elements(width // 2, count), out=elements)
-        if self._aside:
-            self._aside = False
-            elements = _rotated(elements, -1, scratch(f"half of {2 * width}", width, count) if out is None else out)
-        return elements
+            np.copyto(low, rest)
+        np.bitwise_or(out, low, out=out)
+        return unzigzag(out) if order is Order.ZIGZAG else out
 
-    def _woven(self) -> Elements:
-        _, length, size = self._left.pop()
+    def _woven(self, length: int, size: int) -> Elements:
         mode, nothing, _ = self._left.pop()
-        if (mode, length, nothing) != (Mode.WOVEN, 2 * size, 0):
+        if (mode, length, nothing) != (Mode.WOVEN, _LANE * size, 0):
             raise DamageError(f"two planes of {size} bytes in {length}, then mode {mode} with {nothing}")
-        return elements_of(self._take(length), 2)
+        return elements_of(self._take(length), _LANE)
 
     def _take(self, length: int) -> memoryview:
         self._at += length
@@ -161,10 +193,14 @@ class PlaneReader:
 def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
     """Encode blocks of numbers, all as long, as PLANE; return the encoded lengths, ``None`` where it does not pay.
 
-    The sign of a float, which is noise, is put aside, so that the exponent fills the first plane.
+    They are looked at together: that takes as long for eight as for one.
     """
-    order = AS_IT_IS if width == 1 else _SIGN_ASIDE
-    return encode_elements(raws, [elements_of(raw, width) for raw in raws], order, outs)
+    blocks = [elements_of(raw, width) for raw in raws]
+    order = Order.AS_IT_IS if width == 1 else Order.SIGN_LAST
+    looks = looks_of(blocks, order)
+    return [
+        encode_elements(raw, elements, order, looks, out) for raw, elements, out in zip(raws, blocks, outs, strict=True)
+    ]
 
 
 def decode_plane(encoded: memoryview, out: memoryview) -> None:
@@ -173,97 +209,103 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
     Raises:
         DamageError: It is none, or not of this size.
     """
-    width, order = decode_head(encoded)
-    if order > (_TURN_MAX if width == 1 else _SIGN_ASIDE):
-        raise DamageError(f"bits in order {order}")
-    elements = elements_of(out, width)
-    decode_elements(encoded, elements, out, aside=order == _SIGN_ASIDE)
-    if AS_IT_IS < order <= _TURN_MAX:
-        _rotated(elements, -order, elements)
+    width, order = decode_head(encoded, Order.SIGN_LAST)
+    decode_elements(encoded, elements_of(out, width), out, order)
 
 
 def encode_elements(
-    raws: Sequence[memoryview], elements: Sequence[Elements], order: int, outs: Sequence[memoryview]
-) -> list[int | None]:
-    """Write blocks of ``elements``, as many of each; return their lengths, ``None`` where it does not pay."""
-    width = elements[0].itemsize
-    writers = [PlaneWriter(raw, width, out, _HEAD.size, width) for raw, out in zip(raws, outs, strict=True)]
-    for writer, out in zip(writers, outs, strict=True):
-        if writer.fits:
-            _HEAD.pack_into(out, 0, width, order)
-    put_planes(writers, elements, aside=order == _SIGN_ASIDE)
-    return [writer.finish() for writer in writers]
+    raw: memoryview, elements: Elements, order: Order, looks: Sequence[Look], out: memoryview
+) -> int | None:
+    """Write a block of ``elements``, perhaps not those of ``raw``; return its length, ``None`` where it does not pay."""
+    width = elements.itemsize
+    writer = PlaneWriter(raw, width, out, _HEAD.size, width)
+    if writer.fits:
+        _HEAD.pack_into(out, 0, width, order)
+        put_planes(writer, elements, looks, order)
+    return writer.finish()
 
 
-def decode_head(encoded: memoryview) -> tuple[int, int]:
-    """Width of a block that `encode_elements` wrote, and order of its bits."""
+def decode_head(encoded: memoryview, upper: Order) -> tuple[int, Order]:
+    """Width and order of a block that `encode_elements` wrote: as they are, or in the order ``upper``. Raises `DamageError`."""
     if len(encoded) < _HEAD.size or encoded[0] not in WIDTHS:
         raise DamageError("not made of planes")
-    return encoded[0], encoded[1]
+    width, order = encoded[0], encoded[1]
+    if order != Order.AS_IT_IS and (order != upper or width < _LANE):
+        raise DamageError(f"bits of {width} bytes in order {order}")
+    return width, Order(order)
 
 
-def decode_elements(encoded: memoryview, elements: Elements, out: memoryview, *, aside: bool = False) -> None:
+def decode_elements(encoded: memoryview, elements: Elements, out: memoryview, order: Order) -> None:
     """Read back what `encode_elements` wrote: the planes into ``elements``, what is behind the last of them into ``out``."""
     width = elements.itemsize
-    planes = PlaneReader(encoded, _HEAD.size, [elements.size] * width, len(out) % width, aside=aside)
-    planes.merge(elements)
+    planes = PlaneReader(encoded, _HEAD.size, [elements.size] * width, len(out) % width)
+    planes.merge(elements, order)
     planes.finish(out)
 
 
-def put_planes(writers: Sequence[PlaneWriter], elements: Sequence[Elements], *, aside: bool = False) -> None:
-    """Write the planes of ``elements``, as many for each writer, with the upper 16 bits rotated left by one if ``aside``."""
-    width, shape = elements[0].itemsize, (len(elements), elements[0].size)
-    looks = _looks(elements, aside=aside)
-    if width == 1:
-        _put_plane(writers, elements[0].reshape(shape) if len(elements) == 1 else np.stack(elements), 0, looks[0])
-        return
-    for lane in reversed(range(width // 2)):
-        low, high = looks[2 * lane : 2 * lane + 2]
-        is_turned = aside and lane == width // 2 - 1
-        if low.mode == high.mode == Mode.RAW and not is_turned:
-            for writer, source in zip(writers, elements, strict=True):
-                place = writer.place(Mode.WOVEN, 2 * source.size)
-                writer.place(Mode.WOVEN, 0)
-                if place is not None:
-                    _cut(source, 16 * lane, elements_of(place, 2))
-            continue
-        half = scratch("half", 2, shape[0] * shape[1]).reshape(shape)
-        for source, row in zip(elements, half, strict=True):
-            _cut(source, 16 * lane, row)
-        if is_turned:
-            half = _rotated(half, 1, half)
-        _put_plane(writers, half, 8, high)
-        _put_plane(writers, half, 0, low)
-
-
-def _looks(elements: Sequence[Elements], *, aside: bool) -> list[Look]:
-    count, width = elements[0].size, elements[0].itemsize
+def looks_of(blocks: Sequence[Elements], order: Order = Order.AS_IT_IS) -> list[Look]:
+    """What to make of the planes of blocks of as many elements, once their upper 16 bits are in that order: the least significant first."""
+    count, width = blocks[0].size, blocks[0].itemsize
     if count < _LOOK_MIN:
         return [Look(Mode.FRAME)] * width
-    each = _SAMPLE // len(elements)
-    step = (count - 1) // each
-    sample, after = (
-        np.concatenate([part[first : first + step * each : step] for part in elements]) for first in (0, 1)
-    )
-    if aside:
-        for part in (sample, after):
-            lane = part.view("<u2")[width // 2 - 1 :: width // 2]
-            np.bitwise_or(lane << 1, lane >> 15, out=lane)
-    return look(sample, after)
+    each = _SAMPLE // len(blocks)
+    step = count // each - 1 | 1  # an odd one gets into all columns of a matrix that has an even number of them
+    pairs = np.concatenate([elements[: each * step].reshape(each, step)[:, :2] for elements in blocks])
+    if order is not Order.AS_IT_IS:
+        lanes = pairs.view("<u2")[:, width // _LANE - 1 :: width // _LANE]
+        if order is Order.ZIGZAG:
+            lanes[:] = zigzag(lanes.copy())
+        else:
+            lanes[:] = (lanes & 0x7F80) << 1 | lanes & 0x7F | lanes >> 8 & 0x80
+    return look(pairs)
 
 
-def _put_plane(writers: Sequence[PlaneWriter], elements: Elements, shift: int, look: Look) -> None:
-    """Write the plane of bytes that begins at bit ``shift`` of the elements in each row."""
-    if look.mode == Mode.RAW:
-        for writer, row in zip(writers, elements, strict=True):
-            place = writer.place(Mode.RAW, row.size)
-            if place is not None:
-                _cut(row, shift, elements_of(place, 1))
+def put_planes(
+    writer: PlaneWriter, elements: Elements, looks: Sequence[Look] | None = None, order: Order = Order.AS_IT_IS
+) -> None:
+    """Write the planes of ``elements``, their upper 16 bits in an order that `looks_of` was asked for as well."""
+    looks = looks_of([elements], order) if looks is None else looks
+    width, count = elements.itemsize, elements.size
+    if width == 1:
+        _put_plane(writer, elements, 0, looks[0])
         return
-    planes = scratch("plane", 1, elements.size).reshape(elements.shape)
-    _cut(elements, shift, planes)
-    for writer, kept in zip(writers, pack(planes, look), strict=True):
-        writer.put(*kept)
+    upper = width // _LANE - 1
+    for number in range(upper, -1, -1):
+        low, high = looks[2 * number : 2 * number + 2]
+        is_changed = order is not Order.AS_IT_IS and number == upper
+        if low.mode == high.mode == Mode.RAW and not is_changed:
+            _put_cut(writer, elements, 16 * number, Mode.WOVEN)
+            writer.place(Mode.WOVEN, 0)
+            continue
+        lane = scratch("upper", _LANE, count)
+        _cut(elements, 16 * number, lane)
+        if is_changed and order is Order.SIGN_LAST:
+            _put_plane(writer, lane, 7, high)
+            np.bitwise_and(lane, _REST, out=lane)
+            np.bitwise_or(lane, np.right_shift(lane, 8, out=scratch("lower", _LANE, count)), out=lane)
+        else:
+            if is_changed:
+                zigzag(lane)
+            _put_plane(writer, lane, 8, high)
+        _put_plane(writer, lane, 0, low)
+
+
+def _put_plane(writer: PlaneWriter, elements: Elements, shift: int, seen: Look) -> None:
+    """Write the plane of bytes that begins at bit ``shift`` of the elements."""
+    if seen.mode == Mode.RAW:
+        _put_cut(writer, elements, shift, Mode.RAW)
+        return
+    plane = scratch("plane", 1, elements.size)
+    _cut(elements, shift, plane)
+    writer.put(*pack(plane, seen))
+
+
+def _put_cut(writer: PlaneWriter, elements: Elements, shift: int, mode: Mode) -> None:
+    """Write a part of each element as it is: 2 bytes of WOVEN, one of RAW."""
+    width = _LANE if mode == Mode.WOVEN else 1
+    place = writer.place(mode, width * elements.size)
+    if place is not None:
+        _cut(elements, shift, elements_of(place, width))
 
 
 def _cut(elements: Elements, shift: int, out: Elements) -> None:
@@ -272,16 +314,3 @@ def _cut(elements: Elements, shift: int, out: Elements) -> None:
         np.right_shift(elements, shift, out=out, casting="unsafe")
     else:
         np.copyto(out, elements, casting="unsafe")
-
-
-def _rotated(elements: Elements, count: int, out: Elements) -> Elements:
-    """Elements rotated left by ``count`` bits, or right by as many if it is negative, in ``out``, which may be the same."""
-    bits = 8 * elements.itemsize
-    left = count % bits
-    low = scratch("plane", elements.itemsize, elements.size).reshape(elements.shape)
-    np.right_shift(elements, bits - left, out=low)
-    if elements.itemsize == 2:  # noqa: PLR2004 - bytes
-        np.multiply(elements, 1 << left, out=out)  # three times as fast
-    else:
-        np.left_shift(elements, left, out=out)
-    return np.bitwise_or(out, low, out=out)

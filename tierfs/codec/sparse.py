@@ -10,10 +10,11 @@ import struct
 import numpy as np
 
 from tierfs.codec.damage import DamageError
-from tierfs.codec.differences import difference, unzigzag, zigzag
+from tierfs.codec.differences import difference
 from tierfs.codec.gaps import check_gaps, gaps_of, positions_of
 from tierfs.codec.planes import WIDTHS, PlaneReader, PlaneWriter, put_planes
 from tierfs.codec.scratch import elements_of, scratch
+from tierfs.codec.zigzag import unzigzag, zigzag
 
 __all__ = ["decode_sparse", "encode_sparse"]
 
@@ -26,7 +27,7 @@ def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview
     """Encode a block as SPARSE against ``base``; return the encoded length, ``None`` where too many elements differ."""
     writer = PlaneWriter(raw, width, out, _HEAD.size, 1 + width)
     numbers = difference(raw, width, base)
-    differs = np.not_equal(numbers, 0, out=scratch("half", 1, numbers.size).view(np.bool_))
+    differs = np.not_equal(numbers, 0, out=scratch("flags", 1, numbers.size).view(np.bool_))
     count = int(np.count_nonzero(differs))
     if not writer.fits or count > _DENSE * numbers.size:
         return None
@@ -34,8 +35,8 @@ def encode_sparse(raw: memoryview, width: int, base: memoryview, out: memoryview
     gaps = gaps_of(positions)
     values = np.take(numbers, positions, out=scratch("values", width, count), mode="clip")
     _HEAD.pack_into(out, 0, width, 0, count, gaps.size)
-    put_planes([writer], [gaps])
-    put_planes([writer], [zigzag(values)])
+    put_planes(writer, gaps)
+    put_planes(writer, zigzag(values))
     return writer.finish()
 
 
