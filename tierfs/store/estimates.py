@@ -90,8 +90,8 @@ class Speed:
 class Puts:
     """Seconds that a byte takes on one thread to be sent: of chunks that are encoded, and of those that are not.
 
-    While chunks are encoded, fewer threads send at a time, and have more of the link each. What is not done is not measured, so that
-    with each chunk it comes nearer to what is. docs/decisions/0033.
+    While chunks are encoded, fewer threads send at a time, and have more of the link each. What is not done is not measured: it is taken
+    to become faster and slower as what is done does, and with each chunk comes nearer to it. docs/decisions/0033.
     """
 
     def __init__(self) -> None:
@@ -115,6 +115,8 @@ class Puts:
     def add(self, count: int, seconds: float, *, is_raw: bool) -> None:
         """Learn from a chunk."""
         now, other = (self._raw, self._encoded) if is_raw else (self._encoded, self._raw)
+        before = now.s_per_byte
         now.add(count, seconds)
         if other.count:
+            other.s_per_byte *= now.s_per_byte / before if before else 1.0
             other.s_per_byte += (now.s_per_byte - other.s_per_byte) * ALIKE
