@@ -91,7 +91,9 @@ class Flush:
         seconds = timed(partial(self._fs.wait, self._path, "object"))
         used = cpu_seconds(pid) - used
         stored = self._server.stored(f"{self._name}/.tierfs/chunks")
-        if check and self._writer is None:  # a checkpoint takes reads that nginx cannot answer; what `codec.py` does with sets loads them
+        if (
+            check and self._writer is None
+        ):  # a checkpoint takes reads that nginx cannot answer; what `codec.py` does with sets loads them
             self._check(f"{run}/{FILE}", state)
         self._server.empty(f"{self._name}/.tierfs/chunks")
         return {"seconds": seconds, "cpu": used, "stored": stored / bytes_of(state)}

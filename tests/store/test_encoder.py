@@ -673,6 +673,20 @@ def test_speeds_that_are_not_measured_come_nearer_to_those_that_are():
     assert first.raw_s_per_byte == pytest.approx(0.002)
 
 
+@pytest.mark.parametrize("is_raw", [True, False])
+def test_a_link_that_changes_changes_both_speeds(is_raw):
+    """What is not sent any more is not measured: it would be taken to be as slow as the link was, for hundreds of chunks."""
+    puts = Puts()
+    for _ in range(30):
+        puts.add(CHUNK_BYTES, 1.5, is_raw=True)
+        puts.add(CHUNK_BYTES, 1.0, is_raw=False)
+    before = puts.raw_s_per_byte / puts.encoded_s_per_byte
+    for _ in range(40):
+        puts.add(CHUNK_BYTES, 0.1, is_raw=is_raw)
+    assert max(puts.raw_s_per_byte, puts.encoded_s_per_byte) < 0.2 / CHUNK_BYTES
+    assert 1.1 < puts.raw_s_per_byte / puts.encoded_s_per_byte < before
+
+
 def test_what_takes_long_while_many_encode_at_once_counts_less(host, monkeypatch):
     monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
     raw, encode_blocks, found = numbers().tobytes()[:MIB], encoding.encode_blocks, {}

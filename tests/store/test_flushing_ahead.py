@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from saving import Training, bfloat16, safetensors
 from tiered import MIB, content
 
 from tierfs.flush import state, uploading
@@ -108,6 +109,30 @@ def test_as_many_chunks_are_uploaded_at_once_as_there_are_processors(make_host, 
         go_on.set()
     wait(host.store, "a", Level.OBJECT, 40)
     assert load(host.plain(), "a") == data
+
+
+def test_what_is_derived_is_uploaded_among_the_rest_once_its_sources_are_there(make_host, monkeypatch):
+    monkeypatch.setattr(uploading, "UPLOADS_MAX", 1)
+    masters = {f"master.{n}": Training(seed=n).master for n in range(3)}
+    moments = {f"moment.{n}": ("F32", Training(seed=100 + n).master.tobytes()) for n in range(9)}
+    copies = {f"weight.{n}": ("BF16", bfloat16(masters[f"master.{n}"])) for n in range(3)}
+    floats = {name: ("F32", master.tobytes()) for name, master in masters.items()}
+    put_chunk, put = StorePublisher.put_chunk, []
+
+    def note_and_put(publisher, raw, hint, rows, **options):
+        put.append(hint.tensors[0].name.partition(":")[2].partition(".")[0])
+        assert bool(hint.sources) == (put[-1] == "weight")
+        assert all(rows[part.chunk] is not None for part in hint.sources)
+        return put_chunk(publisher, raw, hint, rows, **options)
+
+    monkeypatch.setattr(StorePublisher, "put_chunk", note_and_put)
+    host = make_host(ram=256 * MIB, nvme=256 * MIB)
+    data = safetensors(floats | moments | copies)
+    save(host.store, "step_1/state", data)
+    wait(host.store, "step_1/state", Level.OBJECT, 60)
+    some, more = ["moment"] * 2, ["moment"] * 3
+    assert put == [*["master"] * 3, "", *some, "weight", *more, "weight", *some, "weight", *some]
+    assert load(host.plain(), "step_1/state") == data
 
 
 def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host, small, commits, monkeypatch):

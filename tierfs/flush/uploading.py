@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from tierfs.buffers import buffers
@@ -148,12 +148,14 @@ class Uploader:
                 for index in indexes
             ]
 
-        # What others are derived from goes first, and those when that is there, while the rest is on its way.
-        derived = {index for index in missing if hints.get(index, NO_HINT).sources}
+        # What others are derived from goes first, and those when that is there, among the rest: deriving takes processors, the rest the link.
+        derived = [index for index in missing if hints.get(index, NO_HINT).sources]
+        rest = [index for index in missing if index not in sources and index not in set(derived)]
         before = submit(index for index in missing if index in sources)
-        tasks = [*before, *submit(index for index in missing if index not in sources and index not in derived)]
+        spare = uploads_at_once() if derived else len(rest)
+        tasks = [*before, *submit(rest[:spare])]
         wait(before)
-        tasks += submit(sorted(derived))
+        tasks += submit(_spread(derived, rest[spare:]))
         errors = [error for error in (task.exception() for task in tasks) if error is not None]
         if errors:
             raise errors[0]
@@ -322,3 +324,10 @@ class Uploader:
                 each.fail(error, float("inf"))
                 state.counters["conflicts"] += 1
                 state.changed.notify_all()
+
+
+def _spread(few: Sequence[int], many: Sequence[int]) -> list[int]:
+    """Both in their order, ``few`` as evenly as can be among ``many``."""
+    placed = [((number + 1) / (len(few) + 1), each) for number, each in enumerate(few)]
+    placed += [((number + 0.5) / len(many), each) for number, each in enumerate(many)]
+    return [each for _, each in sorted(placed)]
