@@ -608,6 +608,25 @@ def test_one_that_was_started_by_hand_has_the_priority_that_it_was_given(host, u
         assert niceness(process.pid) == niceness(os.getpid())
 
 
+def test_one_that_cannot_give_way_counts_it(host):
+    code = """
+import argparse, sys
+from tierfs.cli import frame, flusher
+from tierfs.flush import priority
+priority.give_way = lambda: sys.argv[2] == "True"
+words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
+engine, _ = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
+engine.start()
+counters = engine.handle("status", {}, [], None).outcome["counters"]
+engine.stop()
+engine.close()
+assert counters.get("priority_refused", 0) == (sys.argv[2] != "True"), counters
+"""
+    for gives_way in (True, False):
+        command = [sys.executable, "-c", code, str(host / "state"), str(gives_way)]
+        subprocess.run(command, check=True, timeout=WAIT_S)
+
+
 def niceness(pid):
     return os.getpriority(os.PRIO_PROCESS, pid)
 

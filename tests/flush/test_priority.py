@@ -57,7 +57,7 @@ def test_a_process_and_its_session_give_way():
 def test_a_session_that_cannot_be_changed_right_now_is_changed_a_little_later(nicer, monkeypatch, caplog):
     session = Session(BlockingIOError(), BlockingIOError())
     monkeypatch.setattr(priority, "_SESSION", session)
-    give_way()
+    assert give_way()
     assert (nicer, session.said) == ([NICER], [str(NICER)])
     assert not caplog.records
 
@@ -67,7 +67,7 @@ def test_a_session_that_cannot_be_changed_is_told_of(nicer, monkeypatch, caplog,
     session = Session(*errors)
     monkeypatch.setattr(priority, "_SESSION", session)
     caplog.set_level("INFO", "tierfs.flush")
-    give_way()
+    assert not give_way()
     assert (nicer, session.said) == ([NICER], [])
     assert "as much of the processors as whoever trains" in caplog.text
 
@@ -76,13 +76,13 @@ def test_a_session_that_is_somebody_elses_stays_as_it_is(nicer, monkeypatch):
     session = Session()
     monkeypatch.setattr(priority, "_SESSION", session)
     monkeypatch.setattr(os, "getsid", lambda _: os.getppid())
-    give_way()
+    assert give_way()
     assert (nicer, session.said) == ([NICER], [])
 
 
 def test_where_sessions_share_nothing_there_is_nothing_to_tell(nicer, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(priority, "_SESSION", tmp_path / "none" / "autogroup")
     caplog.set_level("INFO", "tierfs.flush")
-    give_way()
+    assert give_way()
     assert nicer == [NICER]
     assert not caplog.records

@@ -213,7 +213,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.local.host import Host, state_directory  # noqa: PLC0415
 
     raise_limits()
-    give_way()
+    lesser = [] if give_way() else ["priority_refused"]
     uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
     host = Host(state)
@@ -223,6 +223,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         uuid,
         budgets,
         lambda way: cast("Publisher", _LatePublisher(lambda: _open_as_told(way, uuid, codecs), host)),
+        lesser=lesser,
     )
     return engine, host.store_directory(uuid)
 

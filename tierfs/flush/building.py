@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -54,6 +54,7 @@ def build_engine(
     publisher: Publisher | None = None,
     clock: Clock | None = None,
     faults: Callable[[str], None] = no_faults,
+    lesser: Sequence[str] = (),
 ) -> FlushEngine:
     """Put a flusher together, to be run as a `Service`.
 
@@ -65,6 +66,7 @@ def build_engine(
         publisher: The way to the object tier where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
+        lesser: What this process does in a lesser way than it is meant to, to be counted.
     """
     clock = clock or SystemClock()
 
@@ -74,6 +76,8 @@ def build_engine(
         flusher = Flusher(ram, nvme, clock=clock, random=random.random, bandwidth=budgets.bandwidth, faults=faults)
         if nvme is None and budgets.nvme_bytes:
             flusher.note("nvme_unavailable")
+        for what in lesser:
+            flusher.note(what)
         if publisher is not None:
             flusher.connect(publisher)
         return flusher

@@ -18,24 +18,28 @@ _ATTEMPT_S = 0.1  # the kernel takes one such change in so long from those who a
 _logger = logging.getLogger("tierfs.flush")
 
 
-def give_way() -> None:
+def give_way() -> bool:
     """Be nicer by 5 from now on, with all threads that begin later: a third of what somebody else has who wants the processor as well.
 
     Its session does so as a whole, where that is its own.
+
+    Returns:
+        False where the kernel kept the session from it, so that nothing came of it; that is logged.
     """
     os.nice(NICER)
     if os.getsid(0) != os.getpid():
-        return
+        return True
     try:
         for _ in range(_ATTEMPTS_MAX):
             with contextlib.suppress(BlockingIOError):
                 _SESSION.write_text(str(NICER))
-                return
+                return True
             time.sleep(_ATTEMPT_S)
     except FileNotFoundError:
-        return
+        return True
     except OSError as error:
         reason = str(error)
     else:
         reason = f"{_SESSION} is changed too often"
     _logger.warning("this flusher takes as much of the processors as whoever trains: %s", reason)
+    return False
