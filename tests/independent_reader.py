@@ -12,7 +12,7 @@ import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,10 +278,10 @@ class _Encoded(_Fields):
 
     def _mostly(self, data: bytes, size: int) -> bytes:
         most, count, gaps = struct.unpack_from("<BII", data)
-        self.check(9 + 2 * gaps + count == len(data), f"{self.what}: {count} other bytes and {gaps} gaps")
-        places = _places(struct.unpack_from(f"<{gaps}H", data, 9), count, size, 65535, self.what)
+        self.check(9 + gaps + count == len(data), f"{self.what}: {count} other bytes and {gaps} gaps")
+        places = _places(data[9 : 9 + gaps], count, size, self.what)
         plane = bytearray([most]) * size
-        for at, byte in zip(places, data[9 + 2 * gaps :], strict=True):
+        for at, byte in zip(places, data[9 + gaps :], strict=True):
             plane[at] = byte
         return bytes(plane)
 
@@ -368,19 +368,19 @@ def _placed(fields: _Encoded, size: int, width: int) -> Iterator[tuple[int, int]
     gap_bytes = fields.number("I", 0, some + (count - some) // 255, "the number of gap bytes")
     heads = [fields.head(gap_bytes), *(fields.head(some) for _ in range(width))]
     fields.all_fit(heads, size % width)
-    places = _places(fields.plane(*heads[0]), some, count, 255, fields.what)
+    places = _places(fields.plane(*heads[0]), some, count, fields.what)
     yield from zip(places, fields.elements(width, heads[1:]), strict=True)
 
 
-def _places(gaps: Sequence[int], some: int, count: int, skip: int, what: str) -> list[int]:
+def _places(gaps: bytes, some: int, count: int, what: str) -> list[int]:
     """Which of so many elements are meant."""
-    ends = sum(gap != skip for gap in gaps)
-    _sound(ends == some and (not gaps or gaps[-1] != skip), f"{what}: {ends} gaps for {some} elements")
+    ends = len(gaps) - gaps.count(255)
+    _sound(ends == some and gaps[-1:] != b"\xff", f"{what}: {ends} gaps for {some} elements")
     _sound(sum(gaps) + some <= count, f"{what}: gaps beyond the last element")
     places, at = [], 0
     for gap in gaps:
         at += gap
-        if gap != skip:
+        if gap < 255:
             places.append(at)
             at += 1
     return places

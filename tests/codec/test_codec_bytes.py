@@ -64,9 +64,9 @@ SEVENS_PLANE = (
     + b"behind"
 )
 
-# All but the third byte and the 66000th are 7.
-MOSTLY = b"\7\7\x09" + b"\7" * 65_996 + b"\x0a\7"
-MOSTLY_PLANE = b"\x01\x00" + head(6, 9 + 6 + 2) + struct.pack("<BII3H", 7, 2, 3, 2, 65_535, 461) + b"\x09\x0a"
+# All but the third byte and the 600th are 7: gaps of 2 and of 596 = 2 * 255 + 86.
+MOSTLY = b"\7\7\x09" + b"\7" * 596 + b"\x0a\7"
+MOSTLY_PLANE = b"\x01\x00" + head(6, 9 + 4 + 2) + struct.pack("<BII4B", 7, 2, 4, 2, 255, 255, 86) + b"\x09\x0a"
 
 # 0xa219 in the upper half: a sign, 0x44 in the next eight bits, 0x19 in the last seven; the lower one as it is.
 WOVEN = struct.pack("<20I", *(0xA219_0000 | 0x1234 + index for index in range(20)))
@@ -207,14 +207,14 @@ def test_what_the_writer_does_not_write_is_read_too(codec: int, raw: bytes, base
         (3, 64, b"\x01\x00" + head(4, 55) + bytes(55)),
         (3, 128, b"\x01\x00" + head(4, 113) + bytes(113)),
         # One byte more than gaps, one less, a gap more, one less, one beyond the plane, one that is not closed, too short a head.
-        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 3, 3) + MOSTLY_PLANE[16:]),
-        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 1, 3) + MOSTLY_PLANE[16:]),
-        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 2, 4) + MOSTLY_PLANE[16:]),
-        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 2, 2) + MOSTLY_PLANE[16:]),
-        (3, 66_001, MOSTLY_PLANE[:8] + struct.pack("<II", 2, HUGE) + MOSTLY_PLANE[16:]),
-        (3, 66_001, MOSTLY_PLANE[:20] + struct.pack("<H", 463) + MOSTLY_PLANE[22:]),
-        (3, 66_001, MOSTLY_PLANE[:20] + b"\xff\xff" + MOSTLY_PLANE[22:]),
-        (3, 65_999, MOSTLY_PLANE),
+        (3, 601, MOSTLY_PLANE[:8] + struct.pack("<II", 3, 4) + MOSTLY_PLANE[16:]),
+        (3, 601, MOSTLY_PLANE[:8] + struct.pack("<II", 1, 4) + MOSTLY_PLANE[16:]),
+        (3, 601, MOSTLY_PLANE[:8] + struct.pack("<II", 3, 3) + MOSTLY_PLANE[16:]),
+        (3, 601, MOSTLY_PLANE[:8] + struct.pack("<II", 1, 5) + MOSTLY_PLANE[16:]),
+        (3, 601, MOSTLY_PLANE[:8] + struct.pack("<II", 2, HUGE) + MOSTLY_PLANE[16:]),
+        (3, 601, MOSTLY_PLANE[:19] + b"\x58" + MOSTLY_PLANE[20:]),
+        (3, 601, MOSTLY_PLANE[:19] + b"\xff" + MOSTLY_PLANE[20:]),
+        (3, 599, MOSTLY_PLANE),
         (3, 60, b"\x01\x00" + head(6, 8) + bytes(8)),
         (3, 60, b"\x01\x00" + head(6, 10) + bytes(10)),
         # Too few for a part of 64.

@@ -55,7 +55,7 @@ def by_hand() -> dict[str, tuple[bytes, bytes]]:
             packed[k * 80 + j] |= (sevens[560 + j] >> k & 1) << 7
     mostly = bytearray(b"\x07" * 601)
     mostly[5], mostly[600] = 0x77, 0x0A
-    others = struct.pack("<BII2H", 7, 2, 2, 5, 594) + b"\x77\x0a"
+    others = struct.pack("<BII4B", 7, 2, 4, 5, 255, 255, 84) + b"\x77\x0a"
     low = bytes(range(1, 201))
     woven = b"".join(struct.pack("<Q", 0x3FF0_0000_0000_0000 | number << 32 | number) for number in low)
     lanes = struct.pack("<200H", *low)
@@ -102,9 +102,9 @@ def damaged_planes() -> Iterator[Case]:
     yield encoded("woven-and-in-another-order", woven, lambda data: upper.join((data[:2], data[22:42] + bytes(804))))
     yield encoded("mostly-one-more", mostly, bytes_at(8, u32(3)))
     yield encoded("mostly-more-than-bytes", mostly, bytes_at(8, u32(602)))
-    yield encoded("mostly-one-gap-less", mostly, bytes_at(12, u32(1)))
-    yield encoded("mostly-beyond-the-plane", mostly, bytes_at(18, b"\x53"))
-    yield encoded("mostly-ends-with-a-skip", mostly, bytes_at(18, b"\xff\xff"))
+    yield encoded("mostly-one-gap-less", mostly, bytes_at(12, u32(3)))
+    yield encoded("mostly-beyond-the-plane", mostly, bytes_at(19, b"\x55"))
+    yield encoded("mostly-ends-with-a-skip", mostly, bytes_at(19, b"\xff"))
     yield encoded("mostly-cut-in-its-head", mostly, lambda data: data[:3] + u32(8) + data[7:15])
 
 

@@ -8,41 +8,38 @@ from numpy.typing import NDArray
 from tierfs.codec.damage import DamageError
 from tierfs.codec.scratch import Elements
 
-__all__ = ["SKIP", "WIDE_SKIP", "check_gaps", "gaps_of", "positions_of", "rare_positions"]
+__all__ = ["check_gaps", "gaps_of", "positions_of", "rare_positions"]
 
-SKIP = 0xFF
-"""The gap, of one byte, that says that so many elements are passed by, and the next gap is to be added."""
-WIDE_SKIP = 0xFFFF
-"""The same of gaps of two bytes."""
+_SKIP = 255
 
 
-def gaps_of(positions: NDArray[np.intp], skip: int = SKIP) -> Elements:
-    """How many elements lie before each position, back to the one before: ``skip`` for so many, then what is left."""
+def gaps_of(positions: NDArray[np.intp]) -> Elements:
+    """How many elements lie before each position, back to the one before: 255 for so many, then what is left."""
     gaps = np.diff(positions, prepend=-1) - 1
-    ends = np.cumsum(gaps // skip + 1) - 1
-    encoded = np.full(ends[-1] + 1 if ends.size else 0, skip, np.uint8 if skip == SKIP else "<u2")
-    encoded[ends] = gaps % skip
+    ends = np.cumsum(gaps // _SKIP + 1) - 1
+    encoded = np.full(ends[-1] + 1 if ends.size else 0, _SKIP, np.uint8)
+    encoded[ends] = gaps % _SKIP
     return encoded
 
 
-def check_gaps(count: int, gap_count: int, size: int, skip: int = SKIP) -> None:
-    """Check that so many positions among ``size`` elements can take so many gaps, before anything is allocated for them.
+def check_gaps(count: int, gap_bytes: int, size: int) -> None:
+    """Check that so many positions among ``size`` elements can take so many bytes, before anything is allocated for them.
 
     Raises:
         DamageError: They cannot.
     """
-    if count > size or gap_count > count + (size - count) // skip:
-        raise DamageError(f"{count} positions with {gap_count} gaps in {size} elements")
+    if count > size or gap_bytes > count + (size - count) // _SKIP:
+        raise DamageError(f"{count} positions with {gap_bytes} gaps in {size} elements")
 
 
-def positions_of(gaps: Elements, count: int, size: int, skip: int = SKIP) -> NDArray[np.intp]:
+def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
     """The positions, in order.
 
     Raises:
         DamageError: They are not so many, or not among ``size`` elements.
     """
-    ends = gaps != skip
-    after = np.cumsum(gaps, dtype=np.intp) + np.cumsum(ends, dtype=np.intp)
+    ends = gaps != _SKIP
+    after = np.cumsum(gaps + ends, dtype=np.intp)
     if int(np.count_nonzero(ends)) != count or (gaps.size and (not ends[-1] or after[-1] > size)):
         raise DamageError("gaps that do not fit")
     positions: NDArray[np.intp] = after[ends]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tierfs.codec import frames
 from tierfs.codec.damage import DamageError
-from tierfs.codec.gaps import WIDE_SKIP, check_gaps, gaps_of, positions_of, rare_positions
+from tierfs.codec.gaps import check_gaps, gaps_of, positions_of, rare_positions
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
@@ -45,7 +45,7 @@ _CODES_HEAD, _MOSTLY_HEAD = struct.Struct("<BI"), struct.Struct("<BII")
 _WINDOW = 16
 # Each byte outside of it takes five.
 _OUTSIDE_MAX = 0.005
-# Each byte that is not what most are takes three, and of them all zstd would make about as much, in four times the time.
+# Each byte that is not what most are takes two or three, no more than zstd makes of it in four times the time.
 _OTHERS_MAX = 1 / 64
 # Where more are the same, zstd finds runs of them, and is as fast with all bytes.
 _SAME_MAX = 0.9
@@ -223,19 +223,19 @@ def _mostly(plane: Elements, most: int) -> Kept:
         return Mode.CONSTANT, (bytes([most]),)
     if positions.size > 1.5 * _OTHERS_MAX * plane.size:
         return _frame(plane)
-    gaps = gaps_of(positions, WIDE_SKIP)
+    gaps = gaps_of(positions)
     head = _MOSTLY_HEAD.pack(most, positions.size, gaps.size)
     return Mode.MOSTLY, (head, gaps.tobytes(), plane[positions].tobytes())
 
 
 def _from_mostly(data: memoryview, out: Elements, shift: int = 0) -> None:
     """As `_from_codes`."""
-    most, count, gap_count = _MOSTLY_HEAD.unpack_from(data)
-    check_gaps(count, gap_count, out.size, WIDE_SKIP)
-    values = _MOSTLY_HEAD.size + 2 * gap_count
+    most, count, gap_bytes = _MOSTLY_HEAD.unpack_from(data)
+    check_gaps(count, gap_bytes, out.size)
+    values = _MOSTLY_HEAD.size + gap_bytes
     if values + count != len(data):
-        raise DamageError(f"{count} bytes that are others and {gap_count} gaps, in {len(data)}")
-    positions = positions_of(elements_of(data[_MOSTLY_HEAD.size : values], 2), count, out.size, WIDE_SKIP)
+        raise DamageError(f"{count} bytes that are others and {gap_bytes} gaps, in {len(data)}")
+    positions = positions_of(elements_of(data[_MOSTLY_HEAD.size : values], 1), count, out.size)
     out.fill(most << shift)
     out[positions] = elements_of(data[values:], 1).astype(out.dtype) << shift
 
