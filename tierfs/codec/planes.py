@@ -193,7 +193,7 @@ class PlaneReader:
 def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
     """Encode blocks of numbers, all as long, as PLANE; return the encoded lengths, ``None`` where it does not pay.
 
-    They are looked at together: that takes as long for eight as for one.
+    They are looked at together: that takes as long for some as for one.
     """
     blocks = [elements_of(raw, width) for raw in raws]
     order = Order.AS_IT_IS if width == 1 else Order.SIGN_LAST
