@@ -32,12 +32,12 @@ from tierfs.dcp import TierWriter
 
 MB = 10**6
 LIMITS = {"50": 50 * MB, "100": 100 * MB, "200": 200 * MB, "400": 400 * MB, "800": 800 * MB, "unlimited": None}
-# Who saves, and with which options.
+# Whether by DCP, and with which options.
 WAYS: dict[str, tuple[bool, dict[str, str]]] = {
-    "raw": (False, {"codecs": "off"}),
-    "tierfs": (False, {}),
+    "file, raw": (False, {"codecs": "off"}),
+    "file": (False, {}),
     "checkpoint, raw": (True, {"codecs": "off"}),
-    "checkpoint, tierfs": (True, {}),
+    "checkpoint": (True, {}),
 }
 State = dict[str, torch.Tensor]
 RUN = "fp32master"

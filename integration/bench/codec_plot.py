@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"tierfs": "#2471a3", "zipnn": "#b7950b", "zstd-3": "#b2babb", "raw": "#c0392b"}
+COLOURS = {"tierfs": "#2471a3", "zipnn": "#b7950b", "zstd-3": "#b2babb"}
 HEIGHT = 0.26
 
 
@@ -58,7 +58,9 @@ def _links(axis: Any, report: dict[str, Any]) -> None:
     names = list(links["rows"])
     for way in links["rows"][names[0]]:
         seconds = [links["rows"][name][way]["seconds"] for name in names]
-        axis.plot(names, seconds, marker="o", color=COLOURS[way], label=way)
+        kind, _, raw = way.partition(", ")
+        colour, line = "#c0392b" if raw else "#2471a3", "-" if kind == "checkpoint" else "--"
+        axis.plot(names, seconds, marker="o", color=colour, linestyle=line, label=way)
     axis.set_yscale("log")
     axis.yaxis.set_major_formatter("{x:g}")
     axis.yaxis.set_minor_formatter("{x:g}")
