@@ -150,7 +150,7 @@ class Uploader:
 
         # What others are derived from goes first, and those when that is there, among the rest: deriving takes processors, the rest the link.
         derived = [index for index in missing if hints.get(index, NO_HINT).sources]
-        rest = [index for index in missing if index not in sources and index not in set(derived)]
+        rest = [index for index in missing if index not in sources and not hints.get(index, NO_HINT).sources]
         before = submit(index for index in missing if index in sources)
         spare = uploads_at_once() if derived else len(rest)
         tasks = [*before, *submit(rest[:spare])]
