@@ -60,7 +60,7 @@ class Coding(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many blocks `encode_blocks` takes at once: one with a base."""
+        """How many blocks `encode_blocks` takes at once: as many as are best looked at together, and one with a base."""
         return _TOGETHER if self.codec is Codec.PLANE else 1
 
 

@@ -152,10 +152,11 @@ class Uploader:
         derived = [index for index in missing if hints.get(index, NO_HINT).sources]
         rest = [index for index in missing if index not in sources and not hints.get(index, NO_HINT).sources]
         before = submit(index for index in missing if index in sources)
-        spare = uploads_at_once() if derived else len(rest)
-        tasks = [*before, *submit(rest[:spare])]
+        # Half of the rest does not wait: what others are derived from may have to be sent again and again.
+        first = max(uploads_at_once(), len(rest) // 2) if derived else len(rest)
+        tasks = [*before, *submit(rest[:first])]
         wait(before)
-        tasks += submit(_spread(derived, rest[spare:]))
+        tasks += submit(_spread(derived, rest[first:]))
         errors = [error for error in (task.exception() for task in tasks) if error is not None]
         if errors:
             raise errors[0]
