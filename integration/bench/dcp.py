@@ -2,14 +2,15 @@
 
     python integration/bench/dcp.py [--bytes 2GiB] [--rounds 5] [--directory DIR] [--json] [--plot FILE.png]
 
-All in one run, one after the other in each round, medians of the rounds after three that warm up what a long-running job has
-warm: slabs, the arena's disk blocks, the memory of a stager that is kept. The first save of a process is measured apart, in processes of
-their own. Everybody saves the same states to the same disk and flushes: 64 equal matrices, and a decoder of about 300 parameters with
-AdamW's state (1,200 tensors, most of them small); 900 tensors of 4 KiB for the price of a tensor. Their content is new for each
-save, so nothing is deduplicated. tierfs has both local tiers in front of a store that is a directory on the same disk; its flusher is a
-process of its own, and what it does after `local` is waited for before the next one's turn. Cold loads: ram copies are evicted,
-and the page cache of all files dropped (posix_fadvise DONTNEED). Bytes read are ``rchar`` of /proc/self/io. Takes about 9 times --bytes of
-memory, and (rounds + 6) times of the disk.
+All in one run, one after the other in each round, who is first in turns, medians of the rounds after three that warm up what a
+long-running job has warm: slabs, the arena's disk blocks, the memory of a stager that is kept. The first save of a process is measured
+apart, in processes of their own. Everybody saves the same states to the same disk and flushes: 64 equal matrices, and a decoder of
+about 300 parameters with AdamW's state (1,200 tensors, most of them small); 900 tensors of 4 KiB for the price of a tensor. Their
+content is new for each save, so nothing is deduplicated. The limit is a copy of each tensor, then direct writes of that. tierfs has both
+local tiers in front of a store that is a directory on the same disk; its flusher is a process of its own, and what it does after
+`local` is waited for before the next one's turn. Cold loads: ram copies are evicted, and the page cache of all files dropped
+(posix_fadvise DONTNEED). Bytes read are ``rchar`` of /proc/self/io. Takes about 10 times --bytes of memory, and (rounds + 7) times of
+the disk.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import dcp_states as states
 import torch
 from aims import Aims
 from aims import show as show_aims
+from dcp_limit import LIMIT
 from dcp_plot import plot
 
 import tierfs
@@ -188,6 +190,7 @@ def show(report: dict[str, Any]) -> None:
             print(
                 f"{name:45} {row['blocked']:10.4f} {durable} {format(row['object'], '9.3f') if 'object' in row else ''}"
             )
+        print(f"durable, tierfs: {saves['tierfs']['durable'] / saves[LIMIT]['durable']:.2f} x {LIMIT}")
         for name, seconds in report["loads"].get(state, {}).items():
             print(f"load {name:40} {seconds:10.4f} {'':10} {size / seconds / 1e6:7.0f}")
         for name, row in report["slices"].get(state, {}).items():

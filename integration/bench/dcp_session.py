@@ -16,6 +16,7 @@ import dcp_states as states
 import fsspec
 import torch
 import torch.distributed.checkpoint as stock
+from dcp_limit import limit
 from dcp_slices import SlicePlanner
 from dcp_training import Training, after, when_done
 
@@ -86,11 +87,12 @@ class Session:
         warm = [torch.zeros_like(tensor) for tensor in states.tensors_of(state)]
         everyone = [self._tierfs, peers.stock(1), peers.stock(2), peers.stock_async(), peers.stock_async_kept()]
         others = [peers.torch_save(), peers.safetensors(), peers.torchsnapshot()]
-        everyone += [peer for peer in others if peer is not None]
+        everyone += [limit(self._root, state), *(peer for peer in others if peer is not None)]
         for number in range(WARM_UPS + self._rounds):
             if number == WARM_UPS:
                 rows.clear()
-            for peer in everyone:
+            # What the one before leaves to the disk and the memory, another one has to bear the next time.
+            for peer in everyone[:: 1 if number % 2 else -1]:
                 states.renew(state, self._number)
                 states.copy_into(warm, state)
                 rows.note("copy_ into warm memory", blocked=timed(partial(states.copy_into, warm, state)))
