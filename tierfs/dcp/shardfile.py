@@ -348,6 +348,8 @@ class ShardFile:
         lies = self._without_the_rest(wanted)
         needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
         runs = [run for run in self._runs if id(run) in needed]
+        # First, for the flusher to begin: a header takes a while.
+        self._file.seal([run.memory for run in runs])
         begins: dict[int, int] = {}
         end = 0
         for run in runs:
@@ -370,8 +372,8 @@ class ShardFile:
         head = header(entries, note)
         (first,) = self._file.add_runs([cut(len(head))])
         first.view[:] = head
+        self._file.seal([first])
         memory = [first, *(run.memory for run in runs)]
-        self._file.seal(memory)
         self._file.commit(path, memory, metadata=part_of(self._store), is_new=True)
         if self._borrowed is not None:
             self._borrowed.release()

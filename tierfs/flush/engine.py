@@ -137,6 +137,9 @@ class FlushEngine:
     def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"bytes": self._flusher.settler.keep(self._slots(arguments))}
 
+    def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.settler.write_ahead(self._slots(arguments), int(arguments["length"]))
+
     def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> None:
         self._flusher.settler.spill(str(arguments["holder"]), self._slots(arguments), arguments["timeout_s"])
 

@@ -108,7 +108,7 @@ class Settler:
         if any(map(self._passes_by, batch)):
             if len(batch) > 1:
                 return self._settle_each(batch)
-            if self._is_too_large(batch[0]):
+            if self._is_too_large(batch[0].draft.length):
                 self._state.counters["nvme_passed_by"] += 1
                 _logger.warning(
                     "%s is too large for the nvme tier and goes to the object tier from memory", batch[0].path
@@ -168,15 +168,15 @@ class Settler:
             inside = [other for other in entries if other.number is not None and not other.conflict]
             return any(entries.blocker(other) is None for other in inside)
 
-    def _is_too_large(self, entry: Entry) -> bool:
-        return entry.draft.length > self._state.nvme_bytes // 2
+    def _is_too_large(self, length: int) -> bool:
+        return length > self._state.nvme_bytes // 2
 
     def _passes_by(self, entry: Entry) -> bool:
         """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
 
         Or because one does that has to be published before: if the host crashed, this one would be there without it.
         """
-        if self._is_too_large(entry):
+        if self._is_too_large(entry.draft.length):
             return True
         entries = self._state.entries
         with self._state.changed:
@@ -245,14 +245,33 @@ class Settler:
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
-    def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot]) -> None:
-        _raise_first([self._writes.submit(self._copy, nvme, chunk) for chunk in chunks])
+    def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot], *, keep: bool = True) -> None:
+        _raise_first([self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks])
 
     def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
         """Write one slot's chunk to the arena; it is not durable before the next commit."""
         segment = chunk.segment
         meta, view = segment.meta(chunk), segment.view(chunk)
         nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
+
+    def write_ahead(self, slots: Sequence[Slot], length: int) -> None:
+        """Write chunks of a file that is not complete yet to the arena, to be committed with its draft.
+
+        Perhaps it never gets one: they take no room from others then. What keeps them from the arena keeps the file from nothing.
+
+        Args:
+            slots: Of the chunks.
+            length: Bytes that the file has so far.
+        """
+        state = self._state
+        if state.nvme is None or self._is_too_large(length):
+            return
+        try:
+            state.nvme.make_room({slot.name: slot.length for slot in slots})
+            self._copy_all(state.nvme, slots, keep=False)
+        except TierfsError as error:
+            state.counters["ahead_write_stops"] += 1
+            _logger.info("chunks go to the nvme tier when their file is complete: %s", error)
 
     def keep(self, slots: Iterable[Slot]) -> int:
         """Copy clean chunks from slabs to the nvme tier, for reading. Returns the bytes that it holds now."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tierfs.clock import Clock, boot_id
 from tierfs.daemons import start_daemon
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
+from tierfs.flush.ahead import Ahead
 from tierfs.flush.caller import Caller
 from tierfs.flush.chunkbuffer import ChunkBuffer
 from tierfs.flush.counters import Counters
@@ -138,6 +140,26 @@ class SlabWriter:
         self._fault("after chunk.seal")
         return slot
 
+    def ahead(self) -> Ahead:
+        """For the chunks of one file, which may be written to the nvme tier before its draft is sealed."""
+        return Ahead(self._write_ahead)
+
+    def _write_ahead(self, slots: Sequence[Slot], length: int) -> bool:
+        try:
+            self._ask_about("ahead", slots, {"length": length})
+        except (TierfsError, TimeoutError) as error:
+            if not self._ended.is_set():
+                self._counters.fall_back(
+                    "not_ahead", "chunks go to the nvme tier only when their files are complete: %s", error
+                )
+            return False
+        return True
+
+    def _ask_about(self, do: str, slots: Sequence[Slot], arguments: Mapping[str, Any]) -> None:
+        for at in range(0, len(slots), NAMES_MAX):
+            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
+            self._handover.ask(do, {**arguments, "slots": references})
+
     def drop(self, slot: Slot) -> None:
         """Give a chunk's room back."""
         slot.segment.give(slot)
@@ -151,10 +173,7 @@ class SlabWriter:
         self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
         self._counters.say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
         self._fault("before spill")
-        for at in range(0, len(slots), NAMES_MAX):
-            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            arguments = {"holder": holder, "slots": references, "timeout_s": timeout_s}
-            self._handover.ask("spill", arguments)
+        self._ask_about("spill", slots, {"holder": holder, "timeout_s": timeout_s})
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:

@@ -154,6 +154,7 @@ class SlabSink:
         self._sealing: deque[tuple[int, ChunkBuffer, Future[Slot]]] = deque()
         self._chunk: ChunkBuffer | None = None
         self._spilled = False
+        self._ahead = self._writer.ahead()
 
     @property
     def slots(self) -> list[SlotRef | None]:
@@ -181,10 +182,12 @@ class SlabSink:
         if self._chunk is not None:
             self._seal()
         self._collect()
+        self._ahead.end()
         return [row for row in self._rows if row is not None]
 
     def abort(self) -> None:
         """See `Sink.abort`."""
+        self._ahead.end()
         unsealed = [] if self._chunk is None else [self._chunk.slot]
         self._chunk = None
         for _, chunk, future in self._sealing:
@@ -215,7 +218,7 @@ class SlabSink:
     def _fill(self, index: int, chunk: ChunkBuffer, piece: memoryview) -> None:
         try:
             chunk.fill(piece)
-            self._note(index, self._writer.seal_chunk(chunk))
+            self._note(index, self._seal_chunk(chunk))
         except BaseException:
             if self._slots[index] is None:
                 self._writer.drop(chunk.slot)
@@ -238,7 +241,12 @@ class SlabSink:
     def _seal(self) -> None:
         assert self._chunk is not None
         chunk, self._chunk = self._chunk, None
-        self._sealing.append((self._extend(1), chunk, transfers().submit(self._writer.seal_chunk, chunk)))
+        self._sealing.append((self._extend(1), chunk, transfers().submit(self._seal_chunk, chunk)))
+
+    def _seal_chunk(self, chunk: ChunkBuffer) -> Slot:
+        slot = self._writer.seal_chunk(chunk)
+        self._ahead.add(slot)
+        return slot
 
     def _collect(self) -> None:
         """Wait for the chunks that are being sealed."""

@@ -35,6 +35,7 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
 if TYPE_CHECKING:
+    from tierfs.flush.ahead import Ahead
     from tierfs.flush.chunkbuffer import ChunkBuffer
     from tierfs.local.slab import Slot
 
@@ -117,7 +118,11 @@ class StagedFile:
         waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
         # Not before: training waits for the copy, and not for this.
         self._writer.expect()
-        processors().share_out(self._seal_chunk, waiting)
+        ahead = self._writer.ahead()
+        try:
+            processors().share_out(partial(self._seal_chunk, ahead=ahead), waiting)
+        finally:
+            ahead.end()
 
     def _put(self, path: str, chunks: Sequence[_Chunk]) -> None:
         """Put chunks into the object tier, each encoded as what it is by the table of the file that they make up."""
@@ -134,12 +139,13 @@ class StagedFile:
         for number, row in zip(missing, transfers().map(put, missing), strict=True):
             chunks[number].row = row
 
-    def _seal_chunk(self, chunk: _Chunk) -> None:
+    def _seal_chunk(self, chunk: _Chunk, ahead: Ahead) -> None:
         assert self._writer is not None
         assert chunk.buffer is not None
         chunk.buffer.accept()
         slot = self._writer.seal_chunk(chunk.buffer)
         chunk.slot, chunk.row = _reference(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
+        ahead.add(slot)
 
     def lend(self, runs: Sequence[Run]) -> LentFile | None:
         """Let a process that `multiprocessing` started save these runs instead of this one: once, and for good.
