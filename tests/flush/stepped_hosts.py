@@ -77,10 +77,10 @@ class SteppedClock(ManualClock):
 class Inline:
     """An executor without threads."""
 
-    def submit(self, task, *arguments):
+    def submit(self, task, *arguments, **options):
         future = Future()
         try:
-            future.set_result(task(*arguments))
+            future.set_result(task(*arguments, **options))
         except Exception as error:
             future.set_exception(error)
         return future
