@@ -404,6 +404,7 @@ class SteppedHost:
         if not self.settling:
             self.flusher.finder.discover()
             self.flusher.finder.sweep()
+            self.flusher.settler.commit_ahead()
             if self._step_settle():
                 return True
         return self._step_advance(0) or (self._step_take() and self._step_advance(0))

@@ -11,7 +11,7 @@ from fake_flusher import Running, until
 from tierfs import digest
 from tierfs.clock import SystemClock
 from tierfs.digest import DigestKind
-from tierfs.errors import CorruptionError, InvalidInputError
+from tierfs.errors import CorruptionError, InvalidInputError, StoreError
 from tierfs.flush import wire
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.counters import Counters
@@ -20,7 +20,7 @@ from tierfs.flush.engine import FlushEngine
 from tierfs.flush.entries import Entry
 from tierfs.flush.handover import Handover, copies_of
 from tierfs.flush.settling import WAITS_MAX, Settler
-from tierfs.flush.state import FlushState, NotHandedOverError
+from tierfs.flush.state import FlushState, NotAskedError, NotHandedOverError
 from tierfs.flush.uploading import Uploader
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Kind, Manifest, Row, content_digest
@@ -362,6 +362,45 @@ def test_a_chunk_that_is_not_to_be_had_is_said_to_be_lost(pending, monkeypatch, 
     error = draft.attempt()
     assert isinstance(error, CorruptionError)
     assert "no tier has a sound copy" in str(error)
+
+
+def test_memory_that_its_owner_gave_back_is_kept_by_nobody_who_was_handed_it(process, flusher):
+    writer, reader = process(), process()
+    slot = writer.write(b"a")
+    writer.handover.ask("draft", {})
+    reader.handover.look_around()
+    slot.segment.mark(slot, SlotState.CLEAN)
+    assert len(notes(writer)) == 1
+    del slot
+    reader.ram.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    with reader.ram._shares.wanting(64 * MIB):
+        writer.ram._supply._asked_s -= 60  # so it is idle
+        assert writer.ram.make_room_for_others()
+    assert not writer.ram.own_segments()
+    reader.ram.let_go()
+    flusher.ram.reclaim(lambda _: ())
+    assert len(notes(writer)) == 1, "the reader's own"
+    assert reader.read(b"a") is None
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["the object tier is away", "nobody has said where it is"])
+def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chunk(pending, is_told):
+    def down():
+        raise StoreError("away", transient=True)
+
+    draft = pending()
+    draft.while_asked = down
+    draft.state.nvme = SimpleNamespace(has=lambda _: False, commit=lambda: None)
+    draft.state.nvme_bytes = MIB
+    draft.state.publisher = draft if is_told else None
+    draft.entry.settled = False
+    settler = Settler(draft.state, draft.uploader.put)
+    for _ in range(WAITS_MAX):
+        assert not settler.settle([draft.entry])
+        assert isinstance(draft.entry.error, NotAskedError)
+    assert settler.settle([draft.entry]) == is_told
+    assert draft.entry.settled == is_told
+    settler.stop()
 
 
 def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_memory_and_keeps_those_behind_it_waiting(pending):

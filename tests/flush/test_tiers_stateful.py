@@ -58,6 +58,7 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
+from tierfs.flush import ahead
 from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
@@ -141,6 +142,8 @@ def small_and_repeatable():
         patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers.transfers, "shared", InlineTransfers())
+        patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
+        patch.setattr(ahead, "start_daemon", lambda task, *, name: task() or name)
         patch.setattr(buffers.buffers, "shared", buffers.Buffers())
         patch.setattr(buffers, "POOLED_BYTES_MIN", 1)
         logger = logging.getLogger("tierfs")
@@ -567,7 +570,8 @@ class TieredHosts(RuleBasedStateMachine):
             opened.writer.write(more)
             opened.writer.commit()
 
-        stale = self.standing(opened.path) != opened.doing.seen[opened.path]
+        there = {self.standing(opened.path), self.seen(opened.doing.host, opened.path)[0]}
+        stale = there != {opened.doing.seen[opened.path]}
         if stale and not opened.writer._staged:
             with pytest.raises((ConflictError, StoreError)):
                 self.attempt_raw(opened.doing, do)

@@ -42,7 +42,9 @@ class Ahead:
             self._all_bytes += slot.length
             if self._is_telling or self._is_over or self._waiting_bytes < AHEAD_BYTES_MIN:
                 return
-            self._is_telling = start_daemon(self._tell_all, name="ahead") is not None
+            self._is_telling = True
+        if start_daemon(self._tell_all, name="ahead") is None:
+            self.end()
 
     def end(self) -> None:
         """Tell of nothing more: the draft does, or the file is given up."""

@@ -9,7 +9,7 @@ the last thing that ever happens; whoever comes next finds in slabs, ``nvme.db``
 4. its record, in closing order and on condition of its base;
 5. its row in ``nvme.db`` removed, or where there is no nvme tier its slots marked clean: level ``object``.
 
-Drafts that follow each other share the commits of steps 1 and 5. Step 3 of a large draft goes on beside step 1 while
+Drafts that follow each other share the commits of steps 1 and 5. Chunks of a large one are written before it is there (`tierfs.flush.ahead`). Step 3 of a large draft goes on beside step 1 while
 nobody waits for ``local``. The next draft of a path is not published before
 step 5, so a draft whose record stands already is known by its write id alone. Finding drafts is the business of
 `tierfs.flush.finding`, steps 1 and 2 of `tierfs.flush.settling`, 3 to 5 of `tierfs.flush.uploading`; here they are run,
@@ -169,6 +169,7 @@ class Flusher:
             self.finder.discover()
             self.settler.settle_all()
             self.finder.sweep()  # which nobody waits for
+            self.settler.commit_ahead()
 
     def _upload(self) -> None:
         state = self._state

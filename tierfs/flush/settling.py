@@ -13,7 +13,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.flush.entries import Entry
 from tierfs.flush.localchunk import check_block, envelope_of
-from tierfs.flush.state import RETRY_S_MIN, FlushState, NotHandedOverError
+from tierfs.flush.state import RETRY_S_MIN, FlushState, NotAskedError, NotHandedOverError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.local.nvme import ChunksGoneError, NvmeTier
 from tierfs.local.slab import Slot, SlotState
@@ -27,7 +27,9 @@ BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
 # What may keep a draft that is written from its commit a moment longer, to have one less.
 LATE_BYTES_MAX = 4 << 20
-# For room, or for memory that its process has not handed over yet: about ten seconds.
+# What was written ahead is committed by its draft, if that comes so soon.
+DRAFT_S = 2.0
+# For room, for memory that its process has not handed over yet, or for the object tier to say what it has: about ten seconds.
 WAITS_MAX = 40
 _logger = logging.getLogger("tierfs.flush")
 
@@ -44,6 +46,7 @@ class Settler:
         self._state = state
         self._put = put
         self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
+        self._ahead_at: float | None = None  # when something was written ahead of its draft, and not committed since
 
     def stop(self) -> None:
         """End after what is under way."""
@@ -139,7 +142,8 @@ class Settler:
     def _give_up(self, entry: Entry, error: TierfsError) -> bool:
         """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
         state = self._state
-        if isinstance(error, NotHandedOverError) and entry.failures < WAITS_MAX:
+        is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and state.publisher is None)
+        if isinstance(error, (NotHandedOverError, NotAskedError)) and is_hopeful:
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
         if not isinstance(error, CapacityError):
@@ -192,6 +196,7 @@ class Settler:
             absent = [name for name in elsewhere if not nvme.has(name)]
             drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
             state.fault("before settle.commit")
+            self._ahead_at = None
             try:
                 numbers = nvme.commit(drafts=drafts, elsewhere=absent)
             except ChunksGoneError:
@@ -236,11 +241,19 @@ class Settler:
         return others
 
     def _is_published(self, row: Row) -> bool:
-        """Whether the object tier has a chunk that this draft took over from another one, published meanwhile."""
+        """Whether the object tier has a chunk that this draft took over from another one, published meanwhile.
+
+        Raises:
+            NotAskedError: That cannot be told now.
+        """
         try:
             self._state.connected().find_chunk(row)
         except CorruptionError:
             return False
+        except StoreError as error:
+            if not error.transient:
+                raise
+            raise NotAskedError(str(error), transient=True, tier="object") from error
         return True
 
     # -- chunks --------------------------------------------------------------------------------------------------------
@@ -272,6 +285,16 @@ class Settler:
         except TierfsError as error:
             state.counters["ahead_write_stops"] += 1
             _logger.info("chunks go to the nvme tier when their file is complete: %s", error)
+        self._ahead_at = state.clock.monotonic()
+
+    def commit_ahead(self) -> None:
+        """Commit what was written ahead of drafts that did not come soon after: it is clean then, and can be evicted."""
+        nvme, written_at = self._state.nvme, self._ahead_at
+        if nvme is None or written_at is None or self._state.clock.monotonic() < written_at + DRAFT_S:
+            return
+        self._ahead_at = None
+        with contextlib.suppress(TierfsError):  # the next draft's will say so
+            nvme.commit()
 
     def keep(self, slots: Iterable[Slot]) -> int:
         """Copy clean chunks from slabs to the nvme tier, for reading. Returns the bytes that it holds now."""

@@ -35,6 +35,10 @@ class NotHandedOverError(StoreError):
     """A chunk lies in memory that cannot be seen yet: it could not be opened, or has no file and its process lives."""
 
 
+class NotAskedError(StoreError):
+    """Whether the object tier has a chunk that no local tier has cannot be told now: it is away, or nobody has said yet where it is."""
+
+
 class FlushState:
     """See `tierfs.flush.flusher.Flusher` for the arguments.
 

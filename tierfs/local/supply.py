@@ -493,6 +493,8 @@ class Supply:
 
     def _drop(self, segment: Segment) -> None:
         """Remove a segment. Its memory goes when the last slot or view of it does."""
+        if segment.path is None and segment.owned:
+            segment.disown()  # who was handed it has no file to miss, and keeps it for as long as it has an owner
         segment.unlink()
         self._forget(segment)
 
