@@ -11,7 +11,7 @@ import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _storage_utils, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import _storage_utils, format_utils, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 import tierfs
@@ -156,6 +156,19 @@ def test_other_ids_and_what_is_handed_over_are_left_alone(root, tmp_path):
     assert found["weight"][0, 0] == 1
     with pytest.raises(RuntimeError, match="must be specified"):
         dcp.save(state())
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_torch_converts_on_local_disks_alone_says_what_does_it(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidInputError, match="tierfs checkpoint import FILE URL"):
+        format_utils.torch_save_to_dcp(tmp_path / "in.pt", f"{root}/run")
+    with pytest.raises(InvalidInputError, match="tierfs checkpoint export --format torch URL FILE"):
+        format_utils.dcp_to_torch_save(dcp_checkpoint_dir=f"{root}/run", torch_save_path=tmp_path / "out.pt")
+    dcp.save(state(), checkpoint_id=tmp_path / "plain")
+    format_utils.dcp_to_torch_save(tmp_path / "plain", tmp_path / "out.pt")
+    format_utils.torch_save_to_dcp(tmp_path / "out.pt", tmp_path / "again")
+    assert {path.name for path in tmp_path.iterdir()} >= {"plain", "again", "out.pt"}
 
 
 def test_doing_it_twice_is_doing_it_once_and_undoing_it_brings_everything_back():

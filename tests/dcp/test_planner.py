@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed.checkpoint as dcp
 from handmade import Handmade, pickled
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader
@@ -109,6 +110,15 @@ def test_a_hostile_value_runs_nothing(save_object, tmp_path):
     assert not touched.exists()
     load(reader, dcp.DefaultLoadPlanner())
     assert touched.exists(), "the test would show nothing"
+
+
+def test_a_hostile_value_runs_nothing_where_torch_hands_over_a_planner_of_its_own(save_object, tmp_path):
+    reader = save_object(Hostile(tmp_path / "was run"))
+    with pytest.raises(CheckpointException) as caught:
+        _load_state_dict_from_keys(storage_reader=reader)
+    assert "system" in str(caught.value.failures[0][0])
+    assert not list(tmp_path.iterdir())
+    assert _load_state_dict_from_keys(storage_reader=save_object([1, "two"])) == {"setting": [1, "two"]}
 
 
 def test_what_is_no_pickle_of_torch_is_refused_by_name(save_object):

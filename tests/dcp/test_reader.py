@@ -412,6 +412,21 @@ def test_a_box_that_is_not_in_the_checkpoint_is_refused(made, checkpoint):
         reader.read_data(plan, planner)
 
 
+@pytest.mark.parametrize(
+    ("destination", "said"),
+    [
+        (lambda: torch.zeros(4, 4).to_sparse(), "w: the destination is torch.sparse_coo, and only a dense tensor"),
+        (lambda: torch.zeros(1, 4).expand(4, 4), "w: the destination's elements share memory"),
+    ],
+)
+def test_a_destination_that_cannot_take_the_elements_is_named(made, checkpoint, destination, said):
+    made.tensor("w", torch.ones(4, 4), FILES[0])
+    made.save()
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": destination()}, storage_reader=TierReader(checkpoint), planner=TierLoadPlanner())
+    assert said in str(caught.value.failures[0][0])
+
+
 # -- what is wrong is said -------------------------------------------------------------------------------------------
 
 

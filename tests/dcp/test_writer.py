@@ -576,6 +576,26 @@ def test_what_was_staged_before_is_not_taken_for_what_lies_there_now(url):
             dcp.save(staged, storage_writer=writer, checkpoint_id=f"{url}/again")
 
 
+@pytest.mark.parametrize("layout", ["tierfs", "dcp"])
+def test_what_was_saved_before_is_not_saved_elsewhere_either_as_what_lies_there_now(url, tmp_path, layout):
+    tierfs.init(f"file://{tmp_path}/other")
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state(1))
+    dcp.save(staged, storage_writer=writer)
+    other = TierWriter(f"tierfs::file://{tmp_path}/other/run", layout=layout, **OPTIONS)
+    with pytest.raises(dcp.api.CheckpointException, match="stage it again"):
+        dcp.save(staged, storage_writer=other)
+    dcp.save(state(1), storage_writer=other)
+    assert same(loaded(other.checkpoint_id, state(1)), state(1))
+
+
+def test_what_is_staged_is_on_the_cpu_whatever_the_default_device(url):
+    live = {"a": torch.arange(6.0), "empty": torch.empty(0, 3)}
+    with torch.device("meta"):
+        dcp.async_save(live, storage_writer=TierWriter(url, **OPTIONS)).result()
+    assert same(loaded(url, live), live)
+
+
 def test_a_staged_state_goes_to_another_process_by_one_descriptor(url):
     sent = state(1) | {f"layer{number}": noise(20, 20, seed=number) for number in range(200)}
     sent["tied"] = sent["layer7"]

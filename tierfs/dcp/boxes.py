@@ -168,8 +168,9 @@ class _IntoBoxes:
                 f"{box.fqn!r}: {box.dtype} has more to it than its elements, and no checkpoint holds that"
             )
         try:
-            raw = torch.empty(box.length, dtype=torch.uint8)
-            made = raw.view(box.dtype).view(box.sizes) if box.length else torch.empty(box.sizes, dtype=box.dtype)
+            raw = torch.empty(box.length, dtype=torch.uint8, device="cpu")
+            empty = torch.empty(0 if box.length else box.sizes, dtype=box.dtype, device="cpu")
+            made = raw.view(box.dtype).view(box.sizes) if box.length else empty
         except RuntimeError as error:
             raise CorruptionError(
                 f"{box.fqn!r}: {list(box.sizes)} elements of {box.dtype} are no tensor: {error}"

@@ -1,12 +1,13 @@
 """`install`: stock ``dcp.save``, ``async_save`` and ``load`` use tierfs' writer, reader and planner for tierfs' URLs.
 
-torch has a fixed list of what a ``checkpoint_id`` may lead to, so three of its functions are replaced, in every module that
+torch has a fixed list of what a ``checkpoint_id`` may lead to, so some of its functions are replaced, in every module that
 refers to them by name:
 
 - ``_storage_setup`` picks writer and reader.
 - ``_load_state_dict`` picks the planner of a load.
 - ``async_save`` picks the stager before there is a writer. The writer that is made here goes along to the process that
   saves in process mode, so nothing has to be installed there.
+- ``dcp_to_torch_save`` and ``torch_save_to_dcp`` take every id for a local directory. They refuse ours, and say what does it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("state_dict_loader", "_storage_setup", _SETUP),
     ("state_dict_loader", "_load_state_dict", ("state_dict", "storage_reader", "planner")),
     ("state_dict_saver", "async_save", ("state_dict", "checkpoint_id", "storage_writer")),
+    ("format_utils", "dcp_to_torch_save", ("dcp_checkpoint_dir",)),
+    ("format_utils", "torch_save_to_dcp", ("dcp_checkpoint_dir",)),
 )
 _lock = threading.Lock()
 _replaced: list[tuple[Any, Any]] = []
@@ -69,6 +72,8 @@ def install() -> None:
             (setup, _setup(setup)),
             (load := found["state_dict_loader", "_load_state_dict"], _load(load)),
             (save := found["state_dict_saver", "async_save"], _async_save(save)),
+            (out := found["format_utils", "dcp_to_torch_save"], _only_local(out, "export --format torch URL FILE")),
+            (into := found["format_utils", "torch_save_to_dcp"], _only_local(into, "import FILE URL")),
         ):
             _replace(old, new)
             _replaced.append((old, new))
@@ -126,6 +131,21 @@ def _async_save(stock: Callable[..., Any]) -> Callable[..., Any]:
         return stock(*args, **kwargs)
 
     return async_save
+
+
+def _only_local(stock: Callable[..., Any], command: str) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        directory = signature.bind(*args, **kwargs).arguments["dcp_checkpoint_dir"]
+        if _is_ours(directory):
+            raise InvalidInputError(
+                f"{stock.__name__} knows local directories only, and {os.fspath(directory)} is none: `tierfs checkpoint {command}` does it"
+            )
+        return stock(*args, **kwargs)
+
+    return convert
 
 
 def _look_up(module: str, name: str, parameters: tuple[str, ...]) -> Any:

@@ -19,6 +19,7 @@ import torch
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.overlaps import Destinations
+from tierfs.dcp.planner import object_loader
 from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import writable_bytes
@@ -146,6 +147,7 @@ class ItemReader:
             raise InvalidInputError(
                 f"{fqn}: the destination is {list(target.shape)}, and what goes there {list(lengths)}"
             )
+        _check_takes_elements(fqn, target)
         if not self._destinations.add(fqn, target):
             self._flush()
             self._destinations.add(fqn, target)
@@ -164,8 +166,9 @@ class ItemReader:
         waiting = deque(self._parts)
         while waiting:
             self._read_some(waiting)
+        load = object_loader(self._planner)
         for item, content in self._objects:
-            self._planner.load_bytes(item, io.BytesIO(content))
+            load(item, io.BytesIO(content))
         for item, tensor, is_straight in self._tensors:
             if is_straight and not tensor.is_inference():
                 # Its memory was written behind autograd's back.
@@ -211,6 +214,23 @@ def put_in(target: Any, source: Any) -> None:
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     with torch.no_grad():
         target.copy_(source)
+
+
+def _check_takes_elements(fqn: str, target: Any) -> None:
+    """See that a destination has memory of its own for each element.
+
+    Raises:
+        InvalidInputError: It has not.
+    """
+    if target.layout is not torch.strided:
+        raise InvalidInputError(
+            f"{fqn}: the destination is {target.layout}, and only a dense tensor can be loaded into"
+        )
+    repeated = [size for size, stride in zip(target.shape, target.stride(), strict=True) if size > 1 and not stride]
+    if repeated and target.numel():
+        raise InvalidInputError(
+            f"{fqn}: the destination's elements share memory, as those of an expanded tensor do: load into a clone of it"
+        )
 
 
 def _narrowed(target: Any, extent: Extent) -> Any:

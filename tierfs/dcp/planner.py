@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from tierfs.errors import InvalidInputError
 from tierfs.forks import PerProcess
 
-__all__ = ["TierLoadPlanner", "unpickle_safely"]
+__all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
 _allowing = PerProcess(threading.RLock)
@@ -55,15 +55,31 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
         Raises:
             InvalidInputError: It is made with something that is not allowed, which was not run.
         """
-        fqn = read_item.dest_index.fqn
-        hint = (
-            "if you trust what wrote this checkpoint, import it and load with planner=TierLoadPlanner(allow=[{name}])"
-        )
-        loaded = unpickle_safely(repr(fqn), value, allow=self._allow, hint=hint)
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[fqn], loaded)
-        else:
-            self.state_dict[fqn] = loaded
+        _load_object(self, read_item, value, self._allow)
+
+
+def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
+    """What puts values that are no tensors into the state of a planner: its own ``load_bytes``.
+
+    But of the planner that torch itself hands over where a state is made from a checkpoint alone, and nobody can choose another
+    (``_load_state_dict_from_keys``), they are loaded as `TierLoadPlanner` does.
+    """
+    if type(planner) is _EmptyStateDictLoadPlanner:
+        return lambda read_item, value: _load_object(planner, read_item, value, [bytes])
+    load: Callable[[ReadItem, io.BytesIO], None] = planner.load_bytes
+    return load
+
+
+def _load_object(
+    planner: Any, read_item: ReadItem, value: io.BytesIO, allow: Sequence[type | Callable[..., object]]
+) -> None:
+    fqn = read_item.dest_index.fqn
+    hint = "if you trust what wrote this checkpoint, import it and load with planner=TierLoadPlanner(allow=[{name}])"
+    loaded = unpickle_safely(repr(fqn), value, allow=allow, hint=hint)
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[fqn], loaded)
+    else:
+        planner.state_dict[fqn] = loaded
 
 
 def unpickle_safely(

@@ -21,7 +21,7 @@ from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
-from tierfs.errors import CapacityError
+from tierfs.errors import CapacityError, StoreError
 from tierfs.store import Store
 from tierfs.store.commit import part_of
 from tierfs.store.lentfile import BorrowedFile, LentFile
@@ -29,7 +29,7 @@ from tierfs.store.settings import ranks_here
 from tierfs.store.stagedfile import Run, StagedFile, borrowed_runs
 from tierfs.units import format_bytes
 
-__all__ = ["LentShard", "Placed", "ShardFile", "find_staged", "is_private"]
+__all__ = ["LentShard", "Placed", "ShardFile", "check_is_held", "find_staged", "is_private"]
 
 
 # What torch copies as fast as memory, and bit for bit; it is slow at some of the others, and makes every bool 0 or 1.
@@ -49,7 +49,7 @@ _COPIED_AS_THEY_ARE = frozenset(
 
 
 class _Memory(np.ndarray[Any, Any]):
-    """A run's memory as an array that keeps its file, and so the memory, for as long as a tensor is a view of it."""
+    """A run's memory as an array that keeps its file, and so the memory until that is saved, for as long as a tensor is a view of it."""
 
     file: ShardFile
 
@@ -177,6 +177,7 @@ class ShardFile:
         lent = None if self._file is None else self._file.lend([run.memory for run in self._runs])
         if lent is None:
             return None
+        self._is_over = True
         return LentShard(lent, tuple(tuple(run.entries) for run in self._runs))
 
     def numbers(self) -> dict[int, tuple[int, int]]:
@@ -268,7 +269,7 @@ class ShardFile:
             if targets:
                 torch._foreach_copy_(targets, sources)
             return [
-                torch.empty(tensor.shape, dtype=tensor.dtype) if view is None else view
+                torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view
                 for view, (_, tensor) in zip(views, tensors, strict=True)
             ]
 
@@ -462,14 +463,32 @@ class ShardFile:
 
 
 def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] | None:
-    """The file in which a tensor was staged for a store, and where. One that was saved or given up only if no other."""
+    """The file in which a tensor was staged for a store, and where. One that was saved or given up only if no other.
+
+    Raises:
+        StoreError: See `check_is_held`, of one that was staged for another store.
+    """
     with _lock:
         files = [file for file in _live if file._store is store or file._store is None]
     for file in sorted(files, key=lambda file: file._is_over):
         placed = file.find(tensor)
         if placed is not None and file.is_for(store):
             return file, placed
+    check_is_held(tensor)
     return None
+
+
+def check_is_held(tensor: torch.Tensor) -> None:
+    """See that a tensor that was staged still holds what it did.
+
+    Raises:
+        StoreError: Its file was saved, lent or given up, so that its memory may be another's by now.
+    """
+    with _lock:
+        files = list(_live)
+    found = [file for file in files if file.find(tensor) is not None]
+    if found and all(file._is_over for file in found):
+        raise StoreError("what was staged was saved or given up before, and may hold anything by now: stage it again")
 
 
 def is_private(tensor: torch.Tensor) -> bool:

@@ -108,7 +108,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, said: Any) -> torch.Tensor:
         """A tensor that is a view of the shared memory."""
         (at, dtype, shape), spec = said
-        view = self._make(at, dtype, shape) if shape.numel() else torch.empty(shape, dtype=dtype)
+        view = self._make(at, dtype, shape) if shape.numel() else torch.empty(shape, dtype=dtype, device="cpu")
         return view if spec is None else DTensor(view, spec, requires_grad=False)
 
 
@@ -125,7 +125,7 @@ def _borrowed(data: bytes, lent: LentShard) -> dict[str, Any]:
 
 def _tensor_in(shared: torch.UntypedStorage, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
     length = torch.Size(shape).numel() * dtype.itemsize
-    raw = torch.empty(0, dtype=torch.uint8).set_(shared, at, (length,))
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared, at, (length,))
     return raw.view(dtype).view(shape)
 
 

@@ -38,7 +38,8 @@ def stage(
         elsewhere: By name, items of tensors that another rank saves: what is so still is not copied.
 
     Returns:
-        The same structure. It keeps the file's memory, and may be sent to one other process, which saves it then.
+        The same structure. It keeps the file's memory until that is saved, which it can be once; and may be sent to one other process,
+        which saves it then.
 
     Raises:
         CapacityError: The tensors do not fit.

@@ -102,7 +102,7 @@ def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
     if view.readonly:
         raise InvalidInputError("a tensor's memory has to be writable: give a bytearray, not bytes")
     if not wanted:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(view, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 

@@ -29,7 +29,7 @@ from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
 from tierfs.dcp.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
-from tierfs.dcp.shardfile import Placed, ShardFile, find_staged, is_private
+from tierfs.dcp.shardfile import Placed, ShardFile, check_is_held, find_staged, is_private
 from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
@@ -493,10 +493,11 @@ def _check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
 
 
 def _check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    """See that ``torch.save`` can write what is a tensor; of some it knows more than their elements."""
+    """See that ``torch.save`` can write what is a tensor, of some of which it knows more than their elements, and that none was saved before."""
     for item, data in items:
         if item.type is not WriteItemType.BYTE_IO and not (data.is_quantized or hasattr(data, "__tensor_flatten__")):
             refuse_unusual(data, item.index.fqn)
+            check_is_held(data)
 
 
 def _length(data: Any) -> int:
