@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -524,6 +525,27 @@ def replicas_that_a_planner_cannot_do_without(url: str, mesh: DeviceMesh) -> Non
     assert failed[-1] < 6, failed
 
 
+def what_one_rank_cannot_stage(url: str, mesh: DeviceMesh) -> None:
+    """Nobody waits for it, and the writer goes on."""
+    writer = TierWriter(url, **OPTIONS)
+    for bad in (threading.Lock() if dist.get_rank() else 1, threading.Lock()):
+        future = dcp.async_save({"a": whole(1), "mine": bad}, storage_writer=writer)
+        try:
+            future.result(timeout=30)
+        except CheckpointException as error:
+            assert "'mine' has something in it that cannot be copied" in str(error), error  # noqa: PT017 - on every rank
+            assert 1 in error.failures  # noqa: PT017
+        else:
+            raise AssertionError("a lock was saved")
+    kept = {"a": whole(2), "mine": 2}
+    dcp.async_save(kept, storage_writer=writer).result()
+    writer.wait("object")
+    found = {"a": torch.zeros(1001, 64), "mine": 0}
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    assert torch.equal(found["a"], kept["a"])
+    assert found["mine"] == 2
+
+
 def on_their_own(url: str, mesh: DeviceMesh) -> None:
     rank = dist.get_rank()
     dcp.save({"mine": torch.full((3,), float(rank))}, storage_writer=TierWriter(url, **OPTIONS), use_collectives=False)
@@ -551,6 +573,7 @@ SCENARIOS = {
         replicas_in_objects,
         replicas_of_cached_plans,
         replicas_that_a_planner_cannot_do_without,
+        what_one_rank_cannot_stage,
         on_their_own,
     )
 }

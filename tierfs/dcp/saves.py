@@ -57,6 +57,7 @@ class Save:
         token: What the process that hands it over knows it by, there and where it runs; else empty.
         is_foreign: Whether somebody else staged it, and another process makes it.
         asked_on: The thread that asked for it.
+        failure: What kept its state from being staged, to be raised when it is planned.
     """
 
     writer: weakref.ref[Saver]
@@ -67,6 +68,7 @@ class Save:
     token: str = ""
     is_foreign: bool = False
     asked_on: int = field(default_factory=threading.get_ident)
+    failure: Exception | None = None
 
     def end(self, root: str, mark: SaveMark, url: str | None = None) -> None:
         """Have the writer take note: see `Saver.ended`."""

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.saves import read_here
+from tierfs.dcp.saves import Save, read_here
 from tierfs.dcp.shardfile import LentShard, ShardFile
 
-__all__ = ["StagedState"]
+__all__ = ["StagedState", "UnstagedState"]
 
 ALIGN_BYTES = 64
 # Of a tensor: where its bytes are, its dtype and its shape.
@@ -80,6 +80,28 @@ class StagedState(dict[str, Any]):
         stream = io.BytesIO()
         _Pickler(stream, places).dump(dict(self))
         return stream.getvalue()
+
+
+class UnstagedState(dict[str, Any]):
+    """In place of a state that could not be staged, where other ranks wait for this one: nothing. Its save fails when it is planned.
+
+    Args:
+        save: With its failure.
+    """
+
+    def __init__(self, save: Save) -> None:
+        super().__init__()
+        self.save: Save | None = save
+        self._failure = save.failure
+
+    def items(self) -> Any:
+        """As `StagedState.items`."""
+        read_here(self)
+        return super().items()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self._failure is not None
+        raise self._failure
 
 
 class _Pickler(ForkingPickler):

@@ -30,6 +30,7 @@ from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
 from tierfs.dcp.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
 from tierfs.dcp.shardfile import Placed, ShardFile, check_is_held, find_staged, is_private
+from tierfs.dcp.stagedstate import UnstagedState
 from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
@@ -158,15 +159,21 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
-        """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`."""
-        store, _ = self._address.open(write=True)
+        """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`.
+
+        Where that fails and there are other ranks, which would wait for this one to plan, the save fails then, on every rank.
+        """
         self._staged_on = threading.get_ident()
         save = self._saves.ask()
         try:
+            store, _ = self._address.open(write=True)
             return self._staged(store, state_dict, save)
-        except BaseException:
+        except BaseException as error:
             self._saves.give_up(save)  # the error keeps it, and nobody is to save it
-            raise
+            if not isinstance(error, Exception) or not _others_wait():
+                raise
+            save.failure = error
+            return UnstagedState(save)
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         elsewhere = self._replicas.take(save) if self._replicas is not None else {}
@@ -212,12 +219,20 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         begin_planning()
         save = self._saves.begin(claim(self))
         save.address, save.token = self._save.address, self._token
+        self._save.failure, save.failure = save.failure, None
         self._save.is_coordinator = is_coordinator
         self._save.rank = kwargs.get("rank")
         self._save.use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Without what another rank has staged. Nothing is asked of the store by each rank."""
+        """Without what another rank has staged. Nothing is asked of the store by each rank.
+
+        Raises:
+            Exception: What kept this rank's state from being staged.
+        """
+        if (failure := self._save.failure) is not None:
+            self._save.failure = None
+            raise failure
         self._save.offered = plan.items if plan.usable else None
         ours, self._save.left = split(plan.items)
         return replace(plan, items=ours, storage_data=Left(self._save.left)) if self._save.left else plan
@@ -511,6 +526,10 @@ def _say_waves(store: Store, error: CapacityError) -> None:
     )
 
 
+def _others_wait() -> bool:
+    return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)
+
+
 def _host_of(store: Store) -> str:
     """Tells those who share this store's local tiers, and the order in which those are flushed, from all others."""
     return store.tiers.ram.host.name() if store.tiers is not None else ""
@@ -528,3 +547,4 @@ class _Save(threading.local):
     is_new: bool = False
     offered: Sequence[WriteItem] | None = None
     left: tuple[MetadataIndex, ...] = ()
+    failure: Exception | None = None
