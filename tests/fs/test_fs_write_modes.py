@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import os
+import re
 import subprocess
 import threading
 
@@ -17,6 +18,21 @@ MIB = 1 << 20
 CHUNK = 16 * MIB
 INLINE = 64 << 10
 TEXT = "first\nzweite Zeile: äöü €\nthird\n" * 1000
+
+
+@pytest.mark.parametrize("mode", ["", "b", "t", "r+b", "w+", "rw", "rwb", "rbb", "rbt", "ww", "rU"])
+def test_a_mode_that_is_none_is_refused_as_it_was_given(place, mode):
+    place.fs.pipe(place / "a", b"old")
+    with pytest.raises(InvalidInputError, match=re.escape(f"mode {mode!r} is not supported")):
+        place.fs.open(place / "a", mode)
+    assert place.fs.cat(place / "a") == b"old"
+
+
+def test_the_letters_of_a_mode_come_in_any_order(place):
+    with place.fs.open(place / "a", "bw") as file:
+        file.write(b"new")
+    with place.fs.open(place / "a", "tr") as file:
+        assert file.read() == "new"
 
 
 # -- exclusive ---------------------------------------------------------------------------------------------------

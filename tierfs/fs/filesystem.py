@@ -113,11 +113,11 @@ class TierFileSystem(Tiering):
             AlreadyExistsError: ``xb``, and something is there.
             InvalidInputError: The mode or an option is not supported, or the path is no good.
         """
+        mode = _known(mode)
         if "b" not in mode:
             text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
             io.TextIOWrapper(io.BytesIO(), **text).close()  # refuses bad arguments before anything is opened
-            binary = mode.replace("t", "") + "b"
-            return TextFile(self.open(path, binary, compression=compression, **kwargs), **text)
+            return TextFile(self.open(path, f"{mode}b", compression=compression, **kwargs), **text)
         if compression is not None and (name := get_compression(self._strip(path), compression)) is not None:
             inner = self.open(path, mode, **kwargs)
             return CompressedFile(compr[name](inner, mode=mode[0]), inner)
@@ -145,12 +145,7 @@ class TierFileSystem(Tiering):
             if entry.is_directory:
                 raise IsADirectoryError(f"{path} is a directory")
             return ReadFile(self, path, verbs.open_entry(store, entry), describe(path, entry))
-        try:
-            write_mode = WriteMode(mode)
-        except ValueError:
-            raise InvalidInputError(
-                f"mode {mode!r} is not supported: files are written whole (wb, xb) or at their end (ab)"
-            ) from None
+        write_mode = WriteMode(mode)
         if not autocommit:
             self.transaction.check(path, mode)
         store, relative = self._locate(path, write=True)
@@ -160,6 +155,16 @@ class TierFileSystem(Tiering):
         handle = WriteFile(self, path, writer, mode, autocommit=autocommit)
         self._opened.handles.add(handle)
         return handle
+
+
+def _known(mode: str) -> str:
+    """A mode as ``open`` knows it, its letters in order: what is done, then ``b`` if it is binary."""
+    kinds, rest = sorted(set(mode) & set("rwxa")), "".join(letter for letter in mode if letter not in "rwxa")
+    if len(kinds) != 1 or len(mode) != 1 + len(rest) or rest not in {"", "b", "t"}:
+        raise InvalidInputError(
+            f"mode {mode!r} is not supported: files are read (rb, r), written whole (wb, xb, w, x), or at their end (ab, a)"
+        )
+    return kinds[0] + rest.replace("t", "")
 
 
 def _pieces(file: Any, callback: Any) -> Iterable[memoryview]:
