@@ -127,6 +127,13 @@ def test_rm_deletes_files_and_with_r_directories(url, capsys):
     assert names(url) == set()
 
 
+def test_rm_with_r_deletes_what_is_a_file_and_a_directory_as_a_whole(url, capsys):
+    save(*open_store(parse_url(f"{url}/run/a/below")), b"5")
+    assert main(["rm", "-r", f"{url}/run/a", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"files": 2}
+    assert names(url) == ALL - {"run/a"}
+
+
 def test_rm_of_the_root_empties_the_store_and_leaves_it_there(url):
     assert main(["rm", "-r", url]) == 0
     assert names(url) == set()

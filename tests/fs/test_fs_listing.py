@@ -361,3 +361,48 @@ def test_touch_without_truncating_changes_the_time_alone(place, random_bytes, si
 def test_touch_without_truncating_makes_what_is_not_there(place):
     place.fs.touch(place / "a", truncate=False)
     assert place.fs.cat(place / "a") == b""
+
+
+# -- a path that is a file and has others below it, as object stores allow ---------------------------------------
+
+
+@pytest.fixture
+def both(place):
+    place.fs.pipe({place / name: name.encode() for name in ("run/a/b", "run/a", "run/a/c/d", "run/a/c")})
+    return place
+
+
+def test_what_is_a_file_and_a_directory_is_listed_as_both(both):
+    fs, run = both.fs, both / "run"
+    assert [(info["name"], info["type"]) for info in fs.ls(run, detail=True)] == [
+        (both / "run/a", "file"), (both / "run/a", "directory"),
+    ]  # fmt: skip
+    assert relative(both, fs.ls(both / "run/a", detail=False)) == ["run/a/b", "run/a/c", "run/a/c"]
+    assert fs.isfile(both / "run/a")
+    assert not fs.isdir(both / "run/a")
+    assert fs.cat_file(both / "run/a") == b"run/a"
+
+
+def test_find_walk_and_du_agree_on_it(both):
+    fs, run = both.fs, both / "run"
+    every = ["run/a", "run/a/b", "run/a/c", "run/a/c/d"]
+    assert relative(both, fs.find(run)) == every
+    assert relative(both, fs.find(run, withdirs=True)) == ["run", *every]
+    assert fs.info(both / "run/a").items() >= fs.find(run, withdirs=True, detail=True)[both / "run/a"].items()
+    walked = [f"{top}/{name}" for top, _, names in fs.walk(run) for name in names]
+    assert relative(both, sorted(walked)) == every
+    assert fs.du(run) == sum(map(len, every))
+
+
+@pytest.mark.parametrize("top", ["run", "run/a"])
+def test_removing_it_recursively_leaves_nothing(both, top):
+    both.fs.mkdir(both / "run/a/c/empty")
+    both.fs.rm(both / top, recursive=True)
+    assert both.fs.find(both / "run", withdirs=True) == []
+    assert not both.fs.exists(both / "run")
+
+
+def test_moving_a_directory_with_it_moves_all_of_it(both):
+    both.fs.mv(both / "run", both / "new", recursive=True)
+    assert relative(both, both.fs.find(both / "new")) == ["new/a", "new/a/b", "new/a/c", "new/a/c/d"]
+    assert not both.fs.exists(both / "run")

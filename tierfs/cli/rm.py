@@ -9,9 +9,9 @@ import threading
 from tierfs.cli._output import add_json_argument, print_json
 from tierfs.cli._parallel import run_in_parallel
 from tierfs.cli._places import add_url_argument, store_place
-from tierfs.cli._trees import read_tree, refuse_foreign_files, remove_directories
+from tierfs.cli._trees import refuse_foreign_files, remove_directories
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
-from tierfs.store import Store, delete
+from tierfs.store import Store, delete, find
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -41,16 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
             # Nothing can be read of it, but it can be deleted.
             files[place.store.url, place.path] = place.store
             continue
-        if not entry.is_directory:
-            refuse_foreign_files(place.store, [entry])
-            files[place.store.url, place.path] = place.store
-            continue
-        if not arguments.recursive:
+        if entry.is_directory and not arguments.recursive:
             raise InvalidInputError(f"{place.url} is a directory: add -r to delete it", path=place.url)
-        tree = read_tree(place.store, place.path)
-        refuse_foreign_files(place.store, tree.files)
-        files.update({(place.store.url, one.path): place.store for one in tree.files})
-        directories.append((place.store, [place.path, *(one.path for one in tree.directories)]))
+        below = find(place.store, place.path, detail=False) if arguments.recursive else []
+        doomed = [one for one in (entry, *below) if not one.is_directory]
+        refuse_foreign_files(place.store, doomed)
+        files.update({(place.store.url, one.path): place.store for one in doomed})
+        directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
 
     def delete_one(item: tuple[tuple[str, str], Store], _stop: threading.Event) -> None:
         (_, path), store = item

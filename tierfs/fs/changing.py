@@ -67,7 +67,7 @@ class Changing(Reading):
         await run_in_thread(self._rm_now, paths, recursive=recursive)
 
     def _rm_now(self, paths: list[str], *, recursive: bool) -> None:
-        directories = []
+        directories = {path.rpartition("/")[0] for path in paths}.intersection(paths) if recursive else set()
 
         def remove(path: str) -> None:
             store, relative = self._locate(path)
@@ -77,7 +77,7 @@ class Changing(Reading):
             except NotFoundError:
                 # No file. A directory that is only implied goes with the last file below it, perhaps just now.
                 if recursive:
-                    directories.append(path)
+                    directories.add(path)
                 elif verbs.stat(store, relative).is_directory:
                     raise IsADirectoryError(f"{path} is a directory: delete it with recursive=True") from None
                 else:

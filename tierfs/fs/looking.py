@@ -66,7 +66,8 @@ class Looking(PathSpace):
             if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
                 continue
             name = self._name(path, relative, entry.path)
-            found[name] = describe(name, entry) if detail else {}
+            if not (entry.is_directory and name in found):  # of what is both, the file, as `info` has it
+                found[name] = describe(name, entry) if detail else {}
         return dict(sorted(found.items()))
 
     async def _walk(

@@ -1,6 +1,8 @@
 """What is in a store: one path, one directory, or everything below one.
 
 A directory is there while a live record lies below it, its own marker included, or a file that tierfs did not write.
+As in any object store, a path can be a file and have others below it: by itself it is the file then, and a listing has
+it twice, the file first.
 Tombstones are told from live records by their size, so only live records that this process has not seen in this
 version cost a GET.
 """
@@ -101,7 +103,7 @@ def is_directory(store: Store, path: str) -> bool:
 
 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
-    """What lies in a directory, sorted by name; of a file, the file.
+    """What lies in a directory, sorted by name; of a file that nothing lies below, the file.
 
     Args:
         store: The store.
@@ -113,7 +115,7 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed.
     """
     pending = _pending(store, path)
-    entries: dict[str, Entry] = {}
+    files: dict[str, Entry] = {}
     records: list[_Live] = []
     directories = [f"{path}/{name}" if path else name for name in _child_directories(path, pending)]
     exists = not path
@@ -124,8 +126,7 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         if isinstance(item, Prefix):
             directories.append(child)
         else:
-            entries[child] = Entry(child, is_directory=False, foreign=item)
-            exists = True
+            files[child] = Entry(child, is_directory=False, foreign=item)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
         if isinstance(item, Prefix):
             name = _directory_name(item.key)
@@ -139,50 +140,53 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
                 records.append(live)
     candidates = list(dict.fromkeys(directories))
     alive = transfers().map(lambda name: _has_live(store, name, pending) or _has_foreign(store, name), candidates)
-    for name in itertools.compress(candidates, alive):
-        entries.setdefault(name, Entry(name, is_directory=True))
-        exists = True
+    below = [Entry(name, is_directory=True) for name in itertools.compress(candidates, alive)]
     for entry in _read_all(store, records, detail=detail):
-        entries[entry.path] = entry
+        files[entry.path] = entry
     for name, manifest in pending.items():
         if manifest is not None and name.rpartition("/")[0] == path and name != path:
-            entries[name] = Entry(name, is_directory=False, manifest=manifest)
-            exists = True
-    if not exists:
+            files[name] = Entry(name, is_directory=False, manifest=manifest)
+    if not (exists or files or below):
         entry = stat(store, path)
         return [] if entry.is_directory else [entry]
-    return [entries[name] for name in sorted(entries)]
+    return _sorted([*files.values(), *below])
 
 
 def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
-    """Every file and directory below ``path``, not ``path`` itself, sorted; of a file, the file.
+    """Every file and directory below ``path``, not ``path`` itself, sorted; of a file that nothing lies below, the file.
 
     Raises:
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed. A path with nothing there is no error.
     """
     pending = _pending(store, path)
-    entries: dict[str, Entry] = {}
+    files: dict[str, Entry] = {}
     for info in foreign_objects(store, path):
-        entries[info.key] = Entry(info.key, is_directory=False, foreign=info)
+        files[info.key] = Entry(info.key, is_directory=False, foreign=info)
     records = [_Live(name, info) for name, info in live_records(store, path) if name not in pending]
-    files = [record for record in records if not record.path.endswith("/")]
-    for entry in _read_all(store, files, detail=detail):
-        entries[entry.path] = entry
+    markers = [record.path for record in records if record.path.endswith("/")]
+    records = [record for record in records if not record.path.endswith("/")]
+    for entry in _read_all(store, records, detail=detail):
+        files[entry.path] = entry
     for name, manifest in pending.items():
         if manifest is not None and name != path:
-            entries[name] = Entry(name, is_directory=False, manifest=manifest)
-    for name in [*entries, *(record.path for record in records)]:
-        parent = name[:-1] if name.endswith("/") else name.rpartition("/")[0]
-        while len(parent) > len(path) and parent not in entries:
-            entries[parent] = Entry(parent, is_directory=True)
+            files[name] = Entry(name, is_directory=False, manifest=manifest)
+    directories: dict[str, Entry] = {}
+    for name in [*files, *(record.path for record in records), *markers]:
+        parent = name.rpartition("/")[0]
+        while len(parent) > len(path) and parent not in directories:
+            directories[parent] = Entry(parent, is_directory=True)
             parent = parent.rpartition("/")[0]
-    if not entries and path:
+    if not (files or directories) and path:
         try:
             entry = stat(store, path)
         except NotFoundError:
             return []
         return [] if entry.is_directory else [entry]
-    return [entries[name] for name in sorted(entries)]
+    return _sorted([*files.values(), *directories.values()])
+
+
+def _sorted(entries: list[Entry]) -> list[Entry]:
+    return sorted(entries, key=lambda entry: (entry.path, entry.is_directory))
 
 
 def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tuple[str, ObjectInfo]]:
