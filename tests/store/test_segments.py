@@ -7,15 +7,16 @@ import os
 import shutil
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tiered import BIG, MIB, Gate, Host, content
 
-from tierfs.errors import CapacityError, StoreError
+from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.flush.levels import Level
 from tierfs.flush.settling import Settler
 from tierfs.local.slab import Segment, SlotState
-from tierfs.store import load, open_store, parse_url, save, status, wait
+from tierfs.store import kind_of, load, open_store, parse_url, save, status, wait
 from tierfs.store.settings import TierOptions
 from tierfs.store.stagedfile import StagedFile
 
@@ -58,6 +59,7 @@ def left(tmp_path, root, descriptor):
                 save(host.store, path, data)
             names = [segment.path.name for segment in host.tiers.ram.own_segments()]
             (tmp_path / "names").write_text("\n".join(names))
+            (tmp_path / "folder").write_text(str(host.tiers.ram.host.segments))
             failed = int(len(names) < 2)
         finally:
             os._exit(failed)
@@ -80,6 +82,32 @@ def test_nothing_is_lost_of_a_segment_that_cannot_be_opened_for_a_while(left, ma
     wait(host.store, "", Level.OBJECT, 60)
     assert {path: load(host.plain(), path) for path in files} == files
     assert status(host.store)["unread_segments"] == 0
+
+
+@pytest.mark.parametrize("at", [0, 24], ids=["no segment", "damaged"])
+def test_nobody_takes_what_a_damaged_segment_held_for_safe_until_it_is_given_up(left, make_host, tmp_path, at, caplog):
+    files, names = left
+    damaged = Path((tmp_path / "folder").read_text()) / names[0]
+    with damaged.open("r+b") as file:
+        head = file.read(at + 1)
+        file.seek(at)
+        file.write(bytes([head[at] ^ 0x40]))
+    host = make_host(ram=256 * MIB, nvme=0)
+    host.tiers.writer.announce()
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=rf"{names[0]} is no segment any more.*delete that file"):
+            wait(host.store, "", Level.OBJECT, 20)
+    assert status(host.store)["unread_segments"] == 1
+    save(host.store, "g", b"new")
+    assert host.tiers.drafts.named_slots() is None
+    damaged.unlink()
+    wait(host.store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "g") == b"new"
+    there = [path for path in files if kind_of(host.plain(), path) is not None]
+    assert len(there) < len(files)
+    assert all(load(host.plain(), path) == files[path] for path in there)
+    assert status(host.store)["unread_segments"] == 0
+    assert [record.levelno for record in caplog.records if "is passed over" in record.message].count(logging.ERROR) <= 2
 
 
 @pytest.fixture

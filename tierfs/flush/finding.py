@@ -98,11 +98,18 @@ class Finder:
     # -- what cannot be read -------------------------------------------------------------------------------------------
 
     def check_lost(self, path: str) -> None:
-        """See that no draft at or below ``path`` was found unreadable.
+        """See that no draft at or below ``path`` was found unreadable, nor a segment, which may have held one.
 
         Raises:
             CorruptionError: One was: what this host wrote there last is lost.
         """
+        for name, error in self._state.ram.damaged().items():
+            raise CorruptionError(
+                f"{name} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "
+                "it up, and save again what is not in the object tier",
+                path=path,
+                tier="ram",
+            )
         for number, where in list(self._lost.items()):
             if not path or not where or where == path or where.startswith(f"{path}/"):
                 if isinstance(number, int):
@@ -139,10 +146,10 @@ class Finder:
             state.counters["reclaimed_bytes"] += freed
             _logger.info("freed %d bytes of slabs whose processes are gone", freed)
         gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
-        if gone and state.nvme is not None and not self._unreadable and not state.ram.unread():
+        if gone and state.nvme is not None and not self._unreadable and not state.ram.is_blind():
             # Their owners are dead by now, and may have sealed what they wrote right before.
             self.discover()
-            if state.ram.unread():
+            if state.ram.is_blind():
                 return
             with state.changed:
                 useless = [one for one in gone if bytes.fromhex(one.split(":")[2]) not in state.entries]
@@ -152,12 +159,12 @@ class Finder:
     def _needed_slots(self, segment: Segment) -> set[int]:
         """The chunk slots of a segment that drafts still need."""
         state = self._state
-        is_blind = bool(state.ram.unread())
+        is_blind = state.ram.is_blind()
         # Its owner is dead by now, and may have sealed something right before.
         self.discover()
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
-            if self._unreadable or is_blind or state.ram.unread():
+            if self._unreadable or is_blind or state.ram.is_blind():
                 # A draft that cannot be read may need any of them.
                 return {chunk.index for chunk in chunks}
             named = {

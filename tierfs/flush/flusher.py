@@ -316,7 +316,7 @@ class Flusher:
         usage = self.nvme.usage() if self.nvme is not None else None
         state = self._state
         publisher = state.publisher
-        unread = len(state.ram.unread())
+        unread = len(state.ram.unread()) + len(state.ram.damaged())
         now = state.clock.monotonic()
         with state.changed:
             moving = [entry for entry in state.entries if not entry.conflict]

@@ -121,7 +121,7 @@ class PendingDrafts:
 
     def is_settled(self, path: str) -> bool:
         """Whether nothing at or below ``path`` is pending, nor kept as a conflict, as far as this process can see all."""
-        if self._ram.unread():
+        if self._ram.is_blind():
             return False
         damaged: list[str] = []
         staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
@@ -162,7 +162,7 @@ class PendingDrafts:
             StoreError, FormatError: The flusher runs, and cannot be asked for what no file leads to.
         """
         self._handover.look_around()
-        if self._ram.unseen() or self._ram.unread():
+        if self._ram.unseen() or self._ram.is_blind():
             return None
         named: set[SlotRef] = set()
         for slot in self._ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):

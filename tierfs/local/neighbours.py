@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from tierfs.errors import NotFoundError, TierfsError
+from tierfs.local.segmentfile import OldSegmentError
 from tierfs.local.shares import MemfdNote, Shares
 from tierfs.local.slab import Segment
 
@@ -40,6 +41,8 @@ class Neighbours:
         unread: Names of those of its segments that could not be opened, for want of descriptors or memory: as of then, and at
             each look it is tried again. Nobody knows what is in them.
         why_unread: What came up with the last of these.
+        damaged: What is wrong with each file that has the name of one of its segments and is none, by name. What was in it is
+            lost as far as anybody can tell, but to a process that has it open.
     """
 
     def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
@@ -47,6 +50,7 @@ class Neighbours:
         self.unseen: frozenset[str] = frozenset()
         self.unread: frozenset[str] = frozenset()
         self.why_unread: BaseException | None = None
+        self.damaged: dict[str, Exception] = {}
         self._shares = shares
         self._store = store
         self._own = own
@@ -54,7 +58,7 @@ class Neighbours:
         self._files: dict[str, Segment] = {}
         self._given: dict[str, Segment] = {}
         self._notes: dict[str, MemfdNote] = {}
-        self._refused: set[tuple[str, int]] = set()
+        self._passed_over: dict[tuple[str, int], Exception] = {}
         self._seen_ns = -1
 
     def __repr__(self) -> str:
@@ -138,7 +142,9 @@ class Neighbours:
                 segment.path = None
                 self._given.setdefault(segment.id, segment)
         new = [name for name in sorted(names) if name not in self._files]
-        self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name))
+        damaged: dict[str, Exception] = {}
+        self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name, damaged))
+        self.damaged = damaged
         self._seen_ns = stamp if now_ns - stamp > SETTLED_NS else -1
 
     def _stamp(self) -> int:
@@ -147,20 +153,21 @@ class Neighbours:
         except FileNotFoundError:
             return 0
 
-    def _attach(self, path: Path) -> bool:
+    def _attach(self, path: Path, damaged: dict[str, Exception]) -> bool:
         """Look into a segment. Returns whether that is done with: false where it has to be tried again."""
         key = path.name, 0
         try:
             key = path.name, path.stat().st_ino
-            if key in self._refused:
+            if key in self._passed_over:
+                damaged[path.name] = self._passed_over[key]
                 return True
             segment = Segment.attach(path)
-        except (FileNotFoundError, NotFoundError):
+        except (FileNotFoundError, NotFoundError, OldSegmentError):
             return True
         except (TierfsError, OSError, MemoryError) as error:
             if not _is_for_now(error):
-                _logger.warning("a segment is passed over: %s", error)
-                self._refused.add(key)
+                _logger.error("a segment is passed over: %s", error)  # noqa: TRY400 - for people
+                self._passed_over[key] = damaged[path.name] = error
                 return True
             if path.name not in self.unread:
                 _logger.warning(

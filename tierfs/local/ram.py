@@ -215,6 +215,15 @@ class RamTier:
         self._neighbours.segments()
         return self._neighbours.unread
 
+    def damaged(self) -> dict[str, Exception]:
+        """What is wrong with each file that has the name of one of this store's segments and is none, by name."""
+        self._neighbours.segments()
+        return self._neighbours.damaged
+
+    def is_blind(self) -> bool:
+        """Whether there may be drafts in this store's segments that nobody can see, `unread` or `damaged`: they may need anything."""
+        return bool(self.unread() or self.damaged())
+
     @property
     def why_unread(self) -> BaseException | None:
         """What came up when the last of them was opened."""
