@@ -142,9 +142,14 @@ class Neighbours:
                 segment.path = None
                 self._given.setdefault(segment.id, segment)
         new = [name for name in sorted(names) if name not in self._files]
-        damaged: dict[str, Exception] = {}
-        self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name, damaged))
-        self.damaged = damaged
+        self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name))
+        self.damaged = {
+            name: error
+            for (name, _), error in self._passed_over.items()
+            if name in names
+            and name not in self._files
+            and not isinstance(error, OldSegmentError)  # of which nothing is left
+        }
         self._seen_ns = stamp if now_ns - stamp > SETTLED_NS else -1
 
     def _stamp(self) -> int:
@@ -153,21 +158,20 @@ class Neighbours:
         except FileNotFoundError:
             return 0
 
-    def _attach(self, path: Path, damaged: dict[str, Exception]) -> bool:
+    def _attach(self, path: Path) -> bool:
         """Look into a segment. Returns whether that is done with: false where it has to be tried again."""
         key = path.name, 0
         try:
             key = path.name, path.stat().st_ino
             if key in self._passed_over:
-                damaged[path.name] = self._passed_over[key]
                 return True
             segment = Segment.attach(path)
-        except (FileNotFoundError, NotFoundError, OldSegmentError):
+        except (FileNotFoundError, NotFoundError):
             return True
         except (TierfsError, OSError, MemoryError) as error:
             if not _is_for_now(error):
-                _logger.error("a segment is passed over: %s", error)  # noqa: TRY400 - for people
-                self._passed_over[key] = damaged[path.name] = error
+                _logger.warning("a segment is passed over: %s", error)
+                self._passed_over[key] = error
                 return True
             if path.name not in self.unread:
                 _logger.warning(
