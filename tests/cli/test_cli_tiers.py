@@ -29,7 +29,7 @@ from tierfs.flush.priority import NICER
 from tierfs.flush.service import LOCK_NAME
 from tierfs.flush.stopping import stop_flusher
 from tierfs.local.host import ExclusiveLock
-from tierfs.store import list_directory, localtiers, open_store, parse_url, save
+from tierfs.store import find, list_directory, localtiers, open_store, parse_url, save
 from tierfs.store import open as opening
 from tierfs.store.open import open_bare
 
@@ -576,6 +576,23 @@ def test_a_flusher_for_a_client_opens_the_store_with_what_that_sends(host, url, 
     argv = until(lambda: arguments_of_flusher(directory))
     assert "--uuid" in argv
     assert (directory / "flusher.log").read_text() == ""
+
+
+def test_what_a_client_left_that_died_before_it_said_where_to_is_flushed(host, url, no_flusher):
+    child = os.fork()
+    if not child:
+        stage(url, files=2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+    no_flusher()
+    directory = store_directory(host, url)
+    # As a client starts it, see `LocalTiers.launch`; nobody connects.
+    words = ["--uuid", directory.name, "--state-dir", host / "state", "--ram", 64 * MIB, "--nvme", 0]
+    with program("flusher", "run", url.removeprefix("tierfs::"), *words, "--linger", 0) as process:
+        bare = open_bare(parse_url(url))[0]
+        until(lambda: sum(entry.path.startswith("run/") for entry in find(bare, "")) == 2)
+        process.terminate()
+        assert ended(process) == (0, "")
 
 
 def test_a_flusher_answers_its_client_before_it_loads_the_way_to_the_object_tier(host):

@@ -223,6 +223,8 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
         uuid,
         budgets,
         lambda way: cast("Publisher", _LatePublisher(lambda: _open_as_told(way, uuid, codecs), host)),
+        # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
+        own={"url": arguments.url, "options": {}} if arguments.url.startswith("file://") else None,
         lesser=lesser,
     )
     return engine, host.store_directory(uuid)

@@ -51,6 +51,7 @@ def build_engine(
     budgets: Budgets,
     connect: Callable[[dict[str, Any]], Publisher] | None,
     *,
+    own: dict[str, Any] | None = None,
     publisher: Publisher | None = None,
     clock: Clock | None = None,
     faults: Callable[[str], None] = no_faults,
@@ -63,6 +64,7 @@ def build_engine(
         uuid: The store's.
         budgets: Of its tiers.
         connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends, which are waited for.
+        own: ``url`` and ``options`` to begin with, before a client sends any.
         publisher: The way to the object tier where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
@@ -82,7 +84,7 @@ def build_engine(
             flusher.connect(publisher)
         return flusher
 
-    return FlushEngine(build, connect)
+    return FlushEngine(build, connect, own)
 
 
 def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]) -> NvmeTier | None:

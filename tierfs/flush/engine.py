@@ -28,15 +28,18 @@ class FlushEngine:
         build: Makes what does the work; called by `start`, when nobody else works on these tiers.
         connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends; must not block. ``None`` where what
             does the work has its own.
+        own: ``url`` and ``options`` to begin with, as a client sends them.
     """
 
     def __init__(
         self,
         build: Callable[[], Flusher],
         connect: Callable[[dict[str, Any]], Publisher] | None,
+        own: dict[str, Any] | None = None,
     ) -> None:
         self._build = build
         self._offers = None if connect is None else Offers(connect)
+        self._own = own
         self._started: Flusher | None = None
 
     def __repr__(self) -> str:
@@ -54,6 +57,7 @@ class FlushEngine:
             StoreError, CapacityError, ReadOnlyError: A local tier cannot be opened.
         """
         self._started = self._build()
+        self._offer([] if self._own is None else [self._own])
         try:
             self._started.start()
         except BaseException:
@@ -97,12 +101,13 @@ class FlushEngine:
         return answer if isinstance(answer, Answer) else Answer(answer or {})
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
-        offers, options = self._offers, arguments.get("options")
-        if offers is None or options is None:
-            return
-        url = arguments.get("url")
-        if offers.add([{"url": url, "options": each} for each in (options, *arguments.get("earlier", []))]):
-            self._flusher.connect(offers)
+        url, options = arguments.get("url"), arguments.get("options")
+        if options is not None:
+            self._offer([{"url": url, "options": each} for each in (options, *arguments.get("earlier", []))])
+
+    def _offer(self, ways: list[dict[str, Any]]) -> None:
+        if self._offers is not None and self._offers.add(ways):
+            self._flusher.connect(self._offers)
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
         """Something was sealed."""
