@@ -30,10 +30,10 @@ def partly(base: bytes, share: float) -> bytes:
 def test_bytes_are_not_tried_against_what_hardly_any_are_the_same_of(monkeypatch, share, tried, kind):
     against, ratio = [], choice_module._ratio
 
-    def counted(sample, coding, base, out):
+    def counted(sample, coding, base, *others):
         if base is not None:
             against.append(coding.codec)
-        return ratio(sample, coding, base, out)
+        return ratio(sample, coding, base, *others)
 
     monkeypatch.setattr(choice_module, "_ratio", counted)
     base = os.urandom(SAMPLE_BYTES)
@@ -41,6 +41,18 @@ def test_bytes_are_not_tried_against_what_hardly_any_are_the_same_of(monkeypatch
     assert bool(against) == (tried or kind == "float")
     assert found.delta is None
     assert found.delta_ratio == 1 or against
+
+
+def test_what_another_codec_would_make_of_it_does_not_count_where_that_is_forbidden() -> None:
+    """SPARSE becomes DPLANE where many elements differ; what may be neither is encoded by itself."""
+    numbers = np.random.default_rng(0).standard_normal(SAMPLE_BYTES // 4).astype("<f4")
+    differs = np.random.default_rng(1).random(numbers.size) < 0.35
+    near = np.where(differs, numbers * np.float32(1 + 1e-5), numbers).astype("<f4").tobytes()
+    out, base = memoryview(bytearray(SAMPLE_BYTES)), memoryview(numbers.tobytes())
+    for allowed, expected in (({Codec.SPARSE}, None), ({Codec.SPARSE, Codec.DPLANE}, Codec.DPLANE)):
+        found = choose(memoryview(near), kind="float", width=4, base=base, allowed=allowed | {Codec.PLANE}, out=out)
+        assert found.static.codec is Codec.PLANE
+        assert (found.delta and found.delta.codec) is expected
 
 
 def test_what_a_base_saves_is_nothing_where_it_is_not_worth_it() -> None:

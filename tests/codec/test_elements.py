@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import struct
+import tracemalloc
 import zipfile
 
 import pytest
@@ -347,6 +348,22 @@ def test_a_table_that_ends_before_the_data_do_is_refused():
     data = safetensors_file({"a": entry(0, 4)}, bytes(5))
     with pytest.raises(CorruptionError, match="its tensors end at 4, and its data at 5"):
         read_table(lambda at, out: out.__setitem__(slice(None), data[at : at + len(out)]), len(data), "file")
+
+
+@pytest.mark.parametrize("what", ["global", "record"])
+def test_names_that_a_pickle_makes_of_names_are_bounded(what):
+    if what == "global":  # doubled with every opcode
+        steps = b"\x8c\x04name\x94" + b"".join(b"h%ch%c\x93\x94" % (number, number) for number in range(60))
+        pickle = b"\x80\x04" + steps + b"."
+    else:  # each reference is another name of a megabyte
+        head = b"X\x07\x00\x00\x00storage\x94ctorch\nFloatStorage\n\x94X\x00\x00\x10\x00" + b"k" * (1 << 20) + b"\x94"
+        pickle = b"\x80\x04" + head + b"(h\x00h\x01h\x02h\x00K\x01tQ" * 4096 + b"."
+    tracemalloc.start()
+    try:
+        assert storages_in(pickle) == {}
+        assert tracemalloc.get_traced_memory()[1] < 32 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_pickle_that_is_too_much_work_names_no_storage(monkeypatch):

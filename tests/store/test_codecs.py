@@ -15,7 +15,7 @@ from tierfs.store.codecs import AUTO, Codecs
         ("auto", set(Codec), False),
         ("all", set(Codec), True),
         ("off", {Codec.STORE}, False),
-        ("zstd, Plane", {Codec.STORE, Codec.ZSTD, Codec.PLANE}, True),
+        ("zstd, Plane", {Codec.STORE, Codec.CONST, Codec.ZSTD, Codec.PLANE}, True),
         ("store", {Codec.STORE}, True),
     ],
 )

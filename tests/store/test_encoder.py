@@ -280,10 +280,34 @@ def test_what_is_remembered_of_a_tensor_comes_from_bytes_that_were_verified(host
 def test_that_a_difference_is_too_large_is_remembered_of_a_tensor(host):
     encoder, raw = encoder_for(), numbers().tobytes()
     base = host.chunk(os.urandom(len(raw)), host.local)
-    assert reasons_of(encode(encoder, host, raw, base=base)) == {Reason.DELTA_TOO_LARGE}
-    sizes = sizes_read(host)
-    assert reasons_of(encode(encoder, host, raw, save=1, base=base)) == {Reason.DELTA_TOO_LARGE}
-    assert sizes == []
+    sizes, tried_at = sizes_read(host), []
+    for save in range(4 * REPROBE_SAVES):
+        assert reasons_of(encode(encoder, host, raw, save=save, base=base)) == {Reason.DELTA_TOO_LARGE}
+        if sizes:
+            tried_at.append(save)
+        sizes.clear()
+    assert tried_at == [0, 1, 3, 7, 15, 31, 47, 63]
+
+
+def test_what_has_a_keyframe_nearby_again_has_differences_again(host):
+    """The sample is too far from its base, once; the next save has another one."""
+    encoder, far, raw = encoder_for(), os.urandom(4 * MIB), numbers().tobytes()
+    encode(encoder, host, raw, base=host.chunk(far[: len(raw)], host.local))
+    base = host.chunk(raw, host.local)
+    later = near(numbers(), 1e-5).tobytes()
+    assert codecs_of(encode(encoder, host, later, save=1, base=base)) == {Codec.DPLANE}
+
+
+def test_a_sample_that_says_too_much_good_of_the_rest_is_not_believed_for_long(host):
+    """The first block of a tensor stays as it is, the others are noise."""
+    encoder, still, saves = encoder_for(), numbers()[: MIB // 4].tobytes(), 4 * REPROBE_SAVES
+    alone = total = 0
+    base = host.chunk(still + numbers(99).tobytes()[: 3 * MIB], host.local)
+    for save in range(saves):
+        raw = still + numbers(save).tobytes()[: 3 * MIB]
+        total += sum(len(block.data) for block in encode(encoder, host, raw, save=save, base=base).blocks[1:])
+        alone += sum(len(block.data) for block in encode(encoder_for(), host, raw).blocks[1:])
+    assert total < 1.03 * alone
 
 
 def test_blocks_that_are_not_encoded_at_all_save_nothing(host):
@@ -821,7 +845,7 @@ def test_many_threads_encode_with_bounded_memory(host, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("codecs", "codec"), [("off", Codec.STORE), ("zstd,plane", Codec.STORE), ("const", Codec.CONST)]
+    ("codecs", "codec"), [("off", Codec.STORE), ("store", Codec.STORE), ("zstd,plane", Codec.CONST)]
 )
 def test_what_is_found_to_be_constant_is_stored_as_that_only_where_it_may_be(host, codecs, codec):
     encoded = encode(encoder_for(codecs), host, bytes(2 * MIB), tensor=MASTER)

@@ -70,7 +70,7 @@ def choose(
     static, static_ratio = _STORE, 1.0
     for coding in candidates:
         if coding.codec in allowed:
-            ratio = _ratio(sample, coding, None, out)
+            ratio = _ratio(sample, coding, None, allowed, out)
             if ratio < static_ratio:
                 static, static_ratio = coding, ratio
     if base is None or (Codec.DPLANE not in allowed and Codec.SPARSE not in allowed):
@@ -81,14 +81,17 @@ def choose(
     for coding in (Coding(Codec.DPLANE, width), Coding(Codec.SPARSE, width)):
         if coding.codec not in allowed or (coding.codec is Codec.SPARSE and _equal(sample, base, width) < SPARSE_EQUAL):
             continue
-        ratio = _ratio(sample, coding, base, out)
+        ratio = _ratio(sample, coding, base, allowed, out)
         if ratio < delta_ratio:
             delta, delta_ratio = coding, ratio
     return Choice(static, static_ratio, delta if delta_ratio <= DELTA_WORTH * static_ratio else None, delta_ratio)
 
 
-def _ratio(sample: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> float:
-    return encode_block(sample, coding, base, out)[1] / len(sample)
+def _ratio(
+    sample: memoryview, coding: Coding, base: memoryview | None, allowed: Container[Codec], out: memoryview
+) -> float:
+    codec, length = encode_block(sample, coding, base, out)
+    return length / len(sample) if codec in allowed else 1.0  # another one may fit better, which would not be taken
 
 
 def _equal(sample: memoryview, base: memoryview, width: int) -> float:

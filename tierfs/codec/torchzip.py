@@ -28,6 +28,7 @@ _ENCRYPTED = 1
 _PICKLE = "data.pkl"
 _OTHERS_MAX = 16  # records that are neither the pickle nor a storage: a version, a byte order
 _OTHER_BYTES_MAX = 1 << 16
+_NAME_MAX = 256  # characters; longer ones are not torch's, and a pickle can double one with every opcode
 _OPCODES_MAX = 1_000_000  # a second's work: what has more in its pickle is cut as bytes of any kind
 
 _FLOATS = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2}
@@ -186,7 +187,10 @@ class _Machine:
         if name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
             return tuple(taken)
         if name == "STACK_GLOBAL":
-            return _Global(" ".join(part for part in taken if isinstance(part, str)))
+            parts = [part for part in taken if isinstance(part, str)]
+            if sum(map(len, parts)) > _NAME_MAX:
+                raise ValueError("the name of a global is too long")
+            return _Global(" ".join(parts))
         if name == "BINPERSID":
             return self._refer(taken[0])
         if name == "REDUCE":
@@ -196,7 +200,9 @@ class _Machine:
     def _refer(self, what: object) -> object:
         """Note a reference to a storage. Returns the name of its record."""
         match what:
-            case ("storage", _Global() as kind, str() as key, _, int() as count) if count >= 0 and kind in _STORAGES:
+            case ("storage", _Global() as kind, str() as key, _, int() as count) if (
+                count >= 0 and kind in _STORAGES and len(key) <= _NAME_MAX
+            ):
                 record = f"data/{key}"
                 element = _STORAGES[kind]
                 self.found.setdefault(record, _Storage(count * element.size, element))

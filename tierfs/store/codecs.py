@@ -15,7 +15,7 @@ class Codecs:
     """What is allowed.
 
     Attributes:
-        allowed: The codecs; STORE always is.
+        allowed: The codecs; STORE always is, and CONST with any other: what it is used for, no other codec is tried on.
         always: Encode also where sending the raw bytes would be faster.
     """
 
@@ -40,7 +40,8 @@ class Codecs:
         if unknown:
             known = ", ".join(codec.name.lower() for codec in Codec)
             raise InvalidInputError(f"codecs={text!r}: neither auto, all nor off, nor names among {known}")
-        return cls(frozenset({Codec.STORE, *(Codec[name] for name in names)}), always=True)
+        implied = {Codec.STORE} if names == ["STORE"] else {Codec.STORE, Codec.CONST}
+        return cls(frozenset({*implied, *(Codec[name] for name in names)}), always=True)
 
     def __str__(self) -> str:
         if self.allowed == frozenset(Codec):

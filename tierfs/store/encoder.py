@@ -56,6 +56,34 @@ FetchRow = Callable[[Row, memoryview], None]
 """Copies all bytes of a chunk from the object tier, verified; raises a `TierfsError` if it cannot."""
 
 
+class _Known(NamedTuple):
+    """What is remembered of a tensor.
+
+    Attributes:
+        save: When it was found out.
+        choice: What.
+        misses: How often in a row differences were too large when they were tried, be it in the sample or in the rest.
+    """
+
+    save: int
+    choice: Choice
+    misses: int = 0
+
+    @property
+    def is_miss(self) -> bool:
+        """Whether differences were too large, when they were tried."""
+        return self.choice.delta is None and self.choice.delta_ratio is not None
+
+    def holds(self, save: int) -> bool:
+        """Whether it counts at this save.
+
+        A miss is tried again with the next save, since differences grow with the distance from the keyframe, and there may
+        be another by then; then less and less often, since some tensors never have small ones.
+        """
+        saves = min(2 ** min(self.misses - 1, 30), REPROBE_SAVES) if self.is_miss else REPROBE_SAVES
+        return 0 <= save - self.save < saves
+
+
 class _Attempt(NamedTuple):
     """An encoded chunk, and the choices that were made for it."""
 
@@ -84,7 +112,7 @@ class Encoder:
         self._kind = kind
         self._clock = clock
         self._lock = threading.Lock()
-        self._choices: dict[str, tuple[int, Choice]] = {}  # with the save that it was made at
+        self._choices: dict[str, _Known] = {}
         self._typical: dict[tuple[str, int], Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
         self._put = Puts()
@@ -302,14 +330,10 @@ class Encoder:
     def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
         """What is remembered of a tensor, if it counts still."""
         with self._lock:
-            save, known = self._choices.get(tensor.name, (0, None))
-        if (
-            known is None
-            or not 0 <= hint.save - save < REPROBE_SAVES
-            or (known.delta_ratio is None and hint.base is not None)
-        ):
+            known = self._choices.get(tensor.name)
+        if known is None or not known.holds(hint.save):
             return None
-        return known
+        return None if known.choice.delta_ratio is None and hint.base is not None else known.choice
 
     def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None) -> Choice:
         """Find out about a tensor from one block of it, which has this number in the chunk."""
@@ -330,26 +354,33 @@ class Encoder:
         return base.part(number * BLOCK_BYTES + start, count)
 
     def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
-        """Remember what was chosen.
-
-        Those whose difference has grown too large are tried again with the next save: it grows with the distance from the keyframe.
-        """
+        """Remember what was chosen, and of which tensors the differences were too large all the same."""
+        sizes: dict[Tensor, tuple[int, int]] = {}  # of differences: encoded, raw
+        for tensor, block, source in zip(tensors, attempt.blocks, blocks_of(raw), strict=True):
+            if tensor.name and block.reason is Reason.DELTA:
+                encoded, count = sizes.get(tensor, (0, 0))
+                sizes[tensor] = encoded + len(block.data), count + len(source)
         with self._lock:
             for tensor, choice in attempt.found:
                 self._typical.setdefault((tensor.kind, tensor.width), Typical()).add(choice)
                 if tensor.name:
-                    self._choices.pop(tensor.name, None)
-                    self._choices[tensor.name] = (save, choice)
+                    known = self._choices.pop(tensor.name, None)
+                    misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
+                    found = _Known(save, choice, misses)
+                    self._choices[tensor.name] = found._replace(misses=misses + 1) if found.is_miss else found
             while len(self._choices) > CHOICES_MAX:
                 del self._choices[next(iter(self._choices))]
-            for tensor, block, source in zip(tensors, attempt.blocks, blocks_of(raw), strict=True):
-                _, known = self._choices.get(tensor.name, (0, None))
-                if (
-                    block.reason is Reason.DELTA
-                    and known is not None
-                    and len(block.data) > DELTA_WORTH * known.static_ratio * len(source)
-                ):
-                    self._choices[tensor.name] = (save - REPROBE_SAVES + 1, known)
+            for tensor, (encoded, count) in sizes.items():
+                known = self._choices.get(tensor.name)
+                if known is None or known.is_miss:
+                    continue
+                is_worth_it = encoded <= DELTA_WORTH * known.choice.static_ratio * count
+                if known.save != save:  # one that has grown too large was small, and may be again
+                    found_at = known.save if is_worth_it else save - REPROBE_SAVES + 1
+                    self._choices[tensor.name] = _Known(found_at, known.choice)
+                elif not is_worth_it:  # the sample was not like the rest
+                    missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
+                    self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
 
     def _may_pay(self, tensor: Tensor) -> bool:
         """Whether encoding would pay, were this tensor like most of its kind."""
