@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -56,6 +57,14 @@ def test_two_at_once_have_two():
             assert address() != outer
         assert address() == outer
     assert len(module._free) == 2
+
+
+def test_of_what_very_many_have_at_once_not_all_is_kept():
+    with contextlib.ExitStack() as stack:
+        for _ in range(3 * module.KEPT_MAX):
+            stack.enter_context(lent())
+            address()
+    assert len(module._free) == module.KEPT_MAX
 
 
 def test_what_is_lent_is_given_back_after_an_error():

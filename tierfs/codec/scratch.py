@@ -23,6 +23,8 @@ Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 
 _Memory: TypeAlias = dict[str, NDArray[np.uint8]]
 
+# How many of those that were lent at once are kept, of up to 8 MiB each.
+KEPT_MAX = 16
 _local = threading.local()
 _free: list[_Memory] = []
 
@@ -45,7 +47,8 @@ def lent() -> Iterator[None]:
         yield
     finally:
         _local.memory = before
-        _free.append(memory)
+        if len(_free) < KEPT_MAX:
+            _free.append(memory)
 
 
 def scratch(name: str, width: int, count: int) -> Elements:
