@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -287,6 +288,26 @@ def test_that_a_difference_is_too_large_is_remembered_of_a_tensor(host):
             tried_at.append(save)
         sizes.clear()
     assert tried_at == [0, 1, 3, 7, 15, 31, 47, 63]
+
+
+def test_chunks_that_are_tried_at_the_same_time_count_once(host):
+    encoder, raw, together = encoder_for(), numbers().tobytes(), threading.Barrier(4)
+    base = host.chunk(os.urandom(len(raw)), host.local)
+    read = host.read
+
+    def wait_for_the_others(row, start, out):
+        if not together.broken:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(5)
+            together.abort()
+        return read(row, start, out)
+
+    host.read = wait_for_the_others
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: encode(encoder, host, raw, base=base), range(4)))
+    sizes = sizes_read(host)
+    encode(encoder, host, raw, save=1, base=base)
+    assert sizes
 
 
 def test_what_has_a_keyframe_nearby_again_has_differences_again(host):

@@ -57,8 +57,8 @@ class FlushEngine:
             StoreError, CapacityError, ReadOnlyError: A local tier cannot be opened.
         """
         self._started = self._build()
-        self._offer([] if self._own is None else [self._own])
         try:
+            self._offer([] if self._own is None else [self._own])
             self._started.start()
         except BaseException:
             self._started.stop()

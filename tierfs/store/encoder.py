@@ -367,7 +367,11 @@ class Encoder:
                     known = self._choices.pop(tensor.name, None)
                     misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
                     found = _Known(save, choice, misses)
-                    self._choices[tensor.name] = found._replace(misses=misses + 1) if found.is_miss else found
+                    # Once a save, however many of its chunks were tried at the same time.
+                    is_news = known is None or not known.is_miss or known.save != save
+                    self._choices[tensor.name] = (
+                        found._replace(misses=misses + 1) if found.is_miss and is_news else found
+                    )
             while len(self._choices) > CHOICES_MAX:
                 del self._choices[next(iter(self._choices))]
             for tensor, (encoded, count) in sizes.items():
