@@ -1,4 +1,4 @@
-"""What `codec.py` measures of encoding in processes instead of threads, which share one interpreter lock."""
+"""What `codec.py` measures of codecs in processes instead of threads, which share one interpreter lock."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import statistics
 from multiprocessing.connection import Connection
 
 import numpy as np
-from codec_speed import BLOCKS, ROOM_BYTES, Case, Threads
+from codec_speed import BLOCKS, CASES, ROOM_BYTES, Case, Threads
 from dcp_session import timed
 
-CODECS = ("PLANE", "DPLANE")
-KIND = "w32"
 PROCESSES = 2
 WARM_UPS = 2
+WAYS = ("encode", "decode")
+# Of the cases: its place in their list, and the way.
+_Job = tuple[int, str]
 
 
-def report(cases: dict[tuple[str, str], Case], rounds: int) -> dict[str, float]:
-    """By codec, how many times as fast two processes encode float32 weights as two threads do, both in turns.
+def report(cases: dict[tuple[str, str], Case], rounds: int) -> dict[str, dict[str, float]]:
+    """By codec and way, how many times as fast two processes are as one, and as two threads, with all classes; in turns, medians.
 
     The processes have the blocks already: what it would take to send them there is not counted. To be called before there are threads.
     """
-    tasks = [cases[codec, KIND] for codec in CODECS]
+    tasks = list(cases.values())
+    numbers = {codec.name: [at for at, key in enumerate(cases) if key[0] == codec.name] for codec in CASES}
     context = multiprocessing.get_context("fork")
     workers: list[Connection] = []
     processes = []
@@ -31,31 +33,43 @@ def report(cases: dict[tuple[str, str], Case], rounds: int) -> dict[str, float]:
         processes[-1].start()
         workers.append(here)
     threads = Threads()
-    found: dict[str, list[float]] = {codec: [] for codec in CODECS}
+    found: dict[str, list[tuple[float, float]]] = {}
     try:
-        for _ in range(WARM_UPS + rounds):
-            for index, (codec, task) in enumerate(zip(CODECS, tasks, strict=True)):
-                alone = threads.seconds(task.encode, PROCESSES)
-                found[codec].append(alone / timed(lambda index=index: _do(workers, index)))  # type: ignore[misc]
+        for round_ in range(WARM_UPS + rounds):
+            for codec, indices in numbers.items():
+                for way in WAYS:
+                    of_threads = sum(threads.seconds(getattr(tasks[at], way), PROCESSES) for at in indices)
+                    one, both = (sum(_seconds(workers[:count], (at, way)) for at in indices) for count in (1, 2))
+                    if round_ >= WARM_UPS:
+                        found.setdefault(f"{codec} {way}", []).append((one / both, of_threads / both))
     finally:
         threads.close()
         for worker in workers:
             worker.send(None)
         for process in processes:
             process.join()
-    return {codec: statistics.median(ratios[WARM_UPS:]) for codec, ratios in found.items()}
+    return {
+        name: dict(zip(("over 1", "over 2 threads"), map(statistics.median, zip(*pairs, strict=True)), strict=True))
+        for name, pairs in found.items()
+    }
 
 
-def _do(workers: list[Connection], index: int) -> None:
-    for worker in workers:
-        worker.send(index)
-    for worker in workers:
-        worker.recv()
+def _seconds(workers: list[Connection], job: _Job) -> float:
+    """What it takes these to do all blocks of a case."""
+
+    def all_of_it() -> None:
+        for worker in workers:
+            worker.send((*job, len(workers)))
+        for worker in workers:
+            worker.recv()
+
+    return timed(all_of_it)
 
 
 def _work(pipe: Connection, tasks: list[Case], number: int) -> None:
     room = memoryview(np.ones(ROOM_BYTES, np.uint8))
     assert BLOCKS % PROCESSES == 0
-    while (index := pipe.recv()) is not None:
-        tasks[index].encode(room, number, PROCESSES)
+    while (job := pipe.recv()) is not None:
+        at, way, count = job
+        getattr(tasks[at], way)(room, number, count)
         pipe.send(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import shutil
 import statistics
 import time
@@ -14,7 +15,6 @@ from typing import Any
 import dcp_peers as peers
 import dcp_states as states
 import fsspec
-import torch
 import torch.distributed.checkpoint as stock
 from dcp_limit import limit
 from dcp_slices import SlicePlanner
@@ -25,6 +25,9 @@ from tierfs.dcp import TierLoadPlanner, TierReader
 
 WARM_UPS = 3
 IDLE_S = 2.0
+# Short turns are taken more often: what else the host does makes one several times as long as another.
+BLOCKED_TURNS = 4
+DRAIN_TURNS = 3
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -32,6 +35,11 @@ def timed(function: Callable[[], object]) -> float:
     begin = time.perf_counter()
     function()
     return time.perf_counter() - begin
+
+
+def shuffled(everyone: list[peers.Peer], number: int) -> list[peers.Peer]:
+    """The order of a round: what one leaves to the disk and the memory, another one has to bear the next time."""
+    return random.Random(states.SEED + number).sample(everyone, len(everyone))
 
 
 class Rows:
@@ -72,6 +80,7 @@ class Session:
         tierfs.init(f"file://{root}/store")
         self._ours = peers.Tierfs(f"tierfs::file://{root}/store", states.bytes_in(self.state))
         self._tierfs = peers.Peer("tierfs", self._ours.begin, is_async=True)
+        self._kept = peers.stock_async_kept()
 
     def _begin(self, peer: peers.Peer) -> tuple[Path, float, Callable[[], object]]:
         self._number += 1
@@ -84,18 +93,14 @@ class Session:
     def saves(self) -> dict[str, dict[str, float]]:
         """Seconds blocked and until durable, by who saves."""
         state, rows = self.state, Rows()
-        warm = [torch.zeros_like(tensor) for tensor in states.tensors_of(state)]
-        everyone = [self._tierfs, peers.stock(1), peers.stock(2), peers.stock_async(), peers.stock_async_kept()]
+        everyone = [self._tierfs, peers.stock(1), peers.stock(2), peers.stock_async(), self._kept]
         others = [peers.torch_save(), peers.safetensors(), peers.torchsnapshot()]
         everyone += [limit(self._root, state), *(peer for peer in others if peer is not None)]
         for number in range(WARM_UPS + self._rounds):
             if number == WARM_UPS:
                 rows.clear()
-            # What the one before leaves to the disk and the memory, another one has to bear the next time.
-            for peer in everyone[:: 1 if number % 2 else -1]:
+            for peer in shuffled(everyone, number):
                 states.renew(state, self._number)
-                states.copy_into(warm, state)
-                rows.note("copy_ into warm memory", blocked=timed(partial(states.copy_into, warm, state)))
                 directory, blocked, wait = self._begin(peer)
                 durable = blocked + timed(wait)
                 rows.note(peer.name, blocked=blocked if peer.is_async else durable, durable=durable)
@@ -103,6 +108,29 @@ class Session:
                     rows.note("tierfs", object=durable + timed(partial(self._ours.writer.wait, "object")))
                 shutil.rmtree(directory, ignore_errors=True)
         return rows.medians()
+
+    def blocked(self) -> dict[str, float]:
+        """Seconds that training waits for a copy, and for who copies and saves in the background, each into memory that it used last turn.
+
+        A copy that is made again at once is faster where the host has taken pages of its guests back meanwhile, in whatever way; no save is.
+        """
+        rows = Rows()
+        copy = peers.copy(self.state)
+        everyone = [copy, self._tierfs, self._kept]
+        for number in range(WARM_UPS + BLOCKED_TURNS * self._rounds):
+            if number == WARM_UPS:
+                rows.clear()
+            for peer in shuffled(everyone, number):
+                states.renew(self.state, self._number)
+                directory, blocked, wait = self._begin(peer)
+                rows.note(peer.name, blocked=blocked)
+                if peer is copy:
+                    rows.note("the same again at once", blocked=self._begin(peer)[1])
+                wait()
+                if peer is self._tierfs:
+                    self._ours.writer.wait("object")
+                shutil.rmtree(directory, ignore_errors=True)
+        return {name: row["blocked"] for name, row in rows.medians().items()}
 
     def loads(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Seconds by who loads from where, and what a load of an eighth of the rows reads."""
@@ -159,11 +187,11 @@ class Session:
         rows = Rows()
         training = Training()
         training.seconds_per_step(after(IDLE_S))
-        everyone = [self._tierfs, peers.stock_async(), peers.stock_async_kept()]
+        everyone = [*[self._tierfs] * DRAIN_TURNS, peers.stock_async(), self._kept]
         for number in range(1 + self._rounds):
             if number == 1:
                 rows.clear()
-            for peer in everyone:
+            for peer in shuffled(everyone, number):
                 idle, _ = training.seconds_per_step(after(IDLE_S))
                 states.renew(self.state, self._number)
                 directory, blocked, wait = self._begin(peer)

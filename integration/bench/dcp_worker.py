@@ -40,6 +40,7 @@ def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bo
     found: dict[str, Any] = {"bytes_of": states.bytes_in(state), "tensors_of": len(states.tensors_of(state))}
     with peers.one_rank(directory):
         found["saves"] = session.saves()
+        found["blocked"] = session.blocked()
         if name != "small":
             found["loads"], found["slices"] = session.loads()
         if training:
