@@ -8,8 +8,8 @@ apart, in processes of their own. Everybody saves the same states to the same di
 about 300 parameters with AdamW's state (1,200 tensors, most of them small); 900 tensors of 4 KiB for the price of a tensor. Their
 content is new for each save, so nothing is deduplicated. The limit is a copy of each tensor, then direct writes of that. tierfs has both
 local tiers in front of a store that is a directory on the same disk; its flusher is a process of its own, and what it does after
-`local` is waited for before the next one's turn. For how long training is blocked is measured once more, in shorter rounds of a copy and
-those who save in the background alone. Cold loads: ram copies are evicted, and the page cache of all files dropped
+`local` is waited for before the next one's turn. For how long training is blocked is measured once more, in a training loop,
+in rounds of a copy and those who save in the background into memory that is warm. Cold loads: ram copies are evicted, and the page cache of all files dropped
 (posix_fadvise DONTNEED). Bytes read are ``rchar`` of /proc/self/io. Takes about 10 times --bytes of memory, and (rounds + 7) times of
 the disk.
 """
@@ -193,7 +193,7 @@ def show(report: dict[str, Any]) -> None:
             )
         print(f"durable, tierfs: {saves['tierfs']['durable'] / saves[LIMIT]['durable']:.2f} x {LIMIT}")
         for name, seconds in report["blocked"][state].items():
-            print(f"blocked, in turns by themselves: {name:45} {seconds:10.4f}")
+            print(f"blocked, in a training loop: {name:45} {seconds:10.4f}")
         for name, seconds in report["loads"].get(state, {}).items():
             print(f"load {name:40} {seconds:10.4f} {'':10} {size / seconds / 1e6:7.0f}")
         for name, row in report["slices"].get(state, {}).items():

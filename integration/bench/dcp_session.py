@@ -25,8 +25,9 @@ from tierfs.dcp import TierLoadPlanner, TierReader
 
 WARM_UPS = 3
 IDLE_S = 2.0
+PAUSE_S = 1.0
 # Short turns are taken more often: what else the host does makes one several times as long as another.
-BLOCKED_TURNS = 4
+BLOCKED_TURNS = 2
 DRAIN_TURNS = 3
 
 
@@ -110,22 +111,21 @@ class Session:
         return rows.medians()
 
     def blocked(self) -> dict[str, float]:
-        """Seconds that training waits for a copy, and for who copies and saves in the background, each into memory that it used last turn.
+        """Seconds that a training loop waits for a copy, and for who copies and saves in the background, each into memory that it used last turn.
 
-        A copy that is made again at once is faster where the host has taken pages of its guests back meanwhile, in whatever way; no save is.
+        A second of training goes before each, so nobody begins while the disk has not come to rest from what another one wrote.
         """
         rows = Rows()
-        copy = peers.copy(self.state)
+        copy, training = peers.copy(self.state), Training()
         everyone = [copy, self._tierfs, self._kept]
         for number in range(WARM_UPS + BLOCKED_TURNS * self._rounds):
             if number == WARM_UPS:
                 rows.clear()
             for peer in shuffled(everyone, number):
                 states.renew(self.state, self._number)
+                training.seconds_per_step(after(PAUSE_S))
                 directory, blocked, wait = self._begin(peer)
                 rows.note(peer.name, blocked=blocked)
-                if peer is copy:
-                    rows.note("the same again at once", blocked=self._begin(peer)[1])
                 wait()
                 if peer is self._tierfs:
                     self._ours.writer.wait("object")

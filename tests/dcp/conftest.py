@@ -52,3 +52,13 @@ def url():
 @pytest.fixture
 def store(url):
     return open_store(parse_url(url))[0]
+
+
+@pytest.fixture
+def without_checksums():
+    """Has ``torch.save`` leave the checksums out."""
+    serialization = pytest.importorskip("torch").serialization
+    before = serialization.get_crc32_options()
+    serialization.set_crc32_options(False)
+    yield
+    serialization.set_crc32_options(before)

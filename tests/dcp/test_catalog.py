@@ -178,6 +178,16 @@ def test_ranks_that_saved_on_their_own_are_one_checkpoint(store):
         open_checkpoint(store, "run/5", rank=2)
 
 
+def test_a_rank_that_saved_on_its_own_and_has_no_metadata_makes_it_incomplete(store):
+    made = Handmade(store, "run/5")
+    made.tensor("w", torch.ones(2), {FILE: [((0,), (2,))]})
+    made.save("__0.metadata")
+    save(store, "run/5/rank-00001-0badcafe.safetensors", b"shard")
+    found = look(store)["run/5"]
+    assert found.state == "incomplete"
+    assert found.missing == ["__1.metadata is not there: rank 1 did not come to its end"]
+
+
 def test_what_is_not_in_the_object_tier_yet_is_listed_with_its_level(tmp_path):
     with held_store(tmp_path) as store:
         make(store, "run/1", shape=(300, 100))

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+from collections import OrderedDict
 
 import pytest
 
@@ -315,7 +316,7 @@ def entry(dtype="F32", shape=(4,), offsets=(0, 16)):
         (b"", InvalidInputError),
         (b"nonsense", InvalidInputError),
         (b"\x80", InvalidInputError),
-        (b"PK\x03\x04nonsense", InvalidInputError),
+        (b"PK\x03\x04nonsense", CorruptionError),
         (table({"w": entry()})[:-1], CorruptionError),
         (table({"w": entry()}) + b"x", CorruptionError),
         ((1 << 62).to_bytes(8, "little") + b"{}", CorruptionError),
@@ -348,6 +349,61 @@ def test_a_file_that_is_no_good_is_refused_and_imports_nothing(url, store, conte
         import_file(content, f"tierfs::{url}/back", where="bad file", overwrite=False)
     with pytest.raises(tierfs.TierfsError):
         open_checkpoint(store, "back")
+
+
+def flipped(data, where):
+    data = bytearray(data)
+    data[data.index(where) + len(where) // 2] ^= 64
+    return bytes(data)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_flipped_bit_in_a_file_of_torch_save_is_not_taken_in(url, store, tmp_path, mapped):
+    tensor = torch.arange(1000.0)
+    content = flipped(pickled({"w": tensor}), tensor.numpy().tobytes())
+    (tmp_path / "bad file").write_bytes(content)
+    source = str(tmp_path / "bad file") if mapped else content
+    with pytest.raises(CorruptionError, match="bad file is damaged"):
+        import_file(source, f"tierfs::{url}/back", where="bad file", overwrite=False)
+    with pytest.raises(tierfs.TierfsError):
+        open_checkpoint(store, "back")
+
+
+@pytest.mark.parametrize("what", ["tensor", "object"])
+def test_a_flipped_bit_in_a_stock_directory_goes_nowhere(url, store, tmp_path, what):
+    state = {"w": torch.arange(1000.0), "name": "abcdefgh" * 8}
+    dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
+    file = tmp_path / "plain" / "__0_0.distcp"
+    file.write_bytes(flipped(file.read_bytes(), state["w"].numpy().tobytes() if what == "tensor" else b"abcdefgh" * 8))
+    source = plain(tmp_path / "plain")
+    with pytest.raises(CorruptionError, match=r"'(w|name)' in shard file .*__0_0\.distcp: damaged"):
+        import_checkpoint(source, f"tierfs::{url}/back", overwrite=False)
+    with pytest.raises(CorruptionError, match="damaged"):
+        state_of(source)
+
+
+def test_what_was_written_without_checksums_is_taken_as_it_is(url, store, without_checksums):
+    content = pickled({"w": torch.arange(10.0)})
+    import_file(content, f"tierfs::{url}/back", where="file", overwrite=False)
+    assert torch.equal(state_of(open_checkpoint(store, "back"))["w"], torch.arange(10.0))
+
+
+def test_empty_containers_come_back(url, store):
+    model = torch.nn.Linear(2, 2)
+    state = {
+        "optimizer": torch.optim.SGD(model.parameters()).state_dict(),
+        "nested": {"a": {"b": {}}, "list": [{}, torch.ones(1), {"c": {}}], "plain": [{}, [], 1], "tuple": ({}, ())},
+        "ordered": OrderedDict(),
+    }
+    import_file(pickled(state), f"tierfs::{url}/back", where="file", overwrite=False)
+    back = state_of(open_checkpoint(store, "back"))
+    assert same(back, state)
+    torch.optim.SGD(model.parameters()).load_state_dict(back["optimizer"])
+
+
+def test_an_empty_mapping_that_is_called_as_another_value_is_refused(url):
+    with pytest.raises(InvalidInputError, match=r"'a\.b'"):
+        import_file(pickled({"a.b": torch.ones(1), "a": {"b": {}}}), f"tierfs::{url}/x", where="f", overwrite=False)
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), [1, 2], 3], ids=["tensor", "list", "number"])

@@ -23,7 +23,14 @@ from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, items
 from tierfs.dcp.shards import ShardFiles
 from tierfs.dcp.tensorbytes import bytes_of, tensor_in
 from tierfs.dcp.torchnames import DTYPES
-from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreError, StoreNotFoundError
+from tierfs.errors import (
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    StoreNotFoundError,
+    TierfsError,
+)
 from tierfs.format import keys
 from tierfs.store import TierOptions, delete, find, open_store, parse_url, save, stat
 from tierfs.store.transfers import Transfers
@@ -513,6 +520,36 @@ def test_metadata_of_one_rank_is_read_where_there_is_no_other(made, checkpoint):
     loaded = {"a": torch.zeros(3)}
     dcp.load(loaded, storage_reader=TierReader(checkpoint))
     assert torch.equal(loaded["a"], torch.arange(3.0))
+
+
+@pytest.mark.parametrize("damage", ["nothing", "bits", "an outage"])
+def test_what_a_rank_saved_alone_never_takes_the_place_of_what_all_saved_since(
+    made, store, checkpoint, damage, monkeypatch
+):
+    made.tensor("a", torch.arange(3.0), FILES[0])
+    made.save("__0.metadata")
+    save(store, "run/step_1/.metadata", b"\x80garbage")
+    if damage == "an outage":
+        read = store.objects.read
+
+        def fail(key, limit):
+            if key == keys.record_key("run/step_1/.metadata"):
+                raise StoreError("no route to host", transient=True)
+            return read(key, limit)
+
+        monkeypatch.setattr(store.objects, "read", fail)
+    elif damage == "nothing":
+        delete(store, "run/step_1/.metadata")
+    loaded = {"a": torch.zeros(3)}
+    if damage == "nothing":
+        dcp.load(loaded, storage_reader=TierReader(checkpoint))
+        assert torch.equal(loaded["a"], torch.arange(3.0))
+        return
+    with pytest.raises(TierfsError):
+        TierReader(checkpoint).read_metadata(rank=0)
+    with pytest.raises(CheckpointException):
+        dcp.load(loaded, storage_reader=TierReader(checkpoint))
+    assert not loaded["a"].any()
 
 
 def test_it_takes_every_form_of_a_url_and_a_local_path(tmp_path, monkeypatch):

@@ -229,6 +229,18 @@ def test_a_bit_that_flipped_in_a_plain_directory_is_found_by_the_archives_checks
     assert [damage.names for damage in report.damage] == [("v",)]
 
 
+def test_a_bit_that_flipped_in_an_object_of_a_plain_directory_is_found(tmp_path):
+    dcp.save({"w": torch.ones(10), "name": "abcdefgh"}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    file = tmp_path / "plain" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes().replace(b"abcdefgh", b"abcdefgi"))
+    assert [damage.names for damage in plain(tmp_path / "plain").damage] == [("name",)]
+
+
+def test_a_plain_directory_that_was_written_without_checksums_is_no_damage(tmp_path, without_checksums):
+    dcp.save({"w": torch.ones(10), "name": "abcdefgh"}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    assert not plain(tmp_path / "plain").damage
+
+
 def test_a_pickle_with_code_where_a_tensor_is_to_be_runs_nothing(tmp_path):
     class Calls:
         def __reduce__(self):

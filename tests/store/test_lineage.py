@@ -148,6 +148,21 @@ def test_a_given_parent_counts(flushing, training):
     assert needs(rows) <= names(base)
 
 
+@pytest.mark.parametrize("form", ["/{}", "{}/", "store/{}", "tierfs::store/{}"])
+def test_a_parent_may_be_given_as_a_url_of_the_store(flushing, training, form):
+    path = "elsewhere/pretrained.safetensors"
+    base = flushing.save(path, training.file())
+    flushing.restart()
+    rows = flushing.save("runs/tuned/model", training.step().file(), {"parent": form.format(path)})
+    assert needs(rows)
+    assert needs(rows) <= names(base)
+
+
+def test_a_parent_that_is_not_there_is_counted(flushing, training):
+    flushing.save("model", training.file(), {"parent": "nowhere"})
+    assert flushing.publisher.asked()["codecs"]["unknown_parents"] == 1
+
+
 @pytest.mark.parametrize("parent", ["nowhere", "../out", "", "/", "a\0b", "x" * 5000, 7, None, ["a"], {"a": 1}])
 def test_a_parent_that_is_none_keeps_nobody_from_saving(flushing, training, parent):
     data = training.file()
@@ -169,6 +184,57 @@ def test_a_flusher_that_begins_anew_finds_the_save_before_and_fetches_it_once(ob
     assert needs(second)
     assert needs(second) <= names(first)
     assert load(flushing.bare(), path_of(2)) == data
+
+
+def test_a_flusher_that_begins_anew_goes_on_with_what_the_save_before_is_encoded_against(objects, training):
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+    first = flushing.save(path_of(1), training.file())
+    flushing.save(path_of(2), training.step().file())
+    for step in (3, 4):
+        flushing.restart()
+        delete(flushing.store, path_of(step - 2))  # the chunks stay: what is left names them
+        before = measured.snapshot()["get"]["requests"]
+        data = training.step().file()
+        rows = flushing.save(path_of(step), data)
+        assert needs(rows)
+        assert needs(rows) <= names(first)
+        # An envelope for each chunk that is a difference, beside what it takes to see how the file is laid out, and leases.
+        assert measured.snapshot()["get"]["requests"] - before <= 8
+        assert load(flushing.bare(), path_of(step)) == data
+    assert not verify(flushing.bare()).damage
+
+
+def test_a_difference_that_cannot_be_read_is_no_way_to_what_it_was_encoded_against(flushing, objects, training):
+    flushing.save(path_of(1), training.file())
+    deltas = [row for row in flushing.save(path_of(2), training.step().file()) if row.bases]
+    flushing.restart()
+    objects.put(keys.chunk_key(deltas[0].name), [b"rubbish" * 10_000])
+    data = training.step().file()
+    rows = flushing.save(path_of(3), data)
+    assert len([row for row in rows if row.bases]) == len(deltas) - 1
+    assert load(flushing.bare(), path_of(3)) == data
+
+
+def test_what_a_copy_was_derived_from_is_nothing_to_take_differences_to(flushing, training):
+    flushing.save(path_of(1), training.pair())
+    flushing.restart()
+    lineage = flushing.publisher.plan(flushing.draft(path_of(2), training.step().pair()), flushing.read)
+    assert {hint.base.raw_length for hint in lineage if hint.base} == {len(training.master.tobytes())}
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_the_step_may_be_in_names_below_and_may_be_there_for_something_else(flushing, training, restarts):
+    def path(step, rank):
+        return f"run/step_{step}/rank_{rank}/step{step}.safetensors"
+
+    first = {rank: flushing.save(path(1, rank), Training(seed=rank).file()) for rank in (1, 2)}
+    if restarts:
+        flushing.restart()
+    for rank, base in first.items():
+        rows = flushing.save(path(2, rank), Training(seed=rank).step().file())
+        assert needs(rows)
+        assert needs(rows) <= names(base)
 
 
 def torch_file(training, tensors):

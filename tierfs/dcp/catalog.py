@@ -17,7 +17,7 @@ __all__ = ["Candidate", "Standing", "candidates", "natural_key", "standing", "st
 
 _DIGITS = re.compile(r"([0-9]+)")
 NAMED_MAX = 3
-_SHARD_FILE = re.compile(r"rank-[0-9]{5,}-[0-9a-f]{8}\.safetensors|.+\.distcp")
+_SHARD_FILE = re.compile(r"rank-([0-9]{5,9})-[0-9a-f]{8}\.safetensors|.+\.distcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,13 @@ class Candidate:
         directory: Relative to the store's root.
         ranks: Whose metadata there is; ``None`` stands for that of all. Empty for shard files alone.
         announced: Paths of the files that announce saves which are not published yet.
+        unsaid: Where ranks saved on their own, those of which there are shard files, and no metadata.
     """
 
     directory: str
     ranks: tuple[int | None, ...]
     announced: tuple[str, ...] = ()
+    unsaid: tuple[int, ...] = ()
 
     @property
     def step(self) -> int | None:
@@ -99,6 +101,7 @@ def candidates(store: Store, path: str) -> list[Candidate]:
     """
     ranks: dict[str, set[int | None]] = {}
     announced: dict[str, list[str]] = {}
+    shards: dict[str, set[int]] = {}
     for entry in find(store, path, detail=False):
         directory, _, name = entry.path.rpartition("/")
         if entry.is_directory:
@@ -111,14 +114,17 @@ def candidates(store: Store, path: str) -> list[Candidate]:
             ranks.setdefault(directory, set()).add(None)
         elif (rank := rank_of(name)) is not None:
             ranks.setdefault(directory, set()).add(rank)
-        elif _SHARD_FILE.fullmatch(name):
+        elif (shard := _SHARD_FILE.fullmatch(name)) is not None:
             ranks.setdefault(directory, set())
+            if shard[1]:
+                shards.setdefault(directory, set()).add(int(shard[1]))
     return [
         # Where there is one for all, nobody asks for those of single ranks.
         Candidate(
             directory,
             (None,) if None in found else tuple(sorted(rank for rank in found if rank is not None)),
             tuple(announced.get(directory, ())),
+            tuple(sorted(shards.get(directory, set()) - found)) if found and None not in found else (),
         )
         for directory, found in sorted(ranks.items(), key=lambda item: natural_key(item[0]))
     ]
@@ -138,6 +144,9 @@ def standing(store: Store, candidate: Candidate) -> Standing:
     if not candidate.ranks:
         parts = sorted(saves, key=lambda save: save.note.sequence if save.note is not None else -1)[-1:]
         found.missing.append(f"{ROOT} is not there: a save that has not come to its end, or was replaced")
+    found.missing += [
+        f"{metadata_file(rank)} is not there: rank {rank} did not come to its end" for rank in candidate.unsaid
+    ]
     if parts and not found.damage:
         _describe(found, parts)
     return found

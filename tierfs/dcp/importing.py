@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import mmap
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from tierfs.codec.safetensors import read_table
 from tierfs.dcp.boxes import Box, BoxReader, in_batches
 from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.checksums import problem_of
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import DTYPES_BY_NAME, tensor_in
 from tierfs.dcp.writer import TierWriter
@@ -92,13 +93,44 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
         raise InvalidInputError(f"{where} is neither a safetensors file nor one that torch.save wrote", path=where)
     # What torch.save wrote long ago is no archive, and cannot be mapped.
     is_archive = head.startswith(_ZIP)
+    with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
+        problem = problem_of(file)
+    if problem is not None:
+        raise CorruptionError(f"{where} is damaged: {problem}", path=where)
     stream = source if isinstance(source, str) else io.BytesIO(source)
     state = unpickle_safely(where, stream, map_location="cpu", mmap=is_archive and isinstance(source, str))
     if not isinstance(state, Mapping):
         raise InvalidInputError(
             f"{where} holds no state dict, but a {type(state).__name__}: put it into a dict", path=where
         )
-    _save(dict(state), url, DefaultSavePlanner(), overwrite=overwrite)
+    _save(dict(state), url, _WithEmptyMappings(), overwrite=overwrite)
+
+
+class _WithEmptyMappings(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
+    """Saves empty mappings, too, which torch passes over where it flattens a state: an optimizer that has made no step has one."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        for path, value in list(self._empty((), state_dict)):
+            name = _name(path)
+            if name in self.state_dict:
+                raise InvalidInputError(f"two values of the state are called {name!r}")
+            self.state_dict[name], self.mappings[name] = value, path
+
+    def _empty(self, path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        if isinstance(value, Mapping):
+            if not value and path:
+                yield path, value
+            for key, inner in value.items():
+                yield from self._empty((*path, str(key)), inner)
+        elif isinstance(value, list) and _name(path) not in self.state_dict:  # else it is saved as one object
+            for number, inner in enumerate(value):
+                yield from self._empty((*path, number), inner)
+
+
+def _name(path: tuple[str | int, ...]) -> str:
+    """As torch flattens a state."""
+    return ".".join(map(str, path))
 
 
 class _Raw(bytes):

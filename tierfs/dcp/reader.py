@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
@@ -25,9 +26,10 @@ from tierfs.errors import (
     CorruptionError,
     InvalidInputError,
     NotFoundError,
+    StoreError,
     TierfsError,
 )
-from tierfs.store import Store, parse_url
+from tierfs.store import Store, parse_url, stat
 from tierfs.store.away import ask_briefly
 from tierfs.store.commit import ROOT, Commits, Waiting
 
@@ -97,10 +99,12 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
 
         Args:
             *args: Not used.
-            **kwargs: ``rank``, for what one rank saved without collectives.
+            **kwargs: ``rank``, for what one rank saved without collectives. torch asks for that whenever it did not get what all ranks saved
+                together, for whatever reason.
 
         Raises:
             NotFoundError: No checkpoint is there.
+            ConflictError: What one rank saved is not what is to be loaded: all have saved together to the same place.
             CorruptionError, FormatError: Its metadata is damaged, or of another version.
             InvalidInputError: Its metadata is a pickle with more in it than torch's.
             TierfsError: It failed.
@@ -109,6 +113,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         name = metadata_file(kwargs.get("rank"))
         path = inside(directory, name)
         where = store.where(path)
+        if name != ROOT:
+            self._check_root_is_absent(store, directory, path)
         waiting = self._commit(store, directory) if name == ROOT else []
         try:
             found = read_checkpoint(store, path, directory, kwargs.get("rank"))
@@ -136,6 +142,23 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             # What stands can be loaded all the same, from this host's tiers for one.
             _logger.warning("%s: a later save that is complete by now may go unseen: %s", self.checkpoint_id, error)
             return []
+
+    def _check_root_is_absent(self, store: Store, directory: str, path: str) -> None:
+        root = inside(directory, ROOT)
+        try:
+            stat(store, root) if store.tiers is None else ask_briefly(store, partial(stat, store, root))
+        except NotFoundError:
+            return
+        except StoreError as error:
+            # What waits here to be published was not saved where all ranks had saved together.
+            if error.transient and store.tiers is not None and store.tiers.drafts.pending(path) is not None:
+                return
+            raise
+        raise ConflictError(
+            f"{store.where(path)} is what one rank saved on its own, and {ROOT} beside it what all saved together, which is the checkpoint: "
+            "load that, and if it cannot be read, see what `tierfs checkpoint verify` says of it",
+            path=path,
+        )
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take note of what `read_metadata` gave."""

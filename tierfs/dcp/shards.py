@@ -59,6 +59,7 @@ class ShardFiles:
         self._directory = directory
         self._lengths = lengths
         self._open: dict[str, Reader] = {}
+        self._undigested: set[str] = set()
 
     def __repr__(self) -> str:
         return f"ShardFiles({self._store.where(self._directory)!r}, {len(self._open)} open)"
@@ -128,6 +129,11 @@ class ShardFiles:
                 path=self.path(name),
             )
 
+    def has_digests(self, name: str) -> bool:
+        """Whether tierfs wrote a file, so that what is read of it is verified. Raises as `reader` does."""
+        self.open([name])
+        return name not in self._undigested
+
     def is_cut(self, name: str, at: int) -> bool:
         """Whether a chunk of a file ends at an offset. Raises as `reader` does."""
         starts = self.reader(name).starts
@@ -147,7 +153,8 @@ class ShardFiles:
 
     def _open_one(self, name: str) -> Reader:
         try:
-            reader = open_entry(self._store, stat(self._store, self.path(name)), exact=True)
+            entry = stat(self._store, self.path(name))
+            reader = open_entry(self._store, entry, exact=True)
         except NotFoundError as error:
             raise CorruptionError(
                 f"shard file {self.where(name)} is missing, and the checkpoint's metadata names it: load another "
@@ -165,6 +172,8 @@ class ShardFiles:
                 path=self.path(name),
                 tier="object",
             )
+        if entry.foreign is not None:
+            self._undigested.add(name)
         return reader
 
 

@@ -22,7 +22,7 @@ from tierfs.dcp.streams import ReadStream
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
 
-__all__ = ["locate", "read_archives", "read_items"]
+__all__ = ["STREAM_BUFFER_BYTES", "locate", "read_archives", "read_items"]
 
 BATCH_BYTES_MAX = 256 << 20
 STREAMED_BYTES_MIN = 64 << 20

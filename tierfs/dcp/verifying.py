@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import io
 import itertools
 import threading
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tierfs.buffers import buffers
@@ -18,7 +17,6 @@ from tierfs.dcp.address import inside
 from tierfs.dcp.boxes import Box, BoxReader
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.metadatafile import Place
-from tierfs.dcp.streams import ReadStream
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
@@ -30,8 +28,6 @@ from tierfs.store.transfers import transfers
 __all__ = ["CheckpointReport", "ShardDamage", "verify_checkpoint"]
 
 BATCH = 64
-ARCHIVE_BUFFER_BYTES = 1 << 20
-_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,45 +249,32 @@ class _Table:
 
 
 def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:
-    """Load every shard that one of torch's own writers stored: what it lies in has a structure, and may have checksums."""
+    """Load what one of torch's own writers stored: what it lies in has a structure, and may have checksums."""
     damaged = {name for damage in report.damage for name in damage.names}
     reader = BoxReader(checkpoint)
+
+    def check(fqn: str, place: Place, read: Callable[[], object]) -> None:
+        error = _error_of(read)
+        if error is not None:
+            report.damage.append(
+                ShardDamage((fqn,), place.file, place.at, place.length, "object", error.kind, str(error))
+            )
+
     for fqn, item in checkpoint.tensors.items():
         for shard in checkpoint.shards(fqn) if fqn not in damaged else ():
-            place = shard.place
-            error = _load(reader, Box(fqn, item.properties.dtype, shard.offsets, shard.sizes))
-            if error is None and place.file in report.undigested:
-                error = _check_checksums(checkpoint, fqn, place)
-            if error is not None:
-                report.damage.append(
-                    ShardDamage((fqn,), place.file, place.at, place.length, "object", error.kind, str(error))
-                )
+            box = Box(fqn, item.properties.dtype, shard.offsets, shard.sizes)
+            check(fqn, shard.place, partial(reader.read, [box]))
+    for fqn, place in checkpoint.objects.items():
+        if fqn not in damaged:
+            check(fqn, place, partial(reader.object, fqn))
 
 
-def _load(reader: BoxReader, box: Box) -> TierfsError | None:
-    """What is wrong with a shard, if anything is."""
+def _error_of(read: Callable[[], object]) -> TierfsError | None:
+    """What is wrong with what is read, if anything is."""
     try:
-        reader.read([box])
+        read()
     except StoreError:
         raise
     except TierfsError as error:
         return error
     return None
-
-
-def _check_checksums(checkpoint: Checkpoint, fqn: str, place: Place) -> TierfsError | None:
-    """Hold an archive of ``torch.save`` to the checksums in it, which torch passes over when it loads one."""
-    path = inside(checkpoint.directory, place.file)
-    file = ReadStream(open_entry(checkpoint.store, stat(checkpoint.store, path)), place.at, place.length)
-    stream = io.BufferedReader(file, ARCHIVE_BUFFER_BYTES)
-    if not stream.peek(len(_ZIP)).startswith(_ZIP):
-        return None
-    try:
-        with zipfile.ZipFile(stream) as archive:
-            bad = next((info.filename for info in archive.infolist() if info.compress_type != zipfile.ZIP_STORED), None)
-            # What is not compressed is not longer than the file, so reading it is bounded.
-            bad = bad or archive.testzip()
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
-        bad = repr(error)
-    where = checkpoint.store.where(path)
-    return None if bad is None else CorruptionError(f"{fqn!r} in shard file {where}: damaged: {bad}", path=path)

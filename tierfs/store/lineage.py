@@ -11,30 +11,36 @@ import bisect
 import heapq
 import itertools
 import logging
+import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 from tierfs.codec import Span
-from tierfs.errors import StoreError, TierfsError
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, Part, ReadRow
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
+from tierfs.store.fetching import read_envelope
 from tierfs.store.layout import Place, layout_of, places, stored_layout, unknown_layout
 from tierfs.store.listing import names_in
 from tierfs.store.load import expand_rows, open_manifest
 from tierfs.store.records import observe
 from tierfs.store.series import group_of, last_number, numbered, numbers
 from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
 
 __all__ = ["PARENT", "Lineages", "Plan"]
 
 PARENT = "parent"
 """What a file's metadata names the path under that its deltas are to be taken against."""
 KEYFRAME_SAVES = 10
+# Of an anchor that is known from what was encoded against it alone.
+ANCHOR_AGE = KEYFRAME_SAVES // 2
 LINEAGES_MAX = 10_000
 ANCHORS_MAX = 200_000
 PARENTS_TRIED_MAX = 4
@@ -172,13 +178,13 @@ class Lineages:
         """The saves before this one, with anchors that are known to be in the store."""
         manifest = draft.record
         assert isinstance(manifest, Manifest)
-        given = manifest.metadata.get(PARENT)
+        given = self._given(manifest)
         with self._lock:
-            keys = [given] if isinstance(given, str) else [draft.path, group_of(draft.path)]
+            keys = [draft.path, group_of(draft.path)] if given is None else [given]
             lineage = next((self._known[key] for key in keys if key in self._known), None)
         try:
             if lineage is None:
-                parent = given if isinstance(given, str) else self._parent(draft)
+                parent = self._parent(draft) if given is None else given
                 lineage = (
                     Lineage(draft.path, term=self._store.presence.ensure()) if parent is None else self._read(parent)
                 )
@@ -191,6 +197,15 @@ class Lineages:
             self._fall_back("unknown_parents", text, self._store.where(draft.path), error)
             return lineage or Lineage(draft.path)
         return lineage
+
+    def _given(self, manifest: Manifest) -> str | None:
+        """What the file says itself that it comes after: a path in the store, or a URL of it."""
+        given = manifest.metadata.get(PARENT)
+        if not isinstance(given, str):
+            return None
+        url = self._store.where("").rstrip("/")
+        path = given.removeprefix("tierfs::")
+        return (path.removeprefix(url) if path.startswith(f"{url}/") else given).strip("/")
 
     def _parent(self, draft: Draft) -> str | None:
         """The save before one that this flusher knows nothing of: what it overwrites, or its namesake in the directory before."""
@@ -206,12 +221,13 @@ class Lineages:
             alike = [name for name in names if group_of("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
             # All of it may have been deleted in the newest ones.
             for name in heapq.nlargest(PARENTS_TRIED_MAX, alike, key=numbers):
-                # The same number may be in the names below: checkpoint-20/global_step20.
-                below = [part.replace(last_number(parts[at]), last_number(name)) for part in parts[at + 1 :]]
-                before = [*parts[:at], name, *below]
-                found = self._newest("/".join(before[:-1]), group) if below else "/".join(before)
-                if found is not None:
-                    return found
+                if at == len(parts) - 1:
+                    return "/".join([*parts[:at], name])
+                for below in _below(parts[at + 1 : -1], parts[at], name):
+                    directory = "/".join([*parts[:at], name, *below])
+                    found = self._newest(directory, group) if group_of(f"{directory}/{parts[-1]}") == group else None
+                    if found is not None:
+                        return found
         return None
 
     def _newest(self, directory: str, group: str) -> str | None:
@@ -227,7 +243,9 @@ class Lineages:
         """What the object tier tells of a save."""
         lineage = Lineage(path, saves=1, term=self._store.presence.ensure())
         manifest = observe(self._store, path).manifest
-        if manifest is None or not manifest.rows:
+        if manifest is None:
+            raise NotFoundError(f"no file is at {self._store.where(path)}", path=path)
+        if not manifest.rows:
             return lineage
         rows = expand_rows(self._store, manifest, path)
         self._store.presence.hear(lineage.term, rows)
@@ -236,11 +254,26 @@ class Lineages:
             text = "what comes after %s is stored without regard to it: its tensors lie in too many places to look at"
             self._fall_back("unknown_layouts", text, self._store.where(path))
             return lineage
-        there = places(layout, [row.raw_length for row in rows], "")
-        for (place, _), row in zip(there, rows, strict=True):
-            if not row.bases:
-                lineage.anchors[place] = Anchor(row, 1)
+        found = [place for place, _ in places(layout, [row.raw_length for row in rows], "")]
+        for place, anchor in zip(found, transfers().map(partial(self._anchor, path), rows), strict=True):
+            if anchor is not None:
+                lineage.anchors[place] = anchor
         return lineage
+
+    def _anchor(self, path: str, row: Row) -> Anchor | None:
+        """What to encode against, in place of a chunk that was stored before: itself, or else what it was encoded against."""
+        if not row.bases:
+            return Anchor(row, 1)
+        if len(row.bases) > 1:
+            return None
+        try:
+            (base,) = read_envelope(self._store, row, self._store.where(path)).bases
+        except (CorruptionError, FormatError) as error:
+            _logger.info("what comes after it is stored without regard to it: %s", error)
+            return None
+        # Else it was not a difference that was stored, but what the chunk is a copy of.
+        is_like_it = base.offset == 0 and base.length == base.raw_length == row.raw_length
+        return Anchor(Row(base.name, base.raw_length, base.stored_length), ANCHOR_AGE) if is_like_it else None
 
     def _look_again(self, lineage: Lineage) -> Lineage:
         """Whether the anchors may be referred to still: what names them is there, and it was heard in this lease."""
@@ -254,6 +287,18 @@ class Lineages:
             anchored = [anchor.row for anchor in lineage.anchors.values()]
         self._store.presence.hear(term, [*anchored, *rows])
         return lineage
+
+
+def _below(parts: Sequence[str], counting: str, before: str) -> Iterator[list[str]]:
+    """Which directories may be below one in place of those below a later one, if their names count the saves.
+
+    The same number may be in those below, checkpoint-20/global_step20, or be there for something else: step_2/rank_2.
+    """
+    number = re.compile(rf"(?<!\d){last_number(counting)}(?!\d)")
+    counted = [number.sub(last_number(before), part) for part in parts]
+    yield counted
+    if counted != [*parts]:
+        yield [*parts]
 
 
 class _LocalFile:

@@ -1,0 +1,33 @@
+"""The checksums in archives of ``torch.save``, which torch passes over when it loads one."""
+
+from __future__ import annotations
+
+import zipfile
+from typing import IO
+
+__all__ = ["problem_of"]
+
+_ZIP = b"PK\x03\x04"
+
+
+def problem_of(file: IO[bytes]) -> str | None:
+    """What is in an archive that does not have its checksum, in words.
+
+    Args:
+        file: The archive, at its start.
+
+    Returns:
+        ``None`` for nothing, and for what is no archive, or was written without checksums (``torch.serialization.set_crc32_options``).
+    """
+    if file.read(len(_ZIP)) != _ZIP:
+        return None
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = [record for record in archive.infolist() if record.file_size]
+            if not any(record.CRC for record in records):
+                return None
+            # What is not compressed is not longer than the file, so reading it is bounded.
+            packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
+            return packed[0] if packed else archive.testzip()
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        return repr(error)
