@@ -401,6 +401,26 @@ def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(
         assert load(flushing.bare(), draft.path) == data
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_of_saves_that_are_under_way_at_once_one_is_the_new_keyframe(flushing, training, is_lost):
+    """All others that come before it is published take the old one, which serves twice as long where that never happens."""
+    for step in range(KEYFRAME_SAVES + 1):
+        old = flushing.save(path_of(step), training.step().file())
+    contents = [training.step().file() for _ in range(4)]
+    drafts = [flushing.draft(path_of(100 + step), data) for step, data in enumerate(contents)]
+    uploads = [flushing.upload(draft) for draft in drafts]
+    assert [bool(needs(rows)) for rows in uploads] == [False, True, True, True]
+    assert needs(uploads[1]) <= needs(old)
+    if is_lost:
+        later = [flushing.save(path_of(200 + step), training.step().file()) for step in range(KEYFRAME_SAVES + 1)]
+        assert [bool(needs(rows)) for rows in later] == [True] * KEYFRAME_SAVES + [False]
+        return
+    for draft, rows, data in zip(drafts, uploads, contents, strict=True):
+        flushing.publish(draft, rows)
+        assert load(flushing.bare(), draft.path) == data
+    assert needs(flushing.save(path_of(300), training.step().file())) <= names(uploads[0])
+
+
 def test_two_flushers_that_know_different_things_share_a_store(objects, training):
     here, there = Flushing(objects), Flushing(objects)
     for step in range(3):

@@ -69,12 +69,14 @@ class Lineage:
         saves: How many there were since this flusher began.
         term: The lease in which the anchors were last known to be in the store.
         anchors: The newest chunk that stands alone, at each place.
+        renewing: The save that is under way and stands alone where anchors are old, by its write id.
     """
 
     path: str
     saves: int = 0
     term: int = 0
     anchors: dict[Place, Anchor] = field(default_factory=dict)
+    renewing: bytes | None = None
 
 
 class Plan(NamedTuple):
@@ -138,10 +140,15 @@ class Lineages:
             layout = unknown_layout(0, manifest.length)
         lineage = self._lineage(draft)
         found, hints = [], []
+        # Those that come behind before it is published go on with what there is, unless it never is.
+        is_renewed = lineage.renewing not in {None, manifest.write_id}
+        age_max = KEYFRAME_SAVES * (2 if is_renewed else 1)
         lengths = [row.raw_length for row in manifest.rows]
         for place, tensors in places(layout, lengths, group_of(draft.path)):
             anchor = lineage.anchors.get(place)
-            is_fresh = anchor is not None and anchor.age < KEYFRAME_SAVES
+            is_fresh = anchor is not None and anchor.age < age_max
+            if anchor is not None and not is_fresh:
+                lineage.renewing = manifest.write_id
             base = anchor.row if anchor is not None and is_fresh and place.length >= DELTA_BYTES_MIN else None
             found.append(place)
             hints.append(Hint(tensors, lineage.saves, base))
@@ -163,6 +170,8 @@ class Lineages:
                     lineage.anchors[place] = Anchor(known.row, known.age + 1)
             while len(lineage.anchors) > ANCHORS_MAX:
                 del lineage.anchors[next(iter(lineage.anchors))]
+            if draft.record.write_id == lineage.renewing:
+                lineage.renewing = None
             lineage.path = draft.path
             lineage.saves += 1
             self._remember(draft.path, lineage)
