@@ -90,3 +90,12 @@ def test_a_relative_path_is_enough(root, capsys, monkeypatch):
     assert main(["verify", "run"]) == 0
     assert f"below tierfs::file://{root}/run" in capsys.readouterr().out
     assert Path.cwd() == root
+
+
+def test_control_characters_of_the_url_itself_are_escaped(root, capsys):
+    for path in ("run\x1b[31m", "gone\x1b[31m"):
+        save(tierfs.init(str(root)), "run\x1b[31m/file", BIG)
+        main(["verify", f"{root}/{path}"])
+        shown = capsys.readouterr()
+        assert "\\x1b[31m" in shown.out + shown.err
+        assert "\x1b" not in shown.out + shown.err

@@ -59,7 +59,9 @@ def _print_report(report: CheckpointReport, url: str) -> None:
     checked = (
         f"{report.tensors} tensors and {report.objects} objects in {report.files} files, {format_bytes(report.length)}"
     )
-    print(f"checked {checked}, of {url}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}")
+    print(
+        f"checked {checked}, of {printable(url)}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}"
+    )
 
 
 def diff(arguments: argparse.Namespace) -> int:
@@ -113,4 +115,4 @@ def _print_difference(found: CheckpointDifference, a: StorePlace, b: StorePlace)
     for fqn in found.objects:
         print(f"differs    {printable(fqn)} (object)")
     count = len(found.only_a) + len(found.only_b) + len(found.unlike) + len(found.tensors) + len(found.objects)
-    print(f"{found.equal} equal, {count} different: A is {a.url}, B is {b.url}")
+    print(f"{found.equal} equal, {count} different: A is {printable(a.url)}, B is {printable(b.url)}")

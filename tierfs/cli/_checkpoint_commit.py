@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from tierfs.cli._output import print_json
+from tierfs.cli._output import print_json, printable
 from tierfs.cli._places import store_place
 from tierfs.dcp.address import inside
 from tierfs.errors import InvalidInputError, NotFoundError
@@ -35,5 +35,5 @@ def commit(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"url": place.url, "save_id": mark.save_id if mark is not None else None})
     else:
-        print(f"{place.url} is complete" + (f": save {mark.save_id}" if mark is not None else ""))
+        print(f"{printable(place.url)} is complete" + (f": save {mark.save_id}" if mark is not None else ""))
     return 0

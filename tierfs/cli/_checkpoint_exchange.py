@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import BinaryIO, cast
 
 from tierfs.cli._checkpoint_places import open_at, source_of
-from tierfs.cli._output import print_json
+from tierfs.cli._output import print_json, printable
 from tierfs.cli._places import LocalPlace, StorePlace, any_place, store_place
 from tierfs.cli._progress import Progress
 from tierfs.dcp.address import inside
@@ -93,7 +93,7 @@ def _report(
         print_json({**named, "tensors": tensors, "objects": objects, "bytes": length})
     else:
         goal = named.get("target", named["url"])
-        print(f"{done} {tensors} tensors and {objects} objects, {format_bytes(length)}, to {goal}")
+        print(f"{done} {tensors} tensors and {objects} objects, {format_bytes(length)}, to {printable(goal)}")
 
 
 # -- where an export goes ----------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ def show(arguments: argparse.Namespace) -> int:
             }
         )
         return 0
-    print("\n".join(align([(name, _or_dash(value)) for name, value in _shown(source, checkpoint)])))
+    print("\n".join(align([(name, printable(_or_dash(value))) for name, value in _shown(source, checkpoint)])))
     coding = ("stored", "codecs", "why") if arguments.codecs else ()
     rows = [("size", "shards", "dtype", "shape", *coding, "name")]
     for fqn, tensor in tensors.items():

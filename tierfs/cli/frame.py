@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol, cast
 from tierfs import __version__
 from tierfs.cli._failures import Failure, describe
 from tierfs.cli._log import logging_to_stderr
-from tierfs.cli._output import print_json
+from tierfs.cli._output import print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
 
 __all__ = ["COMMANDS", "Command", "build_parser", "load_command", "main"]
@@ -161,7 +161,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _report(failure: Failure, *, as_json: bool) -> int:
-    print(f"tierfs: {failure.message}", file=sys.stderr)
+    message = "\n".join(map(printable, failure.message.split("\n")))
+    print(f"tierfs: {message}", file=sys.stderr)
     try:
         if as_json:
             print_json({"error": {"kind": failure.kind, "message": failure.message, "path": failure.path}})

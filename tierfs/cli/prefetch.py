@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli._output import add_json_argument, print_json
+from tierfs.cli._output import add_json_argument, print_json, printable
 from tierfs.cli._places import StorePlace, add_url_argument, store_place
 from tierfs.cli._progress import Progress, add_progress_argument
 from tierfs.cli._tiers import add_tier_argument
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"bytes": count})
     else:
-        print(f"{format_bytes(count)} of {place.url} in the {arguments.tier} tier")
+        print(f"{format_bytes(count)} of {printable(place.url)} in the {arguments.tier} tier")
     return 0
 
 

@@ -49,5 +49,5 @@ def _print(report: VerifyReport, url: str) -> None:
         print(f"  key      {printable(damage.key)}")
         print(f"  kind     {damage.kind}")
         print(f"  problem  {printable(damage.problem)}")
-    checked = f"{report.files} records, {report.chunks} chunks, {format_bytes(report.raw_bytes)} below {url}"
+    checked = f"{report.files} records, {report.chunks} chunks, {format_bytes(report.raw_bytes)} below {printable(url)}"
     print(f"checked {checked}: {f'{len(report.damage)} damaged' if report.damage else 'all sound'}")
