@@ -17,17 +17,16 @@ def problem_of(file: IO[bytes]) -> str | None:
         file: The archive, at its start.
 
     Returns:
-        ``None`` for nothing, and for what is no archive, or was written without checksums (``torch.serialization.set_crc32_options``).
+        ``None`` for nothing, and for what is no archive, is compressed, as torch's never are, or was written without checksums
+        (``torch.serialization.set_crc32_options``).
     """
     if file.read(len(_ZIP)) != _ZIP:
         return None
     try:
         with zipfile.ZipFile(file) as archive:
             records = [record for record in archive.infolist() if record.file_size]
-            if not any(record.CRC for record in records):
-                return None
             # What is not compressed is not longer than the file, so reading it is bounded.
-            packed = [record.filename for record in records if record.compress_type != zipfile.ZIP_STORED]
-            return packed[0] if packed else archive.testzip()
+            is_torchs = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+            return archive.testzip() if is_torchs and any(record.CRC for record in records) else None
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
         return repr(error)
