@@ -24,11 +24,12 @@ import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader
 
 WARM_UPS = 3
+PER_TENSOR_S = 15e-6
 IDLE_S = 2.0
 PAUSE_S = 1.0
-# Short turns are taken more often: what else the host does makes one several times as long as another.
+# What else the host does makes one turn several times as long as another, so short ones are taken more often.
 BLOCKED_TURNS = 2
-DRAIN_TURNS = 3
+DRAIN_TURNS = 2
 
 
 def timed(function: Callable[[], object]) -> float:
@@ -55,6 +56,11 @@ class Rows:
 
     def clear(self) -> None:
         self._values.clear()
+
+    def ratio(self, key: str, one: str, other: str, make: Callable[[float], float] = float) -> float:
+        """The median of what one has over what is made of the other's in the same round: what a host makes slow for a while is in both."""
+        pairs = zip(self._values[one][key], self._values[other][key], strict=True)
+        return statistics.median(value / make(beside) for value, beside in pairs)
 
     def medians(self) -> dict[str, dict[str, float]]:
         return {
@@ -110,7 +116,7 @@ class Session:
                 shutil.rmtree(directory, ignore_errors=True)
         return rows.medians()
 
-    def blocked(self) -> dict[str, float]:
+    def blocked(self) -> dict[str, Any]:
         """Seconds that a training loop waits for a copy, and for who copies and saves in the background, each into memory that it used last turn.
 
         A second of training goes before each, so nobody begins while the disk has not come to rest from what another one wrote.
@@ -130,7 +136,14 @@ class Session:
                 if peer is self._tierfs:
                     self._ours.writer.wait("object")
                 shutil.rmtree(directory, ignore_errors=True)
-        return {name: row["blocked"] for name, row in rows.medians().items()}
+        count = len(states.tensors_of(self.state))
+        return {
+            "seconds": {name: row["blocked"] for name, row in rows.medians().items()},
+            "of allowed": rows.ratio(
+                "blocked", "tierfs", peers.COPY, lambda copied: 1.1 * copied + PER_TENSOR_S * count
+            ),
+            "of kept": rows.ratio("blocked", "tierfs", peers.KEPT),
+        }
 
     def loads(self) -> tuple[dict[str, float], dict[str, Any]]:
         """Seconds by who loads from where, and what a load of an eighth of the rows reads."""
@@ -182,13 +195,13 @@ class Session:
         shutil.rmtree(plain)
         return {name: row["seconds"] for name, row in rows.medians().items()}, slices
 
-    def training(self) -> dict[str, dict[str, float]]:
+    def training(self) -> dict[str, Any]:
         """What a drain costs a training loop, by who saves."""
         rows = Rows()
-        training = Training()
+        training, stock_async = Training(), peers.stock_async()
         training.seconds_per_step(after(IDLE_S))
-        everyone = [*[self._tierfs] * DRAIN_TURNS, peers.stock_async(), self._kept]
-        for number in range(1 + self._rounds):
+        everyone = [self._tierfs, stock_async, self._kept]
+        for number in range(1 + DRAIN_TURNS * self._rounds):
             if number == 1:
                 rows.clear()
             for peer in shuffled(everyone, number):
@@ -204,4 +217,5 @@ class Session:
                     rows.note("tierfs", lost_object=lost + upload * (1 - idle / step_object))
                 rows.note(peer.name, slowdown=step / idle - 1, drain=drain, lost=lost, blocked=blocked)
                 shutil.rmtree(directory, ignore_errors=True)
-        return rows.medians()
+        of_stock = {key: rows.ratio(key, "tierfs", stock_async.name) for key in ("slowdown", "lost")}
+        return {"rows": rows.medians(), "of stock": of_stock}
