@@ -11,7 +11,20 @@ import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
-__all__ = ["replacing", "write_all"]
+__all__ = ["naming", "replacing", "write_all"]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Have an error that a write has no room say of which file, which Python's does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL and error.filename is None:
+            error.filename = path
+        raise
 
 
 @contextlib.contextmanager
@@ -34,7 +47,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     if mode is not None and stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{path} is a directory, and a file cannot replace it")
     if mode is not None and not stat.S_ISREG(mode):
-        with open(target, "wb") as file:
+        with naming(path), open(target, "wb") as file:
             yield file
         return
     directory = os.path.dirname(target)
@@ -44,7 +57,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
     # where it takes the place of one that others may not read.
     rights = 0o666 if mode is None else 0o600
     try:
-        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
+        with naming(path), open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, rights)) as file:
             yield file
             if mode is not None:
                 os.fchmod(file.fileno(), stat.S_IMODE(mode))

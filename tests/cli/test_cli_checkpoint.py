@@ -1,5 +1,6 @@
 """``checkpoint``: list, show, verify, compare, export and import, with the exit codes and messages of each."""
 
+import errno
 import json
 import os
 import subprocess
@@ -461,7 +462,17 @@ def test_an_export_that_fails_leaves_what_was_there(step_10, store, tmp_path, ca
 @pytest.mark.parametrize("format_", ["torch", "safetensors"])
 def test_a_full_disk_is_exit_code_9(step_10, capsys, format_):
     words = ["export", step_10, "/dev/full", "--format", format_, "--skip-objects", "--force"]
-    assert told(capsys, *words, code=9)["error"]["kind"] == "capacity"
+    error = told(capsys, *words, code=9)["error"]
+    assert (error["kind"], error["path"]) == ("capacity", "/dev/full")
+
+
+def test_a_full_disk_is_named_by_the_directory_that_was_to_be_made(step_10, tmp_path, capsys, monkeypatch):
+    def write(*_arguments, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tierfs.cli._checkpoint_exchange.write_dcp", write)
+    error = told(capsys, "export", step_10, f"{tmp_path}/out", "--skip-objects", code=9)["error"]
+    assert (error["kind"], error["path"]) == ("capacity", f"{tmp_path}/out")
 
 
 def test_an_interrupted_export_leaves_nothing(step_10, tmp_path, capsys, monkeypatch):

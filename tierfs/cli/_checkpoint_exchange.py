@@ -22,7 +22,7 @@ from tierfs.dcp.importing import import_checkpoint, import_file
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.streams import SaveStream
 from tierfs.errors import AlreadyExistsError, InvalidInputError
-from tierfs.localfile import replacing
+from tierfs.localfile import naming, replacing
 from tierfs.store import Writer, kind_of, load
 from tierfs.store.commit import ROOT
 from tierfs.units import format_bytes
@@ -155,7 +155,8 @@ def _new_directory(path: str) -> Iterator[str]:
     temporary = os.path.join(above, f".tierfs-export-{secrets.token_hex(8)}")
     os.mkdir(temporary)
     try:
-        yield temporary
+        with naming(path):
+            yield temporary
         if os.path.isdir(target):
             _refuse_others_files(target)  # of what came since the export began
             _exchange(temporary, target)
