@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["NICER", "give_way"]
 
-NICER = 5
+NICER = 10
 # Where it is there, sessions share the processors, whatever is nice within them: see sched(7).
 _SESSION = Path("/proc/self/autogroup")
 _ATTEMPTS_MAX = 5
@@ -19,7 +19,7 @@ _logger = logging.getLogger("tierfs.flush")
 
 
 def give_way() -> bool:
-    """Be nicer by 5 from now on, with all threads that begin later: a third of what somebody else has who wants the processor as well.
+    """Be nicer by 10 from now on, with all threads that begin later: a tenth of what somebody else has who wants the processor as well.
 
     Its session does so as a whole, where that is its own.
 
