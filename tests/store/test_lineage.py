@@ -237,6 +237,14 @@ def test_the_step_may_be_in_names_below_and_may_be_there_for_something_else(flus
         assert needs(rows) <= names(base)
 
 
+def test_a_directory_that_is_called_as_its_likes_have_in_common_is_none_of_them(flushing, training):
+    flushing.save("run/step_#/rank_1/shard.safetensors", training.file())
+    flushing.restart()
+    data = training.step().file()
+    assert not needs(flushing.save("run/step_2/rank_1/shard.safetensors", data))
+    assert load(flushing.bare(), "run/step_2/rank_1/shard.safetensors") == data
+
+
 def torch_file(training, tensors):
     """The weights as `torch.save` stores them, in so many tensors."""
     torch = pytest.importorskip("torch")

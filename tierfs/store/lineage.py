@@ -8,13 +8,11 @@ no chain is longer than one, until the anchor is old and the next one is to stan
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import logging
-import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -27,23 +25,20 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.store.fetching import read_envelope
 from tierfs.store.layout import Place, layout_of, places, stored_layout, unknown_layout
-from tierfs.store.listing import names_in
 from tierfs.store.load import expand_rows, open_manifest
+from tierfs.store.parents import find_parent, given_parent
 from tierfs.store.records import observe
-from tierfs.store.series import group_of, last_number, numbered, numbers
+from tierfs.store.series import group_of
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
-__all__ = ["PARENT", "Lineages", "Plan"]
+__all__ = ["Lineages", "Plan"]
 
-PARENT = "parent"
-"""What a file's metadata names the path under that its deltas are to be taken against."""
 KEYFRAME_SAVES = 10
 # Of an anchor that is known from what was encoded against it alone.
 ANCHOR_AGE = KEYFRAME_SAVES // 2
 LINEAGES_MAX = 10_000
 ANCHORS_MAX = 200_000
-PARENTS_TRIED_MAX = 4
 SOURCE_SAMPLE = 2048
 # The share of a chunk that may be derived from nothing: more than that, in a block, DERIVE does not take.
 LACKING_MAX = 0.25
@@ -187,13 +182,13 @@ class Lineages:
         """The saves before this one, with anchors that are known to be in the store."""
         manifest = draft.record
         assert isinstance(manifest, Manifest)
-        given = self._given(manifest)
+        given = given_parent(self._store, manifest)
         with self._lock:
             keys = [draft.path, group_of(draft.path)] if given is None else [given]
             lineage = next((self._known[key] for key in keys if key in self._known), None)
         try:
             if lineage is None:
-                parent = self._parent(draft) if given is None else given
+                parent = find_parent(self._store, draft) if given is None else given
                 lineage = (
                     Lineage(draft.path, term=self._store.presence.ensure()) if parent is None else self._read(parent)
                 )
@@ -206,47 +201,6 @@ class Lineages:
             self._fall_back("unknown_parents", text, self._store.where(draft.path), error)
             return lineage or Lineage(draft.path)
         return lineage
-
-    def _given(self, manifest: Manifest) -> str | None:
-        """What the file says itself that it comes after: a path in the store, or a URL of it."""
-        given = manifest.metadata.get(PARENT)
-        if not isinstance(given, str):
-            return None
-        url = self._store.where("").rstrip("/")
-        path = given.removeprefix("tierfs::")
-        return (path.removeprefix(url) if path.startswith(f"{url}/") else given).strip("/")
-
-    def _parent(self, draft: Draft) -> str | None:
-        """The save before one that this flusher knows nothing of: what it overwrites, or its namesake in the directory before."""
-        if draft.base.version is not None:
-            return draft.path
-        parts = draft.path.split("/")
-        group = group_of(draft.path)
-        counting = numbered(parts)
-        if not counting:
-            return self._newest("/".join(parts[:-1]), group)
-        for at in reversed(counting):
-            names = [name for name in names_in(self._store, "/".join(parts[:at])) if numbers(name) < numbers(parts[at])]
-            alike = [name for name in names if group_of("/".join([*parts[:at], name, *parts[at + 1 :]])) == group]
-            # All of it may have been deleted in the newest ones.
-            for name in heapq.nlargest(PARENTS_TRIED_MAX, alike, key=numbers):
-                if at == len(parts) - 1:
-                    return "/".join([*parts[:at], name])
-                for below in _below(parts[at + 1 : -1], parts[at], name):
-                    directory = "/".join([*parts[:at], name, *below])
-                    found = self._newest(directory, group) if group_of(f"{directory}/{parts[-1]}") == group else None
-                    if found is not None:
-                        return found
-        return None
-
-    def _newest(self, directory: str, group: str) -> str | None:
-        """The file of a group that lies in a directory."""
-        found = [
-            path
-            for name in names_in(self._store, directory)
-            if group_of(path := f"{directory}/{name}".lstrip("/")) == group
-        ]
-        return max(found, default=None)
 
     def _read(self, path: str) -> Lineage:
         """What the object tier tells of a save."""
@@ -296,18 +250,6 @@ class Lineages:
             anchored = [anchor.row for anchor in lineage.anchors.values()]
         self._store.presence.hear(term, [*anchored, *rows])
         return lineage
-
-
-def _below(parts: Sequence[str], counting: str, before: str) -> Iterator[list[str]]:
-    """Which directories may be below one in place of those below a later one, if their names count the saves.
-
-    The same number may be in those below, checkpoint-20/global_step20, or be there for something else: step_2/rank_2.
-    """
-    number = re.compile(rf"(?<!\d){last_number(counting)}(?!\d)")
-    counted = [number.sub(last_number(before), part) for part in parts]
-    yield counted
-    if counted != [*parts]:
-        yield [*parts]
 
 
 class _LocalFile:
