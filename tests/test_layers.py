@@ -18,6 +18,7 @@ GROUND = ABOVE_NOTHING | {
     "daemons",
     "garbage",
     "localfile",
+    "sharedmemory",
 }
 PURE = {"format", "codec"}
 BACKENDS = {"objects", "local", "device"}
@@ -27,7 +28,8 @@ FACES = {"fs", "dcp", "mount", "cli"}
 ALLOWED = {
     "errors": set(),
     "digest": {"errors"},
-    "buffers": {"errors", "digest", "forks"},
+    "buffers": {"errors", "digest", "forks", "sharedmemory"},
+    "sharedmemory": {"forks"},
     "processors": {"forks"},
     "clock": {"errors"},
     "units": {"errors"},

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from tierfs.digest import CHUNK_BYTES
 from tierfs.forks import PerProcess
+from tierfs.sharedmemory import shared_memory
 
 __all__ = ["KEPT_MAX", "Buffers", "buffers", "fresh"]
 
@@ -69,6 +70,8 @@ class Buffers:
 
 def fresh(length: int) -> memoryview:
     """So many zero bytes, of which this process has only those pages in memory that it writes to."""
+    if shared_memory().is_on and (shared := shared_memory().allocate(length)) is not None:
+        return shared
     # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
     return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 

@@ -87,7 +87,7 @@ class Case:
             for raw, digest in zip(raws, self.digests[first : first + count], strict=True):
                 assert digest_of(raw) == digest
             outs = [room[index * BLOCK_BYTES :] for index in range(len(raws))]
-            encode_blocks(raws, self.coding, self.bases[first], outs)
+            encode_blocks(raws, self.coding, self.bases[first : first + count], outs)
 
     def decode(self, room: memoryview, begin: int, step: int) -> None:
         """Decode every so many, as who reads does."""

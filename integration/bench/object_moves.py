@@ -76,9 +76,10 @@ class Flush:
 
 
 def cpu_seconds(pid: int) -> float:
-    """What a process has used of the processors."""
+    """What a process and its children have used of the processors."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK") + sum(cpu_seconds(int(child)) for child in children)
 
 
 def end_flusher(status: dict[str, Any]) -> None:

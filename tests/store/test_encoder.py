@@ -773,7 +773,7 @@ def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     for _ in range(2):  # a thread's first one does not count
         encode(encoder, host, near(master).tobytes(), base=base)
     found = encoder.status()["encode_s_per_GB"]
-    assert found == {"dplane": pytest.approx(1e9 / MIB)}
+    assert found == {"dplane": pytest.approx(1e9 / master.nbytes)}  # blocks that are encoded together
 
 
 def test_waiting_for_others_that_encode_is_not_part_of_what_that_costs(host, monkeypatch):
@@ -861,7 +861,7 @@ def test_many_threads_encode_with_bounded_memory(host, monkeypatch):
         assert all(pool.map(one, range(96)))
     assert len({thread for thread, _, _ in taken}) <= 4
     for thread in {thread for thread, _, _ in taken}:
-        assert sum(count for other, _, count in taken if other == thread) <= 18 * MIB
+        assert sum(count for other, _, count in taken if other == thread) <= 25 * MIB
     assert encoder.status()["derive_blocks"] == 32
 
 

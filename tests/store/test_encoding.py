@@ -18,21 +18,22 @@ def floats(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 0.02, count).astype("<f4")
 
 
-def test_blocks_whose_plans_agree_are_encoded_together_and_a_base_counts_until_the_next_one():
+def test_blocks_whose_plans_agree_are_encoded_together_and_eight_bases_count():
     codings = [P4, P4, P4, D4, P4, NOTHING, P4, P4, P2, P2, P4, P8, P8, P4, P4]
     state = floats((len(codings) * BLOCK_BYTES - 40_000) // 4, 1)
     state[BLOCK_BYTES // 4 : BLOCK_BYTES // 2] = 0.5
     raw, bases = memoryview(state).cast("B"), memoryview(state + np.float32(0.001)).cast("B")
-    shared = bytearray(BLOCK_BYTES)
+    shared = [bytearray(BLOCK_BYTES) for _ in range(8)]
     seen: list[tuple[Codec, int]] = []
 
     def plans():
         for number, (coding, base) in enumerate(zip(codings, blocks_of(bases), strict=True)):
-            shared[: len(base)] = base
-            yield Plan(coding, Reason(number % 3), memoryview(shared)[: len(base)])
+            shared[number % 8][: len(base)] = base
+            yield Plan(coding, Reason(number % 3), memoryview(shared[number % 8])[: len(base)])
 
     @contextlib.contextmanager
-    def watch(codec, count):
+    def watch(codec, count, seconds):
+        assert seconds is None
         seen.append((codec, count))
         yield
 

@@ -130,7 +130,8 @@ def _location(arguments: argparse.Namespace) -> Location:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tierfs.flush.heaps import share_heaps  # noqa: PLC0415 - only what a command needs
+    from tierfs.codec.workers import encode_workers  # noqa: PLC0415 - only what a command needs
+    from tierfs.flush.heaps import share_heaps  # noqa: PLC0415
 
     share_heaps()
     spawned = arguments.uuid is not None
@@ -145,8 +146,9 @@ def _run(arguments: argparse.Namespace) -> int:
     level = "warning" if spawned else "info"
     with logging_to_stderr(level=level, format="logfmt", wanted_format=arguments.log_format):
         try:
-            engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
-            return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
+            with encode_workers().allowed():
+                engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
+                return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
         except (TierfsError, OSError, MemoryError, RuntimeError) as error:
             from tierfs.flush.limits import shortage  # noqa: PLC0415 - see `_spawned`
 

@@ -43,6 +43,7 @@ class Codec(enum.IntEnum):
 
 # What is found out about blocks together takes a fifth of what it takes to encode one. Of more, what they are encoded as is in no cache any more.
 _TOGETHER = 4
+_OF_PLANES = frozenset({Codec.PLANE, Codec.DPLANE})
 _BASE_FACTORS = {Codec.DPLANE: 1, Codec.SPARSE: 1, Codec.DERIVE: 2}
 _KNOWN = frozenset(Codec)
 
@@ -60,8 +61,8 @@ class Coding(NamedTuple):
 
     @property
     def together(self) -> int:
-        """How many blocks `encode_blocks` takes at once: as many as are best looked at together, and one with a base."""
-        return _TOGETHER if self.codec is Codec.PLANE else 1
+        """How many blocks `encode_blocks` takes at once: as many as are best looked at together."""
+        return _TOGETHER if self.codec in _OF_PLANES else 1
 
 
 def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
@@ -96,7 +97,7 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
 
 
 def encode_blocks(
-    raws: Sequence[memoryview], coding: Coding, base: memoryview | None, outs: Sequence[memoryview]
+    raws: Sequence[memoryview], coding: Coding, bases: Sequence[memoryview | None], outs: Sequence[memoryview]
 ) -> list[tuple[Codec, int]]:
     """Encode blocks of one length, each as `encode_block` does, but sooner: numpy takes as long to begin as for what there is to do with one.
 
@@ -105,25 +106,27 @@ def encode_blocks(
     Args:
         raws: The blocks; at most `Coding.together` of them.
         coding: What to try with all of them.
-        base: The reference, of a single block.
+        bases: The reference of each.
         outs: For each block.
 
     Raises:
         InvalidInputError: As of `encode_block`; or the blocks are not of one length, or more than may be encoded together.
     """
-    from tierfs.codec import constant, planes  # noqa: PLC0415
+    from tierfs.codec import constant, differences, planes  # noqa: PLC0415
 
-    if len(raws) == 1:
-        return [encode_block(raws[0], coding, base, outs[0])]
     if len(raws) > coding.together or len({len(raw) for raw in raws}) != 1:
         raise InvalidInputError(f"{coding.codec.name} of blocks of {[len(raw) for raw in raws]} bytes together")
     for raw, out in zip(raws, outs, strict=True):
         _check(raw, coding, out)
-    if any(constant.constant_element(raw) for raw in raws):
-        return [encode_block(raw, coding, None, out) for raw, out in zip(raws, outs, strict=True)]
-    lengths = planes.encode_planes(raws, coding.width, outs)
+    if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
+        return [encode_block(raw, coding, base, out) for raw, base, out in zip(raws, bases, outs, strict=True)]
+    if coding.codec is Codec.DPLANE:
+        references = [_reference(coding.codec, raw, base) for raw, base in zip(raws, bases, strict=True)]
+        lengths = differences.encode_differences(raws, coding.width, references, outs)
+    else:
+        lengths = planes.encode_planes(raws, coding.width, outs)
     return [
-        (Codec.STORE, len(raw)) if length is None else (Codec.PLANE, length)
+        (Codec.STORE, len(raw)) if length is None else (coding.codec, length)
         for raw, length in zip(raws, lengths, strict=True)
     ]
 
@@ -160,9 +163,7 @@ def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memor
     from tierfs.codec import derive, differences, planes, sparse  # noqa: PLC0415
 
     codec, width = coding
-    reference = memoryview(b"") if base is None else base
-    if codec.base_factor and len(reference) != codec.base_factor * len(raw):
-        raise InvalidInputError(f"{codec.name} of {len(raw)} bytes with a base of {len(reference)}")
+    reference = _reference(codec, raw, base)
     if codec is Codec.ZSTD:
         return codec, _encode_zstd(raw, out)
     if codec is Codec.DERIVE:
@@ -176,11 +177,19 @@ def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memor
             return codec, length
         codec = Codec.DPLANE
     if codec is Codec.DPLANE:
-        return codec, differences.encode_difference(raw, width, reference, out)
+        (length,) = differences.encode_differences([raw], width, [reference], [out])
+        return codec, length
     if codec is Codec.PLANE:
         (length,) = planes.encode_planes([raw], width, [out])
         return codec, length
     return Codec.STORE, None
+
+
+def _reference(codec: Codec, raw: memoryview, base: memoryview | None) -> memoryview:
+    reference = memoryview(b"") if base is None else base
+    if codec.base_factor and len(reference) != codec.base_factor * len(raw):
+        raise InvalidInputError(f"{codec.name} of {len(raw)} bytes with a base of {len(reference)}")
+    return reference
 
 
 def _encode_zstd(raw: memoryview, out: memoryview) -> int | None:

@@ -6,24 +6,34 @@ its sign last: the upper planes become zeros. Subtracting beats XOR by 3 to 23 %
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from tierfs.codec.packing import Look, Mode
-from tierfs.codec.planes import Order, decode_elements, decode_head, encode_elements, looks_of
+from tierfs.codec.planes import Order, decode_elements, decode_head, encode_elements, looks_of, pairs_of
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.codec.zigzag import unzigzag, zigzag
 
-__all__ = ["decode_difference", "difference", "encode_difference"]
+__all__ = ["decode_difference", "difference", "encode_differences"]
 
 
-def encode_difference(raw: memoryview, width: int, base: memoryview, out: memoryview) -> int | None:
-    """Encode a block as DPLANE against ``base``; return the encoded length, ``None`` where it does not pay."""
-    numbers = difference(raw, width, base)
-    order, looks = _order_of(numbers)
-    if order is Order.AS_IT_IS:
-        zigzag(numbers)
-        looks = looks_of([numbers])
-    return encode_elements(raw, numbers, order, looks, out)
+def encode_differences(
+    raws: Sequence[memoryview], width: int, bases: Sequence[memoryview], outs: Sequence[memoryview]
+) -> list[int | None]:
+    """Encode blocks, all as long, as DPLANE against a base for each; return the encoded lengths, ``None`` where it does not pay.
+
+    They are looked at together, as those of `encode_planes` are.
+    """
+    pairs, references = (pairs_of([elements_of(data, width) for data in each]) for each in (raws, bases))
+    order, looks = _order_of(pairs - references)
+    lengths = []
+    for raw, base, out in zip(raws, bases, outs, strict=True):
+        numbers = difference(raw, width, base)
+        if order is Order.AS_IT_IS:
+            zigzag(numbers)
+        lengths.append(encode_elements(raw, numbers, order, looks, out))
+    return lengths
 
 
 def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) -> None:
@@ -46,11 +56,11 @@ def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
     return np.subtract(elements, elements_of(base, width), out=scratch("elements", width, elements.size))
 
 
-def _order_of(numbers: Elements) -> tuple[Order, list[Look]]:
-    """What is to be zigzagged: of wide numbers no more than the upper 16 bits, where all below are noise."""
-    lower = numbers.itemsize - 2
+def _order_of(pairs: Elements) -> tuple[Order, list[Look]]:
+    """What is to be zigzagged, by some differences: of wide numbers no more than the upper 16 bits, where all below are noise."""
+    lower = pairs.itemsize - 2
     if lower > 0:
-        looks = looks_of([numbers], Order.ZIGZAG)
+        looks = looks_of(pairs, Order.ZIGZAG)
         if all(look.mode is Mode.RAW for look in looks[:lower]):
             return Order.ZIGZAG, looks
-    return Order.AS_IT_IS, []
+    return Order.AS_IT_IS, looks_of(zigzag(pairs.copy()))

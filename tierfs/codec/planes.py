@@ -33,6 +33,7 @@ __all__ = [
     "encode_elements",
     "encode_planes",
     "looks_of",
+    "pairs_of",
     "put_planes",
 ]
 
@@ -197,7 +198,7 @@ def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryv
     """
     blocks = [elements_of(raw, width) for raw in raws]
     order = Order.AS_IT_IS if width == 1 else Order.SIGN_LAST
-    looks = looks_of(blocks, order)
+    looks = looks_of(pairs_of(blocks), order)
     return [
         encode_elements(raw, elements, order, looks, out) for raw, elements, out in zip(raws, blocks, outs, strict=True)
     ]
@@ -243,15 +244,23 @@ def decode_elements(encoded: memoryview, elements: Elements, out: memoryview, or
     planes.finish(out)
 
 
-def looks_of(blocks: Sequence[Elements], order: Order = Order.AS_IT_IS) -> list[Look]:
-    """What to make of the planes of blocks of as many elements, once their upper 16 bits are in that order: the least significant first."""
-    count, width = blocks[0].size, blocks[0].itemsize
+def pairs_of(blocks: Sequence[Elements]) -> Elements:
+    """Some elements from all over blocks of one length, each with the one behind it; none where they are too short to be worth a look."""
+    count = blocks[0].size
     if count < _LOOK_MIN:
-        return [Look(Mode.FRAME)] * width
+        return np.empty((0, 2), blocks[0].dtype)
     each = _SAMPLE // len(blocks)
     step = count // each - 1 | 1  # an odd one gets into all columns of a matrix that has an even number of them
-    pairs = np.concatenate([elements[: each * step].reshape(each, step)[:, :2] for elements in blocks])
+    return np.concatenate([elements[: each * step].reshape(each, step)[:, :2] for elements in blocks])
+
+
+def looks_of(pairs: Elements, order: Order = Order.AS_IT_IS) -> list[Look]:
+    """What to make of the planes of elements like these, once their upper 16 bits are in that order: the least significant first."""
+    width = pairs.itemsize
+    if not pairs.size:
+        return [Look(Mode.FRAME)] * width
     if order is not Order.AS_IT_IS:
+        pairs = pairs.copy()
         lanes = pairs.view("<u2")[:, width // _LANE - 1 :: width // _LANE]
         if order is Order.ZIGZAG:
             lanes[:] = zigzag(lanes.copy())
@@ -264,7 +273,7 @@ def put_planes(
     writer: PlaneWriter, elements: Elements, looks: Sequence[Look] | None = None, order: Order = Order.AS_IT_IS
 ) -> None:
     """Write the planes of ``elements``, their upper 16 bits in an order that `looks_of` was asked for as well."""
-    looks = looks_of([elements], order) if looks is None else looks
+    looks = looks_of(pairs_of([elements]), order) if looks is None else looks
     width, count = elements.itemsize, elements.size
     if width == 1:
         _put_plane(writer, elements, 0, looks[0])

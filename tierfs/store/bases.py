@@ -14,6 +14,10 @@ from tierfs.store.encoding import blocks_of, scratch
 __all__ = ["AbsentError", "FetchedBase", "LocalBase", "Reference", "read_verified"]
 
 
+# As many blocks as are encoded together, and as many that another process encodes meanwhile.
+HELD = 8
+
+
 class AbsentError(Exception):
     """A chunk is not on this host, or not any more."""
 
@@ -25,7 +29,7 @@ class Reference(Protocol):
         """At most a sample's bytes. They count until the next ones are asked for. Raises `AbsentError`."""
 
     def block(self, number: int) -> memoryview:
-        """One block. It counts until another one is asked for. Raises `AbsentError`."""
+        """One block. It counts until eight others were asked for, one behind the other. Raises `AbsentError`."""
 
 
 class FetchedBase:
@@ -64,7 +68,7 @@ class LocalBase:
         self._row = row
         self._read = read
         self._digests: dict[int, bytes] = {}
-        self._held: tuple[int, memoryview] | None = None  # the last block
+        self._held: dict[int, tuple[int, memoryview]] = {}  # the last blocks, by their places in memory
 
     def __repr__(self) -> str:
         return f"LocalBase({self._row.name}, {len(self._digests)} blocks read)"
@@ -75,13 +79,15 @@ class LocalBase:
 
     def block(self, number: int) -> memoryview:
         """See `Reference.block`. It is hashed on the way."""
-        if self._held is not None and self._held[0] == number:
-            return self._held[1]
-        start = number * BLOCK_BYTES
-        self._held = None
-        found = self._get(start, scratch("base", BLOCK_BYTES)[: self._row.raw_length - start])
-        self._digests[number] = digest.hash_bytes(self._kind, found)
-        self._held = number, found
+        place = number % HELD
+        held, found = self._held.get(place, (-1, memoryview(b"")))
+        if held != number:
+            memory = scratch("base", HELD * BLOCK_BYTES)[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            start = number * BLOCK_BYTES
+            self._held.pop(place, None)
+            found = self._get(start, memory[: self._row.raw_length - start])
+            self._digests[number] = digest.hash_bytes(self._kind, found)
+            self._held[place] = number, found
         return found
 
     def is_sound(self) -> bool:

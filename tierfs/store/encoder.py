@@ -22,6 +22,7 @@ from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice, choose, sampl
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.publisher import Hint, ReadRow, Tensor
+from tierfs.flush.uploading import uploads_at_once
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
@@ -287,13 +288,17 @@ class Encoder:
                 yield plan._replace(part_of=tensor)
 
         @contextlib.contextmanager
-        def watch(codec: Codec, count: int) -> Iterator[None]:
+        def watch(codec: Codec, count: int, known: float | None) -> Iterator[None]:
             start = self._clock.monotonic()
             yield
             counts[codec] += count
             # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
             share = min(1.0, processors / self._encoding)
-            seconds[codec] = seconds.get(codec, 0.0) + share * (self._clock.monotonic() - start)
+            # Where there are fewer processors than puts at once, they encode no more at a time, while all of those wait for the link.
+            took = (
+                share * (self._clock.monotonic() - start) if known is None else known * uploads_at_once() / processors
+            )
+            seconds[codec] = seconds.get(codec, 0.0) + took
 
         with self._lock:
             self._encoding += 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from tierfs.buffers import fresh
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
+from tierfs.codec.workers import Job, Worker, encode_workers
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
@@ -68,11 +70,11 @@ class Plan(NamedTuple):
     part_of: object = None
 
 
-Watch = Callable[[Codec, int], AbstractContextManager[object]]
-"""Gives what encoding goes on in, by the codec that is asked for and the number of raw bytes."""
+Watch = Callable[[Codec, int, float | None], AbstractContextManager[object]]
+"""Gives what encoding goes on in, by the codec that is asked for and the number of raw bytes, or what goes on when it is known how long it took."""
 
 
-def _unwatched(codec: Codec, count: int) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
+def _unwatched(codec: Codec, count: int, seconds: float | None) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
     return contextlib.nullcontext()
 
 
@@ -83,42 +85,76 @@ def encode_chunk(
 
     Args:
         raw: The chunk.
-        plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for those that might
-            be encoded together with it, which need no base.
+        plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for up to three that
+            might be encoded together with it, and what is encoded meanwhile: the bases of eight count at the same time.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
         watch: Learns what is encoded, and how long that takes.
     """
     out = scratch("out", CHUNK_BYTES)
     blocks: list[EncodedBlock] = []
-    at = 0
-    for group in _together(zip(plans, blocks_of(raw), strict=True)):
-        (coding, _, base, _), first = group[0]
-        raws = [block for _, block in group]
-        starts = [at + index * len(first) for index in range(len(group))]
-        with watch(coding.codec, len(group) * len(first)):
-            found = encode_blocks(
-                raws, coding, base if coding.codec.base_factor else None, [out[start:] for start in starts]
-            )
-        for (codec, length), start, (plan, block) in zip(found, starts, group, strict=True):
-            if codec is Codec.STORE or codec not in allowed:
-                blocks.append(EncodedBlock(Codec.STORE, plan.reason, block))
-            else:
-                at = start + length
-                blocks.append(EncodedBlock(codec, plan.reason, out[start:at]))
+    groups = _together(zip(plans, zip(blocks_of(raw), blocks_of(out), strict=False), strict=True))
+    with contextlib.ExitStack() as lent:
+        for group, found in _encoded(groups, lambda: _worker(len(raw), lent), watch):
+            for (codec, length), (plan, (block, place)) in zip(found, group, strict=True):
+                if codec is Codec.STORE or codec not in allowed:
+                    blocks.append(EncodedBlock(Codec.STORE, plan.reason, block))
+                else:
+                    blocks.append(EncodedBlock(codec, plan.reason, place[:length]))
     return blocks
 
 
-def _together(planned: Iterable[tuple[Plan, memoryview]]) -> Iterator[list[tuple[Plan, memoryview]]]:
+def _worker(size: int, lent: contextlib.ExitStack) -> Worker | None:
+    """A process that encodes a chunk; of a small one it would take as long to tell it."""
+    return lent.enter_context(encode_workers().lend(size)) if size >= BLOCK_BYTES else None
+
+
+_Group: TypeAlias = list[tuple[Plan, tuple[memoryview, memoryview]]]
+"""Blocks that are to be encoded in the same way, each with where to."""
+
+
+def _encoded(
+    groups: Iterable[_Group], get_worker: Callable[[], Worker | None], watch: Watch
+) -> Iterator[tuple[_Group, list[tuple[Codec, int]]]]:
+    """Groups with what came of them: by a process that encodes, where there is one, which has its next job when it is done with the last."""
+    worker: Worker | None = None
+    is_asked = False
+    begun: deque[tuple[_Group, Job, bool]] = deque()
+
+    def finish() -> tuple[_Group, list[tuple[Codec, int]]]:
+        group, job, is_begun = begun.popleft()
+        codec, count = job.coding.codec, sum(map(len, job.raws))
+        result = worker.finish() if worker is not None and is_begun else None
+        if result is not None:
+            with watch(codec, count, result[1]):
+                return group, result[0]
+        with watch(codec, count, None):
+            return group, encode_blocks(job.raws, job.coding, job.bases or [None] * len(job.raws), job.outs)
+
+    for group in groups:
+        coding = group[0][0].coding
+        bases = [plan.base for plan, _ in group if plan.base is not None]
+        job = Job([raw for _, (raw, _) in group], coding, bases, [place for _, (_, place) in group])
+        is_work = coding.codec is not Codec.STORE
+        if is_work and not is_asked:
+            worker, is_asked = get_worker(), True
+        begun.append((group, job, is_work and worker is not None and worker.begin(job)))
+        if len(begun) > (worker is not None):
+            yield finish()
+    while begun:
+        yield finish()
+
+
+def _together(planned: Iterable[tuple[Plan, tuple[memoryview, memoryview]]]) -> Iterator[_Group]:
     """Blocks that are to be encoded in the same way, as many as are best encoded together."""
-    group: list[tuple[Plan, memoryview]] = []
+    group: _Group = []
     alike: tuple[Coding, object, int] | None = None
-    for plan, block in planned:
+    for plan, (block, place) in planned:
         if group and (plan.coding, plan.part_of, len(block)) != alike:
             yield group
             group = []
         alike = plan.coding, plan.part_of, len(block)
-        group.append((plan, block))
+        group.append((plan, (block, place)))
         if len(group) >= plan.coding.together:
             yield group
             group = []

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tierfs.codec.workers import encode_workers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.flush.draft import Draft
 from tierfs.flush.publisher import Hint, ReadRow
@@ -115,7 +116,8 @@ class StorePublisher:
         lineages = self._lineages
         if store is None or lineages is None:
             return {}
-        return {**asked(store.objects), "codecs": {**store.encoder.status(), **lineages.fallbacks()}}
+        codecs = {**store.encoder.status(), **lineages.fallbacks(), **encode_workers().status()}
+        return {**asked(store.objects), "codecs": codecs}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
         observed = self._base(store, draft)
