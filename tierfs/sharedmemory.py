@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import mmap
 import os
 import threading
 import weakref
+from collections import deque
 from typing import NamedTuple
 
 from tierfs.forks import PerProcess
@@ -45,9 +45,9 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self.is_on = False
-        # What is garbage may be collected while it is held.
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._regions: list[_Region] = []  # by where they start
+        self._gone: deque[_Region] = deque()  # nobody has a view of them; what lies there now may be another's
         self._count = 0
 
     def __repr__(self) -> str:
@@ -67,16 +67,18 @@ class SharedMemory:
             return None
         view = memoryview(memory)
         with self._lock:
+            self._forget_gone()
             self._count += 1
             region = _Region(_address(view), length, self._count, descriptor)
             bisect.insort(self._regions, region)
-        weakref.finalize(memory, self._forget, region)
+        weakref.finalize(memory, self._gone.append, region)  # wherever garbage is collected: nothing waits there
         return view
 
     def find(self, view: memoryview) -> Place | None:
         """Where bytes lie, if they are shared."""
         address = _address(view)
         with self._lock:
+            self._forget_gone()
             index = bisect.bisect_right(self._regions, address, key=lambda region: region.start) - 1
             if index < 0:
                 return None
@@ -87,12 +89,13 @@ class SharedMemory:
     def descriptors(self) -> dict[int, int]:
         """The file descriptors of all regions, by number."""
         with self._lock:
+            self._forget_gone()
             return {region.number: region.descriptor for region in self._regions}
 
-    def _forget(self, region: _Region) -> None:
-        with self._lock:
-            with contextlib.suppress(ValueError):
-                self._regions.remove(region)
+    def _forget_gone(self) -> None:
+        while self._gone:
+            region = self._gone.popleft()
+            self._regions.remove(region)
             os.close(region.descriptor)
 
 

@@ -133,6 +133,19 @@ def proc_number(pid: int | str, file: str, name: str) -> int:
     raise KeyError(name)
 
 
+def worked_in(pid: int) -> int:
+    """Bytes of memory that a flusher works in, with the processes that encode for it: their own, and what they share."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    own = sum(proc_number(each, "status", "RssAnon") for each in (pid, *children))
+    shared, is_shared = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if "-" in line.partition(" ")[0]:
+            is_shared = "memfd:tierfs-work" in line
+        elif is_shared and line.startswith("Rss:"):
+            shared += int(line.split()[1]) * 1024
+    return own + shared
+
+
 def descriptors(*, segments: bool) -> list[str]:
     """What this process's descriptors lead to: those of the ram tier's segments, or all others."""
     found = []

@@ -90,8 +90,10 @@ class EncodeWorkers:
         try:
             yield worker
         finally:
-            worker.settle()
-            self._give(worker)
+            try:
+                worker.settle()
+            finally:
+                self._give(worker)
 
     def _stop(self) -> None:
         shared_memory().is_on = False
