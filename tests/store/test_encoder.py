@@ -776,6 +776,40 @@ def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     assert found == {"dplane": pytest.approx(1e9 / master.nbytes)}  # blocks that are encoded together
 
 
+class Elsewhere:
+    """Stands for a process that encodes, and says that each job took it three seconds."""
+
+    def __init__(self):
+        self.jobs = []
+
+    @contextlib.contextmanager
+    def lend(self, size):
+        assert size == MIB
+        yield self
+
+    def begin(self, job):
+        self.jobs.append(job)
+        return True
+
+    def finish(self):
+        job = self.jobs.pop(0)
+        return encoding.encode_blocks(job.raws, job.coding, job.bases or [None] * len(job.raws), job.outs), 3.0
+
+
+@pytest.mark.parametrize(("processors", "counted"), [(2, 6e9), (4, 3e9), (64, 3e9)])
+def test_what_a_process_took_to_encode_counts_for_as_many_puts_as_are_made_meanwhile(
+    host, monkeypatch, processors, counted
+):
+    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: set(range(processors)))
+    elsewhere, raw = Elsewhere(), numbers().tobytes()[:MIB]
+    monkeypatch.setattr(encoding, "encode_workers", lambda: elsewhere)
+    encoder = encoder_for(clock=ManualClock())
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw)
+    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(counted / MIB)}
+    assert not elsewhere.jobs
+
+
 def test_waiting_for_others_that_encode_is_not_part_of_what_that_costs(host, monkeypatch):
     """They begin together, and send while others encode from then on."""
     clock, raw, encode_blocks = ManualClock(), numbers().tobytes()[:MIB], encoding.encode_blocks

@@ -292,12 +292,12 @@ class Encoder:
             start = self._clock.monotonic()
             yield
             counts[codec] += count
-            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
-            share = min(1.0, processors / self._encoding)
-            # Where there are fewer processors than puts at once, they encode no more at a time, while all of those wait for the link.
-            took = (
-                share * (self._clock.monotonic() - start) if known is None else known * uploads_at_once() / processors
-            )
+            if known is None:
+                # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
+                took = min(1.0, processors / self._encoding) * (self._clock.monotonic() - start)
+            else:
+                # Where there are fewer processors than puts at once, no more chunks are encoded at a time, while all of those wait for the link.
+                took = max(1.0, uploads_at_once() / processors) * known
             seconds[codec] = seconds.get(codec, 0.0) + took
 
         with self._lock:
