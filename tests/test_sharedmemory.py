@@ -46,6 +46,32 @@ def test_what_is_not_shared_is_not_found() -> None:
     assert {place[1:] for place in places if place is not None} == {(7, LENGTH - 7)}
 
 
+def test_what_nobody_has_takes_no_memory_where_it_is_still_mapped() -> None:
+    memory = SharedMemory()
+    view = memory.allocate(LENGTH)
+    assert view is not None
+    view[:] = b"x" * LENGTH
+    (descriptor,) = (os.dup(each) for each in memory.descriptors().values())
+    del view
+    gc.collect()
+    assert (os.fstat(descriptor).st_size, os.fstat(descriptor).st_blocks) == (0, 0)
+    os.close(descriptor)
+
+
+def test_memory_where_a_region_was_is_not_found_in_it() -> None:
+    memory = SharedMemory()
+    for _ in range(50):
+        dropped = memory.allocate(LENGTH)
+        del dropped
+        other = memoryview(mmap.mmap(-1, 2 * LENGTH))
+        assert memory.find(other[LENGTH:]) is None
+        larger = memory.allocate(2 * LENGTH)
+        assert larger is not None
+        place = memory.find(larger[LENGTH:])
+        assert place is not None
+        assert (place.region, place.at) == (max(memory.descriptors()), LENGTH)
+
+
 def test_buffers_are_shared_where_that_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not shared_memory().is_on
     monkeypatch.setattr(sharedmemory.shared_memory, "shared", SharedMemory())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import mmap
 import os
 import threading
 import weakref
-from collections import deque
 from typing import NamedTuple
 
 from tierfs.forks import PerProcess
@@ -30,9 +29,8 @@ class Place(NamedTuple):
 
 
 class _Region(NamedTuple):
-    start: int
-    length: int
     number: int
+    start: int
     descriptor: int
 
 
@@ -46,9 +44,8 @@ class SharedMemory:
     def __init__(self) -> None:
         self.is_on = False
         self._lock = threading.Lock()
-        self._regions: list[_Region] = []  # by where they start
-        self._gone: deque[_Region] = deque()  # nobody has a view of them; what lies there now may be another's
-        self._count = 0
+        self._regions: weakref.WeakKeyDictionary[mmap.mmap, _Region] = weakref.WeakKeyDictionary()
+        self._numbers = itertools.count()
 
     def __repr__(self) -> str:
         return f"SharedMemory({len(self._regions)} regions)"
@@ -67,36 +64,28 @@ class SharedMemory:
             return None
         view = memoryview(memory)
         with self._lock:
-            self._forget_gone()
-            self._count += 1
-            region = _Region(_address(view), length, self._count, descriptor)
-            bisect.insort(self._regions, region)
-        weakref.finalize(memory, self._gone.append, region)  # wherever garbage is collected: nothing waits there
+            self._regions[memory] = _Region(next(self._numbers), _address(view), descriptor)
+        weakref.finalize(memory, _free, descriptor)
         return view
 
     def find(self, view: memoryview) -> Place | None:
         """Where bytes lie, if they are shared."""
-        address = _address(view)
+        if not isinstance(view.obj, mmap.mmap):
+            return None
         with self._lock:
-            self._forget_gone()
-            index = bisect.bisect_right(self._regions, address, key=lambda region: region.start) - 1
-            if index < 0:
-                return None
-            region = self._regions[index]
-        at = address - region.start
-        return Place(region.number, at, len(view)) if at + len(view) <= region.length else None
+            region = self._regions.get(view.obj)
+        return None if region is None else Place(region.number, _address(view) - region.start, len(view))
 
     def descriptors(self) -> dict[int, int]:
-        """The file descriptors of all regions, by number."""
+        """The file descriptors of all regions, by number. Each counts for as long as somebody has a view of that."""
         with self._lock:
-            self._forget_gone()
-            return {region.number: region.descriptor for region in self._regions}
+            return {region.number: region.descriptor for region in self._regions.values()}
 
-    def _forget_gone(self) -> None:
-        while self._gone:
-            region = self._gone.popleft()
-            self._regions.remove(region)
-            os.close(region.descriptor)
+
+def _free(descriptor: int) -> None:
+    """Have nobody's memory taken by it, also where another process has it mapped. Garbage is collected anywhere: nothing waits here."""
+    os.ftruncate(descriptor, 0)
+    os.close(descriptor)
 
 
 def _address(view: memoryview) -> int:

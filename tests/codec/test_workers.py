@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +20,8 @@ from tierfs.buffers import fresh
 from tierfs.codec import Codec, Coding, Reason, worker, workers
 from tierfs.codec.workers import EncodeWorkers, Job, encode_workers
 from tierfs.digest import BLOCK_BYTES
-from tierfs.sharedmemory import shared_memory
+from tierfs.errors import InvalidInputError
+from tierfs.sharedmemory import SharedMemory, shared_memory
 from tierfs.store import encoding
 from tierfs.store.encoding import EncodedBlock, Plan, encode_chunk
 
@@ -221,13 +223,73 @@ def test_memory_that_is_gone_is_given_back_by_them(started) -> None:
         assert lent is not None
         for _ in range(6):
             raw, out = copied(np.arange(BLOCK_BYTES // 4, dtype="<u4")), fresh(BLOCK_BYTES)
-            assert lent.begin(Job([raw], Coding(Codec.PLANE, 4), [], [out]))
+            assert lent.begin(Job([raw], Coding(Codec.PLANE, 4), [None], [out]))
             found = lent.finish()
             assert found is not None
             assert found[0][0][0] == Codec.PLANE
         maps = Path(f"/proc/{lent._process.pid}/maps").read_text()
     assert 2 <= maps.count("tierfs-work") <= 4  # those of the last job, and of the one before
     assert len(shared_memory().descriptors()) <= 3
+
+
+def cannot_receive() -> None:
+    raise MemoryError
+
+
+def test_what_is_raised_while_it_is_waited_for_leaves_no_answer_to_the_next(own, started, monkeypatch) -> None:
+    monkeypatch.setattr(started._free[-1], "_receive", cannot_receive)
+    with pytest.raises(MemoryError):
+        Chunk(2).encode()
+    assert started.status()["worker_deaths"] == 1
+    for _ in range(3):
+        assert Chunk().encode() == own
+
+
+def test_one_that_was_left_with_work_is_ended_unless_it_finishes_that(own, started, monkeypatch) -> None:
+    chunk, used = Chunk(), started._free[-1]
+
+    def plans() -> Iterator[Plan]:
+        for number, plan in enumerate(chunk.plans()):
+            if number == 7:
+                monkeypatch.setattr(used, "_receive", cannot_receive)
+                raise KeyError("the base is gone")
+            yield plan
+
+    with pytest.raises(KeyError):
+        encode_chunk(chunk.raw, plans())
+    assert used._begun
+    assert used not in started._free
+    assert started.status()["worker_deaths"] == 1
+    for _ in range(3):
+        assert Chunk().encode() == own
+
+
+def test_one_that_cannot_map_what_it_is_sent_is_replaced(own, started) -> None:
+    for each in started._free:
+        resource.prlimit(each._process.pid, resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))
+    for _ in range(3):
+        assert Chunk().encode() == own
+    assert started.status()["worker_deaths"] == 1  # the new one is taken from then on
+    assert started.status()["worker_blocks"] > 0
+
+
+@pytest.mark.parametrize("reason", ["no memfd", "strict overcommit"])
+def test_where_memory_cannot_be_shared_there_are_none(own, monkeypatch, tmp_path, reason) -> None:
+    if reason == "no memfd":
+        monkeypatch.setattr(SharedMemory, "allocate", lambda *_: None)
+    else:
+        (tmp_path / "overcommit").write_text("2\n")
+        monkeypatch.setattr(workers, "_OVERCOMMIT", tmp_path / "overcommit")
+    with allowed(monkeypatch) as found:
+        assert (found.count, shared_memory().is_on) == (0, False)
+        assert Chunk().encode() == own
+
+
+def test_where_some_bases_are_missing_it_says_so(started) -> None:
+    chunk = Chunk()
+    plans = [plan._replace(base=None) if number == 4 else plan for number, plan in enumerate(chunk.plans())]
+    with pytest.raises(InvalidInputError, match="with a base of 0"):
+        encode_chunk(chunk.raw, plans)
 
 
 def test_one_that_answers_something_else_is_not_believed(own, started) -> None:

@@ -793,7 +793,7 @@ class Elsewhere:
 
     def finish(self):
         job = self.jobs.pop(0)
-        return encoding.encode_blocks(job.raws, job.coding, job.bases or [None] * len(job.raws), job.outs), 3.0
+        return encoding.encode_blocks(job.raws, job.coding, job.bases, job.outs), 3.0
 
 
 @pytest.mark.parametrize(("processors", "counted"), [(2, 6e9), (4, 3e9), (64, 3e9)])

@@ -58,8 +58,8 @@ def serve(connection: socket.socket) -> None:
         if not packet:
             return
         job = json.loads(packet)
+        worker.learn(job["new"], descriptors, job["gone"])  # or this process is of no use any more, and ends
         try:
-            worker.learn(job["new"], descriptors, job["gone"])
             start = time.monotonic()
             answer: dict[str, Any] = {"found": worker.encode(job), "seconds": time.monotonic() - start}
         except Exception as error:  # noqa: BLE001 - who asked does it itself then, and has it raised there

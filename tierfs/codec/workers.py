@@ -1,6 +1,6 @@
 """Processes that encode blocks: as many as there are processors, where one interpreter cannot feed more than one and a half.
 
-See docs/decisions/0040-encoding-in-worker-processes.md. They share the memory that they work on with this process, and know
+See docs/decisions/0040-processes-that-encode.md. They share the memory that they work on with this process, and know
 nothing of stores. Whatever becomes of them, this process encodes what they do not.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import logging
+import mmap
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from tierfs import __version__
@@ -33,15 +35,16 @@ WORKERS_MAX = 16
 START_BYTES = 128 << 20
 ANSWER_S = 60.0
 DEATHS_MAX = 3
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _logger = logging.getLogger("tierfs.codec")
 
 
 class Job(NamedTuple):
-    """Blocks to be encoded together, as `tierfs.codec.encode_blocks` takes them. ``bases`` are all of them, or none."""
+    """Blocks to be encoded together, as `tierfs.codec.encode_blocks` takes them."""
 
     raws: Sequence[memoryview]
     coding: Coding
-    bases: Sequence[memoryview]
+    bases: Sequence[memoryview | None]
     outs: Sequence[memoryview]
 
 
@@ -68,7 +71,7 @@ class EncodeWorkers:
     def allowed(self) -> Iterator[None]:
         """Have this process start them in a ``with`` block, when there is enough to do, and share with them what memory it takes from now on."""
         processors = len(os.sched_getaffinity(0))
-        self.count = min(processors, WORKERS_MAX) if processors > 1 else 0
+        self.count = min(processors, WORKERS_MAX) if processors > 1 and _can_share() else 0
         shared_memory().is_on = self.count > 0
         try:
             yield
@@ -90,10 +93,7 @@ class EncodeWorkers:
         try:
             yield worker
         finally:
-            try:
-                worker.settle()
-            finally:
-                self._give(worker)
+            self._give(worker)
 
     def _stop(self) -> None:
         shared_memory().is_on = False
@@ -120,6 +120,7 @@ class EncodeWorkers:
         return None
 
     def _give(self, worker: Worker) -> None:
+        worker.settle()
         with self._changed:
             self._counts["worker_blocks"] += worker.count()
             is_kept = self.count > 0 and worker.failure is None
@@ -136,7 +137,7 @@ class EncodeWorkers:
     def _start(self) -> None:
         try:
             worker = Worker()
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, this process encodes, and it is counted
             self._count_death(repr(error))
             return
         with self._changed:
@@ -186,7 +187,10 @@ class Worker:
 
     def begin(self, job: Job) -> bool:
         """Have it encode blocks; False where it cannot. Then, and when `finish` says so, they are the caller's to encode."""
-        places = [[shared_memory().find(view) for view in views] for views in (job.raws, job.bases, job.outs)]
+        given = [base for base in job.bases if base is not None]
+        if len(given) not in (0, len(job.bases)):
+            return False
+        places = [[shared_memory().find(view) for view in views] for views in (job.raws, given, job.outs)]
         if self.failure is not None or not all(place is not None for field in places for place in field):
             return False
         descriptors = shared_memory().descriptors()
@@ -204,13 +208,16 @@ class Worker:
             "bases": bases,
             "outs": outs,
         }
+        self._begun.append(number)
         try:
             socket.send_fds(self._socket, [json.dumps(packet).encode()], [descriptors[number] for number in new])
         except OSError as error:
             self._fail(error)
             return False
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._known = self._known - set(gone) | used
-        self._begun.append(number)
         return True
 
     def finish(self) -> tuple[list[tuple[Codec, int]], float] | None:
@@ -224,15 +231,19 @@ class Worker:
         except (OSError, ValueError) as error:
             self._fail(error)
             return None
+        except BaseException as error:
+            self._fail(error)
+            raise
         if "error" in answer:
             return None
         self._blocks += len(answer["found"])
         return [(Codec(codec), length) for codec, length in answer["found"]], answer["seconds"]
 
     def settle(self) -> None:
-        """Wait until it writes to nobody's memory any more: somebody gave up in between."""
+        """See to it that it writes to nobody's memory any more: somebody gave up in between. Otherwise it is ended."""
         while self._begun and self.failure is None:
-            self.finish()
+            with contextlib.suppress(Exception):  # it has failed then, which is counted
+                self.finish()
 
     def count(self) -> int:
         """Blocks that it encoded since it was last asked for that."""
@@ -252,9 +263,17 @@ class Worker:
         answer: dict[str, Any] = json.loads(packet)
         return answer
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         self.failure = str(error) or repr(error)
         self.end()
+
+
+def _can_share() -> bool:
+    """Whether there is memory to share; not where the kernel promises no more than there is: there it would be missed only when it is touched."""
+    with contextlib.suppress(OSError):
+        if _OVERCOMMIT.read_text().strip() == "2":
+            return False
+    return shared_memory().allocate(mmap.PAGESIZE) is not None
 
 
 encode_workers = PerProcess(EncodeWorkers)

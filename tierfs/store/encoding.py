@@ -129,11 +129,11 @@ def _encoded(
             with watch(codec, count, result[1]):
                 return group, result[0]
         with watch(codec, count, None):
-            return group, encode_blocks(job.raws, job.coding, job.bases or [None] * len(job.raws), job.outs)
+            return group, encode_blocks(job.raws, job.coding, job.bases, job.outs)
 
     for group in groups:
         coding = group[0][0].coding
-        bases = [plan.base for plan, _ in group if plan.base is not None]
+        bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
         job = Job([raw for _, (raw, _) in group], coding, bases, [place for _, (_, place) in group])
         is_work = coding.codec is not Codec.STORE
         if is_work and not is_asked:
