@@ -42,7 +42,16 @@ def wait_until(condition) -> None:
 
 
 def children() -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()]
+    """Those of them that this process has; it may have other children, of other tests."""
+    pids = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [int(pid) for pid in pids if is_one(int(pid))]
+
+
+def is_one(pid: int) -> bool:
+    try:
+        return b"tierfs.codec.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def copied(array: np.ndarray) -> memoryview:
