@@ -294,7 +294,9 @@ class Encoder:
             counts[codec] += count
             # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
             took = min(1.0, processors / self._encoding) * (self._clock.monotonic() - start)
-            if known is not None:  # no more processes encode than there are processors, while as many puts wait for the link
+            if (
+                known is not None
+            ):  # no more processes encode than there are processors, while as many puts wait for the link
                 took = max(1.0, uploads_at_once() / processors) * known
             seconds[codec] = seconds.get(codec, 0.0) + took
 
