@@ -50,7 +50,7 @@ class Worker:
 
 
 def serve(connection: socket.socket) -> None:
-    """Do what is asked until nobody asks any more."""
+    """Do what is asked until nobody asks any more. An error ends it: who asked does it itself then, counts that, and has it raised there."""
     worker = Worker()
     connection.send(json.dumps({"version": __version__}).encode())
     while True:
@@ -58,13 +58,10 @@ def serve(connection: socket.socket) -> None:
         if not packet:
             return
         job = json.loads(packet)
-        worker.learn(job["new"], descriptors, job["gone"])  # or this process is of no use any more, and ends
-        try:
-            start = time.monotonic()
-            answer: dict[str, Any] = {"found": worker.encode(job), "seconds": time.monotonic() - start}
-        except Exception as error:  # noqa: BLE001 - who asked does it itself then, and has it raised there
-            answer = {"error": repr(error)}
-        connection.send(json.dumps({"number": job["number"], **answer}).encode())
+        worker.learn(job["new"], descriptors, job["gone"])
+        start = time.monotonic()
+        answer = {"number": job["number"], "found": worker.encode(job), "seconds": time.monotonic() - start}
+        connection.send(json.dumps(answer).encode())
 
 
 if __name__ == "__main__":

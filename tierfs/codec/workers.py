@@ -234,8 +234,6 @@ class Worker:
         except BaseException as error:
             self._fail(error)
             raise
-        if "error" in answer:
-            return None
         self._blocks += len(answer["found"])
         return [(Codec(codec), length) for codec, length in answer["found"]], answer["seconds"]
 

@@ -292,12 +292,10 @@ class Encoder:
             start = self._clock.monotonic()
             yield
             counts[codec] += count
-            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile.
+            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile. Processes
+            # that encode are as many as processors, while perhaps more puts wait for the link.
             took = min(1.0, processors / self._encoding) * (self._clock.monotonic() - start)
-            if (
-                known is not None
-            ):  # no more processes encode than there are processors, while as many puts wait for the link
-                took = max(1.0, uploads_at_once() / processors) * known
+            took = took if known is None else max(1.0, uploads_at_once() / processors) * known
             seconds[codec] = seconds.get(codec, 0.0) + took
 
         with self._lock:
