@@ -3,6 +3,7 @@
 import itertools
 import json
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -549,16 +550,46 @@ def test_what_the_flusher_publishes_is_looked_at_when_it_is_closed(make_host, wh
     assert content(other.plain(), path) == document()
 
 
-def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host):
+def test_a_save_behind_what_is_pending_is_looked_at_when_it_is_closed(make_host, monkeypatch):
     host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
     path = f"run/{ROOT}"
     began, is_new = Commits(host.store).begin(path, "b" * 32)
     Commits(other.store).publish(path, document(note="before"), mark(1))
     delete(other.store, path)
-    with host.held():
-        put(host, "run/rank-0", level=Level.STAGED)
+    monkeypatch.setattr(host.objects, "put", put_none)  # it can be asked all the same
+    put(host, "run/rank-0", level=Level.STAGED)
+    behind, write = [], Writer.write
+
+    def write_once_more(self, data):
+        behind.extend(host.tiers.drafts.pending_below("run"))
+        monkeypatch.undo()
+        return write(self, data)
+
+    monkeypatch.setattr(Writer, "write", write_once_more)
     Commits(host.store).publish(path, document(), began, is_new=is_new)
+    assert behind
     assert content(other.plain(), path) == document()
+    assert not host.tiers.drafts.conflicts()
+
+
+def test_a_save_that_the_flusher_keeps_as_a_conflict_is_not_written_again(make_host):
+    """It was closed without a look, as the object tier had not answered a moment ago; what it holds stands."""
+    host, other = far_away(make_host("host", ack=Level.OBJECT)), make_host("other", ack=Level.OBJECT)
+    path = f"run/{ROOT}"
+    began, is_new = Commits(host.store).begin(path, "b" * 32)
+    Commits(other.store).publish(path, document(note="before"), mark(1))
+    delete(other.store, path)
+    with ThreadPoolExecutor(1) as pool:
+        with host.held():
+            put(host, "run/rank-0", level=Level.STAGED)
+            publishing = pool.submit(Commits(host.store).publish, path, document(), began, is_new=is_new)
+            while not host.tiers.drafts.pending(path):
+                time.sleep(0.01)
+        with pytest.raises(ConflictError, match="was changed by somebody else"):
+            publishing.result(20)
+    assert [kept for kept, _ in host.tiers.drafts.conflicts()] == [path]
+    with pytest.raises(NotFoundError):
+        content(other.plain(), path)
 
 
 def test_a_save_behind_what_is_closed_while_it_is_written_is_looked_at_once_more(make_host, monkeypatch):
@@ -587,6 +618,7 @@ def test_a_save_behind_what_is_closed_while_it_is_written_is_looked_at_once_more
     assert closed
     host.tiers.wait("run", Level.OBJECT, 20)
     assert content(other.plain(), path) == document()
+    assert not host.tiers.drafts.conflicts()
 
 
 def test_a_directory_of_more_than_one_request_tells_is_looked_at_as_a_file(counted, monkeypatch):

@@ -176,8 +176,8 @@ class Commits:
                 writer.commit()
             except BaseException as error:
                 writer.abort()
-                # One that began before may have been published in the meantime.
-                if not isinstance(error, ConflictError) or attempt + 1 == ATTEMPTS_MAX:
+                # One that began before may have been published in the meantime. What the flusher keeps is not written again.
+                if not isinstance(error, ConflictError) or writer.is_done or attempt + 1 == ATTEMPTS_MAX:
                     raise
             else:
                 return
