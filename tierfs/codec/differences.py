@@ -43,11 +43,11 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
         DamageError: It is none, or not of this size.
     """
     width, order = decode_head(encoded, Order.ZIGZAG)
-    elements = scratch("elements", width, len(out) // width)
+    elements = elements_of(out, width)
     decode_elements(encoded, elements, out, order)
     if order is Order.AS_IT_IS:
         unzigzag(elements)
-    np.add(elements, elements_of(base, width), out=elements_of(out, width))
+    np.add(elements, elements_of(base, width), out=elements)
 
 
 def difference(raw: memoryview, width: int, base: memoryview) -> Elements:

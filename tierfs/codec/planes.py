@@ -130,66 +130,57 @@ class PlaneReader:
         if start + sum(length for _, length in heads) + tail != len(encoded):
             raise DamageError("lengths of planes that do not add up")
         self._encoded = encoded
-        self._at = start
         self._tail = tail
-        self._left = [(mode, length, size) for (mode, length), size in zip(heads, sizes, strict=True)][::-1]
+        self._left: list[tuple[int, memoryview, int]] = []
+        for (mode, length), size in zip(heads, sizes, strict=True):
+            self._left.append((mode, encoded[start : start + length], size))
+            start += length
 
     def take(self) -> Elements:
-        """The next plane; it counts until the one behind it is asked for. Raises `DamageError`."""
-        mode, length, size = self._left.pop()
-        return unpack(mode, self._take(length), size)
+        """The next plane; it counts until another is asked for. Raises `DamageError`."""
+        return unpack(*self._left.pop(0))
 
     def merge(self, target: Elements, order: Order = Order.AS_IT_IS) -> None:
-        """Put elements together from their planes. Raises `DamageError`."""
+        """Put elements together from all planes that are left. Raises `DamageError`."""
         width, count = target.itemsize, target.size
         if width == 1:
             np.copyto(target, self.take())
             return
-        upper = self._lane(target if width == _LANE else scratch("upper", _LANE, count), order)
-        if upper is not target:
-            np.copyto(target, upper)
-        for _ in range(1, width // _LANE):
-            lane = self._lane(scratch("lower", _LANE, count))
-            np.left_shift(target, 8 * _LANE, out=target)
-            # Widened by a call of its own, and not on the way: numpy then does the rest several at a time.
-            wide = scratch("wide", width, count)
-            np.copyto(wide, lane)
-            np.bitwise_or(target, wide, out=target)
+        if width == _LANE:
+            lane = self._lane(target, order)
+            if lane is not target:
+                np.copyto(target, lane)
+            return
+        # The lowest lane is widened, several elements at a time; then the others go to their places, which takes one each.
+        places = target.view("<u2").reshape(count, width // _LANE).T
+        np.copyto(target, self._lane(scratch("lane", _LANE, count)))
+        for place in places[1:-1]:
+            np.copyto(place, self._lane(scratch("lane", _LANE, count)))
+        np.copyto(places[-1], self._lane(scratch("lane", _LANE, count), order))
 
     def finish(self, out: memoryview) -> None:
         """Fill in the bytes of the block that are behind its last whole element."""
         out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
     def _lane(self, out: Elements, order: Order = Order.AS_IT_IS) -> Elements:
-        """Two planes, in ``out`` or elsewhere."""
-        mode, length, size = self._left.pop()
+        """The numbers of two planes, the last that are left, in ``out`` or elsewhere."""
+        low, high = self._left.pop(), self._left.pop()
+        mode, data, size = high
         if mode == Mode.WOVEN:
-            woven = self._woven(length, size)
-            if order is Order.AS_IT_IS:
-                return woven
-            raise DamageError("planes that are together, and changed")
-        unpack_wide(mode, self._take(length), out, 7 if order is Order.SIGN_LAST else 8)
-        rest = self.take()
-        low = scratch("rest", _LANE, size)
+            if order is not Order.AS_IT_IS:
+                raise DamageError("planes that are together, and changed")
+            if len(data) != _LANE * size or low[:2] != (Mode.WOVEN, b""):
+                raise DamageError(f"two planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
+            return elements_of(data, _LANE)
+        unpack_wide(mode, data, out, 7 if order is Order.SIGN_LAST else 8)
+        rest = scratch("rest", _LANE, size)
         if order is Order.SIGN_LAST:
             # Bit 7, the sign, fills all bits above it on the way, of which the uppermost stays.
-            np.copyto(low.view("<i2"), rest.view("<i1"))
-            np.bitwise_and(low, _REST, out=low)
+            np.bitwise_and(unpack(*low).view("<i1"), _REST - (1 << 16), out=rest.view("<i2"), dtype="<i2")
         else:
-            np.copyto(low, rest)
-        np.bitwise_or(out, low, out=out)
+            np.copyto(rest, unpack(*low))
+        np.bitwise_or(out, rest, out=out)
         return unzigzag(out) if order is Order.ZIGZAG else out
-
-    def _woven(self, length: int, size: int) -> Elements:
-        mode, nothing, _ = self._left.pop()
-        if (mode, length, nothing) != (Mode.WOVEN, _LANE * size, 0):
-            raise DamageError(f"two planes of {size} bytes in {length}, then mode {mode} with {nothing}")
-        return elements_of(self._take(length), _LANE)
-
-    def _take(self, length: int) -> memoryview:
-        self._at += length
-        return self._encoded[self._at - length : self._at]
-
 
 def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
     """Encode blocks of numbers, all as long, as PLANE; return the encoded lengths, ``None`` where it does not pay.
