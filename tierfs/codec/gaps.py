@@ -15,10 +15,15 @@ _SKIP = 255
 
 def gaps_of(positions: NDArray[np.intp]) -> Elements:
     """How many elements lie before each position, back to the one before: 255 for so many, then what is left."""
-    gaps = np.diff(positions, prepend=-1) - 1
-    ends = np.cumsum(gaps // _SKIP + 1) - 1
-    encoded = np.full(ends[-1] + 1 if ends.size else 0, _SKIP, np.uint8)
-    encoded[ends] = gaps % _SKIP
+    gaps = positions.astype(np.uint32)
+    gaps[1:] -= gaps[:-1] + 1
+    skips = gaps // _SKIP
+    gaps -= skips * _SKIP
+    skips += 1
+    ends = np.cumsum(skips)
+    encoded = np.full(int(ends[-1]) if ends.size else 0, _SKIP, np.uint8)
+    ends -= 1
+    encoded[ends] = gaps
     return encoded
 
 
@@ -49,7 +54,11 @@ def positions_of(gaps: Elements, count: int, size: int) -> NDArray[np.intp]:
 
 def rare_positions(flags: Elements) -> NDArray[np.intp]:
     """Where a multiple of eight bytes, 0 or 1, is 1; fastest where that is rare: words of eight are looked at first."""
-    words = np.flatnonzero(flags.view("<u8") != 0)
-    within = np.flatnonzero(flags.reshape(-1, 8)[words].view(np.bool_))
-    positions: NDArray[np.intp] = words[within >> 3] * 8 + (within & 7)
+    words = flags.view("<u8")
+    found = np.flatnonzero(words != 0)
+    within = np.flatnonzero(words.take(found).view(np.bool_))
+    positions = found.take(within >> 3)
+    positions *= 8
+    within &= 7
+    positions += within
     return positions

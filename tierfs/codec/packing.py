@@ -217,8 +217,11 @@ def _from_codes(data: memoryview, out: Elements, shift: int = 0) -> None:
 
 
 def _mostly(plane: Elements, most: int) -> Kept:
-    is_other = np.not_equal(plane, np.uint8(most), out=scratch("flags", 1, plane.size).view(np.bool_))
-    positions = np.flatnonzero(is_other)
+    whole = (plane.size + 7) // 8 * 8
+    flags = scratch("flags", 1, whole)
+    flags[plane.size :] = 0
+    np.not_equal(plane, np.uint8(most), out=flags[: plane.size].view(np.bool_))
+    positions = rare_positions(flags)
     if not positions.size:
         return Mode.CONSTANT, (bytes([most]),)
     if positions.size > 1.5 * _OTHERS_MAX * plane.size:

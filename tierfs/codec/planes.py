@@ -169,7 +169,7 @@ class PlaneReader:
         if mode == Mode.WOVEN:
             if order is not Order.AS_IT_IS:
                 raise DamageError("planes that are together, and changed")
-            if len(data) != _LANE * size or low[:2] != (Mode.WOVEN, b""):
+            if len(data) != _LANE * size or low[0] != Mode.WOVEN or len(low[1]):
                 raise DamageError(f"two planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
             return elements_of(data, _LANE)
         unpack_wide(mode, data, out, 7 if order is Order.SIGN_LAST else 8)
@@ -181,6 +181,7 @@ class PlaneReader:
             np.copyto(rest, unpack(*low))
         np.bitwise_or(out, rest, out=out)
         return unzigzag(out) if order is Order.ZIGZAG else out
+
 
 def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
     """Encode blocks of numbers, all as long, as PLANE; return the encoded lengths, ``None`` where it does not pay.
@@ -282,11 +283,12 @@ def put_planes(
         if is_changed and order is Order.SIGN_LAST:
             _put_plane(writer, lane, 7, high)
             np.bitwise_and(lane, _REST, out=lane)
-            np.bitwise_or(lane, np.right_shift(lane, 8, out=scratch("lower", _LANE, count)), out=lane)
-        else:
-            if is_changed:
-                zigzag(lane)
-            _put_plane(writer, lane, 8, high)
+            np.multiply(lane, 0x101, out=lane)  # nothing is carried: the upper byte gets the bits of both
+            _put_plane(writer, lane, 8, low)
+            continue
+        if is_changed:
+            zigzag(lane)
+        _put_plane(writer, lane, 8, high)
         _put_plane(writer, lane, 0, low)
 
 
@@ -310,7 +312,13 @@ def _put_cut(writer: PlaneWriter, elements: Elements, shift: int, mode: Mode) ->
 
 def _cut(elements: Elements, shift: int, out: Elements) -> None:
     """The bits of each element from ``shift`` on that ``out`` has room for."""
-    if shift:
+    if not shift:
+        np.copyto(out, elements, casting="unsafe")
+    elif shift % 8:
         np.right_shift(elements, shift, out=out, casting="unsafe")
     else:
-        np.copyto(out, elements, casting="unsafe")
+        # Where these bits begin, numbers begin whose lowest bits they are; to cut those off takes half as long as to shift the elements.
+        begin = shift // 8
+        shifted = elements.view(np.uint8)[begin : begin - elements.itemsize].view(elements.dtype)
+        np.copyto(out[:-1], shifted, casting="unsafe")
+        out[-1:] = elements[-1:] >> shift
