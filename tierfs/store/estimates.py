@@ -19,8 +19,10 @@ FORGETTING_BEST = 0.0001
 # So many times as slow as is believed is what a chunk counts as at most, where a speed is to be steady: whoever has the processor for a
 # moment, as those have that saved, says little of what follows; if it lasts, the next chunks say so.
 SURPRISE_MAX = 2.0
-# How much of the way one speed of puts comes nearer to the other with each chunk.
+# How much of the way one speed of puts comes nearer to the other with each chunk's bytes.
 ALIKE = 0.01
+# What share of the bytes that are sent has to be encoded for puts to be those of who encodes.
+MOST = 0.5
 # What a base saves is found out again after so many were not fetched.
 PASSED_MAX = 32
 
@@ -88,14 +90,15 @@ class Speed:
 
 
 class Puts:
-    """Seconds that a byte takes on one thread to be sent: of chunks that are encoded, and of those that are not.
+    """Seconds that a byte takes on one thread to be sent: while most chunks are encoded, and while most are not.
 
-    While chunks are encoded, fewer threads send at a time, and have more of the link each. What is not done is not measured: it is taken
-    to become faster and slower as what is done does, and with each chunk comes nearer to it. docs/decisions/0033.
+    While they are, fewer threads send at a time, and have more of the link each. What is not done is not measured: it is taken
+    to become faster and slower as what is done does, and with each chunk comes nearer to it. docs/decisions/0033 and 0041.
     """
 
     def __init__(self) -> None:
         self._raw, self._encoded = Speed(), Speed()
+        self._share = 0.0  # of what was sent of late, encoded
 
     @property
     def count(self) -> int:
@@ -104,19 +107,32 @@ class Puts:
 
     @property
     def raw_s_per_byte(self) -> float:
-        """Of what is not encoded, as far as that is known."""
+        """While most are not encoded, as far as that is known."""
         return (self._raw if self._raw.count else self._encoded).s_per_byte
 
     @property
     def encoded_s_per_byte(self) -> float:
-        """Of what is encoded, as far as that is known."""
+        """While most are encoded, as far as that is known."""
         return (self._encoded if self._encoded.count else self._raw).s_per_byte
+
+    def behind(self, encode_s: float, ratio: float) -> float:
+        """Seconds that a raw byte takes on one thread that encodes it, in so many seconds, and sends what it comes to.
+
+        As long as nobody knows how fast puts are while others encode: what it takes where a link is what they wait for. Then
+        each that encodes leaves its share to those that send, and the slower of both is all that is waited for.
+        """
+        if not self._encoded.count:
+            return max(encode_s, ratio * self._raw.s_per_byte)
+        # Fewer that send are no slower: if they seem so, something else was slow at the time.
+        return encode_s + ratio * min(self._encoded.s_per_byte, self.raw_s_per_byte)
 
     def add(self, count: int, seconds: float, *, is_raw: bool) -> None:
         """Learn from a chunk."""
-        now, other = (self._raw, self._encoded) if is_raw else (self._encoded, self._raw)
+        weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
+        self._share += ((not is_raw) - self._share) * weight
+        now, other = (self._encoded, self._raw) if self._share >= MOST else (self._raw, self._encoded)
         before = now.s_per_byte
         now.add(count, seconds)
         if other.count:
             other.s_per_byte *= now.s_per_byte / before if before else 1.0
-            other.s_per_byte += (now.s_per_byte - other.s_per_byte) * ALIKE
+            other.s_per_byte += (now.s_per_byte - other.s_per_byte) * ALIKE * min(1.0, count / CHUNK_BYTES)
