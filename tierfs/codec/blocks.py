@@ -139,7 +139,7 @@ def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryv
         encoded: The encoded bytes. Borrowed, as are the others.
         out: Exactly as long as the block's raw bytes. Every byte is written, or there is an error and it is undefined.
         base: The block's reference, if its chunk has bases: as long as ``out`` for DPLANE and SPARSE, twice as long for
-            DERIVE. Others ignore it.
+            DERIVE, and not overlapping it. Others ignore it.
         where: What messages say of the block's place.
 
     Raises:
