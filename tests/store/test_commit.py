@@ -583,7 +583,7 @@ def test_a_save_that_the_flusher_keeps_as_a_conflict_is_not_written_again(make_h
         with host.held():
             put(host, "run/rank-0", level=Level.STAGED)
             publishing = pool.submit(Commits(host.store).publish, path, document(), began, is_new=is_new)
-            while not host.tiers.drafts.pending(path):
+            while not host.tiers.drafts.pending(path) and not publishing.done():
                 time.sleep(0.01)
         with pytest.raises(ConflictError, match="was changed by somebody else"):
             publishing.result(20)

@@ -708,9 +708,9 @@ def test_encoding_that_takes_longer_than_to_send_raw_bytes_is_not_tried():
     puts = Puts()
     puts.add(CHUNK_BYTES, 1.0, is_raw=True)
     raw = puts.raw_s_per_byte
-    assert puts.behind(0.9 * raw, 0.8) == pytest.approx(0.9 * raw)
-    assert puts.behind(0.1 * raw, 0.8) == pytest.approx(0.8 * raw)
-    assert puts.behind(1.1 * raw, 0.0) > raw
+    assert puts.with_encoding(0.9 * raw, 0.8) == pytest.approx(0.9 * raw)
+    assert puts.with_encoding(0.1 * raw, 0.8) == pytest.approx(0.8 * raw)
+    assert puts.with_encoding(1.1 * raw, 0.0) > raw
 
 
 def test_puts_are_what_most_of_them_are():
@@ -726,6 +726,15 @@ def test_puts_are_what_most_of_them_are():
     assert raw > 1.2 * encoded
     puts.add(CHUNK_BYTES, 1.0, is_raw=True)  # nor has one less that is not
     assert puts.encoded_s_per_byte == pytest.approx(encoded, rel=0.01)
+
+
+def test_fewer_that_send_are_not_taken_to_be_slower():
+    puts = Puts()
+    puts.add(CHUNK_BYTES, 4.0, is_raw=False)  # while whoever saved was still at work
+    for _ in range(20):
+        puts.add(CHUNK_BYTES, 1.0, is_raw=True)
+    puts._encoded.s_per_byte = 2 * puts.raw_s_per_byte
+    assert puts.with_encoding(0.1 * puts.raw_s_per_byte, 0.8) == pytest.approx(0.9 * puts.raw_s_per_byte)
 
 
 @pytest.mark.parametrize("count", [CHUNK_BYTES, CHUNK_BYTES // 16])

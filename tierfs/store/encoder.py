@@ -411,7 +411,7 @@ class Encoder:
             encode = self._encode.get(codec)
             if self.codecs.always or encode is None or self._put.count < EVIDENCE_BYTES:
                 return True
-            pays = self._put.behind(MARGIN * encode.s_per_byte, ratio) < self._put.raw_s_per_byte
+            pays = self._put.with_encoding(MARGIN * encode.s_per_byte, ratio) < self._put.raw_s_per_byte
             if not pays:
                 encode.forget(blocks)  # it is measured no more, and may have been slow for a while only
             return pays

@@ -115,7 +115,7 @@ class Puts:
         """While most are encoded, as far as that is known."""
         return (self._encoded if self._encoded.count else self._raw).s_per_byte
 
-    def behind(self, encode_s: float, ratio: float) -> float:
+    def with_encoding(self, encode_s: float, ratio: float) -> float:
         """Seconds that a raw byte takes on one thread that encodes it, in so many seconds, and sends what it comes to.
 
         As long as nobody knows how fast puts are while others encode: what it takes where a link is what they wait for. Then
