@@ -235,7 +235,7 @@ def test_memory_that_is_gone_is_given_back_by_them(started) -> None:
             assert lent.begin(Job([raw], Coding(Codec.PLANE, 4), [None], [out]))
             found = lent.finish()
             assert found is not None
-            assert found[0][0][0] == Codec.PLANE
+            assert found[0][0] == Codec.PLANE
         maps = Path(f"/proc/{lent._process.pid}/maps").read_text()
     assert 2 <= maps.count("tierfs-work") <= 4  # those of the last job, and of the one before
     assert len(shared_memory().descriptors()) <= 3

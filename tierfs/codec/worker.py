@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from typing import Any
 
 from tierfs import __version__
@@ -59,9 +58,7 @@ def serve(connection: socket.socket) -> None:
             return
         job = json.loads(packet)
         worker.learn(job["new"], descriptors, job["gone"])
-        start = time.monotonic()
-        answer = {"number": job["number"], "found": worker.encode(job), "seconds": time.monotonic() - start}
-        connection.send(json.dumps(answer).encode())
+        connection.send(json.dumps({"number": job["number"], "found": worker.encode(job)}).encode())
 
 
 if __name__ == "__main__":

@@ -220,8 +220,8 @@ class Worker:
         self._known = self._known - set(gone) | used
         return True
 
-    def finish(self) -> tuple[list[tuple[Codec, int]], float] | None:
-        """What came of the first job that was begun and is not finished, and the seconds that took; ``None`` if nothing did."""
+    def finish(self) -> list[tuple[Codec, int]] | None:
+        """What came of the first job that was begun and is not finished; ``None`` if nothing did."""
         if self.failure is not None:
             return None
         try:
@@ -235,7 +235,7 @@ class Worker:
             self._fail(error)
             raise
         self._blocks += len(answer["found"])
-        return [(Codec(codec), length) for codec, length in answer["found"]], answer["seconds"]
+        return [(Codec(codec), length) for codec, length in answer["found"]]
 
     def settle(self) -> None:
         """See to it that it writes to nobody's memory any more: somebody gave up in between. Otherwise it is ended."""

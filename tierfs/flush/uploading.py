@@ -136,15 +136,18 @@ class Uploader:
         record = entry.draft.record
         rows = record.rows if isinstance(record, Manifest) else ()
         entry.rows = entry.rows or [None] * len(rows)
+        reader = self._reader(entry)
         if entry.hints is None:
-            entry.hints = publisher.plan(entry.draft, self._reader(entry))
+            entry.hints = publisher.plan(entry.draft, reader)
         missing = [index for index, row in enumerate(entry.rows) if row is None]
         hints = dict(enumerate(entry.hints))
         sources = {part.chunk for hint in entry.hints for part in hint.sources}
 
         def submit(indexes: Iterable[int]) -> list[Future[None]]:
             return [
-                self._chunks.submit(self._upload_chunk, publisher, entry, rows[index], index, hints.get(index, NO_HINT))
+                self._chunks.submit(
+                    self._upload_chunk, publisher, entry, rows[index], index, hints.get(index, NO_HINT), reader
+                )
                 for index in indexes
             ]
 
@@ -165,7 +168,9 @@ class Uploader:
             if not entry.ahead:
                 entry.clear()
 
-    def _upload_chunk(self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint) -> None:
+    def _upload_chunk(
+        self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint, reader: ReadRow
+    ) -> None:
         state = self._state
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
@@ -183,7 +188,7 @@ class Uploader:
                 if not read(0, raw):
                     continue
                 state.fault("before upload.chunk")
-                stored = publisher.put_chunk(raw, hint, entry.rows, read=self._reader(entry), pace=self._pace)
+                stored = publisher.put_chunk(raw, hint, entry.rows, read=reader, pace=self._pace)
                 state.fault("after upload.chunk")
                 if stored.name.digest == row.name.digest:
                     entry.rows[index] = stored
@@ -218,11 +223,11 @@ class Uploader:
             return lambda *_: False
         kind = record.digest_kind
         digests = [row.name.digest for row in record.rows]
-        references = dict(zip(digests, entry.draft.slots, strict=False)) if entry.slot is not None else {}
+        references = dict(zip(digests, entry.draft.slots, strict=False))
 
         def read(row: Row, start: int, out: memoryview) -> bool:
-            name = local_name(kind, row.name.digest)
-            return any(source(start, out) for source in self._sources(name, references.get(row.name.digest)))
+            reference = references.get(row.name.digest) if entry.slot is not None else None
+            return any(source(start, out) for source in self._sources(local_name(kind, row.name.digest), reference))
 
         return read
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -38,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Deriver:
-    """Encodes chunks as derived, one at a time. Safe for use by many threads, which wait for each other.
+    """Encodes chunks as derived, one at a time: for one thread at a time.
 
     It takes the memory of three chunks, and hardly longer than copying them where they are in memory.
 
@@ -50,7 +49,6 @@ class Deriver:
     def __init__(self, kind: DigestKind, codecs: Codecs) -> None:
         self._kind = kind
         self._codecs = codecs
-        self._turn = threading.Lock()
         self._reference: memoryview | None = None
         self._source: memoryview | None = None  # the last chunk that parts were read of
         self._source_name: ChunkName | None = None
@@ -66,10 +64,6 @@ class Deriver:
             sources: Where those elements are, in order.
             read: Gets at chunks that lie on this host.
         """
-        with self._turn:
-            return self._encode(raw, sources, read)
-
-    def _encode(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow) -> Encoded | None:
         if len(_needs(sources)) > BASES_MAX:
             return None
         if self._reference is None:

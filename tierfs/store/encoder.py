@@ -22,22 +22,19 @@ from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice, choose, sampl
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.publisher import Hint, ReadRow, Tensor
-from tierfs.flush.uploading import uploads_at_once
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Deriver, Piece, with_bases
 from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, scratch
-from tierfs.store.estimates import Puts, Speed, Typical
+from tierfs.store.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
 
 __all__ = ["Encoder", "FetchRow"]
 
 REPROBE_SAVES = 16
 CHOICES_MAX = 100_000
 GROUPS_MAX = 10_000
-# So much has to have been sent before speeds count: a few small puts say little.
-EVIDENCE_BYTES = 64 << 20
 # What a base has to save, of its own size, to be fetched for that from the object tier.
 FETCH_WORTH = 0.5
 # The same where that is this host's own, and it is read there as fast as elsewhere.
@@ -121,7 +118,7 @@ class Encoder:
         self._counts: Counter[str] = Counter()
         self._encoding = 0  # how many threads are at it
         self._begun = threading.local()  # which codecs a thread has encoded with
-        self._deriver = Deriver(kind, codecs)
+        self._deriver, self._deriving = Deriver(kind, codecs), threading.Lock()
         self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
 
     def __repr__(self) -> str:
@@ -187,9 +184,10 @@ class Encoder:
             hint = replace(hint, base=None)  # not to be read for nothing
         encoded = None
         if sources and self.derives(len(raw)):
-            start = self._clock.monotonic()
-            encoded = self._deriver.encode(raw, sources, read)  # waiting for one's turn is part of what that costs
-            self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
+            with self._deriving:  # others send while one waits for that
+                start = self._clock.monotonic()
+                encoded = self._deriver.encode(raw, sources, read)
+                self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, read, fetch)
         with self._lock:
@@ -288,15 +286,14 @@ class Encoder:
                 yield plan._replace(part_of=tensor)
 
         @contextlib.contextmanager
-        def watch(codec: Codec, count: int, known: float | None) -> Iterator[None]:
+        def watch(codec: Codec, count: int, is_elsewhere: bool) -> Iterator[None]:
             start = self._clock.monotonic()
             yield
             counts[codec] += count
-            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile. Processes
-            # that encode are as many as processors, while perhaps more puts wait for the link.
-            took = min(1.0, processors / self._encoding) * (self._clock.monotonic() - start)
-            took = took if known is None else max(1.0, uploads_at_once() / processors) * known
-            seconds[codec] = seconds.get(codec, 0.0) + took
+            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile. There are
+            # no more processes that encode than processors.
+            alone = 1.0 if is_elsewhere else min(1.0, processors / self._encoding)
+            seconds[codec] = seconds.get(codec, 0.0) + alone * (self._clock.monotonic() - start)
 
         with self._lock:
             self._encoding += 1

@@ -70,11 +70,11 @@ class Plan(NamedTuple):
     part_of: object = None
 
 
-Watch = Callable[[Codec, int, float | None], AbstractContextManager[object]]
-"""Gives what encoding goes on in, by the codec that is asked for and the number of raw bytes, or what goes on when it is known how long it took."""
+Watch = Callable[[Codec, int, bool], AbstractContextManager[object]]
+"""Gives what encoding goes on in, by the codec that is asked for, the number of raw bytes, and whether a process encodes them that others do not wait for."""
 
 
-def _unwatched(codec: Codec, count: int, seconds: float | None) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
+def _unwatched(codec: Codec, count: int, is_elsewhere: bool) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
     return contextlib.nullcontext()
 
 
@@ -123,13 +123,9 @@ def _encoded(
 
     def finish() -> tuple[_Group, list[tuple[Codec, int]]]:
         group, job, is_begun = begun.popleft()
-        codec, count = job.coding.codec, sum(map(len, job.raws))
-        result = worker.finish() if worker is not None and is_begun else None
-        if result is not None:
-            with watch(codec, count, result[1]):
-                return group, result[0]
-        with watch(codec, count, None):
-            return group, encode_blocks(job.raws, job.coding, job.bases, job.outs)
+        with watch(job.coding.codec, sum(map(len, job.raws)), is_begun):
+            found = worker.finish() if worker is not None and is_begun else None
+            return group, encode_blocks(job.raws, job.coding, job.bases, job.outs) if found is None else found
 
     for group in groups:
         coding = group[0][0].coding

@@ -8,21 +8,29 @@ from tierfs.codec import Codec
 from tierfs.codec.choice import Choice
 from tierfs.digest import CHUNK_BYTES
 
-__all__ = ["Puts", "Speed", "Typical"]
+__all__ = ["EVIDENCE_BYTES", "EXPIRES_BYTES", "Puts", "Speed", "Typical"]
 
 # How much of a measured speed the newest chunk makes up, and of what is typical the newest tensor.
 NEWEST = 0.1
 # With each block that is not encoded, the speed that keeps from it comes so much nearer to the best there was, and that to
-# nothing: what was slow for a while is measured again after 1 GB, what never was faster after 7.
-FORGETTING = 0.001
-FORGETTING_BEST = 0.0001
+# nothing: what was slow for a while is measured again after 4 GB, what never was faster after 28.
+FORGETTING = 0.00025
+FORGETTING_BEST = 0.000025
 # So many times as slow as is believed is what a chunk counts as at most, where a speed is to be steady: whoever has the processor for a
 # moment, as those have that saved, says little of what follows; if it lasts, the next chunks say so.
 SURPRISE_MAX = 2.0
-# How much of the way one speed of puts comes nearer to the other with each chunk's bytes.
-ALIKE = 0.01
-# What share of the bytes that are sent has to be encoded for puts to be those of who encodes.
+EVIDENCE_BYTES = 64 << 20
+"""So much has to have been sent before a speed counts: a few small puts say little."""
+# What share of the bytes that were sent of late has to be encoded for puts to be those of who encodes; and how much of it the
+# newest chunk makes up.
 MOST = 0.5
+NEWEST_SENT = 0.25
+# What is not done is found out again after so much, or when what is done takes so many times as long, or less.
+EXPIRES_BYTES = 4 << 30
+CHANGED = 1.5
+# The fastest put of no more than this took what every put takes, whatever it sends; with each, that is believed to have grown a little.
+LITTLE_BYTES = 256 << 10
+GROWING = 0.001
 # What a base saves is found out again after so many were not fetched.
 PASSED_MAX = 32
 
@@ -92,13 +100,18 @@ class Speed:
 class Puts:
     """Seconds that a byte takes on one thread to be sent: while most chunks are encoded, and while most are not.
 
-    While they are, fewer threads send at a time, and have more of the link each. What is not done is not measured: it is taken
-    to become faster and slower as what is done does, and with each chunk comes nearer to it. docs/decisions/0033 and 0041.
+    While they are, fewer threads send at a time, and have more of the link each; or all of them have less of the processors. Which
+    it is only trying tells: what is not done counts as it was found while nothing seems to have changed, and for `EXPIRES_BYTES`, then it
+    is tried again. What a put takes however little it sends is left out, as encoding saves none of that. docs/decisions/0042.
     """
 
     def __init__(self) -> None:
         self._raw, self._encoded = Speed(), Speed()
         self._share = 0.0  # of what was sent of late, encoded
+        self._is_encoding = False  # whether that is most
+        self._since = 0  # bytes since that is so, or since what is not done was forgotten
+        self._then: float | None = None  # what a byte took when enough had been sent since
+        self._least_s = math.inf  # what every put takes, as far as that is known
 
     @property
     def count(self) -> int:
@@ -108,7 +121,7 @@ class Puts:
     @property
     def raw_s_per_byte(self) -> float:
         """While most are not encoded, as far as that is known."""
-        return (self._raw if self._raw.count else self._encoded).s_per_byte
+        return (self._encoded if self._encoded.count and not _is_known(self._raw) else self._raw).s_per_byte
 
     @property
     def encoded_s_per_byte(self) -> float:
@@ -121,18 +134,41 @@ class Puts:
         As long as nobody knows how fast puts are while others encode: what it takes where a link is what they wait for. Then
         each that encodes leaves its share to those that send, and the slower of both is all that is waited for.
         """
-        if not self._encoded.count:
-            return max(encode_s, ratio * self._raw.s_per_byte)
-        # Fewer that send are no slower: if they seem so, something else was slow at the time.
-        return encode_s + ratio * min(self._encoded.s_per_byte, self.raw_s_per_byte)
+        if not _is_known(self._encoded):
+            return max(encode_s, ratio * self.raw_s_per_byte)
+        return encode_s + ratio * self._encoded.s_per_byte
 
     def add(self, count: int, seconds: float, *, is_raw: bool) -> None:
         """Learn from a chunk."""
-        weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
-        self._share += ((not is_raw) - self._share) * weight
-        now, other = (self._encoded, self._raw) if self._share >= MOST else (self._raw, self._encoded)
-        before = now.s_per_byte
+        if count <= LITTLE_BYTES:
+            self._least_s = min(self._least_s * (1 + GROWING), seconds)
+        seconds -= min(self._least_s, seconds) if self._least_s < math.inf else 0.0
+        self._share += ((not is_raw) - self._share) * (
+            NEWEST_SENT * min(1.0, count / CHUNK_BYTES) if self.count else 1.0
+        )
+        if (self._share >= MOST) is not self._is_encoding:
+            self._is_encoding = not self._is_encoding
+            self._since, self._then = 0, None
+        now = self._encoded if self._is_encoding else self._raw
         now.add(count, seconds)
-        if other.count:
-            other.s_per_byte *= now.s_per_byte / before if before else 1.0
-            other.s_per_byte += (now.s_per_byte - other.s_per_byte) * ALIKE * min(1.0, count / CHUNK_BYTES)
+        self._since += count
+        if self._since >= EVIDENCE_BYTES:
+            self._forget(now)
+
+    def _forget(self, now: Speed) -> None:
+        """Forget what was found of what is not done, if it does not count any more."""
+        self._then = now.s_per_byte if self._then is None else self._then
+        is_changed = not self._then / CHANGED <= now.s_per_byte <= self._then * CHANGED
+        if not is_changed and self._since < EXPIRES_BYTES:
+            return
+        if self._is_encoding:
+            self._raw = Speed()
+        else:
+            self._encoded = Speed()
+        self._since, self._then = 0, None
+        if is_changed:
+            now.count = 0  # what comes counts, not what was on the way to it
+
+
+def _is_known(speed: Speed) -> bool:
+    return speed.count >= EVIDENCE_BYTES
