@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from tierfs.buffers import Buffers, buffers, fresh
-from tierfs.digest import CHUNK_BYTES
+from tierfs.buffers import Buffers, block_buffers, buffers, fresh
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.objects.local import LocalObjects
 
 
 def test_a_buffer_is_used_again_and_is_as_large_as_a_chunk():
@@ -16,6 +17,28 @@ def test_a_buffer_is_used_again_and_is_as_large_as_a_chunk():
     assert len(first) == CHUNK_BYTES
     pool.give(first)
     assert pool.take() is first
+
+
+def test_those_of_a_block_take_no_more_than_that():
+    pool = Buffers(BLOCK_BYTES)
+    assert len(pool.take()) == BLOCK_BYTES
+    with pool.lend(BLOCK_BYTES - 1) as memory:
+        assert len(memory) == BLOCK_BYTES - 1
+        assert repr(pool) == "Buffers(2 taken, 0 free)"
+
+
+def test_what_reads_an_object_block_by_block_takes_the_memory_of_one(tmp_path):
+    objects = LocalObjects(tmp_path)
+    objects.put("whole", [b"x" * (3 * BLOCK_BYTES)])
+    before = repr(buffers()), repr(block_buffers())
+    seen = []
+
+    def use(_, take):
+        seen.append((repr(buffers()), repr(block_buffers())))
+
+    objects.stream("whole", 3 * BLOCK_BYTES, use)
+    assert seen[0][0] == before[0]
+    assert seen[0][1] != before[1]
 
 
 def test_as_many_are_kept_as_are_in_use_and_a_few_at_least():

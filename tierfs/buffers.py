@@ -1,4 +1,4 @@
-"""Memory of a chunk's size that is used again and again: touching fresh memory takes longer than copying into warm memory."""
+"""Memory that is used again and again: touching fresh memory takes longer than copying into warm memory."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ import mmap
 import threading
 from collections.abc import Iterator
 
-from tierfs.digest import CHUNK_BYTES
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 from tierfs.forks import PerProcess
 from tierfs.sharedmemory import shared_memory
 
-__all__ = ["KEPT_MAX", "Buffers", "buffers", "fresh"]
+__all__ = ["KEPT_MAX", "Buffers", "block_buffers", "buffers", "fresh"]
 
 KEPT_MAX = 8
-POOLED_BYTES_MIN = 1 << 20
+# What is smaller than this part of a buffer is had as fast without.
+POOLED_PART = 16
 
 
 class Buffers:
-    """Buffers of 16 MiB each. Safe for use by many threads.
+    """Buffers of one size. Safe for use by many threads.
 
     As many are kept for whoever is next as are in use at the time, and a few where those are fewer.
 
     Args:
+        size: Bytes of each.
         kept: How many are a few.
     """
 
-    def __init__(self, kept: int = KEPT_MAX) -> None:
+    def __init__(self, size: int = CHUNK_BYTES, kept: int = KEPT_MAX) -> None:
+        self._size = size
         self._kept_max = kept
         self._taken = 0
         # Garbage may be collected while it is held, and what is collected may hand a buffer back.
@@ -42,7 +45,7 @@ class Buffers:
             if self._free:
                 self._taken += 1
                 return self._free.pop()
-        memory = fresh(CHUNK_BYTES)
+        memory = fresh(self._size)
         with self._lock:
             self._taken += 1
         return memory
@@ -58,7 +61,7 @@ class Buffers:
     @contextlib.contextmanager
     def lend(self, length: int) -> Iterator[memoryview]:
         """So much writable memory, of undefined content, for the time of a ``with`` block: a buffer's, where it fits one."""
-        if not POOLED_BYTES_MIN <= length <= CHUNK_BYTES:
+        if not self._size // POOLED_PART <= length <= self._size:
             yield memoryview(bytearray(length))
             return
         buffer = self.take()
@@ -77,4 +80,6 @@ def fresh(length: int) -> memoryview:
 
 
 buffers = PerProcess(Buffers)
-"""This process's `Buffers`."""
+"""This process's `Buffers` of 16 MiB, a chunk's size."""
+block_buffers = PerProcess(lambda: Buffers(BLOCK_BYTES))
+"""Those of 1 MiB, a block's size."""

@@ -736,6 +736,31 @@ def test_encoding_that_takes_longer_than_to_send_raw_bytes_is_not_tried():
     assert puts.with_encoding(1.1 * raw, 0.0) > raw
 
 
+@pytest.mark.parametrize(("is_near", "tried"), [(False, True), (True, False)])
+def test_on_a_disk_of_this_host_nothing_is_tried(host, is_near, tried):
+    """It takes processors and memory from who trains there, and no link is waited for."""
+    clock = Ticking(1)
+    encoder, raw = encoder_for("auto", clock, is_near=is_near), numbers().tobytes()
+    for _ in range(2):  # a thread's first one does not count
+        encoded = encode(encoder, host, raw)
+    ratio = sum(len(block.data) for block in encoded.blocks) / len(raw)
+    # Encoding takes a third of what raw puts take, and saves a fifth.
+    assert 0.75 < ratio < 0.9
+    for _ in range(2):
+        put(encoder, clock, 3 * MARGIN * 0.5 / len(raw) * EVIDENCE_BYTES - 0.5)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE if tried else Codec.STORE}
+    for _ in range(40):
+        put(encoder, clock, 20 * MARGIN * 0.5 / len(raw) * EVIDENCE_BYTES - 0.5)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "it pays whatever the others do"
+
+
+def test_a_link_that_changes_while_most_is_encoded_goes_on_being_encoded_for():
+    puts = puts_of_both(2.0, 1.9)
+    while puts._encoded.count:
+        puts.add(CHUNK_BYTES, 20.0, is_raw=False)
+    assert puts.with_encoding(0.1 / CHUNK_BYTES, 0.8) < puts.raw_s_per_byte
+
+
 def test_puts_are_what_most_of_them_are():
     puts = puts_of_both(2.0, 1.0)
     assert by_chunk(puts) == pytest.approx((1.0, 2.0))
@@ -783,9 +808,20 @@ def test_what_is_not_done_is_found_out_again(count):
     assert by_chunk(puts) == pytest.approx((1.0, 1.0)), "what encoding costs has to be saved of that"
     add(puts, 5 * enough, 2.0 * share, count, is_raw=True)
     assert by_chunk(puts) == pytest.approx((1.0, 2.0), rel=0.3)
-    add(puts, many, 2.0 * share, count, is_raw=True)
+    add(puts, many - 3 * enough, 2.0 * share, count, is_raw=True)
     assert by_chunk(puts) == pytest.approx((2.0, 2.0))
     assert puts.with_encoding(0.9 * puts.raw_s_per_byte, 0.9) < puts.raw_s_per_byte, "it is tried"
+
+
+def test_what_never_becomes_most_of_what_is_sent_is_not_tried_for_long():
+    puts = puts_of_both(2.0, 1.0)
+    add(puts, EXPIRES_BYTES // CHUNK_BYTES + 10, 2.0, is_raw=True)
+    for _ in range(2 * ENOUGH):
+        add(puts, 1, 2.0, is_raw=False)
+        add(puts, 1, 2.0, is_raw=True)
+        add(puts, 1, 2.0, is_raw=True)
+    assert puts.with_encoding(0.9 * puts.raw_s_per_byte, 0.9) > puts.raw_s_per_byte
+    assert puts.with_encoding(0.05 * puts.raw_s_per_byte, 0.9) < puts.raw_s_per_byte
 
 
 @pytest.mark.parametrize("is_raw", [True, False])

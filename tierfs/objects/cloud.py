@@ -13,7 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from tierfs.buffers import buffers
+from tierfs.buffers import block_buffers, buffers
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import (
     AlreadyExistsError,
@@ -214,7 +214,7 @@ class CloudObjects:
                 assert content.read_into is not None, "a client that waits fills buffers"
                 use(content.info, taking_from(content.read_into, length, memory, key))
 
-        with self._translated(key), buffers().lend(min(length, BLOCK_BYTES)) as memory:
+        with self._translated(key), block_buffers().lend(min(length, BLOCK_BYTES)) as memory:
             self._sessions.run(lambda session: receive(self._client(session), memory))
 
     async def _fill(self, client: CloudClient, key: str, span: Span, version: Version | None) -> ObjectInfo:

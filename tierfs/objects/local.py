@@ -23,7 +23,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from tierfs.buffers import buffers
+from tierfs.buffers import block_buffers
 from tierfs.clock import boot_id
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
@@ -155,7 +155,7 @@ class LocalObjects:
 
     def stream(self, key: str, length: int, use: Use) -> None:
         """See `ObjectTier.stream`."""
-        with self._reading(key) as (file, info), buffers().lend(min(length, BLOCK_BYTES)) as memory:
+        with self._reading(key) as (file, info), block_buffers().lend(min(length, BLOCK_BYTES)) as memory:
             if info.size < length:
                 raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
             use(info, taking_from(file.readinto, length, memory, key))

@@ -101,7 +101,7 @@ class Encoder:
         kind: The store's digests.
         codecs: Which ones may be used.
         clock: Where time comes from.
-        is_near: Whether the object tier is this host's own, so that a base costs little to fetch.
+        is_near: Whether the object tier is this host's own, so that a base costs little to fetch, and puts wait for no link.
     """
 
     def __init__(self, kind: DigestKind, codecs: Codecs, clock: Clock, *, is_near: bool) -> None:
@@ -113,7 +113,7 @@ class Encoder:
         self._choices: dict[str, _Known] = {}
         self._typical: dict[tuple[str, int], Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
-        self._put = Puts()
+        self._put = Puts(tries=not is_near)
         self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
         self._encoding = 0  # how many threads are at it

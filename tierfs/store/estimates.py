@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import copy
 
 from tierfs.codec import Codec
 from tierfs.codec.choice import Choice
@@ -28,6 +29,8 @@ NEWEST_SENT = 0.25
 # What is not done is found out again after so much, or when what is done takes so many times as long, or less.
 EXPIRES_BYTES = 4 << 30
 CHANGED = 1.5
+# If so much was sent and most of it is not encoded still, little can be: then puts are taken to be the same both ways.
+TRIED_BYTES = 4 * EVIDENCE_BYTES
 # The fastest put of no more than this took what every put takes, whatever it sends; with each, that is believed to have grown a little.
 LITTLE_BYTES = 256 << 10
 GROWING = 0.001
@@ -103,9 +106,17 @@ class Puts:
     While they are, fewer threads send at a time, and have more of the link each; or all of them have less of the processors. Which
     it is only trying tells: what is not done counts as it was found while nothing seems to have changed, and for `EXPIRES_BYTES`, then it
     is tried again. What a put takes however little it sends is left out, as encoding saves none of that. docs/decisions/0042.
+
+    Args:
+        tries: Whether encoding is tried where nobody knows how fast puts are then; else they are taken to be as fast as raw ones.
+
+    Attributes:
+        count: Bytes so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, tries: bool = True) -> None:
+        self.count = 0
+        self._tries = tries
         self._raw, self._encoded = Speed(), Speed()
         self._share = 0.0  # of what was sent of late, encoded
         self._is_encoding = False  # whether that is most
@@ -114,19 +125,14 @@ class Puts:
         self._least_s = math.inf  # what every put takes, as far as that is known
 
     @property
-    def count(self) -> int:
-        """Bytes so far."""
-        return self._raw.count + self._encoded.count
-
-    @property
     def raw_s_per_byte(self) -> float:
         """While most are not encoded, as far as that is known."""
-        return (self._encoded if self._encoded.count and not _is_known(self._raw) else self._raw).s_per_byte
+        return (self._raw if _is_known(self._raw) or not self._encoded.s_per_byte else self._encoded).s_per_byte
 
     @property
     def encoded_s_per_byte(self) -> float:
         """While most are encoded, as far as that is known."""
-        return (self._encoded if self._encoded.count else self._raw).s_per_byte
+        return (self._encoded if self._encoded.s_per_byte else self._raw).s_per_byte
 
     def with_encoding(self, encode_s: float, ratio: float) -> float:
         """Seconds that a raw byte takes on one thread that encodes it, in so many seconds, and sends what it comes to.
@@ -135,7 +141,8 @@ class Puts:
         each that encodes leaves its share to those that send, and the slower of both is all that is waited for.
         """
         if not _is_known(self._encoded):
-            return max(encode_s, ratio * self.raw_s_per_byte)
+            send_s = ratio * self.raw_s_per_byte
+            return max(encode_s, send_s) if self._tries else encode_s + send_s
         return encode_s + ratio * self._encoded.s_per_byte
 
     def add(self, count: int, seconds: float, *, is_raw: bool) -> None:
@@ -151,6 +158,7 @@ class Puts:
             self._since, self._then = 0, None
         now = self._encoded if self._is_encoding else self._raw
         now.add(count, seconds)
+        self.count += count
         self._since += count
         if self._since >= EVIDENCE_BYTES:
             self._forget(now)
@@ -160,6 +168,8 @@ class Puts:
         self._then = now.s_per_byte if self._then is None else self._then
         is_changed = not self._then / CHANGED <= now.s_per_byte <= self._then * CHANGED
         if not is_changed and self._since < EXPIRES_BYTES:
+            if self._since >= TRIED_BYTES and not self._is_encoding and not _is_known(self._encoded):
+                self._encoded = copy(self._raw)
             return
         if self._is_encoding:
             self._raw = Speed()
