@@ -145,7 +145,7 @@ def small_and_repeatable():
         patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
         patch.setattr(ahead, "start_daemon", lambda task, *, name: task() or name)
         patch.setattr(buffers.buffers, "shared", buffers.Buffers())
-        patch.setattr(buffers, "POOLED_BYTES_MIN", 1)
+        patch.setattr(buffers, "POOLED_PART", 1 << 30)
         logger = logging.getLogger("tierfs")
         level = logger.level
         logger.setLevel(logging.CRITICAL)  # errors that are logged keep alive what they met, and what that had open

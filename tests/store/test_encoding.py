@@ -32,8 +32,8 @@ def test_blocks_whose_plans_agree_are_encoded_together_and_eight_bases_count():
             yield Plan(coding, Reason(number % 3), memoryview(shared[number % 8])[: len(base)])
 
     @contextlib.contextmanager
-    def watch(codec, count, seconds):
-        assert seconds is None
+    def watch(codec, count, is_elsewhere):
+        assert not is_elsewhere
         seen.append((codec, count))
         yield
 

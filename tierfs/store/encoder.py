@@ -46,6 +46,8 @@ MARGIN = 1.25
 # How much a chunk counts that was encoded while more threads did so than there are processors: they begin together, with whoever
 # saved still at work, and what they take then says little of the many that follow.
 CROWDED = 0.25
+# A chunk that comes to more than this part of its size is sent mostly as it is, whatever was found in some of its blocks.
+ENCODED_MAX = 0.9
 _STORE = Coding(Codec.STORE)
 _LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
 _logger = logging.getLogger("tierfs.store")
@@ -156,7 +158,7 @@ class Encoder:
         start = self._clock.monotonic()
         yield
         with self._lock:
-            self._put.add(count, self._clock.monotonic() - start, is_raw=count >= raw_count)
+            self._put.add(count, self._clock.monotonic() - start, is_raw=count > ENCODED_MAX * raw_count)
 
     def derives(self, count: int) -> bool:
         """Whether it is of use to know what chunks may be derived from, in so many bytes."""

@@ -29,8 +29,6 @@ NEWEST_SENT = 0.25
 # What is not done is found out again after so much, or when what is done takes so many times as long, or less.
 EXPIRES_BYTES = 4 << 30
 CHANGED = 1.5
-# If so much was sent and most of it is not encoded still, little can be: then puts are taken to be the same both ways.
-TRIED_BYTES = 4 * EVIDENCE_BYTES
 # The fastest put of no more than this took what every put takes, whatever it sends; with each, that is believed to have grown a little.
 LITTLE_BYTES = 256 << 10
 GROWING = 0.001
@@ -122,12 +120,15 @@ class Puts:
         self._is_encoding = False  # whether that is most
         self._since = 0  # bytes since that is so, or since what is not done was forgotten
         self._then: float | None = None  # what a byte took when enough had been sent since
+        self._tried = 0  # bytes that were encoded while most were not, and nobody knew how it is when most are
         self._least_s = math.inf  # what every put takes, as far as that is known
 
     @property
     def raw_s_per_byte(self) -> float:
-        """While most are not encoded, as far as that is known."""
-        return (self._raw if _is_known(self._raw) or not self._encoded.s_per_byte else self._encoded).s_per_byte
+        """While most are not encoded. As long as nobody knows: what makes raw puts be tried, but where encoding saves so much that they need not be."""
+        if _is_known(self._raw) or not self._encoded.s_per_byte:
+            return self._raw.s_per_byte
+        return self._encoded.s_per_byte / CHANGED
 
     @property
     def encoded_s_per_byte(self) -> float:
@@ -149,7 +150,10 @@ class Puts:
         """Learn from a chunk."""
         if count <= LITTLE_BYTES:
             self._least_s = min(self._least_s * (1 + GROWING), seconds)
-        seconds -= min(self._least_s, seconds) if self._least_s < math.inf else 0.0
+        elif self._least_s < math.inf:
+            self._least_s = min(self._least_s, seconds)
+        if self._least_s < math.inf:
+            seconds -= min(self._least_s, seconds / 2)
         self._share += ((not is_raw) - self._share) * (
             NEWEST_SENT * min(1.0, count / CHUNK_BYTES) if self.count else 1.0
         )
@@ -158,6 +162,12 @@ class Puts:
             self._since, self._then = 0, None
         now = self._encoded if self._is_encoding else self._raw
         now.add(count, seconds)
+        if not self._is_encoding and not _is_known(self._encoded):
+            self._tried += 0 if is_raw else count
+            if (
+                self._tried >= EVIDENCE_BYTES
+            ):  # and yet most are not: little can be encoded, and puts are the same either way
+                self._encoded, self._tried = copy(self._raw), 0
         self.count += count
         self._since += count
         if self._since >= EVIDENCE_BYTES:
@@ -168,14 +178,12 @@ class Puts:
         self._then = now.s_per_byte if self._then is None else self._then
         is_changed = not self._then / CHANGED <= now.s_per_byte <= self._then * CHANGED
         if not is_changed and self._since < EXPIRES_BYTES:
-            if self._since >= TRIED_BYTES and not self._is_encoding and not _is_known(self._encoded):
-                self._encoded = copy(self._raw)
             return
         if self._is_encoding:
             self._raw = Speed()
         else:
             self._encoded = Speed()
-        self._since, self._then = 0, None
+        self._since, self._then, self._tried = 0, None, 0
         if is_changed:
             now.count = 0  # what comes counts, not what was on the way to it
 
