@@ -131,7 +131,8 @@ class Encoder:
 
         Returns:
             ``raw_bytes`` and ``encoded_bytes`` of what was sent, ``blocks`` by codec and by reason; seconds that a gigabyte takes
-            on one thread to be put, and to be encoded by codec.
+            on one thread to be put, beyond what every put takes and as far as that is known (what is not, as the choice takes it to
+            be), and to be encoded by codec.
         """
         with self._lock:
             return {

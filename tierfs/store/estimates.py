@@ -164,9 +164,8 @@ class Puts:
         now.add(count, seconds)
         if not self._is_encoding and not _is_known(self._encoded):
             self._tried += 0 if is_raw else count
-            if (
-                self._tried >= EVIDENCE_BYTES
-            ):  # and yet most are not: little can be encoded, and puts are the same either way
+            if self._tried >= EVIDENCE_BYTES:
+                # And yet most are not: little can be encoded, and puts are the same either way.
                 self._encoded, self._tried = copy(self._raw), 0
         self.count += count
         self._since += count
