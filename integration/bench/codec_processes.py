@@ -15,6 +15,7 @@ from tierfs.buffers import fresh
 from tierfs.codec import Reason
 from tierfs.codec.workers import encode_workers
 from tierfs.digest import BLOCK_BYTES
+from tierfs.store.desks import desks
 from tierfs.store.encoding import Plan, encode_chunk
 
 PROCESSES = CHUNKS = 2
@@ -85,7 +86,8 @@ class _Chunks:
                 block = self._raw[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]
                 assert digest_of(block) == self._digests[number]
             plans = [Plan(self._coding, Reason.NO_BASE, self._base_of(number)) for number in blocks]
-            encode_chunk(raw, plans)
+            with desks().lend() as desk:
+                encode_chunk(raw, plans, desk)
 
     def _base_of(self, number: int) -> memoryview | None:
         return self._base[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] if self._base else None

@@ -8,13 +8,13 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from encoded import encoded_chunk
 
 from tierfs.buffers import fresh
 from tierfs.codec import Codec, Coding, Reason, worker, workers
@@ -22,8 +22,8 @@ from tierfs.codec.workers import EncodeWorkers, Job, encode_workers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 from tierfs.sharedmemory import SharedMemory, shared_memory
-from tierfs.store import encoding
-from tierfs.store.encoding import EncodedBlock, Plan, encode_chunk
+from tierfs.store.desks import Desks, desks
+from tierfs.store.encoding import EncodedBlock, Plan
 
 BLOCKS = 9
 PLANS = [
@@ -84,7 +84,7 @@ class Chunk:
             yield Plan(Coding(codec, width), Reason(number % 3), base)
 
     def encode(self) -> list[tuple[Codec, Reason, bytes]]:
-        return copies(encode_chunk(self.raw, self.plans()))
+        return copies(encoded_chunk(self.raw, self.plans()))
 
 
 def copies(blocks: list[EncodedBlock]) -> list[tuple[Codec, Reason, bytes]]:
@@ -112,7 +112,7 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[EncodeWorkers]:
     monkeypatch.setattr(workers, "START_BYTES", 1)
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(encode_workers, "shared", EncodeWorkers())
-    monkeypatch.setattr(encoding, "_local", threading.local())  # what this thread works in is not shared yet
+    monkeypatch.setattr(desks, "shared", Desks())  # what is worked in is not shared yet
     before = set(children())
     with encode_workers().allowed():
         yield encode_workers()
@@ -131,7 +131,7 @@ def test_what_is_not_shared_or_small_is_encoded_here(own, started, monkeypatch) 
     monkeypatch.setattr(shared_memory(), "is_on", False)
     assert Chunk().encode() == own
     small = copied(np.random.default_rng(2).normal(0, 1, 1000).astype("<f4"))
-    (block,) = encode_chunk(small, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE)])
+    (block,) = encoded_chunk(small, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE)])
     assert block.codec == Codec.PLANE
     assert started.status()["worker_blocks"] == 0
 
@@ -141,7 +141,7 @@ def test_they_begin_when_there_is_enough_to_do(own, monkeypatch) -> None:
         monkeypatch.setattr(workers, "START_BYTES", 2 * len(Chunk().raw))
         assert Chunk().encode() == own
         stored = [Plan(Coding(Codec.STORE), Reason.LINK_IS_FASTER)] * BLOCKS
-        assert [block.codec for block in encode_chunk(Chunk().raw, stored)] == [Codec.STORE] * BLOCKS
+        assert [block.codec for block in encoded_chunk(Chunk().raw, stored)] == [Codec.STORE] * BLOCKS
         assert (found.status(), found._is_started) == ({"workers": 0}, False)
         assert Chunk().encode() == own
         wait_until(lambda: found.status().get("workers") == 2)
@@ -182,7 +182,7 @@ def test_one_that_is_lost_with_its_work_half_done_is_no_loss(own, started) -> No
                         os.kill(pid, signal.SIGKILL)
             yield plan
 
-    assert copies(encode_chunk(chunk.raw, plans())) == own
+    assert copies(encoded_chunk(chunk.raw, plans())) == own
     assert started.status()["worker_deaths"] == 1
 
 
@@ -212,7 +212,7 @@ def test_who_gives_up_half_way_leaves_no_answer_to_the_next(own, started) -> Non
 
     for _ in range(3):
         with pytest.raises(KeyError):
-            encode_chunk(chunk.raw, plans())
+            encoded_chunk(chunk.raw, plans())
     assert all(not each._begun for each in started._free)
     assert Chunk().encode() == own
     assert "worker_deaths" not in started.status()
@@ -223,7 +223,7 @@ def test_what_cannot_be_encoded_is_an_error_here(started) -> None:
     raw[5] = 0
     plans = [Plan(Coding(Codec.DPLANE, 4), Reason.DELTA, None)] * 2
     with pytest.raises(Exception, match="with a base of 0"):
-        encode_chunk(raw, plans)
+        encoded_chunk(raw, plans)
     assert started.status()["worker_deaths"] == 1  # nothing that one could not do goes unseen
 
 
@@ -265,7 +265,7 @@ def test_one_that_was_left_with_work_is_ended_unless_it_finishes_that(own, start
             yield plan
 
     with pytest.raises(KeyError):
-        encode_chunk(chunk.raw, plans())
+        encoded_chunk(chunk.raw, plans())
     assert used._begun
     assert used not in started._free
     assert started.status()["worker_deaths"] == 1
@@ -298,7 +298,7 @@ def test_where_some_bases_are_missing_it_says_so(started) -> None:
     chunk = Chunk()
     plans = [plan._replace(base=None) if number == 4 else plan for number, plan in enumerate(chunk.plans())]
     with pytest.raises(InvalidInputError, match="with a base of 0"):
-        encode_chunk(chunk.raw, plans)
+        encoded_chunk(chunk.raw, plans)
 
 
 def test_one_that_answers_something_else_is_not_believed(own, started) -> None:

@@ -308,7 +308,9 @@ class Pending:
     def plan(self, draft, read):
         return ()
 
-    def put_chunk(self, raw, hint, rows, *, read, pace):
+    def put_chunk(self, length, fill, hint, rows, *, read, pace):
+        raw = bytearray(length)
+        assert fill(memoryview(raw))
         return Row(ChunkName(named(bytes(raw))), len(raw), len(raw))
 
     def find_chunk(self, row):

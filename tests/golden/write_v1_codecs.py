@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import zstandard
+from encoded import encoded_chunk
 from write_v1 import HERE, SEED, resealed
 
 from tierfs import digest
@@ -24,7 +25,7 @@ from tierfs.format.envelope import Base, Block, Envelope
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_record
-from tierfs.store.encoding import EncodedBlock, Plan, blocks_of, encode_chunk
+from tierfs.store.encoding import EncodedBlock, Plan, blocks_of
 
 ROOT = HERE / "store"
 NOW_NS = 1_700_000_100_000_000_000
@@ -145,7 +146,7 @@ def write_coded(files: dict[str, Coded]) -> None:
             Plan(coding, reasons.get(coding.codec, Reason.NOT_STATED), base)
             for coding, base in zip(file.codings, against, strict=False)
         ]
-        blocks = encode_chunk(raw, plans)
+        blocks = encoded_chunk(raw, plans)
         assert [block.codec for block in blocks] == [coding.codec for coding in file.codings], path
         rows[path] = write_chunk(path, raw, blocks, bases, needs)
 

@@ -129,9 +129,17 @@ class Flushing:
         hints += [Hint()] * (len(draft.record.rows) - len(hints))
         rows = [None] * len(hints)
         for index in sorted(range(len(hints)), key=lambda index: bool(hints[index].sources)):
-            raw = memoryview(self.local[draft.record.rows[index].name.digest])
-            rows[index] = self.publisher.put_chunk(raw, hints[index], rows, read=self.read, pace=lambda _: None)
+            rows[index] = self.put(self.local[draft.record.rows[index].name.digest], hints[index], rows)
         return rows
+
+    def put(self, raw, hint, rows=()):
+        """Put one chunk."""
+
+        def fill(out):
+            out[:] = raw
+            return True
+
+        return self.publisher.put_chunk(len(raw), fill, hint, rows, read=self.read, pace=lambda _: None)
 
     def publish(self, draft, rows):
         self.publisher.publish(draft, rows, read=self.read)

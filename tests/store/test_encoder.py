@@ -14,6 +14,7 @@ import pytest
 from saving import XXH3, Training, bfloat16
 
 from tierfs import digest
+from tierfs.buffers import fresh
 from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
@@ -22,11 +23,11 @@ from tierfs.errors import CorruptionError
 from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.store import bases as bases_module
 from tierfs.store import encoder as encoder_module
 from tierfs.store import encoding
 from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Piece
+from tierfs.store.desks import Desks, desks
 from tierfs.store.encoder import MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
 from tierfs.store.estimates import CHANGED, EVIDENCE_BYTES, EXPIRES_BYTES, LITTLE_BYTES, PASSED_MAX, Puts, Speed
@@ -85,7 +86,11 @@ def encoder_for(codecs="all", clock=None, *, is_near=False):
 
 def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
     hint = Hint((tensor,) * -(-len(raw) // MIB), save, base)
-    return encoder.encode(memoryview(raw), hint, sources, read=host.read, fetch=host.fetch)
+    return encode_as(encoder, host, raw, hint, sources)
+
+
+def encode_as(encoder, host, raw, hint, sources=()):
+    return encoder.encode(memoryview(raw), hint, sources, room=fresh(len(raw)), read=host.read, fetch=host.fetch)
 
 
 def decoded(encoded, raw, reference=b""):
@@ -336,7 +341,8 @@ def test_blocks_that_are_not_encoded_at_all_save_nothing(host):
     row = replace(host.chunk(os.urandom(4 * MIB), host.remote), stored_length=3 * MIB)
     choice = Choice(Coding(Codec.PLANE, 4), 0.8, Coding(Codec.DPLANE, 4), 0.2)
     for blocks, worth in ((1, False), (4, True)):
-        assert encoder_for("auto")._is_worth_fetching(row, [MASTER] * blocks, {MASTER: choice}) is worth
+        asked = encoder_module._Asked(memoryview(b""), memoryview(b""), [MASTER] * blocks, {MASTER: choice})
+        assert encoder_for("auto")._is_worth_fetching(row, asked) is worth
 
 
 def test_what_was_not_verified_tells_nothing_of_others(host):
@@ -413,7 +419,7 @@ def test_what_a_base_saves_is_counted_by_blocks(host, known, fetched):
         host.chunk(master.tobytes() * known + os.urandom((4 - known) * MIB), host.remote), stored_length=3 * MIB
     )
     hint = Hint((tensor,) * known, 0, base)
-    encoded = encoder.encode(memoryview(raw), hint, (), read=host.read, fetch=host.fetch)
+    encoded = encode_as(encoder, host, raw, hint)
     assert bool(encoded.bases) == fetched
     assert host.fetches == fetches + fetched
 
@@ -425,7 +431,7 @@ def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
     encode(encoder, host, raw[:MIB], base=base, tensor=known)
     base = host.chunk(os.urandom(2 * MIB), host.remote)
     for _ in range(2):
-        encoder.encode(memoryview(raw), Hint((known, unknown), 0, base), (), read=host.read, fetch=host.fetch)
+        encode_as(encoder, host, raw, Hint((known, unknown), 0, base))
     assert host.fetches == 2
 
 
@@ -676,7 +682,7 @@ def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
 def test_blocks_of_two_tensors_are_encoded_as_each_would_be_by_itself(host):
     first = numbers(1, MIB // 4)
     raw, tensors = np.square(first).tobytes() + first.tobytes(), [Tensor(name, "float", 4) for name in ("v", "m")]
-    found = encoder_for().encode(memoryview(raw), Hint(tuple(tensors), 0, None), (), read=host.read, fetch=host.fetch)
+    found = encode_as(encoder_for(), host, raw, Hint(tuple(tensors)))
     alone = [
         encode(encoder_for(), host, raw[at : at + MIB], tensor=tensor)
         for at, tensor in zip((0, MIB), tensors, strict=True)
@@ -883,28 +889,6 @@ def test_what_every_put_takes_is_not_saved():
     assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(0.1, rel=0.1)
 
 
-def test_what_takes_long_while_many_encode_at_once_counts_less(host, monkeypatch):
-    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
-    raw, encode_blocks, found = numbers().tobytes()[:MIB], encoding.encode_blocks, {}
-    for others in (1, 2):
-        clock, seconds = ManualClock(), [1.0]
-
-        def slow(*args, clock=clock, seconds=seconds):
-            clock.sleep(seconds[0])
-            return encode_blocks(*args)
-
-        monkeypatch.setattr(encoding, "encode_blocks", slow)
-        encoder = encoder_for(clock=clock)
-        for _ in range(2):  # a thread's first one does not count
-            encode(encoder, host, raw)
-        encoder._encode[Codec.PLANE].add(1 << 40, float(1 << 20))
-        encoder._encoding = others
-        seconds[0] = 31.0 * (1 + others) / 2
-        encode(encoder, host, raw)
-        found[others] = encoder.status()["encode_s_per_GB"]["plane"] * MIB / 1e9 - 1
-    assert found[2] < 0.7 * found[1]
-
-
 def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
     """Not reading what a chunk is encoded against, nor finding out about a tensor."""
     clock, encode_blocks, choose, read = ManualClock(), encoding.encode_blocks, encoder_module.choose, host.read
@@ -956,41 +940,37 @@ class Elsewhere:
 
 @pytest.mark.parametrize("failures", [0, 2])
 def test_waiting_for_a_process_that_encodes_is_what_that_costs_once_it_is_at_work(host, monkeypatch, failures):
-    """Others that encode do not make it slower, but may have to wait for it: there are no more than processors."""
     clock = ManualClock()
     monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
     elsewhere, raw = Elsewhere(clock), numbers().tobytes()[:MIB]
     elsewhere.failures = failures
     monkeypatch.setattr(encoding, "encode_workers", lambda: elsewhere)
     encoder = encoder_for(clock=clock)
-    encoder._encoding = 3
     for _ in range(2):  # a thread's first one does not count
         encode(encoder, host, raw)
     assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(3e9 / MIB)}
     assert not elsewhere.jobs
 
 
-def test_waiting_for_others_that_encode_is_not_part_of_what_that_costs(host, monkeypatch):
-    """They begin together, and send while others encode from then on."""
+def test_waiting_for_a_desk_is_not_part_of_what_encoding_costs(host, monkeypatch):
+    """Others send meanwhile."""
     clock, raw, encode_blocks = ManualClock(), numbers().tobytes()[:MIB], encoding.encode_blocks
-    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
+    take = Desks._take
+
+    def after_a_while(owner):
+        clock.sleep(100)
+        return take(owner)
 
     def slow(*args):
         clock.sleep(6)
         return encode_blocks(*args)
 
+    monkeypatch.setattr(Desks, "_take", after_a_while)
     monkeypatch.setattr(encoding, "encode_blocks", slow)
     encoder = encoder_for(clock=clock)
-    encode(encoder, host, raw)  # a thread's first one does not count
-    encoder._encoding = 3
-    encode(encoder, host, raw)
-    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(3e9 / MIB)}
-    assert encoder._encoding == 3
-    encoder._encoding = 0
-    monkeypatch.setattr(encoding, "encode_blocks", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    for _ in range(2):  # a thread's first one does not count
         encode(encoder, host, raw)
-    assert encoder._encoding == 0
+    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(6e9 / MIB)}
 
 
 def test_waiting_for_ones_turn_to_derive_is_not_part_of_what_that_costs(host, monkeypatch):
@@ -1039,15 +1019,10 @@ def test_chunks_of_any_length_come_back(host, size, tensor):
     assert decoded(encoded, bytes(raw), base if encoded.bases else b"") == raw
 
 
-def test_many_threads_encode_with_bounded_memory(host, monkeypatch):
-    taken, scratch = set(), encoding.scratch
-
-    def noted(name, count):
-        taken.add((threading.get_ident(), name, count))
-        return scratch(name, count)
-
-    for module in (encoding, encoder_module, bases_module):
-        monkeypatch.setattr(module, "scratch", noted)
+@pytest.mark.parametrize("processors", [1, 2])
+def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(host, monkeypatch, processors):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(desks, "shared", Desks())
     encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(4)]
     bases = [host.chunk(master.tobytes(), host.local) for master in masters]
 
@@ -1063,10 +1038,48 @@ def test_many_threads_encode_with_bounded_memory(host, monkeypatch):
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(96)))
-    assert len({thread for thread, _, _ in taken}) <= 4
-    for thread in {thread for thread, _, _ in taken}:
-        assert sum(count for other, _, count in taken if other == thread) <= 25 * MIB
+    assert 1 <= len(desks()._free) <= processors
     assert encoder.status()["derive_blocks"] == 32
+
+
+def test_what_is_not_encoded_waits_for_no_desk(host, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(desks, "shared", Desks())
+    raw, off = numbers(count=MIB // 4).tobytes(), encoder_for("off")
+    encode(off, host, raw)  # finds out about the tensor
+    with ThreadPoolExecutor(1) as pool:
+        with desks().lend() as taken, desks().lend():
+            assert len(taken.memory.out) == CHUNK_BYTES
+            assert codecs_of(pool.submit(encode, off, host, raw).result(60)) == {Codec.STORE}
+            waiting = pool.submit(encode, encoder_for(), host, raw)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+        assert codecs_of(waiting.result(60)) == {Codec.PLANE}
+
+
+def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_same(host):
+    """Also in the memory that it lies in."""
+    master = numbers(count=2 * MIB)
+    whole = near(master).tobytes()
+    reads, read = [], host.read
+    for damage in (None, "gone", "other bytes"):
+
+        def broken(row, start, out, damage=damage):
+            reads.append(start)
+            if start >= 4 * MIB and damage == "gone":
+                return False
+            found = read(row, start, out)
+            if start >= 4 * MIB and damage:
+                out[5] ^= 1
+            return found
+
+        encoder, raw = encoder_for(), memoryview(bytearray(whole))
+        base = host.chunk(master.tobytes(), host.local)
+        hint = Hint((Tensor("w", "float", 4),) * 8, 0, base)
+        encoded = encoder.encode(raw, hint, (), room=raw, read=broken, fetch=host.fetch)
+        assert bool(encoded.bases) is (damage is None)
+        assert decoded(encoded, whole, master.tobytes() if encoded.bases else b"") == whole
+    assert reads
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from encoded import encoded_chunk
 from saving import Flushing, Training, condemn, remove
 from tiered import MIB, Host
 
@@ -24,7 +25,7 @@ from tierfs.objects import LocalObjects, MeasuredObjects
 from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encoding import Encoded, Plan, blocks_of, encode_chunk
+from tierfs.store.encoding import Encoded, Plan, blocks_of
 from tierfs.store.fetching import fetch, find_chunk, inspect
 from tierfs.store.records import observe
 from tierfs.testing import Fault, FaultyObjects
@@ -66,10 +67,10 @@ class Against(Untimed):
     def __init__(self, row, reference, codec=Codec.DPLANE):
         self.row, self.reference, self.codec = row, reference, codec
 
-    def encode(self, raw, digest):
-        del digest
+    def encode(self, raw, digest, room):
+        del digest, room
         bases = blocks_of(memoryview(self.reference), len(self.reference) // len(raw))
-        blocks = encode_chunk(raw, [Plan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
+        blocks = encoded_chunk(raw, [Plan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
         row = self.row
         base = Base(row.name, row.raw_length, row.stored_length, 0, len(self.reference))
         return Encoded(blocks, (base,), (row.name, *row.bases))
@@ -323,9 +324,9 @@ def chunk_of(flushing, blocks):
     raw = Training(blocks * MIB // 4).master.tobytes() + os.urandom(MIB)
 
     class Planes(Untimed):
-        def encode(self, raw, digest):
-            del digest
-            return Encoded(encode_chunk(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)]))
+        def encode(self, raw, digest, room):
+            del digest, room
+            return Encoded(encoded_chunk(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)]))
 
     return store_chunk(flushing.store, memoryview(raw), Planes()), raw
 

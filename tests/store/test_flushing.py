@@ -613,11 +613,15 @@ def test_a_bit_that_flips_on_the_way_to_the_object_tier_is_read_again(make_host,
     data = content(120 * MIB)
     put, flipped = StorePublisher.put_chunk, []
 
-    def flip_once(publisher, raw, *about, **more):
-        if not flipped:
-            flipped.append(1)
-            raw[5] ^= 1
-        return put(publisher, raw, *about, **more)
+    def flip_once(publisher, length, fill, *about, **more):
+        def fill_wrong(raw):
+            found = fill(raw)
+            if not flipped:
+                flipped.append(1)
+                raw[5] ^= 1
+            return found
+
+        return put(publisher, length, fill_wrong, *about, **more)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", flip_once)
     save(host.store, "big", data)

@@ -119,11 +119,11 @@ def test_what_is_derived_is_uploaded_among_the_rest_once_its_sources_are_there(m
     floats = {name: ("F32", master.tobytes()) for name, master in masters.items()}
     put_chunk, put = StorePublisher.put_chunk, []
 
-    def note_and_put(publisher, raw, hint, rows, **options):
+    def note_and_put(publisher, length, fill, hint, rows, **options):
         put.append(hint.tensors[0].name.partition(":")[2].partition(".")[0])
         assert bool(hint.sources) == (put[-1] == "weight")
         assert all(rows[part.chunk] is not None for part in hint.sources)
-        return put_chunk(publisher, raw, hint, rows, **options)
+        return put_chunk(publisher, length, fill, hint, rows, **options)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", note_and_put)
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
@@ -140,10 +140,10 @@ def test_an_upload_that_is_under_way_makes_way_for_who_waits_for_local(make_host
     host = make_host(ram=256 * MIB, nvme=256 * MIB)
     put_chunk, put, go_on = StorePublisher.put_chunk, [], threading.Event()
 
-    def wait_and_put(publisher, raw, *arguments, **options):
-        put.append(len(raw))
+    def wait_and_put(publisher, length, *arguments, **options):
+        put.append(length)
         assert go_on.wait(20)
-        return put_chunk(publisher, raw, *arguments, **options)
+        return put_chunk(publisher, length, *arguments, **options)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", wait_and_put)
     data = content(96 * MIB)

@@ -88,7 +88,7 @@ def test_a_delta_is_no_base_where_the_descriptor_allows_one_step(objects, traini
     raw = bytearray(flushing.local[delta.name.digest])
     raw[:4] = bytes(4)  # next to all of it is the same
     hint = Hint((Tensor("w", "float", 4),), 2, base=delta)
-    row = flushing.publisher.put_chunk(memoryview(raw), hint, (), read=flushing.read, pace=lambda _: None)
+    row = flushing.put(raw, hint, ())
     assert (delta.name in row.bases) == (chain_max > 1)
 
 
@@ -453,7 +453,7 @@ def test_bytes_that_did_not_change_are_not_encoded_against_themselves(flushing, 
     while flushing.store.presence.spend_look():
         pass
     raw = memoryview(flushing.local[first[-1].name.digest])
-    row = flushing.publisher.put_chunk(raw, hints[-1], [], read=flushing.read, pace=lambda _: None)
+    row = flushing.put(raw, hints[-1], [])
     assert row == first[-1]
 
 
@@ -536,7 +536,7 @@ def test_what_is_condemned_is_no_base(flushing, objects, training):
     condemn(objects, *names(first))
     flushing.clock.sleep(31)
     raw = memoryview(flushing.local[draft.record.rows[-1].name.digest])
-    assert not flushing.publisher.put_chunk(raw, hints[-1], [], read=flushing.read, pace=lambda _: None).bases
+    assert not flushing.put(raw, hints[-1], []).bases
 
 
 @pytest.mark.parametrize("gone", ["condemned", "deleted"])
@@ -565,9 +565,7 @@ def test_a_delta_put_after_its_base_was_forgotten_and_lost_is_stored_anew(flushi
     flushing.clock.sleep(61)
     remove(objects, *names(first))
     rows = [
-        flushing.publisher.put_chunk(
-            memoryview(flushing.local[row.name.digest]), hint, [], read=flushing.read, pace=lambda _: None
-        )
+        flushing.put(flushing.local[row.name.digest], hint, [])
         for row, hint in zip(draft.record.rows, hints, strict=True)
     ]
     assert not needs(flushing.publish(draft, rows))
@@ -604,7 +602,7 @@ def test_chunks_of_a_file_that_is_retried_are_derived_once_their_sources_are_the
     (index,) = [index for index, hint in enumerate(hints) if hint.sources]
     raw = memoryview(flushing.local[draft.record.rows[index].name.digest])
     half = [None] * len(hints)
-    assert not flushing.publisher.put_chunk(raw, hints[index], half, read=flushing.read, pace=lambda _: None).bases
+    assert not flushing.put(raw, hints[index], half).bases
     rows = flushing.save(path_of(2), training.step().pair())
     assert flushing.codecs_of(rows)["DERIVE"]
 
@@ -719,7 +717,7 @@ def test_little_is_kept_of_what_is_never_published(flushing, training, monkeypat
 
 
 def test_a_chunk_of_which_nothing_is_known_is_stored(flushing):
-    row = flushing.publisher.put_chunk(memoryview(b"x" * 100), Hint(), [], read=flushing.read, pace=lambda _: None)
+    row = flushing.put(b"x" * 100, Hint(), [])
     assert row.raw_length == 100
 
 

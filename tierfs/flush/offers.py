@@ -24,7 +24,7 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.flush.draft import Draft
-from tierfs.flush.publisher import Hint, Publisher, ReadRow
+from tierfs.flush.publisher import Fill, Hint, Publisher, ReadRow
 from tierfs.format.manifest import Row
 
 __all__ = ["OFFERS_MAX", "Offers"]
@@ -81,15 +81,16 @@ class Offers:
 
     def put_chunk(
         self,
-        raw: memoryview,
+        length: int,
+        fill: Fill,
         hint: Hint,
         rows: Sequence[Row | None],
         *,
         read: ReadRow,
         pace: Callable[[int], None],
-    ) -> Row:
+    ) -> Row | None:
         """See `Publisher.put_chunk`."""
-        return self._try(lambda publisher: publisher.put_chunk(raw, hint, rows, read=read, pace=pace))
+        return self._try(lambda publisher: publisher.put_chunk(length, fill, hint, rows, read=read, pace=pace))
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""

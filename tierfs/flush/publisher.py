@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 from tierfs.flush.draft import Draft
 from tierfs.format.manifest import Row
 
-__all__ = ["NO_HINT", "Hint", "Part", "Publisher", "ReadRow", "Tensor"]
+__all__ = ["NO_HINT", "Fill", "Hint", "Part", "Publisher", "ReadRow", "Tensor"]
 
+Fill = Callable[[memoryview], bool]
+"""Fills memory with a chunk's bytes, unverified; false if they are not there any more. May be asked to again."""
 ReadRow = Callable[[Row, int, memoryview], bool]
 """Copies bytes of a chunk, from an offset on, out of a tier of this host, unverified; false if none has it."""
 
@@ -72,17 +74,19 @@ class Publisher(Protocol):
 
     def put_chunk(
         self,
-        raw: memoryview,
+        length: int,
+        fill: Fill,
         hint: Hint,
         rows: Sequence[Row | None],
         *,
         read: ReadRow,
         pace: Callable[[int], None],
-    ) -> Row:
-        """Make sure that the object tier holds these bytes, and say under which name.
+    ) -> Row | None:
+        """Make sure that the object tier holds a chunk's bytes, and say under which name; ``None`` if they are not there.
 
         Args:
-            raw: 1 byte to 16 MiB. Borrowed.
+            length: Of the chunk: 1 byte to 16 MiB.
+            fill: Gets its bytes.
             hint: What is known of them.
             rows: Of the file, as far as they are stored: those that the hint's sources are parts of.
             read: Gets at chunks that lie on this host.

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, CorruptionError, StoreError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.flush.entries import Entry
@@ -183,19 +182,15 @@ class Uploader:
         name = local_name(entry.draft.record.digest_kind, row.name.digest)
         reference = entry.draft.slots[index]
         seen = reference is not None and state.chunk(reference) is not None
-        with buffers().lend(row.raw_length) as raw:
-            for read in self._sources(name, reference if entry.slot is not None else None):
-                if not read(0, raw):
-                    continue
-                state.fault("before upload.chunk")
-                stored = publisher.put_chunk(raw, hint, entry.rows, read=reader, pace=self._pace)
-                state.fault("after upload.chunk")
-                if stored.name.digest == row.name.digest:
-                    entry.rows[index] = stored
-                    self._count(row.raw_length)
-                    return
-                state.counters["bad_local_copies"] += 1
-                _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
+        for read in self._sources(name, reference if entry.slot is not None else None):
+            stored = self._put(publisher, row.raw_length, read, hint, entry.rows, reader)
+            if stored is None:
+                continue
+            if stored.name.digest == row.name.digest:
+                entry.rows[index] = stored
+                return
+            state.counters["bad_local_copies"] += 1
+            _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
         try:
             entry.rows[index] = publisher.find_chunk(row)
         except CorruptionError as error:
@@ -233,15 +228,38 @@ class Uploader:
 
     def put(self, chunk: Slot) -> None:
         """Put a slot's chunk into the object tier, ahead of any record that names it."""
-        publisher = self._state.connected()
-        with buffers().lend(chunk.length) as raw:
-            chunk.segment.read(chunk, 0, raw)
-            self._state.fault("before upload.chunk")
-            stored = publisher.put_chunk(raw, NO_HINT, (), read=lambda *_: False, pace=self._pace)
-            self._state.fault("after upload.chunk")
-            if stored.name.digest != chunk.name[1:]:
-                raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
-            self._count(chunk.length)
+
+        def read(start: int, out: memoryview) -> bool:
+            chunk.segment.read(chunk, start, out)
+            return True
+
+        stored = self._put(self._state.connected(), chunk.length, read, NO_HINT, (), lambda *_: False)
+        if stored is None or stored.name.digest != chunk.name[1:]:
+            raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
+
+    def _put(
+        self,
+        publisher: Publisher,
+        length: int,
+        read: Callable[[int, memoryview], bool],
+        hint: Hint,
+        rows: Sequence[Row | None],
+        reader: ReadRow,
+    ) -> Row | None:
+        """Put a chunk into the object tier; ``None`` if it is not where it is to be read from."""
+        state = self._state
+
+        def fill(raw: memoryview) -> bool:
+            is_there = read(0, raw)
+            if is_there:
+                state.fault("before upload.chunk")
+            return is_there
+
+        stored = publisher.put_chunk(length, fill, hint, rows, read=reader, pace=self._pace)
+        if stored is not None:
+            state.fault("after upload.chunk")
+            self._count(length)
+        return stored
 
     def rate(self) -> float:
         """Bytes of chunks per second that went to the object tier lately. The lock is held."""

@@ -5,17 +5,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from tierfs import digest
-from tierfs.codec.choice import SAMPLE_BYTES
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.flush.publisher import ReadRow
 from tierfs.format.manifest import Row
-from tierfs.store.encoding import blocks_of, scratch
+from tierfs.store.desks import BASES_HELD, Desk
+from tierfs.store.encoding import blocks_of
 
 __all__ = ["AbsentError", "FetchedBase", "LocalBase", "Reference", "read_verified"]
-
-
-# As many blocks as are encoded together, and as many that another process encodes meanwhile.
-HELD = 8
 
 
 class AbsentError(Exception):
@@ -61,12 +57,14 @@ class LocalBase:
         kind: The store's digests.
         row: The chunk.
         read: Gets at it.
+        desk: Where it is read to.
     """
 
-    def __init__(self, kind: DigestKind, row: Row, read: ReadRow) -> None:
+    def __init__(self, kind: DigestKind, row: Row, read: ReadRow, desk: Desk) -> None:
         self._kind = kind
         self._row = row
         self._read = read
+        self._desk = desk
         self._digests: dict[int, bytes] = {}
         self._held: dict[int, tuple[int, memoryview]] = {}  # the last blocks, by their places in memory
 
@@ -75,14 +73,14 @@ class LocalBase:
 
     def part(self, start: int, count: int) -> memoryview:
         """See `Reference.part`. Nobody has verified them."""
-        return self._get(start, scratch("base sample", SAMPLE_BYTES)[:count])
+        return self._get(start, self._desk.memory.base_sample[:count])
 
     def block(self, number: int) -> memoryview:
         """See `Reference.block`. It is hashed on the way."""
-        place = number % HELD
+        place = number % BASES_HELD
         held, found = self._held.get(place, (-1, memoryview(b"")))
         if held != number:
-            memory = scratch("base", HELD * BLOCK_BYTES)[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            memory = self._desk.memory.bases[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
             start = number * BLOCK_BYTES
             self._held.pop(place, None)
             found = self._get(start, memory[: self._row.raw_length - start])

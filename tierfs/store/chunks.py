@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -40,10 +41,10 @@ class Alone:
         self._store = store
         self._hint = hint
 
-    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, room: memoryview) -> Encoded:
         """See `Sending.encode`."""
         del digest
-        return self._store.encoder.encode(raw, self._hint, (), read=lambda *_: False, fetch=self._fetch)
+        return self._store.encoder.encode(raw, self._hint, (), room=room, read=lambda *_: False, fetch=self._fetch)
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
         """See `Sending.putting`."""
@@ -53,13 +54,17 @@ class Alone:
         fetch(self._store, row, [(0, out)], self._store.url)
 
 
-def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None) -> Row:
+def store_chunk(
+    store: Store, raw: memoryview, sending: Sending | None = None, *, room: memoryview | None = None
+) -> Row:
     """Make sure that the store holds these bytes, and say under which name. Identical bytes travel once.
 
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         sending: How to encode them, if they have to travel; by themselves unless it is given.
+        room: Where what is encoded may lie: as much memory, or the same, whose content is undefined then. Taken for the call
+            unless it is given.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -69,7 +74,9 @@ def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None) -
     row = store.presence.find(name)
     if row is None:
         row = _find_heard(store, name, len(raw))
-        row = row or _find_or_put(store, name, raw, digests, sending or Alone(store))
+        if row is None:
+            with contextlib.nullcontext(room) if room is not None else buffers().lend(len(raw)) as place:
+                row = _find_or_put(store, name, raw, digests, sending or Alone(store), place)
         store.presence.learn(term, [row])
     return row
 
@@ -92,7 +99,9 @@ def _find_heard(store: Store, digest: bytes, raw_length: int) -> Row | None:
     return None if found is DAMAGED or lost else found
 
 
-def _find_or_put(store: Store, name: bytes, raw: memoryview, digests: Sequence[bytes], sending: Sending) -> Row:
+def _find_or_put(
+    store: Store, name: bytes, raw: memoryview, digests: Sequence[bytes], sending: Sending, room: memoryview
+) -> Row:
     encoded: Encoded | None = None
     for generation in range(GENERATIONS_MAX):
         standing = _look(store, ChunkName(name, generation), len(raw))
@@ -100,7 +109,7 @@ def _find_or_put(store: Store, name: bytes, raw: memoryview, digests: Sequence[b
             store.presence.earn_looks()
             return standing
         if encoded is None:
-            encoded = sending.encode(raw, name)
+            encoded = sending.encode(raw, name, room)
             table = [
                 Block(d, codec, len(data), reason)
                 for d, (codec, reason, data) in zip(digests, encoded.blocks, strict=True)
@@ -207,7 +216,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
             path=where,
             tier="object",
         ) from error
-    return store_chunk(store, raw)
+    return store_chunk(store, raw, room=raw)
 
 
 def _digests_of(store: Store, raw: memoryview) -> tuple[list[bytes], bytes]:

@@ -15,7 +15,8 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.bases import read_verified
 from tierfs.store.codecs import Codecs
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk
+from tierfs.store.desks import desks
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, moved
 
 __all__ = ["Deriver", "Piece", "with_bases"]
 
@@ -56,13 +57,14 @@ class Deriver:
     def __repr__(self) -> str:
         return f"Deriver({self._codecs})"
 
-    def encode(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow) -> Encoded | None:
+    def encode(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow, room: memoryview) -> Encoded | None:
         """Encode a chunk as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name.
 
         Args:
             raw: The chunk. Borrowed; the result may lie in it.
             sources: Where those elements are, in order.
             read: Gets at chunks that lie on this host.
+            room: Where else the result may lie: see `tierfs.store.encoding.Sending`.
         """
         if len(_needs(sources)) > BASES_MAX:
             return None
@@ -82,8 +84,11 @@ class Deriver:
                     return None
                 out[:] = whole[offset : offset + length]
         plans = (_DERIVE._replace(base=base) for base in blocks_of(reference, 2))
-        blocks = encode_chunk(raw, plans, self._codecs.allowed)
-        return with_bases(blocks, sources) if any(block.codec is Codec.DERIVE for block in blocks) else None
+        with desks().lend() as desk:
+            blocks = encode_chunk(raw, plans, desk, self._codecs.allowed)
+            if not any(block.codec is Codec.DERIVE for block in blocks):
+                return None
+            return with_bases(moved(blocks, room), sources)
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
         """All bytes of a chunk, verified, if it is on this host.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from tierfs.buffers import buffers
 from tierfs.clock import Clock
 from tierfs.codec import Codec, Coding, Reason
-from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice, choose, sample_of
+from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.flush.publisher import Hint, ReadRow, Tensor
@@ -27,7 +27,8 @@ from tierfs.format.manifest import Row
 from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Deriver, Piece, with_bases
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, scratch
+from tierfs.store.desks import Desk, desks
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, moved
 from tierfs.store.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
 
 __all__ = ["Encoder", "FetchRow"]
@@ -43,9 +44,6 @@ FETCH_NEAR_WORTH = 0.05
 PROCESSORS_A_FETCH = 4
 # How much more than it costs encoding has to save: it takes processors from what sends, and from training.
 MARGIN = 1.25
-# How much a chunk counts that was encoded while more threads did so than there are processors: they begin together, with whoever
-# saved still at work, and what they take then says little of the many that follow.
-CROWDED = 0.25
 # A chunk that comes to more than this part of its size is sent mostly as it is, whatever was found in some of its blocks.
 ENCODED_MAX = 0.9
 _STORE = Coding(Codec.STORE)
@@ -84,6 +82,22 @@ class _Known(NamedTuple):
         return 0 <= save - self.save < saves
 
 
+class _Asked(NamedTuple):
+    """What is to be encoded.
+
+    Attributes:
+        raw: The chunk.
+        room: Where else the result may lie.
+        tensors: Of each block.
+        known: Those of which something may be encoded, with the choices that were made; ``None`` for one that is to be made now.
+    """
+
+    raw: memoryview
+    room: memoryview
+    tensors: Sequence[Tensor]
+    known: Mapping[Tensor, Choice | None]
+
+
 class _Attempt(NamedTuple):
     """An encoded chunk, and the choices that were made for it."""
 
@@ -94,6 +108,10 @@ class _Attempt(NamedTuple):
     def needs_base(self) -> bool:
         """Whether it cannot be read without what it was encoded against."""
         return any(block.codec.base_factor for block in self.blocks)
+
+    def moved(self, room: memoryview) -> _Attempt:
+        """The same, where it may stay: see `tierfs.store.encoding.moved`."""
+        return self._replace(blocks=moved(self.blocks, room))
 
 
 class Encoder:
@@ -118,7 +136,6 @@ class Encoder:
         self._put = Puts(tries=not is_near)
         self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
-        self._encoding = 0  # how many threads are at it
         self._begun = threading.local()  # which codecs a thread has encoded with
         self._deriver, self._deriving = Deriver(kind, codecs), threading.Lock()
         self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
@@ -171,6 +188,7 @@ class Encoder:
         hint: Hint,
         sources: Sequence[Piece],
         *,
+        room: memoryview,
         read: ReadRow,
         fetch: FetchRow,
     ) -> Encoded:
@@ -180,6 +198,7 @@ class Encoder:
             raw: The chunk. Borrowed; the result may lie in it.
             hint: What is known of it.
             sources: The hint's sources, as they are stored.
+            room: Where else the result may lie: see `tierfs.store.encoding.Sending`.
             read: Gets at chunks that lie on this host.
             fetch: Gets at those that do not.
         """
@@ -189,10 +208,10 @@ class Encoder:
         if sources and self.derives(len(raw)):
             with self._deriving:  # others send while one waits for that
                 start = self._clock.monotonic()
-                encoded = self._deriver.encode(raw, sources, read)
+                encoded = self._deriver.encode(raw, sources, read, room)
                 self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
         if encoded is None:
-            encoded = self._encode_chosen(raw, hint, read, fetch)
+            encoded = self._encode_chosen(raw, hint, room, read, fetch)
         with self._lock:
             self._counts["raw_bytes"] += len(raw)
             for block in encoded.blocks:
@@ -201,86 +220,83 @@ class Encoder:
                 self._counts[f"{block.reason.name.lower()}_blocks"] += 1
         return encoded
 
-    def _encode_chosen(self, raw: memoryview, hint: Hint, read: ReadRow, fetch: FetchRow) -> Encoded:
+    def _encode_chosen(self, raw: memoryview, hint: Hint, room: memoryview, read: ReadRow, fetch: FetchRow) -> Encoded:
         tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
         # What is not known is found out about where others of its kind pay; else even that is only in the way.
         known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
+        asked = _Asked(raw, room, tensors, known)
         row, attempt = hint.base, None
         if row is not None and self._may_need(known):
-            attempt = self._try_local(raw, tensors, known, LocalBase(self._kind, row, read))
+            attempt = self._try_local(asked, row, read)
             if attempt is None:
-                attempt = self._try_fetched(raw, tensors, known, row, fetch)
+                attempt = self._try_fetched(asked, row, fetch)
         if attempt is None:
-            attempt = self._try(raw, tensors, known, None)
+            attempt = self._try_alone(asked)
         blocks = attempt.blocks
         self._learn(attempt, tensors, hint.save, raw)
         if row is None or not attempt.needs_base:
             return Encoded(blocks)
         return with_bases(blocks, (Piece(row, 0, len(raw)),))
 
-    def _try_local(
-        self, raw: memoryview, tensors: Sequence[Tensor], known: Mapping[Tensor, Choice | None], base: LocalBase
-    ) -> _Attempt | None:
-        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
-        try:
-            attempt = self._try(raw, tensors, known, base)
-            if attempt.needs_base or any(tensor.name for tensor, _ in attempt.found):
-                return attempt if base.is_sound() else None
-        except AbsentError:
-            return None
-        # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
-        return attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
+    def _try_alone(self, asked: _Asked) -> _Attempt:
+        """`_try` against nothing."""
+        with desks().lend() as desk:
+            return self._try(asked, None, desk).moved(asked.room)
 
-    def _try_fetched(
-        self,
-        raw: memoryview,
-        tensors: Sequence[Tensor],
-        known: Mapping[Tensor, Choice | None],
-        row: Row,
-        fetch: FetchRow,
-    ) -> _Attempt | None:
+    def _try_local(self, asked: _Asked, row: Row, read: ReadRow) -> _Attempt | None:
+        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
+        with desks().lend() as desk:
+            base = LocalBase(self._kind, row, read, desk)
+            try:
+                attempt = self._try(asked, base, desk)
+                counts = attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
+                if counts and not base.is_sound():
+                    return None
+            except AbsentError:
+                return None
+            if not counts:
+                # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
+                attempt = attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
+            return attempt.moved(asked.room)
+
+    def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
         """`_try` against a chunk that is fetched for it; ``None`` if that is not worth it, or cannot be.
 
         Few threads at a time: each takes the memory of one more chunk, and what the first one finds out may save the others from it.
         """
         with self._fetching:
-            if not self._is_worth_fetching(row, [each for each in tensors if each in known], known):
+            if not self._is_worth_fetching(row, asked):
                 return None
             with buffers().lend(row.raw_length) as base:
-                return self._try(raw, tensors, known, FetchedBase(base)) if self._fetch(row, base, fetch) else None
+                if not self._fetch(row, base, fetch):
+                    return None
+                with desks().lend() as desk:
+                    return self._try(asked, FetchedBase(base), desk).moved(asked.room)
 
-    def _try(
-        self,
-        raw: memoryview,
-        tensors: Sequence[Tensor],
-        known: Mapping[Tensor, Choice | None],
-        base: Reference | None,
-    ) -> _Attempt:
+    def _try(self, asked: _Asked, base: Reference | None, desk: Desk) -> _Attempt:
         """Encode block by block, each against the base's, where that is worth it.
 
         Args:
-            raw: The chunk.
-            tensors: Of each block.
-            known: What is to be encoded at all, with the choices that were made; ``None`` for one that is to be made now.
+            asked: What.
             base: What the chunk may be encoded against.
+            desk: Where; what is encoded lies there then.
 
         Raises:
             AbsentError: As the base does.
         """
-        choices = dict(known)
+        choices = dict(asked.known)
         found: list[tuple[Tensor, Choice]] = []
         counts: Counter[Codec] = Counter()
         seconds: dict[Codec, float] = {}
-        processors = len(os.sched_getaffinity(0))
 
         def plans() -> Iterator[Plan]:
-            for number, (block, tensor) in enumerate(zip(blocks_of(raw), tensors, strict=True)):
+            for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
                 plan = _LINK_IS_FASTER
                 if tensor in choices:
                     choice = choices[tensor]
                     if choice is None:
-                        choice = self._choose(number, block, tensor, base)
+                        choice = self._choose(number, block, tensor, base, desk)
                         found.append((tensor, choice))
                         choices[tensor] = choice if tensor.name else None
                     plan = self._plan(choice, has_base=base is not None)
@@ -289,25 +305,15 @@ class Encoder:
                 yield plan._replace(part_of=tensor)
 
         @contextlib.contextmanager
-        def watch(codec: Codec, count: int, is_elsewhere: bool) -> Iterator[None]:
+        def watch(codec: Codec, count: int) -> Iterator[None]:
             start = self._clock.monotonic()
             yield
             counts[codec] += count
-            # Threads that begin together, as those of a file do, wait for each other; soon some of them send meanwhile. There are
-            # no more processes that encode than processors.
-            alone = 1.0 if is_elsewhere else min(1.0, processors / self._encoding)
-            seconds[codec] = seconds.get(codec, 0.0) + alone * (self._clock.monotonic() - start)
+            seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
 
-        with self._lock:
-            self._encoding += 1
-            is_crowded = self._encoding > processors
-        try:
-            blocks = encode_chunk(raw, plans(), self.codecs.allowed, watch)
-        finally:
-            with self._lock:
-                self._encoding -= 1
-        for codec in seconds.keys() - {Codec.STORE}:
-            self._took(codec, counts[codec], seconds[codec], is_crowded=is_crowded)
+        blocks = encode_chunk(asked.raw, plans(), desk, self.codecs.allowed, watch)
+        for codec, took in seconds.items():
+            self._took(codec, counts[codec], took)
         return _Attempt(blocks, found)
 
     def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
@@ -320,14 +326,12 @@ class Encoder:
             reason = Reason.NO_BASE
         return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
-    def _took(self, codec: Codec, count: int, seconds: float, *, is_crowded: bool = False) -> None:
+    def _took(self, codec: Codec, count: int, seconds: float) -> None:
         """Learn from what was encoded, unless it is this thread's first, which waits for memory to work in."""
         begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
-                self._encode.setdefault(codec, Speed(is_steady=True)).add(
-                    count, seconds, CROWDED if is_crowded else 1.0
-                )
+                self._encode.setdefault(codec, Speed(is_steady=True)).add(count, seconds)
         begun.add(codec)
 
     def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
@@ -338,7 +342,7 @@ class Encoder:
             return None
         return None if known.choice.delta_ratio is None and hint.base is not None else known.choice
 
-    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None) -> Choice:
+    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None, desk: Desk) -> Choice:
         """Find out about a tensor from one block of it, which has this number in the chunk."""
         start, count = sample_of(len(block))
         return choose(
@@ -347,7 +351,7 @@ class Encoder:
             width=tensor.width,
             base=None if base is None else self._part(number, start, count, tensor, base),
             allowed=self.codecs.allowed,
-            out=scratch("sample", SAMPLE_BYTES),
+            out=desk.memory.sample,
         )
 
     def _part(self, number: int, start: int, count: int, tensor: Tensor, base: Reference) -> memoryview:
@@ -420,10 +424,11 @@ class Encoder:
         """Whether anything may come of a base."""
         return any(choice is None or self._pays_as_delta(choice) for choice in known.values())
 
-    def _is_worth_fetching(self, row: Row, tensors: Sequence[Tensor], known: Mapping[Tensor, Choice | None]) -> bool:
-        """Whether a base that is not on this host is to be had from the object tier, for blocks of these tensors."""
+    def _is_worth_fetching(self, row: Row, asked: _Asked) -> bool:
+        """Whether a base that is not on this host is to be had from the object tier."""
         if self.codecs.always:
             return True
+        tensors, known = [each for each in asked.tensors if each in asked.known], asked.known
         worth = FETCH_NEAR_WORTH if self._is_near else FETCH_WORTH
         savings = [self._saved(tensor, known[tensor]) for tensor in tensors]
         expected = [saved for saved in savings if saved is not None]

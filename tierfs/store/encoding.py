@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
-from tierfs.buffers import fresh
+import numpy as np
+
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.codec.workers import Job, Worker, encode_workers
-from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, Buffer
+from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
+from tierfs.store.desks import Desk
 
-__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "scratch"]
+__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "moved"]
 
 _ALL = frozenset(Codec)
 
 
 class EncodedBlock(NamedTuple):
-    """One block as it is to be stored; its bytes may lie in scratch memory of this thread."""
+    """One block as it is to be stored; what is stored as it is lies where it did."""
 
     codec: Codec
     reason: Reason
@@ -47,8 +48,14 @@ class Encoded(NamedTuple):
 class Sending(Protocol):
     """One chunk on its way, with all that is known of it."""
 
-    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
-        """Encode it; ``digest`` is its own. The result counts until this thread encodes the next one."""
+    def encode(self, raw: memoryview, digest: bytes, room: memoryview) -> Encoded:
+        """Encode it.
+
+        Args:
+            raw: The chunk. Borrowed; the result may lie in it.
+            digest: Its own.
+            room: Where else the result may lie: as much memory, or the same.
+        """
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
         """What sends a chunk goes in here."""
@@ -70,38 +77,54 @@ class Plan(NamedTuple):
     part_of: object = None
 
 
-Watch = Callable[[Codec, int, bool], AbstractContextManager[object]]
-"""Gives what encoding goes on in, by the codec that is asked for, the number of raw bytes, and whether a process encodes them that others do not wait for."""
+Watch = Callable[[Codec, int], AbstractContextManager[object]]
+"""Gives what encoding goes on in, by the codec that is asked for, and the number of raw bytes."""
 
 
-def _unwatched(codec: Codec, count: int, is_elsewhere: bool) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
+def _unwatched(codec: Codec, count: int) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
     return contextlib.nullcontext()
 
 
 def encode_chunk(
-    raw: memoryview, plans: Iterable[Plan], allowed: Container[Codec] = _ALL, watch: Watch = _unwatched
+    raw: memoryview, plans: Iterable[Plan], desk: Desk, allowed: Container[Codec] = _ALL, watch: Watch = _unwatched
 ) -> list[EncodedBlock]:
-    """Encode a chunk's blocks into scratch memory of this thread.
+    """Encode a chunk's blocks.
 
     Args:
         raw: The chunk.
         plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for up to three that
             might be encoded together with it, and what is encoded meanwhile: the bases of eight count at the same time.
+        desk: Where what is encoded lies then.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
         watch: Learns what is encoded, and how long that takes.
     """
-    out = scratch("out", CHUNK_BYTES)
     blocks: list[EncodedBlock] = []
-    groups = _together(zip(plans, zip(blocks_of(raw), blocks_of(out), strict=False), strict=True))
     with contextlib.ExitStack() as lent:
-        for group, found in _encoded(groups, lambda: _worker(len(raw), lent), watch):
-            for (codec, length), (plan, (block, place)) in zip(found, group, strict=True):
+        for group, found in _encoded(_together(zip(plans, _places(raw), strict=True)), raw, desk, lent, watch):
+            for (codec, length), (plan, place) in zip(found, group, strict=True):
                 if codec is Codec.STORE or codec not in allowed:
-                    blocks.append(EncodedBlock(Codec.STORE, plan.reason, block))
+                    blocks.append(EncodedBlock(Codec.STORE, plan.reason, raw[place]))
                 else:
-                    blocks.append(EncodedBlock(codec, plan.reason, place[:length]))
+                    blocks.append(EncodedBlock(codec, plan.reason, desk.memory.out[place][:length]))
     return blocks
+
+
+def moved(blocks: Iterable[EncodedBlock], room: memoryview) -> list[EncodedBlock]:
+    """The blocks of a chunk, what was encoded of them moved from a desk to where it may stay.
+
+    Args:
+        blocks: As they were encoded.
+        room: As much memory as the chunk's, or the same.
+    """
+    found = []
+    for block, place in zip(blocks, blocks_of(room), strict=True):
+        if block.codec is not Codec.STORE:
+            stays = place[: len(block.data)]
+            np.copyto(np.frombuffer(stays, np.uint8), np.frombuffer(block.data, np.uint8))
+            block = block._replace(data=stays)  # noqa: PLW2901
+        found.append(block)
+    return found
 
 
 def _worker(size: int, lent: contextlib.ExitStack) -> Worker | None:
@@ -109,48 +132,53 @@ def _worker(size: int, lent: contextlib.ExitStack) -> Worker | None:
     return lent.enter_context(encode_workers().lend(size)) if size >= BLOCK_BYTES else None
 
 
-_Group: TypeAlias = list[tuple[Plan, tuple[memoryview, memoryview]]]
-"""Blocks that are to be encoded in the same way, each with where to."""
+_Group: TypeAlias = list[tuple[Plan, slice]]
+"""Blocks that are to be encoded in the same way, each with its place in the chunk."""
 
 
 def _encoded(
-    groups: Iterable[_Group], get_worker: Callable[[], Worker | None], watch: Watch
+    groups: Iterable[_Group], raw: memoryview, desk: Desk, lent: contextlib.ExitStack, watch: Watch
 ) -> Iterator[tuple[_Group, list[tuple[Codec, int]]]]:
     """Groups with what came of them: by a process that encodes, where there is one, which has its next job when it is done with the last."""
     worker: Worker | None = None
     is_asked = False
-    begun: deque[tuple[_Group, Job, bool]] = deque()
+    begun: deque[tuple[_Group, Job | None, bool]] = deque()
 
     def finish() -> tuple[_Group, list[tuple[Codec, int]]]:
         group, job, is_begun = begun.popleft()
-        with watch(job.coding.codec, sum(map(len, job.raws)), is_begun):
+        if job is None:
+            return group, [(Codec.STORE, 0)] * len(group)
+        with watch(job.coding.codec, sum(map(len, job.raws))):
             found = worker.finish() if worker is not None and is_begun else None
             return group, encode_blocks(job.raws, job.coding, job.bases, job.outs) if found is None else found
 
     for group in groups:
         coding = group[0][0].coding
-        bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
-        job = Job([raw for _, (raw, _) in group], coding, bases, [place for _, (_, place) in group])
-        is_work = coding.codec is not Codec.STORE
-        if is_work and not is_asked:
-            worker, is_asked = get_worker(), True
-        begun.append((group, job, is_work and worker is not None and worker.begin(job)))
+        job = None
+        if coding.codec is not Codec.STORE:
+            out = desk.memory.out
+            if not is_asked:
+                worker, is_asked = _worker(len(raw), lent), True
+            bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
+            job = Job([raw[place] for _, place in group], coding, bases, [out[place] for _, place in group])
+        begun.append((group, job, job is not None and worker is not None and worker.begin(job)))
         if len(begun) > (worker is not None):
             yield finish()
     while begun:
         yield finish()
 
 
-def _together(planned: Iterable[tuple[Plan, tuple[memoryview, memoryview]]]) -> Iterator[_Group]:
+def _together(planned: Iterable[tuple[Plan, slice]]) -> Iterator[_Group]:
     """Blocks that are to be encoded in the same way, as many as are best encoded together."""
     group: _Group = []
     alike: tuple[Coding, object, int] | None = None
-    for plan, (block, place) in planned:
-        if group and (plan.coding, plan.part_of, len(block)) != alike:
+    for plan, place in planned:
+        length = place.stop - place.start
+        if group and (plan.coding, plan.part_of, length) != alike:
             yield group
             group = []
-        alike = plan.coding, plan.part_of, len(block)
-        group.append((plan, (block, place)))
+        alike = plan.coding, plan.part_of, length
+        group.append((plan, place))
         if len(group) >= plan.coding.together:
             yield group
             group = []
@@ -158,19 +186,12 @@ def _together(planned: Iterable[tuple[Plan, tuple[memoryview, memoryview]]]) -> 
         yield group
 
 
+def _places(raw: memoryview) -> Iterator[slice]:
+    """The places of a chunk's blocks in it."""
+    return (slice(at, min(at + BLOCK_BYTES, len(raw))) for at in range(0, len(raw), BLOCK_BYTES))
+
+
 def blocks_of(raw: memoryview, factor: int = 1) -> Iterator[memoryview]:
     """The blocks of a chunk; or, of what is longer than a chunk by a factor, what belongs to each of its blocks."""
     size = factor * BLOCK_BYTES
     return (raw[at : at + size] for at in range(0, len(raw), size))
-
-
-def scratch(name: str, count: int) -> memoryview:
-    """Memory of this thread, for one use at a time under each name."""
-    found: memoryview | None = getattr(_local, name, None)
-    if found is None:
-        found = fresh(count)
-        setattr(_local, name, found)
-    return found
-
-
-_local = threading.local()

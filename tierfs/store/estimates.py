@@ -87,9 +87,9 @@ class Speed:
         self._best *= (1 - FORGETTING_BEST) ** blocks
         self.s_per_byte += (self._best - self.s_per_byte) * (1 - (1 - FORGETTING) ** blocks)
 
-    def add(self, count: int, seconds: float, share: float = 1.0) -> None:
-        """Learn from so many bytes, which count by a share where others were learned from before."""
-        weight = max(share * NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
+    def add(self, count: int, seconds: float) -> None:
+        """Learn from so many bytes."""
+        weight = max(NEWEST * min(1.0, count / CHUNK_BYTES), count / (self.count + count))
         found = seconds / count
         if self._is_steady and self.s_per_byte:
             found = min(found, SURPRISE_MAX * self.s_per_byte)

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tierfs.buffers import buffers
 from tierfs.codec.workers import encode_workers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.flush.draft import Draft
-from tierfs.flush.publisher import Hint, ReadRow
+from tierfs.flush.publisher import Fill, Hint, ReadRow
 from tierfs.format import keys
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Manifest, Row, Tombstone
@@ -70,16 +71,19 @@ class StorePublisher:
 
     def put_chunk(
         self,
-        raw: memoryview,
+        length: int,
+        fill: Fill,
         hint: Hint,
         rows: Sequence[Row | None],
         *,
         read: ReadRow,
         pace: Callable[[int], None],
-    ) -> Row:
+    ) -> Row | None:
         """See `Publisher.put_chunk`."""
         store = self._open()
-        return store_chunk(store, raw, _Sending(store, hint, rows, read, pace))
+        with buffers().lend(length) as raw:
+            # What is encoded takes its place: on its way a chunk takes the memory of one.
+            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=raw) if fill(raw) else None
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""
@@ -206,14 +210,15 @@ class _Sending(Alone):
         self._pace = pace
         self._chain_max = store.descriptor.chain_max
 
-    def encode(self, raw: memoryview, digest: bytes) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, room: memoryview) -> Encoded:
         hint = self._hint
         if self._store.presence.is_lost(ChunkName(digest)):
             # Others may be encoded against it, which are healed by nothing but what stands alone.
             hint = replace(hint, base=None, sources=())
         if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
             hint = replace(hint, base=None)
-        return self._store.encoder.encode(raw, hint, self._sources(hint, digest), read=self._read, fetch=self._fetch)
+        sources = self._sources(hint, digest)
+        return self._store.encoder.encode(raw, hint, sources, room=room, read=self._read, fetch=self._fetch)
 
     @contextlib.contextmanager
     def putting(self, row: Row) -> Iterator[None]:

@@ -1,0 +1,85 @@
+"""Memory that chunks are encoded in: of as many at a time as there are processors, however many are on their way."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tierfs.buffers import fresh
+from tierfs.codec.choice import SAMPLE_BYTES
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.forks import PerProcess
+
+__all__ = ["BASES_HELD", "Desk", "Desks", "desks"]
+
+# As many blocks as are encoded together, and as many that another process encodes meanwhile.
+BASES_HELD = 8
+
+
+class _Memory(NamedTuple):
+    """What encoding one chunk takes beside the chunk. It is touched only where it is needed.
+
+    Attributes:
+        out: Of a chunk's size, for what comes of its blocks.
+        bases: Of eight blocks that others are encoded against.
+        sample: For what comes of a sample.
+        base_sample: For what that is compared with.
+    """
+
+    out: memoryview
+    bases: memoryview
+    sample: memoryview
+    base_sample: memoryview
+
+
+class Desk:
+    """Memory to encode one chunk in. Waited for when something of it is first asked for: what is not encoded needs none."""
+
+    def __init__(self, owner: Desks) -> None:
+        self._owner = owner
+        self._memory: _Memory | None = None
+
+    @property
+    def memory(self) -> _Memory:
+        """What there is, of undefined content, until the ``with`` block ends in which it was lent."""
+        if self._memory is None:
+            self._memory = self._owner._take()
+        return self._memory
+
+
+class Desks:
+    """All of this process. Safe for use by many threads: they encode there by turns, and send without."""
+
+    def __init__(self) -> None:
+        self._left = threading.Semaphore(len(os.sched_getaffinity(0)))
+        self._free: list[_Memory] = []
+
+    def __repr__(self) -> str:
+        return f"Desks({len(self._free)} free)"
+
+    @contextlib.contextmanager
+    def lend(self) -> Iterator[Desk]:
+        """A desk for one chunk, in a ``with`` block. Who has one must not wait for another one, nor for any network."""
+        desk = Desk(self)
+        try:
+            yield desk
+        finally:
+            if desk._memory is not None:
+                self._free.append(desk._memory)
+                self._left.release()
+
+    def _take(self) -> _Memory:
+        self._left.acquire()
+        try:
+            return self._free.pop()
+        except IndexError:
+            memory = fresh(CHUNK_BYTES + BASES_HELD * BLOCK_BYTES + 2 * SAMPLE_BYTES)
+            bases, samples = CHUNK_BYTES, CHUNK_BYTES + BASES_HELD * BLOCK_BYTES
+            return _Memory(memory[:bases], memory[bases:samples], memory[samples:-SAMPLE_BYTES], memory[-SAMPLE_BYTES:])
+
+
+desks = PerProcess(Desks)
+"""This process's `Desks`."""
