@@ -43,7 +43,7 @@ def test_a_chunk_is_derived_only_where_a_row_can_name_all_that_it_takes_to_read_
         out[:] = held[row.name][start : start + len(out)]
         return True
 
-    def fetch(row, out):
+    def fetch(row, start, out):
         raise AssertionError("all of it lies on this host")
 
     encoder = Encoder(KIND, Codecs.parse("all"), ManualClock(), is_near=True)

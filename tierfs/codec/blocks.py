@@ -85,15 +85,8 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
     Raises:
         InvalidInputError: The codec needs a base, and this is none.
     """
-    from tierfs.codec import constant  # noqa: PLC0415 - see the module's description
-
-    _check(raw, coding, out)
-    element = constant.constant_element(raw)
-    if element is not None:
-        out[: len(element)] = element
-        return Codec.CONST, len(element)
-    codec, length = _encode(raw, coding, base, out)
-    return (codec, length) if length is not None else (Codec.STORE, len(raw))
+    (found,) = encode_blocks([raw], coding, [base], [out])
+    return found
 
 
 def encode_blocks(
@@ -112,23 +105,14 @@ def encode_blocks(
     Raises:
         InvalidInputError: As of `encode_block`; or the blocks are not of one length, or more than may be encoded together.
     """
-    from tierfs.codec import constant, differences, planes  # noqa: PLC0415
+    from tierfs.codec.scratch import lent  # noqa: PLC0415 - see the module's description
 
     if len(raws) > coding.together or len({len(raw) for raw in raws}) != 1:
         raise InvalidInputError(f"{coding.codec.name} of blocks of {[len(raw) for raw in raws]} bytes together")
     for raw, out in zip(raws, outs, strict=True):
         _check(raw, coding, out)
-    if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
-        return [encode_block(raw, coding, base, out) for raw, base, out in zip(raws, bases, outs, strict=True)]
-    if coding.codec is Codec.DPLANE:
-        references = [_reference(coding.codec, raw, base) for raw, base in zip(raws, bases, strict=True)]
-        lengths = differences.encode_differences(raws, coding.width, references, outs)
-    else:
-        lengths = planes.encode_planes(raws, coding.width, outs)
-    return [
-        (Codec.STORE, len(raw)) if length is None else (coding.codec, length)
-        for raw, length in zip(raws, lengths, strict=True)
-    ]
+    with lent():
+        return _encode_together(raws, coding, bases, outs)
 
 
 def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryview | None, where: str) -> None:
@@ -157,6 +141,35 @@ def _check(raw: memoryview, coding: Coding, out: memoryview) -> None:
         raise InvalidInputError(f"elements of {coding.width} bytes")
     if not 0 < len(raw) <= min(BLOCK_BYTES, len(out)):
         raise InvalidInputError(f"a block of {len(raw)} bytes, to be encoded into {len(out)}")
+
+
+def _encode_together(
+    raws: Sequence[memoryview], coding: Coding, bases: Sequence[memoryview | None], outs: Sequence[memoryview]
+) -> list[tuple[Codec, int]]:
+    from tierfs.codec import constant, differences, planes  # noqa: PLC0415
+
+    if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
+        return [_encode_alone(raw, coding, base, out) for raw, base, out in zip(raws, bases, outs, strict=True)]
+    if coding.codec is Codec.DPLANE:
+        references = [_reference(coding.codec, raw, base) for raw, base in zip(raws, bases, strict=True)]
+        lengths = differences.encode_differences(raws, coding.width, references, outs)
+    else:
+        lengths = planes.encode_planes(raws, coding.width, outs)
+    return [
+        (Codec.STORE, len(raw)) if length is None else (coding.codec, length)
+        for raw, length in zip(raws, lengths, strict=True)
+    ]
+
+
+def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int]:
+    from tierfs.codec import constant  # noqa: PLC0415
+
+    element = constant.constant_element(raw)
+    if element is not None:
+        out[: len(element)] = element
+        return Codec.CONST, len(element)
+    codec, length = _encode(raw, coding, base, out)
+    return (codec, length) if length is not None else (Codec.STORE, len(raw))
 
 
 def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:

@@ -36,7 +36,7 @@ def elements_of(data: memoryview, width: int) -> Elements:
 
 @contextlib.contextmanager
 def lent() -> Iterator[None]:
-    """Have this thread work, in a ``with`` block, in memory that another one has worked in: where many decode, few do so at once."""
+    """Have this thread work, in a ``with`` block, in memory that another one has worked in: where many encode or decode, few do so at once."""
     memory: _Memory
     try:
         memory = _free.pop()

@@ -50,8 +50,8 @@ class Alone:
         """See `Sending.putting`."""
         return self._store.encoder.putting(row.stored_length, row.raw_length)
 
-    def _fetch(self, row: Row, out: memoryview) -> None:
-        fetch(self._store, row, [(0, out)], self._store.url)
+    def _fetch(self, row: Row, start: int, out: memoryview) -> None:
+        fetch(self._store, row, [(start, out)], self._store.url)
 
 
 def store_chunk(

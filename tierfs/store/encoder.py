@@ -50,8 +50,8 @@ _STORE = Coding(Codec.STORE)
 _LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
 _logger = logging.getLogger("tierfs.store")
 
-FetchRow = Callable[[Row, memoryview], None]
-"""Copies all bytes of a chunk from the object tier, verified; raises a `TierfsError` if it cannot."""
+FetchRow = Callable[[Row, int, memoryview], None]
+"""Copies bytes of a chunk, from an offset on, out of the object tier, verified; raises a `TierfsError` if it cannot."""
 
 
 class _Known(NamedTuple):
@@ -244,13 +244,13 @@ class Encoder:
         with desks().lend() as desk:
             return self._try(asked, None, desk).moved(asked.room)
 
-    def _try_local(self, asked: _Asked, row: Row, read: ReadRow) -> _Attempt | None:
+    def _try_local(self, asked: _Asked, row: Row, read: ReadRow, *, is_verified: bool = False) -> _Attempt | None:
         """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
         with desks().lend() as desk:
-            base = LocalBase(self._kind, row, read, desk)
+            base = LocalBase(self._kind, row, read, desk, is_verified=is_verified)
             try:
                 attempt = self._try(asked, base, desk)
-                counts = attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
+                counts = is_verified or attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
                 if counts and not base.is_sound():
                     return None
             except AbsentError:
@@ -261,15 +261,22 @@ class Encoder:
             return attempt.moved(asked.room)
 
     def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
-        """`_try` against a chunk that is fetched for it; ``None`` if that is not worth it, or cannot be.
+        """`_try` against a chunk of the object tier; ``None`` if that is not worth it, or cannot be.
 
-        Few threads at a time: each takes the memory of one more chunk, and what the first one finds out may save the others from it.
+        Where that is this host's own, it is read as one of the local tiers is. Else few threads do it at a time: each takes the
+        memory of one more chunk, and what the first one finds out may save the others from it.
         """
+        if self._is_near:
+            if not self._is_worth_fetching(row, asked):
+                return None
+            return self._try_local(
+                asked, row, lambda row, start, out: self._fetch(row, start, out, fetch), is_verified=True
+            )
         with self._fetching:
             if not self._is_worth_fetching(row, asked):
                 return None
             with buffers().lend(row.raw_length) as base:
-                if not self._fetch(row, base, fetch):
+                if not self._fetch(row, 0, base, fetch):
                     return None
                 with desks().lend() as desk:
                     return self._try(asked, FetchedBase(base), desk).moved(asked.room)
@@ -451,10 +458,10 @@ class Encoder:
             typical = self._typical.get((tensor.kind, tensor.width))
         return None if typical is None else typical.saved
 
-    def _fetch(self, row: Row, out: memoryview, fetch: FetchRow) -> bool:
-        """Fetch a base; ``False`` if it cannot be read."""
+    def _fetch(self, row: Row, start: int, out: memoryview, fetch: FetchRow) -> bool:
+        """Fetch a part of a base; ``False`` if it cannot be read."""
         try:
-            fetch(row, out)
+            fetch(row, start, out)
         except TierfsError as error:
             with self._lock:
                 self._counts["unreadable_bases"] += 1

@@ -8,8 +8,6 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.codec.workers import Job, Worker, encode_workers
 from tierfs.digest import BLOCK_BYTES, Buffer
@@ -117,6 +115,8 @@ def moved(blocks: Iterable[EncodedBlock], room: memoryview) -> list[EncodedBlock
         blocks: As they were encoded.
         room: As much memory as the chunk's, or the same.
     """
+    import numpy as np  # noqa: PLC0415 - importing the package must not bring it
+
     found = []
     for block, place in zip(blocks, blocks_of(room), strict=True):
         if block.codec is not Codec.STORE:
