@@ -6,7 +6,7 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.codec.workers import Job, Worker, encode_workers
@@ -14,7 +14,9 @@ from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.store.desks import Desk
+
+if TYPE_CHECKING:
+    from tierfs.store.desks import Desk
 
 __all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "moved"]
 
