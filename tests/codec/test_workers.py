@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from encoded import encoded_chunk
 
-from tierfs.buffers import fresh
+from tierfs.buffers import Buffers, buffers, fresh
 from tierfs.codec import Codec, Coding, Reason, worker, workers
 from tierfs.codec.workers import EncodeWorkers, Job, encode_workers
 from tierfs.digest import BLOCK_BYTES
@@ -112,7 +112,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[EncodeWorkers]:
     monkeypatch.setattr(workers, "START_BYTES", 1)
     monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(encode_workers, "shared", EncodeWorkers())
-    monkeypatch.setattr(desks, "shared", Desks())  # what is worked in is not shared yet
+    monkeypatch.setattr(desks, "shared", Desks())  # what there is is not shared
+    monkeypatch.setattr(buffers, "shared", Buffers())
     before = set(children())
     with encode_workers().allowed():
         yield encode_workers()

@@ -31,6 +31,7 @@ from tierfs.store.desks import Desks, desks
 from tierfs.store.encoder import MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
 from tierfs.store.estimates import CHANGED, EVIDENCE_BYTES, EXPIRES_BYTES, LITTLE_BYTES, PASSED_MAX, Puts, Speed
+from tierfs.store.room import Room
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -90,7 +91,9 @@ def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
 
 
 def encode_as(encoder, host, raw, hint, sources=()):
-    return encoder.encode(memoryview(raw), hint, sources, room=fresh(len(raw)), read=host.read, fetch=host.fetch)
+    return encoder.encode(
+        memoryview(raw), hint, sources, room=Room(fresh(CHUNK_BYTES)), read=host.read, fetch=host.fetch
+    )
 
 
 def decoded(encoded, raw, reference=b""):
@@ -1073,10 +1076,12 @@ def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_s
                 out[5] ^= 1
             return found
 
-        encoder, raw = encoder_for(), memoryview(bytearray(whole))
+        encoder, room = encoder_for(), Room(fresh(CHUNK_BYTES))
+        raw = room.memory[: len(whole)]
+        raw[:] = whole
         base = host.chunk(master.tobytes(), host.local)
         hint = Hint((Tensor("w", "float", 4),) * 8, 0, base)
-        encoded = encoder.encode(raw, hint, (), room=raw, read=broken, fetch=host.fetch)
+        encoded = encoder.encode(raw, hint, (), room=room, read=broken, fetch=host.fetch)
         assert bool(encoded.bases) is (damage is None)
         assert decoded(encoded, whole, master.tobytes() if encoded.bases else b"") == whole
     assert reads

@@ -21,6 +21,7 @@ from tierfs.objects.promised import PromisedObjects
 from tierfs.objects.protocol import CREATE
 from tierfs.store.encoding import Encoded, Sending, blocks_of
 from tierfs.store.fetching import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
+from tierfs.store.room import Room, lend_room
 from tierfs.store.store import Store
 
 __all__ = ["Alone", "rescue", "store_chunk"]
@@ -41,7 +42,7 @@ class Alone:
         self._store = store
         self._hint = hint
 
-    def encode(self, raw: memoryview, digest: bytes, room: memoryview) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
         """See `Sending.encode`."""
         del digest
         return self._store.encoder.encode(raw, self._hint, (), room=room, read=lambda *_: False, fetch=self._fetch)
@@ -54,17 +55,14 @@ class Alone:
         fetch(self._store, row, [(start, out)], self._store.url)
 
 
-def store_chunk(
-    store: Store, raw: memoryview, sending: Sending | None = None, *, room: memoryview | None = None
-) -> Row:
+def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None, *, room: Room | None = None) -> Row:
     """Make sure that the store holds these bytes, and say under which name. Identical bytes travel once.
 
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         sending: How to encode them, if they have to travel; by themselves unless it is given.
-        room: Where what is encoded may lie: as much memory, or the same, whose content is undefined then. Taken for the call
-            unless it is given.
+        room: Where they lie, if they are not needed any more; else they are left alone.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
@@ -75,7 +73,7 @@ def store_chunk(
     if row is None:
         row = _find_heard(store, name, len(raw))
         if row is None:
-            with contextlib.nullcontext(room) if room is not None else buffers().lend(len(raw)) as place:
+            with contextlib.nullcontext(room) if room is not None else lend_room() as place:
                 row = _find_or_put(store, name, raw, digests, sending or Alone(store), place)
         store.presence.learn(term, [row])
     return row
@@ -100,7 +98,7 @@ def _find_heard(store: Store, digest: bytes, raw_length: int) -> Row | None:
 
 
 def _find_or_put(
-    store: Store, name: bytes, raw: memoryview, digests: Sequence[bytes], sending: Sending, room: memoryview
+    store: Store, name: bytes, raw: memoryview, digests: Sequence[bytes], sending: Sending, room: Room
 ) -> Row:
     encoded: Encoded | None = None
     for generation in range(GENERATIONS_MAX):
@@ -193,11 +191,12 @@ def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> R
     Raises:
         StoreError: It is gone, and with it the only copy: the caller has to write the file again.
     """
-    with buffers().lend(row.raw_length) as raw:
-        return _rescue(store, row, where, read, raw)
+    with lend_room() as room:
+        return _rescue(store, row, where, read, room)
 
 
-def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memoryview) -> Row:
+def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, room: Room) -> Row:
+    raw = room.memory[: row.raw_length]
     term = store.presence.ensure()
     try:
         if not any(store.presence.is_unusable(name) for name in (row.name, *row.bases)):
@@ -216,7 +215,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memor
             path=where,
             tier="object",
         ) from error
-    return store_chunk(store, raw, room=raw)
+    return store_chunk(store, raw, room=room)
 
 
 def _digests_of(store: Store, raw: memoryview) -> tuple[list[bytes], bytes]:

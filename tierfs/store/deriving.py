@@ -16,7 +16,8 @@ from tierfs.format.manifest import Row
 from tierfs.store.bases import read_verified
 from tierfs.store.codecs import Codecs
 from tierfs.store.desks import desks
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, moved
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, stay
+from tierfs.store.room import Room
 
 __all__ = ["Deriver", "Piece", "with_bases"]
 
@@ -57,14 +58,14 @@ class Deriver:
     def __repr__(self) -> str:
         return f"Deriver({self._codecs})"
 
-    def encode(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow, room: memoryview) -> Encoded | None:
+    def encode(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow, room: Room) -> Encoded | None:
         """Encode a chunk as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name.
 
         Args:
             raw: The chunk. Borrowed; the result may lie in it.
             sources: Where those elements are, in order.
             read: Gets at chunks that lie on this host.
-            room: Where else the result may lie: see `tierfs.store.encoding.Sending`.
+            room: Where the result is to lie: see `tierfs.store.encoding.Sending`.
         """
         if len(_needs(sources)) > BASES_MAX:
             return None
@@ -88,7 +89,7 @@ class Deriver:
             blocks = encode_chunk(raw, plans, desk, self._codecs.allowed)
             if not any(block.codec is Codec.DERIVE for block in blocks):
                 return None
-            return with_bases(moved(blocks, room), sources)
+            return with_bases(stay(blocks, raw, desk, room), sources)
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
         """All bytes of a chunk, verified, if it is on this host.

@@ -6,12 +6,13 @@ import contextlib
 import os
 import threading
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from tierfs.buffers import fresh
+from tierfs.buffers import buffers, fresh
 from tierfs.codec.choice import SAMPLE_BYTES
-from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.digest import BLOCK_BYTES
 from tierfs.forks import PerProcess
+from tierfs.store.room import Room
 
 __all__ = ["BASES_HELD", "Desk", "Desks", "desks"]
 
@@ -19,12 +20,13 @@ __all__ = ["BASES_HELD", "Desk", "Desks", "desks"]
 BASES_HELD = 8
 
 
-class _Memory(NamedTuple):
-    """What encoding one chunk takes beside the chunk. It is touched only where it is needed.
+@dataclass(slots=True)
+class _Memory:
+    """What encoding one chunk takes beside the chunk. Only what is needed of it is touched.
 
     Attributes:
-        out: Of a chunk's size, for what comes of its blocks.
-        bases: Of eight blocks that others are encoded against.
+        out: A chunk's memory, for what comes of its blocks.
+        bases: That of eight blocks, for those that others are encoded against.
         sample: For what comes of a sample.
         base_sample: For what that is compared with.
     """
@@ -48,6 +50,11 @@ class Desk:
         if self._memory is None:
             self._memory = self._owner._take()
         return self._memory
+
+    def exchange(self, room: Room) -> None:
+        """Leave ``out`` in a room, and have what was there for the next who comes."""
+        memory = self.memory
+        memory.out, room.memory = room.memory, memory.out
 
 
 class Desks:
@@ -76,9 +83,9 @@ class Desks:
         try:
             return self._free.pop()
         except IndexError:
-            memory = fresh(CHUNK_BYTES + BASES_HELD * BLOCK_BYTES + 2 * SAMPLE_BYTES)
-            bases, samples = CHUNK_BYTES, CHUNK_BYTES + BASES_HELD * BLOCK_BYTES
-            return _Memory(memory[:bases], memory[bases:samples], memory[samples:-SAMPLE_BYTES], memory[-SAMPLE_BYTES:])
+            memory = fresh(BASES_HELD * BLOCK_BYTES + 2 * SAMPLE_BYTES)
+            bases, samples = memory[: BASES_HELD * BLOCK_BYTES], memory[BASES_HELD * BLOCK_BYTES :]
+            return _Memory(buffers().take(), bases, samples[:SAMPLE_BYTES], samples[SAMPLE_BYTES:])
 
 
 desks = PerProcess(Desks)

@@ -28,8 +28,9 @@ from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Deriver, Piece, with_bases
 from tierfs.store.desks import Desk, desks
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, moved
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, stay
 from tierfs.store.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
+from tierfs.store.room import Room
 
 __all__ = ["Encoder", "FetchRow"]
 
@@ -87,13 +88,13 @@ class _Asked(NamedTuple):
 
     Attributes:
         raw: The chunk.
-        room: Where else the result may lie.
+        room: Where what was encoded is to lie.
         tensors: Of each block.
         known: Those of which something may be encoded, with the choices that were made; ``None`` for one that is to be made now.
     """
 
     raw: memoryview
-    room: memoryview
+    room: Room
     tensors: Sequence[Tensor]
     known: Mapping[Tensor, Choice | None]
 
@@ -109,9 +110,9 @@ class _Attempt(NamedTuple):
         """Whether it cannot be read without what it was encoded against."""
         return any(block.codec.base_factor for block in self.blocks)
 
-    def moved(self, room: memoryview) -> _Attempt:
-        """The same, where it may stay: see `tierfs.store.encoding.moved`."""
-        return self._replace(blocks=moved(self.blocks, room))
+    def to_stay(self, asked: _Asked, desk: Desk) -> _Attempt:
+        """The same where it may stay: see `tierfs.store.encoding.stay`."""
+        return self._replace(blocks=stay(self.blocks, asked.raw, desk, asked.room))
 
 
 class Encoder:
@@ -188,7 +189,7 @@ class Encoder:
         hint: Hint,
         sources: Sequence[Piece],
         *,
-        room: memoryview,
+        room: Room,
         read: ReadRow,
         fetch: FetchRow,
     ) -> Encoded:
@@ -198,7 +199,7 @@ class Encoder:
             raw: The chunk. Borrowed; the result may lie in it.
             hint: What is known of it.
             sources: The hint's sources, as they are stored.
-            room: Where else the result may lie: see `tierfs.store.encoding.Sending`.
+            room: Where the result is to lie: see `tierfs.store.encoding.Sending`.
             read: Gets at chunks that lie on this host.
             fetch: Gets at those that do not.
         """
@@ -220,7 +221,7 @@ class Encoder:
                 self._counts[f"{block.reason.name.lower()}_blocks"] += 1
         return encoded
 
-    def _encode_chosen(self, raw: memoryview, hint: Hint, room: memoryview, read: ReadRow, fetch: FetchRow) -> Encoded:
+    def _encode_chosen(self, raw: memoryview, hint: Hint, room: Room, read: ReadRow, fetch: FetchRow) -> Encoded:
         tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
         # What is not known is found out about where others of its kind pay; else even that is only in the way.
@@ -242,7 +243,7 @@ class Encoder:
     def _try_alone(self, asked: _Asked) -> _Attempt:
         """`_try` against nothing."""
         with desks().lend() as desk:
-            return self._try(asked, None, desk).moved(asked.room)
+            return self._try(asked, None, desk).to_stay(asked, desk)
 
     def _try_local(self, asked: _Asked, row: Row, read: ReadRow, *, is_verified: bool = False) -> _Attempt | None:
         """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
@@ -258,7 +259,7 @@ class Encoder:
             if not counts:
                 # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
                 attempt = attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
-            return attempt.moved(asked.room)
+            return attempt.to_stay(asked, desk)
 
     def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
         """`_try` against a chunk of the object tier; ``None`` if that is not worth it, or cannot be.
@@ -279,7 +280,7 @@ class Encoder:
                 if not self._fetch(row, 0, base, fetch):
                     return None
                 with desks().lend() as desk:
-                    return self._try(asked, FetchedBase(base), desk).moved(asked.room)
+                    return self._try(asked, FetchedBase(base), desk).to_stay(asked, desk)
 
     def _try(self, asked: _Asked, base: Reference | None, desk: Desk) -> _Attempt:
         """Encode block by block, each against the base's, where that is worth it.

@@ -17,8 +17,9 @@ from tierfs.format.manifest import Row
 
 if TYPE_CHECKING:
     from tierfs.store.desks import Desk
+    from tierfs.store.room import Room
 
-__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "moved"]
+__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "stay"]
 
 _ALL = frozenset(Codec)
 
@@ -48,13 +49,13 @@ class Encoded(NamedTuple):
 class Sending(Protocol):
     """One chunk on its way, with all that is known of it."""
 
-    def encode(self, raw: memoryview, digest: bytes, room: memoryview) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
         """Encode it.
 
         Args:
-            raw: The chunk. Borrowed; the result may lie in it.
+            raw: The chunk. Borrowed; the result may lie in it, unless it lies in the room: then it is not to be used any more.
             digest: Its own.
-            room: Where else the result may lie: as much memory, or the same.
+            room: Where what was encoded is to lie.
         """
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
@@ -110,22 +111,34 @@ def encode_chunk(
     return blocks
 
 
-def moved(blocks: Iterable[EncodedBlock], room: memoryview) -> list[EncodedBlock]:
-    """The blocks of a chunk, what was encoded of them moved from a desk to where it may stay.
+def stay(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room) -> list[EncodedBlock]:
+    """The blocks of a chunk where they may stay when the desk is left: what was encoded in a room, the others where they were, or there too.
 
     Args:
         blocks: As they were encoded.
-        room: As much memory as the chunk's, or the same.
+        raw: The chunk. If it lies in that room, it is not to be used any more.
+        desk: Where what was encoded lies.
+        room: Where it is to lie.
     """
     import numpy as np  # noqa: PLC0415 - importing the package must not bring it
 
-    found = []
-    for block, place in zip(blocks, blocks_of(room), strict=True):
-        if block.codec is not Codec.STORE:
-            stays = place[: len(block.data)]
-            np.copyto(np.frombuffer(stays, np.uint8), np.frombuffer(block.data, np.uint8))
-            block = block._replace(data=stays)  # noqa: PLW2901
-        found.append(block)
+    found = list(blocks)
+    stored = sum(len(block.data) for block in found if block.codec is Codec.STORE)
+    encoded = sum(len(block.data) for block in found) - stored
+    if not encoded:
+        return found
+    is_there = raw.obj is room.memory.obj
+    # What is less is moved to the other.
+    exchanges = not is_there or stored <= encoded
+    if is_there:
+        places = blocks_of(desk.memory.out if exchanges else room.memory)
+        for number, (block, place) in enumerate(zip(found, places, strict=False)):
+            if (block.codec is Codec.STORE) is exchanges:
+                moved = place[: len(block.data)]
+                np.copyto(np.frombuffer(moved, np.uint8), np.frombuffer(block.data, np.uint8))
+                found[number] = block._replace(data=moved)
+    if exchanges:
+        desk.exchange(room)
     return found
 
 

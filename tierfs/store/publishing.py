@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tierfs.buffers import buffers
 from tierfs.codec.workers import encode_workers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.flush.draft import Draft
@@ -26,6 +25,7 @@ from tierfs.store.encoding import Encoded
 from tierfs.store.fetching import find_chunk
 from tierfs.store.lineage import Lineages, Plan
 from tierfs.store.records import Observed, observe, publish
+from tierfs.store.room import Room, lend_room
 from tierfs.store.save import settle
 from tierfs.store.store import Store
 
@@ -81,9 +81,9 @@ class StorePublisher:
     ) -> Row | None:
         """See `Publisher.put_chunk`."""
         store = self._open()
-        with buffers().lend(length) as raw:
-            # What is encoded takes its place: on its way a chunk takes the memory of one.
-            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=raw) if fill(raw) else None
+        with lend_room() as room:
+            raw = room.memory[:length]
+            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=room) if fill(raw) else None
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""
@@ -210,7 +210,7 @@ class _Sending(Alone):
         self._pace = pace
         self._chain_max = store.descriptor.chain_max
 
-    def encode(self, raw: memoryview, digest: bytes, room: memoryview) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
         hint = self._hint
         if self._store.presence.is_lost(ChunkName(digest)):
             # Others may be encoded against it, which are healed by nothing but what stands alone.
