@@ -5,10 +5,9 @@ import struct
 import pytest
 
 from tierfs import digest
-from tierfs.buffers import fresh
 from tierfs.clock import ManualClock
 from tierfs.codec import Codec
-from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError
 from tierfs.flush.publisher import Hint
 from tierfs.format.envelope import BASES_MAX
@@ -49,7 +48,7 @@ def test_a_chunk_is_derived_only_where_a_row_can_name_all_that_it_takes_to_read_
 
     encoder = Encoder(KIND, Codecs.parse("all"), ManualClock(), is_near=True)
     sources = [Piece(row, 0, row.raw_length) for row in rows]
-    encoded = encoder.encode(memoryview(narrow), Hint(), sources, room=Room(fresh(CHUNK_BYTES)), read=read, fetch=fetch)
+    encoded = encoder.encode(memoryview(narrow), Hint(), sources, room=Room(), read=read, fetch=fetch)
     assert ([block.codec for block in encoded.blocks] == [Codec.DERIVE]) is derived
     assert len(encoded.needs) == (2 * count if derived else 0)
     encode_rows((Row(named(1), len(narrow), 300, encoded.needs),))

@@ -14,7 +14,6 @@ import pytest
 from saving import XXH3, Training, bfloat16
 
 from tierfs import digest
-from tierfs.buffers import fresh
 from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
@@ -91,9 +90,7 @@ def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
 
 
 def encode_as(encoder, host, raw, hint, sources=()):
-    return encoder.encode(
-        memoryview(raw), hint, sources, room=Room(fresh(CHUNK_BYTES)), read=host.read, fetch=host.fetch
-    )
+    return encoder.encode(memoryview(raw), hint, sources, room=Room(), read=host.read, fetch=host.fetch)
 
 
 def decoded(encoded, raw, reference=b""):
@@ -1076,7 +1073,7 @@ def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_s
                 out[5] ^= 1
             return found
 
-        encoder, room = encoder_for(), Room(fresh(CHUNK_BYTES))
+        encoder, room = encoder_for(), Room()
         raw = room.memory[: len(whole)]
         raw[:] = whole
         base = host.chunk(master.tobytes(), host.local)

@@ -53,8 +53,7 @@ class Desk:
 
     def exchange(self, room: Room) -> None:
         """Leave ``out`` in a room, and have what was there for the next who comes."""
-        memory = self.memory
-        memory.out, room.memory = room.memory, memory.out
+        self.memory.out = room.exchange(self.memory.out)
 
 
 class Desks:

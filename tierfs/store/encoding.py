@@ -127,7 +127,7 @@ def stay(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room
     encoded = sum(len(block.data) for block in found) - stored
     if not encoded:
         return found
-    is_there = raw.obj is room.memory.obj
+    is_there = room.holds(raw)
     # What is less is moved to the other.
     exchanges = not is_there or stored <= encoded
     if is_there:

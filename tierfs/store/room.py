@@ -11,21 +11,37 @@ __all__ = ["Room", "lend_room"]
 
 
 class Room:
-    """Memory of 16 MiB, a chunk's size. A chunk that lies there is gone when it was encoded: what came of it lies there then.
+    """Memory of 16 MiB, a chunk's size. A chunk that lies there is gone when it was encoded: what came of it lies there then."""
 
-    Attributes:
-        memory: Where it is now, which changes as that does.
-    """
+    def __init__(self) -> None:
+        self._memory: memoryview | None = None
 
-    def __init__(self, memory: memoryview) -> None:
-        self.memory = memory
+    @property
+    def memory(self) -> memoryview:
+        """Where it is now, of undefined content at first. It is taken when it is first asked for."""
+        if self._memory is None:
+            self._memory = buffers().take()
+        return self._memory
+
+    def holds(self, raw: memoryview) -> bool:
+        """Whether bytes lie there."""
+        return self._memory is not None and raw.obj is self._memory.obj
+
+    def exchange(self, memory: memoryview) -> memoryview:
+        """Be other memory, as large, from now on. Returns what it was, which is the caller's now."""
+        before, self._memory = self.memory, memory
+        return before
+
+    def _end(self) -> None:
+        if self._memory is not None:
+            buffers().give(self._memory)
 
 
 @contextlib.contextmanager
 def lend_room() -> Iterator[Room]:
-    """One, of undefined content, for the time of a ``with`` block."""
-    room = Room(buffers().take())
+    """One, for the time of a ``with`` block."""
+    room = Room()
     try:
         yield room
     finally:
-        buffers().give(room.memory)
+        room._end()
