@@ -14,6 +14,7 @@ import pytest
 from saving import XXH3, Training, bfloat16
 
 from tierfs import digest
+from tierfs.buffers import Buffers, buffers
 from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
@@ -30,7 +31,7 @@ from tierfs.store.desks import Desks, desks
 from tierfs.store.encoder import MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encoding import blocks_of
 from tierfs.store.estimates import CHANGED, EVIDENCE_BYTES, EXPIRES_BYTES, LITTLE_BYTES, PASSED_MAX, Puts, Speed
-from tierfs.store.room import Room
+from tierfs.store.room import Room, lend_room
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -1082,6 +1083,33 @@ def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_s
         assert bool(encoded.bases) is (damage is None)
         assert decoded(encoded, whole, master.tobytes() if encoded.bases else b"") == whole
     assert reads
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_base_in_an_object_tier_of_this_host_is_read_block_by_block(host, monkeypatch, breaks):
+    monkeypatch.setattr(buffers, "shared", Buffers())
+    monkeypatch.setattr(desks, "shared", Desks())
+    master, fetch, wanted = numbers(count=MIB), host.fetch, []
+    whole, base = near(master).tobytes(), host.chunk(master.tobytes(), host.remote)
+
+    def noted(row, start, out):
+        wanted.append((start, len(out)))
+        if breaks and start == 2 * MIB:
+            raise CorruptionError("it is damaged")
+        fetch(row, start, out)
+
+    encoder = encoder_for(is_near=True)
+    with lend_room() as room:
+        raw = room.memory[: len(whole)]
+        raw[:] = whole
+        hint = Hint((Tensor("w", "float", 4),) * 4, 0, base)
+        encoded = encoder.encode(raw, hint, (), room=room, read=host.read, fetch=noted)
+        assert decoded(encoded, whole, b"" if breaks else master.tobytes()) == whole
+        assert bool(encoded.bases) is not breaks
+    assert wanted == [(number * MIB, MIB) for number in range(3 if breaks else 4)]
+    assert encoder.status().get("unreadable_bases", 0) == breaks
+    assert encoder.status()["fetched_base_bytes"] == (2 if breaks else 4) * MIB
+    assert (buffers()._taken, len(buffers()._free)) == (1, 1)  # a desk's, and what was the room's
 
 
 @pytest.mark.parametrize(

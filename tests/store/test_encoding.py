@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 
 import numpy as np
+import pytest
 from encoded import encoded_chunk
 
+from tierfs.buffers import Buffers, buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
-from tierfs.digest import BLOCK_BYTES
-from tierfs.store.encoding import Plan, blocks_of
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.store.desks import Desks, desks
+from tierfs.store.encoding import Plan, blocks_of, encode_chunk, stay
+from tierfs.store.room import lend_room
 
 P2, P4, P8 = (Coding(Codec.PLANE, width) for width in (2, 4, 8))
 D4, NOTHING = Coding(Codec.DPLANE, 4), Coding(Codec.STORE)
@@ -78,3 +82,38 @@ def test_what_may_not_be_made_of_a_block_is_stored():
     stored = encoded_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 4, allowed={Codec.STORE, Codec.DPLANE})
     assert b"".join(block.data for block in stored) == raw
     assert {block.codec for block in stored} == {Codec.STORE}
+
+
+@pytest.mark.parametrize("in_room", [True, False])
+@pytest.mark.parametrize("encoded", [{0, 1, 3, 5}, {2}, {5}, {0, 1, 2, 3, 4, 5}, set()], ids=str)
+def test_what_is_encoded_stays_in_its_room_when_the_desk_is_the_next_ones(encoded, in_room, monkeypatch):
+    monkeypatch.setattr(desks, "shared", Desks())
+    state = floats((6 * BLOCK_BYTES - 40_000) // 4, 7)
+    with lend_room() as room:
+        raw = room.memory[: state.nbytes] if in_room else memoryview(bytearray(state.nbytes))
+        raw[:] = memoryview(state).cast("B")
+        with desks().lend() as desk:
+            plans = [Plan(P4 if number in encoded else NOTHING, Reason.NO_BASE) for number in range(6)]
+            blocks = stay(encode_chunk(raw, plans, desk), raw, desk, room)
+            was_used = desk._memory is not None
+        assert was_used is bool(encoded)
+        with desks().lend() as desk:
+            desk.memory.out[:] = bytes(CHUNK_BYTES)
+            assert desk.memory.out.obj is not room.memory.obj
+        assert [block.codec is Codec.PLANE for block in blocks] == [number in encoded for number in range(6)]
+        for block, want in zip(blocks, blocks_of(memoryview(state).cast("B")), strict=True):
+            out = memoryview(bytearray(len(want)))
+            decode_block(block.codec, memoryview(block.data), out, None, "here")
+            assert out == want
+        if not in_room:
+            assert raw == memoryview(state).cast("B")
+
+
+def test_a_room_takes_no_memory_before_it_is_needed(monkeypatch):
+    monkeypatch.setattr(buffers, "shared", Buffers())
+    with lend_room():
+        assert buffers()._taken == 0
+    with lend_room() as room:
+        assert len(room.memory) == CHUNK_BYTES
+        assert buffers()._taken == 1
+    assert buffers()._taken == 0

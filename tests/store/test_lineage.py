@@ -10,12 +10,14 @@ import pytest
 from saving import Flushing, Training, bfloat16, condemn, remove, safetensors
 
 from tierfs.errors import ConflictError, StoreError
+from tierfs.flush.offers import Offers
 from tierfs.flush.publisher import Hint, Tensor
 from tierfs.format import keys
 from tierfs.format.envelope import block_count
 from tierfs.objects import MeasuredObjects, MemoryObjects
-from tierfs.store import Store, delete, load, rename, save, verify
+from tierfs.store import Store, chunks, delete, load, rename, save, verify
 from tierfs.store.lineage import KEYFRAME_SAVES, Anchor
+from tierfs.store.publishing import StorePublisher
 from tierfs.store.records import observe
 from tierfs.store.series import group_of
 from tierfs.testing import Fault, FaultyObjects
@@ -79,6 +81,26 @@ def test_a_store_without_chains_has_no_deltas(objects, training):
     assert needs(second) <= names(second)
     assert not needs(first) - names(first)
     assert load(flushing.bare(), path_of(2)) == data
+
+
+def test_what_was_encoded_and_then_refused_goes_another_way(flushing, training, monkeypatch):
+    """The chunk's memory does not hold it any more."""
+    put, refused = chunks._put, []
+
+    def refuse_once(store, row, payload, sending):
+        if not refused:
+            refused.append(row)
+            raise StoreError("the credentials have expired", refused=True)
+        return put(store, row, payload, sending)
+
+    monkeypatch.setattr(chunks, "_put", refuse_once)
+    flushing.publisher = Offers(lambda _: StorePublisher(lambda: flushing.store))
+    flushing.publisher.add([{"key": "a"}, {"key": "b"}])
+    data = training.file()
+    rows = flushing.save(path_of(1), data)
+    assert refused
+    assert flushing.codecs_of(rows)["PLANE"] == 2
+    assert load(flushing.bare(), path_of(1)) == data
 
 
 @pytest.mark.parametrize("chain_max", [1, 2])
