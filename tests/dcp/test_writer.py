@@ -11,12 +11,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import resource_sharer
 from multiprocessing.reduction import ForkingPickler
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -488,6 +490,28 @@ def test_staging_and_saving_at_once(url):
         stop.set()
         sys.setswitchinterval(interval)
     assert held
+
+
+def test_dicts_are_copied_as_deepcopy_does(url):
+    """What is there twice is one copy, and others than plain ones keep their kind."""
+    inner = {"tensor": noise(3), (1, 2): [noise(2)], "none": None, "twice": (once := {"y": 1}), "again": once}
+    live = {"a": inner, "b": [inner, OrderedDict(inner)], "c": {1: noise(4), "n": np.arange(3)}, "d": ({"x": 1},)}
+    staged = TierWriter(url, **OPTIONS).stage(live)
+    copied = staged["a"]
+    assert copied is staged["b"][0]
+    assert copied is not inner
+    assert copied["twice"] is copied["again"]
+    assert copied["twice"] is not once
+    assert type(staged["b"][1]) is OrderedDict
+    assert staged["b"][1]["twice"] is copied["twice"]
+    assert staged["b"][1]["tensor"] is copied["tensor"]
+    assert copied["none"] is None
+    assert [type(key) for key in copied] == [str, tuple, str, str, str]
+    assert same(copied["tensor"], inner["tensor"])
+    assert same(staged["c"][1], live["c"][1])
+    live["c"]["n"][:] = 7
+    live["d"][0]["x"] = 2
+    assert (list(staged["c"]["n"]), staged["d"]) == ([0, 1, 2], ({"x": 1},))
 
 
 def test_a_tensor_that_is_there_twice_is_staged_once(url):

@@ -95,9 +95,21 @@ def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], mem
 
 def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
     try:
-        return copy.deepcopy(value, memo)
+        return _deep_copy(value, memo)
     except Exception as error:
         raise InvalidInputError(f"{key!r} has something in it that cannot be copied: {error}") from error
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` makes of it, in half the time where it is a dict by names of what was copied already."""
+    if type(value) is not dict or id(value) in memo:
+        return copy.deepcopy(value, memo)
+    copied = memo[id(value)] = {}
+    for name, inner in value.items():
+        own = name if type(name) is str else copy.deepcopy(name, memo)
+        known = memo.get(id(inner))
+        copied[own] = _deep_copy(inner, memo) if known is None else known
+    return copied
 
 
 def _collect(path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]]) -> None:
