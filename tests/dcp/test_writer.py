@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing import resource_sharer
@@ -512,6 +513,24 @@ def test_dicts_are_copied_as_deepcopy_does(url):
     live["c"]["n"][:] = 7
     live["d"][0]["x"] = 2
     assert (list(staged["c"]["n"]), staged["d"]) == ([0, 1, 2], ({"x": 1},))
+
+
+class Made(Mapping):
+    """Makes its values when it is asked for them."""
+
+    def __getitem__(self, key):
+        return {"name": key} if key.startswith("opt") else 7
+
+    def __iter__(self):
+        return iter(["opt0", "lr", "step", "opt1", "opt2", "a", "b", "opt3"])
+
+    def __len__(self):
+        return 8
+
+
+def test_dicts_that_are_made_when_they_are_asked_for_are_not_mistaken_for_each_other(url):
+    staged = TierWriter(url, **OPTIONS).stage(Made())
+    assert dict(staged) == dict(Made())
 
 
 def test_a_tensor_that_is_there_twice_is_staged_once(url):

@@ -13,6 +13,7 @@ from tierfs.errors import (
     StoreNotFoundError,
 )
 from tierfs.flush.offers import OFFERS_MAX, Offers
+from tierfs.flush.publisher import NO_HINT
 
 
 class Way:
@@ -26,6 +27,9 @@ class Way:
         if self.error is not None:
             raise self.error
         return row
+
+    def put_chunk(self, length, fill, hint, rows, *, read, pace):
+        return self.find_chunk(length) if fill(memoryview(bytearray(length))) else None
 
 
 @pytest.fixture
@@ -114,6 +118,20 @@ def test_that_the_next_one_may_work_later_is_told_where_no_other_works_now(offer
         offers.find_chunk("row")
     ways["c"].error = None
     assert offers.find_chunk("row") == "row"
+
+
+def test_that_a_chunk_is_gone_says_nothing_of_a_way(offers, ways):
+    ways.update(a=Way(expired()), b=Way())
+    offers.add([{"key": "a"}, {"key": "b"}])
+    found = iter([True, False])
+    assert put(offers, lambda out: next(found)) is None
+    assert offers._offers[0].publisher is ways["a"]
+    assert put(offers, lambda out: True) == 9
+    assert offers._offers[0].publisher is ways["b"]
+
+
+def put(offers, fill):
+    return offers.put_chunk(9, fill, NO_HINT, (), read=lambda *_: False, pace=lambda _: None)
 
 
 def test_no_more_than_a_few_are_kept_and_the_one_that_works_is_among_them(offers, ways):

@@ -953,10 +953,11 @@ def test_waiting_for_a_process_that_encodes_is_what_that_costs_once_it_is_at_wor
     assert not elsewhere.jobs
 
 
-def test_waiting_for_a_desk_is_not_part_of_what_encoding_costs(host, monkeypatch):
+@pytest.mark.parametrize("codec", ["plane", "derive"])
+def test_waiting_for_a_desk_is_not_part_of_what_encoding_costs(host, monkeypatch, codec):
     """Others send meanwhile."""
-    clock, raw, encode_blocks = ManualClock(), numbers().tobytes()[:MIB], encoding.encode_blocks
-    take = Desks._take
+    clock, master, encode_blocks, take = ManualClock(), numbers(), encoding.encode_blocks, Desks._take
+    source, raw = host.chunk(master.tobytes(), host.local), bfloat16(master)
 
     def after_a_while(owner):
         clock.sleep(100)
@@ -969,9 +970,24 @@ def test_waiting_for_a_desk_is_not_part_of_what_encoding_costs(host, monkeypatch
     monkeypatch.setattr(Desks, "_take", after_a_while)
     monkeypatch.setattr(encoding, "encode_blocks", slow)
     encoder = encoder_for(clock=clock)
+    sources = [Piece(source, 0, 2 * len(raw))] if codec == "derive" else []
     for _ in range(2):  # a thread's first one does not count
-        encode(encoder, host, raw)
-    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(6e9 / MIB)}
+        encode(encoder, host, raw, sources=sources, tensor=Tensor("w", "float", 2))
+    assert encoder.status()["encode_s_per_GB"] == {codec: pytest.approx(6e9 / MIB)}
+
+
+def test_decoding_a_base_of_a_near_object_tier_is_part_of_what_encoding_costs(host):
+    clock, master, fetch = ManualClock(), numbers(count=MIB // 2), host.fetch
+
+    def slow(row, start, out):
+        clock.sleep(5)
+        fetch(row, start, out)
+
+    host.fetch = slow
+    encoder, base = encoder_for(clock=clock, is_near=True), host.chunk(master.tobytes(), host.remote)
+    for save in range(3):  # a thread's first one does not count, and the first block was read to find out
+        encode(encoder, host, near(master).tobytes(), save=save, base=base)
+    assert encoder.status()["encode_s_per_GB"] == {"dplane": pytest.approx(5e9 / MIB)}
 
 
 def test_waiting_for_ones_turn_to_derive_is_not_part_of_what_that_costs(host, monkeypatch):
@@ -1048,9 +1064,9 @@ def test_what_is_not_encoded_waits_for_no_desk(host, monkeypatch):
     monkeypatch.setattr(desks, "shared", Desks())
     raw, off = numbers(count=MIB // 4).tobytes(), encoder_for("off")
     encode(off, host, raw)  # finds out about the tensor
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
         with desks().lend() as taken, desks().lend():
-            assert len(taken.memory.out) == CHUNK_BYTES
+            assert len(other.submit(taken.take).result(60).out) == CHUNK_BYTES
             assert codecs_of(pool.submit(encode, off, host, raw).result(60)) == {Codec.STORE}
             waiting = pool.submit(encode, encoder_for(), host, raw)
             with pytest.raises(TimeoutError):

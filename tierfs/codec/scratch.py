@@ -42,7 +42,7 @@ def lent() -> Iterator[None]:
         memory = _free.pop()
     except IndexError:
         memory = {}
-    before, _local.memory = _memory(), memory
+    before, _local.memory = getattr(_local, "memory", None), memory
     try:
         yield
     finally:

@@ -42,6 +42,10 @@ class _Offer(NamedTuple):
     publisher: Publisher
 
 
+class _GoneError(Exception):
+    """A chunk's bytes are not there: that says nothing of a way to the object tier."""
+
+
 class Offers:
     """See `tierfs.flush.publisher.Publisher`. Holds `OFFERS_MAX` ways at most; at least one before it is used.
 
@@ -90,7 +94,17 @@ class Offers:
         pace: Callable[[int], None],
     ) -> Row | None:
         """See `Publisher.put_chunk`."""
-        return self._try(lambda publisher: publisher.put_chunk(length, fill, hint, rows, read=read, pace=pace))
+
+        def put(publisher: Publisher) -> Row:
+            row = publisher.put_chunk(length, fill, hint, rows, read=read, pace=pace)
+            if row is None:
+                raise _GoneError
+            return row
+
+        try:
+            return self._try(put)
+        except _GoneError:
+            return None
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""

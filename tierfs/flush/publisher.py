@@ -12,7 +12,7 @@ from tierfs.format.manifest import Row
 __all__ = ["NO_HINT", "Fill", "Hint", "Part", "Publisher", "ReadRow", "Tensor"]
 
 Fill = Callable[[memoryview], bool]
-"""Fills memory with a chunk's bytes, unverified; false if they are not there any more. May be asked to again."""
+"""Fills memory with a chunk's bytes, unverified; false if they are not there any more. It may be called again."""
 ReadRow = Callable[[Row, int, memoryview], bool]
 """Copies bytes of a chunk, from an offset on, out of a tier of this host, unverified; false if none has it."""
 
@@ -82,7 +82,7 @@ class Publisher(Protocol):
         read: ReadRow,
         pace: Callable[[int], None],
     ) -> Row | None:
-        """Make sure that the object tier holds a chunk's bytes, and say under which name; ``None`` if they are not there.
+        """Make sure that the object tier holds a chunk's bytes, and say under which name; ``None`` if ``fill`` says that they are gone.
 
         Args:
             length: Of the chunk: 1 byte to 16 MiB.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from tierfs.errors import ConflictError, CorruptionError, StoreError
+from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flush.draft import SlotRef, local_name
 from tierfs.flush.entries import Entry
 from tierfs.flush.levels import Level
@@ -248,14 +248,21 @@ class Uploader:
     ) -> Row | None:
         """Put a chunk into the object tier; ``None`` if it is not where it is to be read from."""
         state = self._state
+        failures: list[TierfsError] = []
 
         def fill(raw: memoryview) -> bool:
-            is_there = read(0, raw)
-            if is_there:
-                state.fault("before upload.chunk")
+            try:
+                is_there = read(0, raw)
+                if is_there:
+                    state.fault("before upload.chunk")
+            except TierfsError as error:
+                failures.append(error)  # of this host: no other way to the object tier is to be tried for that
+                return False
             return is_there
 
         stored = publisher.put_chunk(length, fill, hint, rows, read=reader, pace=self._pace)
+        if failures:
+            raise failures.pop()
         if stored is not None:
             state.fault("after upload.chunk")
             self._count(length)

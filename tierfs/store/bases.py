@@ -58,7 +58,7 @@ class LocalBase:
         row: The chunk.
         read: Gets at it.
         desk: Where it is read to.
-        is_verified: Whether what is read is verified then.
+        is_verified: Whether ``read`` verifies what it reads: then the chunk is sound.
     """
 
     def __init__(self, kind: DigestKind, row: Row, read: ReadRow, desk: Desk, *, is_verified: bool = False) -> None:
@@ -74,15 +74,15 @@ class LocalBase:
         return f"LocalBase({self._row.name}, {len(self._digests)} blocks read)"
 
     def part(self, start: int, count: int) -> memoryview:
-        """See `Reference.part`."""
-        return self._get(start, self._desk.memory.base_sample[:count])
+        """See `Reference.part`. Nobody has verified them, unless that is done as they are read."""
+        return self._get(start, self._desk.take().base_sample[:count])
 
     def block(self, number: int) -> memoryview:
         """See `Reference.block`."""
         place = number % BASES_HELD
         held, found = self._held.get(place, (-1, memoryview(b"")))
         if held != number:
-            memory = self._desk.memory.bases[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
+            memory = self._desk.take().bases[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
             start = number * BLOCK_BYTES
             self._held.pop(place, None)
             found = self._get(start, memory[: self._row.raw_length - start])

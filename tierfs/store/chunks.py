@@ -62,7 +62,7 @@ def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None, *
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         sending: How to encode them, if they have to travel; by themselves unless it is given.
-        room: Where they lie, if they are not needed any more; else they are left alone.
+        room: Where they lie: then they are overwritten. Without one they are left as they are.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.

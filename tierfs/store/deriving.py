@@ -15,8 +15,8 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.bases import read_verified
 from tierfs.store.codecs import Codecs
-from tierfs.store.desks import desks
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, stay
+from tierfs.store.desks import Desk
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
 from tierfs.store.room import Room
 
 __all__ = ["Deriver", "Piece", "with_bases"]
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 class Deriver:
     """Encodes chunks as derived, one at a time: for one thread at a time.
 
-    It takes the memory of three chunks, and hardly longer than copying them where they are in memory.
+    It takes the memory of three chunks beside a desk's, and hardly longer than copying them where they are in memory.
 
     Args:
         kind: The store's digests.
@@ -58,13 +58,16 @@ class Deriver:
     def __repr__(self) -> str:
         return f"Deriver({self._codecs})"
 
-    def encode(self, raw: memoryview, sources: Sequence[Piece], read: ReadRow, room: Room) -> Encoded | None:
+    def encode(
+        self, raw: memoryview, sources: Sequence[Piece], read: ReadRow, desk: Desk, room: Room
+    ) -> Encoded | None:
         """Encode a chunk as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name.
 
         Args:
             raw: The chunk. Borrowed; the result may lie in it.
             sources: Where those elements are, in order.
             read: Gets at chunks that lie on this host.
+            desk: Where to encode.
             room: Where the result is to lie: see `tierfs.store.encoding.Sending`.
         """
         if len(_needs(sources)) > BASES_MAX:
@@ -85,11 +88,10 @@ class Deriver:
                     return None
                 out[:] = whole[offset : offset + length]
         plans = (_DERIVE._replace(base=base) for base in blocks_of(reference, 2))
-        with desks().lend() as desk:
-            blocks = encode_chunk(raw, plans, desk, self._codecs.allowed)
-            if not any(block.codec is Codec.DERIVE for block in blocks):
-                return None
-            return with_bases(stay(blocks, raw, desk, room), sources)
+        blocks = encode_chunk(raw, plans, desk, self._codecs.allowed)
+        if not any(block.codec is Codec.DERIVE for block in blocks):
+            return None
+        return with_bases(keep(blocks, raw, desk, room), sources)
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
         """All bytes of a chunk, verified, if it is on this host.

@@ -28,7 +28,7 @@ from tierfs.store.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.codecs import Codecs
 from tierfs.store.deriving import Deriver, Piece, with_bases
 from tierfs.store.desks import Desk, desks
-from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, stay
+from tierfs.store.encoding import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
 from tierfs.store.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
 from tierfs.store.room import Room
 
@@ -110,9 +110,9 @@ class _Attempt(NamedTuple):
         """Whether it cannot be read without what it was encoded against."""
         return any(block.codec.base_factor for block in self.blocks)
 
-    def to_stay(self, asked: _Asked, desk: Desk) -> _Attempt:
-        """The same where it may stay: see `tierfs.store.encoding.stay`."""
-        return self._replace(blocks=stay(self.blocks, asked.raw, desk, asked.room))
+    def kept(self, asked: _Asked, desk: Desk) -> _Attempt:
+        """The same where it stays: see `tierfs.store.encoding.keep`."""
+        return self._replace(blocks=keep(self.blocks, asked.raw, desk, asked.room))
 
 
 class Encoder:
@@ -207,9 +207,10 @@ class Encoder:
             hint = replace(hint, base=None)  # not to be read for nothing
         encoded = None
         if sources and self.derives(len(raw)):
-            with self._deriving:  # others send while one waits for that
+            with self._deriving, desks().lend() as desk:  # others send while one waits for that
+                desk.take()
                 start = self._clock.monotonic()
-                encoded = self._deriver.encode(raw, sources, read, room)
+                encoded = self._deriver.encode(raw, sources, read, desk, room)
                 self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
         if encoded is None:
             encoded = self._encode_chosen(raw, hint, room, read, fetch)
@@ -243,14 +244,17 @@ class Encoder:
     def _try_alone(self, asked: _Asked) -> _Attempt:
         """`_try` against nothing."""
         with desks().lend() as desk:
-            return self._try(asked, None, desk).to_stay(asked, desk)
+            return self._try(asked, None, desk).kept(asked, desk)
 
     def _try_local(self, asked: _Asked, row: Row, read: ReadRow, *, is_verified: bool = False) -> _Attempt | None:
-        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
+        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference.
+
+        What is verified as it is read was decoded for that, which is counted as a part of what encoding takes.
+        """
         with desks().lend() as desk:
             base = LocalBase(self._kind, row, read, desk, is_verified=is_verified)
             try:
-                attempt = self._try(asked, base, desk)
+                attempt = self._try(asked, base, desk, counts_reads=is_verified)
                 counts = is_verified or attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
                 if counts and not base.is_sound():
                     return None
@@ -259,12 +263,12 @@ class Encoder:
             if not counts:
                 # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
                 attempt = attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
-            return attempt.to_stay(asked, desk)
+            return attempt.kept(asked, desk)
 
     def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
         """`_try` against a chunk of the object tier; ``None`` if that is not worth it, or cannot be.
 
-        Where that is this host's own, it is read as one of the local tiers is. Else few threads do it at a time: each takes the
+        Where that is this host's own, it is read block by block, as one of the local tiers is. Else few threads do it at a time: each takes the
         memory of one more chunk, and what the first one finds out may save the others from it.
         """
         if self._is_near:
@@ -280,15 +284,16 @@ class Encoder:
                 if not self._fetch(row, 0, base, fetch):
                     return None
                 with desks().lend() as desk:
-                    return self._try(asked, FetchedBase(base), desk).to_stay(asked, desk)
+                    return self._try(asked, FetchedBase(base), desk).kept(asked, desk)
 
-    def _try(self, asked: _Asked, base: Reference | None, desk: Desk) -> _Attempt:
+    def _try(self, asked: _Asked, base: Reference | None, desk: Desk, *, counts_reads: bool = False) -> _Attempt:
         """Encode block by block, each against the base's, where that is worth it.
 
         Args:
             asked: What.
             base: What the chunk may be encoded against.
             desk: Where; what is encoded lies there then.
+            counts_reads: Whether reading the base is a part of what encoding takes.
 
         Raises:
             AbsentError: As the base does.
@@ -309,7 +314,11 @@ class Encoder:
                         choices[tensor] = choice if tensor.name else None
                     plan = self._plan(choice, has_base=base is not None)
                 if base is not None and plan.reason is Reason.DELTA:
+                    start = self._clock.monotonic()
                     plan = plan._replace(base=base.block(number))
+                    if counts_reads:
+                        codec = plan.coding.codec
+                        seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
                 yield plan._replace(part_of=tensor)
 
         @contextlib.contextmanager
@@ -335,7 +344,7 @@ class Encoder:
         return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
 
     def _took(self, codec: Codec, count: int, seconds: float) -> None:
-        """Learn from what was encoded, unless it is this thread's first, which waits for memory to work in."""
+        """Learn from what was encoded, unless it is this thread's first: what it works in may be touched for the first time then."""
         begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
         if codec in begun:
             with self._lock:
@@ -359,7 +368,7 @@ class Encoder:
             width=tensor.width,
             base=None if base is None else self._part(number, start, count, tensor, base),
             allowed=self.codecs.allowed,
-            out=desk.memory.sample,
+            out=desk.take().sample,
         )
 
     def _part(self, number: int, start: int, count: int, tensor: Tensor, base: Reference) -> memoryview:

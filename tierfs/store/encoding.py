@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from tierfs.store.desks import Desk
     from tierfs.store.room import Room
 
-__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "stay"]
+__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "keep"]
 
 _ALL = frozenset(Codec)
 
 
 class EncodedBlock(NamedTuple):
-    """One block as it is to be stored; what is stored as it is lies where it did."""
+    """One block as it is to be stored: in the chunk, or in its room."""
 
     codec: Codec
     reason: Reason
@@ -53,7 +53,7 @@ class Sending(Protocol):
         """Encode it.
 
         Args:
-            raw: The chunk. Borrowed; the result may lie in it, unless it lies in the room: then it is not to be used any more.
+            raw: The chunk. Borrowed; the result may lie in it. If it lies in the room, it is overwritten.
             digest: Its own.
             room: Where what was encoded is to lie.
         """
@@ -107,16 +107,16 @@ def encode_chunk(
                 if codec is Codec.STORE or codec not in allowed:
                     blocks.append(EncodedBlock(Codec.STORE, plan.reason, raw[place]))
                 else:
-                    blocks.append(EncodedBlock(codec, plan.reason, desk.memory.out[place][:length]))
+                    blocks.append(EncodedBlock(codec, plan.reason, desk.take().out[place][:length]))
     return blocks
 
 
-def stay(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room) -> list[EncodedBlock]:
-    """The blocks of a chunk where they may stay when the desk is left: what was encoded in a room, the others where they were, or there too.
+def keep(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room) -> list[EncodedBlock]:
+    """The blocks of a chunk where they stay when the desk is left: those that were encoded lie in the room then.
 
     Args:
         blocks: As they were encoded.
-        raw: The chunk. If it lies in that room, it is not to be used any more.
+        raw: The chunk. If it lies in that room, so do all its blocks, and it is overwritten.
         desk: Where what was encoded lies.
         room: Where it is to lie.
     """
@@ -128,11 +128,11 @@ def stay(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room
     if not encoded:
         return found
     is_there = room.holds(raw)
-    # What is less is moved to the other.
     exchanges = not is_there or stored <= encoded
     if is_there:
-        places = blocks_of(desk.memory.out if exchanges else room.memory)
-        for number, (block, place) in enumerate(zip(found, places, strict=False)):
+        # What is less moves to where the rest is: where that is encoded, into memory that becomes the room's, else into the chunk.
+        target = desk.take().out if exchanges else room.memory
+        for number, (block, place) in enumerate(zip(found, blocks_of(target[: len(raw)]), strict=True)):
             if (block.codec is Codec.STORE) is exchanges:
                 moved = place[: len(block.data)]
                 np.copyto(np.frombuffer(moved, np.uint8), np.frombuffer(block.data, np.uint8))
@@ -171,7 +171,7 @@ def _encoded(
         coding = group[0][0].coding
         job = None
         if coding.codec is not Codec.STORE:
-            out = desk.memory.out
+            out = desk.take().out
             if not is_asked:
                 worker, is_asked = _worker(len(raw), lent), True
             bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)

@@ -1,4 +1,4 @@
-"""The memory that a chunk takes on its way to the object tier: as much as one has, whatever is made of it."""
+"""The memory that a chunk takes on its way to the object tier: that of one chunk, also when it is encoded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Room", "lend_room"]
 
 
 class Room:
-    """Memory of 16 MiB, a chunk's size. A chunk that lies there is gone when it was encoded: what came of it lies there then."""
+    """Memory of 16 MiB, of which what is needed is touched. A chunk that lies there makes way for what comes of it, if it is encoded."""
 
     def __init__(self) -> None:
         self._memory: memoryview | None = None
@@ -29,7 +29,8 @@ class Room:
 
     def exchange(self, memory: memoryview) -> memoryview:
         """Be other memory, as large, from now on. Returns what it was, which is the caller's now."""
-        before, self._memory = self.memory, memory
+        before = self.memory
+        self._memory = memory
         return before
 
     def _end(self) -> None:
