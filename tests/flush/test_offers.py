@@ -1,5 +1,7 @@
 """Several ways to the object tier as one."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tierfs.errors import (
@@ -14,13 +16,14 @@ from tierfs.errors import (
 )
 from tierfs.flush.offers import OFFERS_MAX, Offers
 from tierfs.flush.publisher import NO_HINT
+from tierfs.flush.uploading import Uploader
 
 
 class Way:
     """What every request ends with, if it is an error; and how many there were."""
 
     def __init__(self, error=None):
-        self.error, self.count = error, 0
+        self.error, self.count, self.asked = error, 0, 0
 
     def find_chunk(self, row):
         self.count += 1
@@ -29,6 +32,7 @@ class Way:
         return row
 
     def put_chunk(self, length, fill, hint, rows, *, read, pace):
+        self.asked += 1
         return self.find_chunk(length) if fill(memoryview(bytearray(length))) else None
 
 
@@ -128,6 +132,21 @@ def test_that_a_chunk_is_gone_says_nothing_of_a_way(offers, ways):
     assert offers._offers[0].publisher is ways["a"]
     assert put(offers, lambda out: True) == 9
     assert offers._offers[0].publisher is ways["b"]
+
+
+@pytest.mark.parametrize("error", [InvalidInputError("odd"), CorruptionError("cut short", tier="ram")])
+def test_what_cannot_be_read_on_this_host_is_put_no_other_way(offers, ways, error):
+    offers.add([{"key": "a"}, {"key": "b"}])
+
+    def read(start, out):
+        raise error
+
+    uploader = SimpleNamespace(_state=SimpleNamespace(fault=lambda _: None), _pace=None)
+    with pytest.raises(type(error)) as raised:
+        Uploader._put(uploader, offers, 9, read, NO_HINT, (), lambda *_: False)
+    assert raised.value is error
+    assert (ways["a"].asked, ways["b"].asked) == (1, 0)
+    assert offers._offers[0].publisher is ways["a"]
 
 
 def put(offers, fill):

@@ -51,7 +51,7 @@ class LocalBase:
     """A chunk of this host, of which as much is read as is asked for. Of use once, and to one thread.
 
     Bytes other than a reader will have make a difference that nobody can undo: what was encoded against them, or is to be
-    remembered of them, counts only if the chunk turns out to be sound.
+    remembered of them, counts only if the chunk turns out to be sound; unless they are verified as they are read.
 
     Args:
         kind: The store's digests.
