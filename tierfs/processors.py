@@ -33,13 +33,18 @@ class Processors:
     def __init__(self, threads_max: int = THREADS_MAX) -> None:
         self.threads_max = threads_max
         self._lock = threading.Lock()
-        self._turns = threading.Semaphore(self._count())
-        self._places = threading.Semaphore(self._count())
+        self._turns = threading.Semaphore(self.count)
+        self._places = threading.Semaphore(self.count)
         self._busy = 0
         self._helpers: ThreadPoolExecutor | None = None
 
     def __repr__(self) -> str:
         return f"Processors(threads_max={self.threads_max}, busy={self._busy})"
+
+    @property
+    def count(self) -> int:
+        """How many threads work at once."""
+        return min(len(os.sched_getaffinity(0)), self.threads_max)
 
     def share_out(self, task: Callable[[_In], object], arguments: Iterable[_In]) -> None:
         """Run ``task`` on every argument: here, and on a helper for each processor on which nothing is shared out by now.
@@ -81,13 +86,10 @@ class Processors:
         """
         return contextlib.nullcontext() if threading.current_thread() is threading.main_thread() else self._places
 
-    def _count(self) -> int:
-        return min(len(os.sched_getaffinity(0)), self.threads_max)
-
     def _take(self, wanted: int) -> int:
         """How many helpers a caller may have, who works as well."""
         with self._lock:
-            helpers = max(0, min(wanted, self._count() - self._busy - 1))
+            helpers = max(0, min(wanted, self.count - self._busy - 1))
             self._busy += helpers + 1
         return helpers
 

@@ -11,8 +11,8 @@ local tiers in front of a store that is a directory on the same disk; its flushe
 `local` is waited for before the next one's turn. For how long training is blocked is measured once more, in a training loop,
 in rounds of a copy and those who save in the background into memory that is warm; for what is compared there, ratios are taken
 within a round, and the median of those. Cold loads: ram copies are evicted, and the page cache of all files dropped
-(posix_fadvise DONTNEED). Bytes read are ``rchar`` of /proc/self/io. Takes about 10 times --bytes of memory, and (rounds + 7) times of
-the disk.
+(posix_fadvise DONTNEED). Bytes read are ``rchar`` of /proc/self/io. Everybody runs with the ``GLIBC_TUNABLES`` that docs/how-to/dcp.md
+advises, unless that is set, be it to nothing. Takes about 10 times --bytes of memory, and (rounds + 7) times of the disk.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ COUNT_MAX = 1000  # what is more is bytes
 IDLE_S = 2.0
 HERE = Path(__file__).parent
 SPARE = 256 << 20
+TUNABLES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=1048576"}
 
 
 class Bench:
@@ -87,7 +88,7 @@ class Bench:
     def _workers(self, whats: list[str], size: int, *more: object, ranks: int = 0) -> list[Any]:
         root = Path(tempfile.mkdtemp(dir=self._root))
         shared = Path(tempfile.mkdtemp(prefix="tierfs-bench-", dir="/dev/shm"))
-        environment = os.environ | {"TIERFS_STATE_DIR": str(root / "state"), "TIERFS_SHM_DIR": str(shared)}
+        environment = TUNABLES | os.environ | {"TIERFS_STATE_DIR": str(root / "state"), "TIERFS_SHM_DIR": str(shared)}
         if ranks:
             tierfs.init(f"file://{root}/store")
             environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -229,7 +230,12 @@ def main() -> None:
         "bytes": size,
         "rounds": options.rounds,
         "seed": states.SEED,
-        "machine": {"cores": len(os.sched_getaffinity(0)), "kernel": platform.release(), "torch": torch.__version__},
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "kernel": platform.release(),
+            "torch": torch.__version__,
+            **{name: os.environ.get(name, advised) for name, advised in TUNABLES.items()},
+        },
         **{key: {} for key in ("bytes_of", "tensors_of", "saves", "blocked", "loads", "slices", "training")},
     }
     bench = Bench(root, options.rounds)

@@ -37,6 +37,7 @@ import tierfs
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
+from tierfs.dcp.copying import LARGE_BYTES
 from tierfs.dcp.shardfile import ShardFile, find_staged
 from tierfs.dcp.verifying import verify_checkpoint
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
@@ -149,9 +150,11 @@ def test_every_dtype_comes_back_bit_for_bit(url):
             "plain": noise(33, dtype=dtype),
             "scalar": noise(dtype=dtype),
             "none": noise(0, 2, dtype=dtype),
+            "large": noise(LARGE_BYTES // dtype.itemsize + 3, dtype=dtype),
         }
         if dtype.itemsize > 1 or dtype in {torch.uint8, torch.int8, torch.bool}:
             saved[str(dtype)]["strided"] = noise(12, 8, dtype=dtype)[::2, 1:5]
+            saved[str(dtype)]["large, strided"] = noise(512, 600, dtype=dtype)[:, 1::2]
     writer = TierWriter(url, **OPTIONS)
     dcp.async_save(saved, storage_writer=writer).result()
     found = loaded(url, saved)
@@ -178,8 +181,8 @@ def test_staged_tensors_are_saved_without_a_copy(url, monkeypatch):
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage({"a": noise(1000, 1000), "b": noise(10)})
     copied = []
-    foreach = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: copied.append(lists) or foreach(*lists))
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: copied.append(lists))
+    monkeypatch.setattr("tierfs.dcp.copying._memcpy", lambda *piece: copied.append(piece))
     dcp.save(staged, storage_writer=writer)
     assert copied == []
     assert same(loaded(url, staged), {"a": noise(1000, 1000), "b": noise(10)})

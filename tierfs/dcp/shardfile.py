@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
+from tierfs.dcp.copying import LARGE_BYTES, copy_large
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
@@ -245,6 +246,7 @@ class ShardFile:
             self._names |= plan.names
         views: list[torch.Tensor | None] = [None] * len(tensors)
         with torch.no_grad():
+            large: list[tuple[torch.Tensor, torch.Tensor]] = []
             targets: list[torch.Tensor] = []
             sources: list[torch.Tensor] = []
             for run, (placed, memory) in zip(plan.runs, self._begin([run.lengths for run in plan.runs]), strict=True):
@@ -256,18 +258,25 @@ class ShardFile:
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
                 originals = [tensors[number][1] for number in run.numbers]
-                if run.dtype in _COPIED_AS_THEY_ARE:
+                is_left_to_torch = run.dtype in _COPIED_AS_THEY_ARE
+                if is_left_to_torch and max(run.lengths) < LARGE_BYTES:
                     targets += found
                     sources += originals
                     continue
                 for view, tensor in zip(found, originals, strict=True):
-                    if _is_plain(tensor):
+                    if view.nbytes >= LARGE_BYTES and _is_plain(tensor):
+                        large.append((view, tensor))
+                    elif is_left_to_torch:
+                        targets.append(view)
+                        sources.append(tensor)
+                    elif _is_plain(tensor):
                         targets.append(view.view(-1).view(torch.uint8))
                         sources.append(tensor.detach().view(-1).view(torch.uint8))
                     else:
                         view.copy_(tensor)
             if targets:
                 torch._foreach_copy_(targets, sources)
+            copy_large(large)
             return [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view
                 for view, (_, tensor) in zip(views, tensors, strict=True)
