@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -153,6 +154,14 @@ def descriptors(*, segments: bool) -> list[str]:
         with contextlib.suppress(OSError):  # closed meanwhile
             found.append(str(link.readlink()))
     return [target for target in found if ((".slab" in target) or ("/memfd:" in target)) == segments]
+
+
+def back(size: int) -> None:
+    """See that a virtual machine's free memory is memory of its host, which takes it back in seconds and gives it at 1 GB/s."""
+    with mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        for at in range(0, size, mmap.PAGESIZE):
+            memory[at] = 1
 
 
 def drop_page_cache(directory: Path) -> None:

@@ -51,6 +51,7 @@ def state_of(directory: Path, size: int, name: str, rounds: int, *, training: bo
 def first(directory: Path, size: int) -> dict[str, float]:
     """Seconds that the first save of a process blocks, on a host that had none, and that a clone of each tensor takes."""
     state = states.transformer(size)
+    states.back(2 * size)
     begin = time.perf_counter()
     copies = [tensor.clone() for tensor in states.tensors_of(state)]
     fresh = time.perf_counter() - begin
@@ -58,6 +59,7 @@ def first(directory: Path, size: int) -> dict[str, float]:
     tierfs.init(f"file://{directory}/store")
     ours = peers.Tierfs(f"tierfs::file://{directory}/store", states.bytes_in(state))
     with peers.one_rank(directory):
+        states.back(2 * size)
         begin = time.perf_counter()
         wait = ours.begin(state, Path("step"))
         blocked = time.perf_counter() - begin
