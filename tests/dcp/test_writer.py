@@ -32,9 +32,10 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.utils._pytree import tree_map_only
 
 import tierfs
-from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp import TierReader, TierWriter, copying
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.copying import LARGE_BYTES
@@ -154,7 +155,7 @@ def test_every_dtype_comes_back_bit_for_bit(url):
         }
         if dtype.itemsize > 1 or dtype in {torch.uint8, torch.int8, torch.bool}:
             saved[str(dtype)]["strided"] = noise(12, 8, dtype=dtype)[::2, 1:5]
-            saved[str(dtype)]["large, strided"] = noise(512, 600, dtype=dtype)[:, 1::2]
+            saved[str(dtype)]["large, strided"] = noise(1100, 2000, dtype=dtype)[:, 1::2]
     writer = TierWriter(url, **OPTIONS)
     dcp.async_save(saved, storage_writer=writer).result()
     found = loaded(url, saved)
@@ -186,6 +187,58 @@ def test_staged_tensors_are_saved_without_a_copy(url, monkeypatch):
     dcp.save(staged, storage_writer=writer)
     assert copied == []
     assert same(loaded(url, staged), {"a": noise(1000, 1000), "b": noise(10)})
+
+
+class Shown(torch.Tensor):
+    """Shows another tensor, whatever lies in its own memory, if it has one."""
+
+    @staticmethod
+    def __new__(cls, shown, own):
+        made = (
+            torch.Tensor._make_wrapper_subclass(cls, shown.size(), dtype=shown.dtype)
+            if own is None
+            else torch.Tensor._make_subclass(cls, own)
+        )
+        made.shown = shown
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, _, arguments=(), named=None):
+        arguments, named = tree_map_only(cls, lambda one: one.shown, (arguments, named or {}))
+        return function(*arguments, **named)
+
+
+LARGE = LARGE_BYTES // 4 + 10
+
+
+@pytest.mark.parametrize(
+    ("make", "shown"),
+    [
+        (lambda: Shown(noise(LARGE), None), noise(LARGE)),
+        (lambda: Shown(noise(LARGE), torch.zeros(LARGE)), noise(LARGE)),
+        (lambda: torch._efficientzerotensor((LARGE,)), torch.zeros(LARGE)),
+        (lambda: torch._efficientzerotensor((LARGE + 10,))[10:], torch.zeros(LARGE)),
+    ],
+    ids=["wrapped", "elsewhere", "zeros", "view of zeros"],
+)
+def test_what_lies_elsewhere_or_nowhere_is_saved_as_what_it_shows(url, make, shown):
+    dcp.save({"a": make()}, storage_writer=TierWriter(url, **OPTIONS))
+    assert same(loaded(url, {"a": shown}), {"a": shown})
+
+
+def test_a_view_whose_memory_was_freed_is_refused(url):
+    view = torch.zeros(LARGE + 10)[10:]
+    view.untyped_storage().resize_(0)
+    with pytest.raises(dcp.api.CheckpointException, match="memory was freed"):
+        dcp.async_save({"a": view}, storage_writer=TierWriter(url, **OPTIONS)).result()
+
+
+def test_large_tensors_do_not_wait_for_torch_to_copy_them(url, monkeypatch):
+    copied, real = [], copying._memcpy
+    monkeypatch.setattr(copying, "_memcpy", lambda *piece: copied.append(piece[2]) or real(*piece))
+    staged = TierWriter(url, **OPTIONS).stage({"a": noise(LARGE), "b": noise(10)})
+    assert sum(copied) == 4 * LARGE
+    assert same(staged["a"], noise(LARGE))
 
 
 def test_a_staged_tensor_that_is_written_to_is_saved_as_it_is_by_then(url):

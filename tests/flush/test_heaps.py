@@ -16,16 +16,24 @@ class Library:
         self.said.append((what, value))
 
 
-@pytest.mark.parametrize("name", ["", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])
-def test_threads_share_two_heaps_unless_the_environment_says_how_many(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("", "", False),
+        ("MALLOC_ARENA_MAX", "7", True),
+        ("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=1048576:glibc.malloc.arena_max=7", True),
+        ("GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold=1048576", False),
+    ],
+)
+def test_threads_share_two_heaps_unless_the_environment_says_how_many(monkeypatch, name, value, says):
     for variable in ("MALLOC_ARENA_MAX", "GLIBC_TUNABLES"):
         monkeypatch.delenv(variable, raising=False)
     if name:
-        monkeypatch.setenv(name, "7")
+        monkeypatch.setenv(name, value)
     library = Library()
     monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
     share_heaps()
-    assert library.said == ([] if name else [(-8, 2)])
+    assert library.said == ([] if says else [(-8, 2)])
 
 
 def test_a_library_without_heaps_is_left_alone(monkeypatch):

@@ -16,8 +16,8 @@ from tierfs.processors import processors
 
 __all__ = ["LARGE_BYTES", "copy_large"]
 
-LARGE_BYTES = 128 << 10
-"""From here on `copy_large` is faster than torch, which copies shorter ones on one thread."""
+LARGE_BYTES = 1 << 20
+"""From here on it is `copy_large` that copies. Each piece costs a turn of the interpreter's lock, which others may be slow to give."""
 # For each thread, so that one that is held up does not hold up the rest. The fewer, the longer, and the likelier past the caches.
 _PIECES = 2
 

@@ -21,6 +21,7 @@ from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.dcp.copying import LARGE_BYTES, copy_large
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
+from tierfs.dcp.tensorbytes import lies_nowhere
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
 from tierfs.errors import CapacityError, StoreError
 from tierfs.store import Store
@@ -258,15 +259,15 @@ class ShardFile:
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
                 originals = [tensors[number][1] for number in run.numbers]
-                is_left_to_torch = run.dtype in _COPIED_AS_THEY_ARE
-                if is_left_to_torch and max(run.lengths) < LARGE_BYTES:
+                is_copied_as_it_is = run.dtype in _COPIED_AS_THEY_ARE
+                if is_copied_as_it_is and max(run.lengths) < LARGE_BYTES:
                     targets += found
                     sources += originals
                     continue
                 for view, tensor in zip(found, originals, strict=True):
-                    if view.nbytes >= LARGE_BYTES and _is_plain(tensor):
+                    if view.nbytes >= LARGE_BYTES and _is_plain(tensor) and _is_its_memory(tensor):
                         large.append((view, tensor))
-                    elif is_left_to_torch:
+                    elif is_copied_as_it_is:
                         targets.append(view)
                         sources.append(tensor)
                     elif _is_plain(tensor):
@@ -534,6 +535,11 @@ def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int,
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie side by side in this machine's memory, so that any dtype is copied as fast as memory."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether it shows what lies there: a subclass may show anything, and some tensors of zeros, and wrappers, lie nowhere."""
+    return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
 
 
 _live: weakref.WeakSet[ShardFile] = weakref.WeakSet()

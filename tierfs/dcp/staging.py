@@ -16,7 +16,7 @@ from tierfs.dcp.refused import refused
 from tierfs.dcp.replicas import placeholder
 from tierfs.dcp.shardfile import ShardFile
 from tierfs.dcp.stagedstate import StagedState
-from tierfs.dcp.tensorbytes import has_no_copy, problem_of, refuse_unusual
+from tierfs.dcp.tensorbytes import has_no_copy, lies_nowhere, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError
 
 __all__ = ["stage"]
@@ -154,6 +154,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
         and not tensor.is_quantized
         and not tensor.is_nested
         and bool(tensor.data_ptr() or not tensor.numel())
+        and not (tensor.storage_offset() and lies_nowhere(tensor))
     )
 
 

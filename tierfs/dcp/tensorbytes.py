@@ -22,6 +22,7 @@ __all__ = [
     "SAFETENSORS_NAMES",
     "bytes_of",
     "has_no_copy",
+    "lies_nowhere",
     "problem_of",
     "refuse_unusual",
     "tensor_in",
@@ -108,6 +109,11 @@ def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
 
 def _flat(tensor: Any) -> memoryview:
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
+def lies_nowhere(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with elements has a storage without memory. Where it begins within that may hide it."""
+    return bool(tensor.data_ptr() == tensor.storage_offset() * tensor.itemsize)
 
 
 def refuse_unusual(tensor: Any, name: str = "") -> None:

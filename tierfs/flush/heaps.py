@@ -17,6 +17,6 @@ def share_heaps() -> None:
 
     See mallopt(3). Does nothing with a C library that has no such thing.
     """
-    if "MALLOC_ARENA_MAX" not in os.environ and "GLIBC_TUNABLES" not in os.environ:
+    if "MALLOC_ARENA_MAX" not in os.environ and "glibc.malloc.arena_max" not in os.environ.get("GLIBC_TUNABLES", ""):
         with contextlib.suppress(OSError, AttributeError, TypeError):
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, HEAPS)
