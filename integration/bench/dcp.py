@@ -3,16 +3,17 @@
     python integration/bench/dcp.py [--bytes 2GiB] [--rounds 5] [--directory DIR] [--json] [--plot FILE.png]
 
 All in one run, one after the other in each round, in another order each time, medians of the rounds after three that warm up what a
-long-running job has warm: slabs, the arena's disk blocks, the memory of a stager that is kept. The first save of a process is measured
-apart, in processes of their own. Everybody saves the same states to the same disk and flushes: 64 equal matrices, and a decoder of
-about 300 parameters with AdamW's state (1,200 tensors, most of them small); 900 tensors of 4 KiB for the price of a tensor. Their
-content is new for each save, so nothing is deduplicated. The limit is a copy of each tensor, then direct writes of that. tierfs has both
-local tiers in front of a store that is a directory on the same disk; its flusher is a process of its own, and what it does after
-`local` is waited for before the next one's turn. For how long training is blocked is measured once more, in a training loop,
-in rounds of a copy and those who save in the background into memory that is warm; for what is compared there, ratios are taken
-within a round, and the median of those. Cold loads: ram copies are evicted, and the page cache of all files dropped
-(posix_fadvise DONTNEED). Bytes read are ``rchar`` of /proc/self/io. Everybody runs with the ``GLIBC_TUNABLES`` that docs/how-to/dcp.md
-advises, unless that is set, be it to nothing. Takes about 10 times --bytes of memory, and (rounds + 7) times of the disk.
+long-running job has warm: slabs, the arena's disk blocks, the memory of a stager that is kept. The first save of a process is
+measured apart, in processes of their own, right after free memory was touched, as the clone that it is compared to. Everybody saves
+the same states to the same disk and flushes: 64 equal matrices, and a decoder of about 300 parameters with AdamW's state (1,200
+tensors, most of them small); 900 tensors of 4 KiB for the price of a tensor. Their content is new for each save, so nothing is
+deduplicated. The limit is a copy of each tensor, then direct writes of that. tierfs has both local tiers in front of a store that
+is a directory on the same disk; its flusher is a process of its own, and what it does after `local` is waited for before the next
+one's turn. For how long training is blocked is measured once more, in a training loop, in rounds of a copy and those who save in
+the background into memory that is warm; for what is compared there, ratios are taken within a round, and the median of those. Cold
+loads: ram copies are evicted, and the page cache of all files dropped (posix_fadvise DONTNEED). Bytes read are ``rchar`` of
+/proc/self/io. Everybody runs with the ``GLIBC_TUNABLES`` that docs/how-to/dcp.md advises, unless that is set, be it to nothing.
+Takes about 10 times --bytes of memory, and (rounds + 7) times of the disk.
 """
 
 from __future__ import annotations

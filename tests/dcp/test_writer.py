@@ -221,8 +221,13 @@ LARGE = LARGE_BYTES // 4 + 10
     ],
     ids=["wrapped", "elsewhere", "zeros", "view of zeros"],
 )
-def test_what_lies_elsewhere_or_nowhere_is_saved_as_what_it_shows(url, make, shown):
-    dcp.save({"a": make()}, storage_writer=TierWriter(url, **OPTIONS))
+@pytest.mark.parametrize("is_staged", [False, True])
+def test_what_lies_elsewhere_or_nowhere_is_saved_as_what_it_shows(url, make, shown, is_staged):
+    writer = TierWriter(url, **OPTIONS)
+    if is_staged:
+        dcp.async_save({"a": make()}, storage_writer=writer).result()
+    else:
+        dcp.save({"a": make()}, storage_writer=writer)
     assert same(loaded(url, {"a": shown}), {"a": shown})
 
 
@@ -233,7 +238,7 @@ def test_a_view_whose_memory_was_freed_is_refused(url):
         dcp.async_save({"a": view}, storage_writer=TierWriter(url, **OPTIONS)).result()
 
 
-def test_large_tensors_do_not_wait_for_torch_to_copy_them(url, monkeypatch):
+def test_large_tensors_are_copied_by_the_c_library(url, monkeypatch):
     copied, real = [], copying._memcpy
     monkeypatch.setattr(copying, "_memcpy", lambda *piece: copied.append(piece[2]) or real(*piece))
     staged = TierWriter(url, **OPTIONS).stage({"a": noise(LARGE), "b": noise(10)})

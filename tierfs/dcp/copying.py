@@ -1,4 +1,4 @@
-"""Large tensors are copied by the C library, which goes past the caches where that pays; torch's own copies never do.
+"""Tensors are copied bit for bit: large ones by the C library, which goes past the caches where that pays, as torch never does.
 
 Who stores to memory that is in no cache has its lines read first, in case not all of a line is written. Of a copy that nobody
 reads soon that is in vain: it takes a third of what memory moves, and pushes out of the caches what others work on. ``memcpy`` avoids
@@ -8,18 +8,76 @@ both from a length on that the C library derives from the size of the caches (gl
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from tierfs.dcp.tensorbytes import lies_nowhere
 from tierfs.processors import processors
 
-__all__ = ["LARGE_BYTES", "copy_large"]
+__all__ = ["LARGE_BYTES", "Batch", "copy_large", "copy_tensors"]
+
+# What torch copies as fast as memory, and bit for bit; it is slow at some of the others, and makes every bool 0 or 1.
+_COPIED_AS_THEY_ARE = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+    }
+)
 
 LARGE_BYTES = 1 << 20
 """From here on it is `copy_large` that copies. Each piece costs a turn of the interpreter's lock, which others may be slow to give."""
 # For each thread, so that one that is held up does not hold up the rest. The fewer, the longer, and the likelier past the caches.
 _PIECES = 2
+
+
+class Batch(NamedTuple):
+    """Tensors to be copied.
+
+    Attributes:
+        targets: Contiguous, in memory of this process, all of one dtype.
+        sources: One for each, of its dtype and shape. Strided, on any device.
+        longest: Bytes of the longest.
+    """
+
+    targets: Sequence[torch.Tensor]
+    sources: Sequence[torch.Tensor]
+    longest: int
+
+
+def copy_tensors(batches: Iterable[Batch]) -> None:
+    """Copy tensors bit for bit. None may be empty, or overlap with a target; autograd has to be off."""
+    large: list[tuple[torch.Tensor, torch.Tensor]] = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for batch in batches:
+        is_copied_as_it_is = batch.targets[0].dtype in _COPIED_AS_THEY_ARE
+        if is_copied_as_it_is and batch.longest < LARGE_BYTES:  # as nearly all are
+            targets += batch.targets
+            sources += batch.sources
+            continue
+        for target, source in zip(batch.targets, batch.sources, strict=True):
+            if target.nbytes >= LARGE_BYTES and _is_plain(source) and _is_its_memory(source):
+                large.append((target, source))
+            elif is_copied_as_it_is:
+                targets.append(target)
+                sources.append(source)
+            elif _is_plain(source):
+                targets.append(target.view(-1).view(torch.uint8))
+                sources.append(source.detach().view(-1).view(torch.uint8))
+            else:
+                target.copy_(source)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+    copy_large(large)
 
 
 def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -35,6 +93,16 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         to, begin, length = target.data_ptr(), source.data_ptr(), target.nbytes
         pieces += [(to + at, begin + at, min(most, length - at)) for at in range(0, length, most)]
     processors().share_out(_copy, pieces)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie side by side in this machine's memory, so that any dtype is copied as fast as memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether it shows what lies there: a subclass may show anything, and some tensors of zeros, and wrappers, lie nowhere."""
+    return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
 
 
 def _copy(piece: tuple[int, int, int]) -> None:

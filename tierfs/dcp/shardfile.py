@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
-from tierfs.dcp.copying import LARGE_BYTES, copy_large
+from tierfs.dcp.copying import Batch, copy_tensors
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
-from tierfs.dcp.tensorbytes import lies_nowhere
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
 from tierfs.errors import CapacityError, StoreError
 from tierfs.store import Store
@@ -32,22 +31,6 @@ from tierfs.store.stagedfile import Run, StagedFile, borrowed_runs
 from tierfs.units import format_bytes
 
 __all__ = ["LentShard", "Placed", "ShardFile", "check_is_held", "find_staged", "is_private"]
-
-
-# What torch copies as fast as memory, and bit for bit; it is slow at some of the others, and makes every bool 0 or 1.
-_COPIED_AS_THEY_ARE = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.bfloat16,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-    }
-)
 
 
 class _Memory(np.ndarray[Any, Any]):
@@ -247,9 +230,7 @@ class ShardFile:
             self._names |= plan.names
         views: list[torch.Tensor | None] = [None] * len(tensors)
         with torch.no_grad():
-            large: list[tuple[torch.Tensor, torch.Tensor]] = []
-            targets: list[torch.Tensor] = []
-            sources: list[torch.Tensor] = []
+            batches: list[Batch] = []
             for run, (placed, memory) in zip(plan.runs, self._begin([run.lengths for run in plan.runs]), strict=True):
                 entries = run.entries
                 if not is_free:
@@ -259,25 +240,8 @@ class ShardFile:
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
                 originals = [tensors[number][1] for number in run.numbers]
-                is_copied_as_it_is = run.dtype in _COPIED_AS_THEY_ARE
-                if is_copied_as_it_is and max(run.lengths) < LARGE_BYTES:
-                    targets += found
-                    sources += originals
-                    continue
-                for view, tensor in zip(found, originals, strict=True):
-                    if view.nbytes >= LARGE_BYTES and _is_plain(tensor) and _is_its_memory(tensor):
-                        large.append((view, tensor))
-                    elif is_copied_as_it_is:
-                        targets.append(view)
-                        sources.append(tensor)
-                    elif _is_plain(tensor):
-                        targets.append(view.view(-1).view(torch.uint8))
-                        sources.append(tensor.detach().view(-1).view(torch.uint8))
-                    else:
-                        view.copy_(tensor)
-            if targets:
-                torch._foreach_copy_(targets, sources)
-            copy_large(large)
+                batches.append(Batch(found, originals, max(run.counts) * run.dtype.itemsize))
+            copy_tensors(batches)
             return [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view
                 for view, (_, tensor) in zip(views, tensors, strict=True)
@@ -530,16 +494,6 @@ def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int,
         elif dtypes != {staged.dtype} or shapes:
             found[number] = "U8", (staged.length,)
     return found
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie side by side in this machine's memory, so that any dtype is copied as fast as memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _is_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether it shows what lies there: a subclass may show anything, and some tensors of zeros, and wrappers, lie nowhere."""
-    return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
 
 
 _live: weakref.WeakSet[ShardFile] = weakref.WeakSet()
