@@ -1004,7 +1004,9 @@ dcp.async_save({{"a": torch.arange(2_000_000)}}, storage_writer=writer, no_dist=
     (tmp_path / "program.py").write_text(script)
     command = [sys.executable, "-W", "ignore", str(tmp_path / "program.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    # That something is not in the object tier yet may be said, where the machine is slow.
+    lines = [line for line in done.stderr.splitlines() if "files are not in" not in line]
+    assert (done.returncode, lines) == (0, [])
     assert same(loaded(url, {"a": torch.zeros(2_000_000, dtype=torch.int64)}), {"a": torch.arange(2_000_000)})
 
 
