@@ -226,6 +226,17 @@ def test_a_save_that_waits_for_its_parts_is_incomplete_and_says_so(store):
     assert (found.state, found.waiting) == ("complete", [])
 
 
+def test_a_checkpoint_below_a_directory_called_as_those_of_announcements_is_one(store):
+    for directory in ("run", "run/.pending", "run/.pending/x"):
+        make(store, directory)
+    found = look(store)
+    assert {directory: (one.state, one.waiting) for directory, one in found.items()} == {
+        "run": ("complete", []),
+        "run/.pending": ("complete", []),
+        "run/.pending/x": ("complete", []),
+    }
+
+
 def test_a_complete_checkpoint_stays_one_while_a_later_save_waits(store):
     make(store, "run/1")
     announce(store, "run/1", 5)

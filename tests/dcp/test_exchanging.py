@@ -382,6 +382,30 @@ def test_a_flipped_bit_in_a_stock_directory_goes_nowhere(url, store, tmp_path, w
         state_of(source)
 
 
+@pytest.mark.parametrize("length", [-1, 2000, 100, 0])
+def test_a_stock_directory_that_was_cut_short_goes_nowhere(url, tmp_path, length):
+    dcp.save({"w": torch.arange(3000.0)}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    file = tmp_path / "plain" / "__0_0.distcp"
+    os.truncate(file, length % file.stat().st_size)
+    source = plain(tmp_path / "plain")
+    told = r"'w'.* shard file .*__0_0\.distcp"
+    with pytest.raises(CorruptionError, match=told):
+        import_checkpoint(source, f"tierfs::{url}/back", overwrite=False)
+    with pytest.raises(CorruptionError, match=told):
+        state_of(source)
+    with pytest.raises(CorruptionError, match=told):
+        compare(source, source)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_a_file_of_torch_save_with_a_hole_in_it_is_damaged(url, tmp_path, mapped):
+    content = pickled({"w": torch.arange(300.0)})
+    (tmp_path / "bad file").write_bytes(content[:300] + content[500:])
+    source = str(tmp_path / "bad file") if mapped else content[:300] + content[500:]
+    with pytest.raises(CorruptionError, match="bad file is damaged"):
+        import_file(source, f"tierfs::{url}/back", where="bad file", overwrite=False)
+
+
 def test_what_was_written_without_checksums_is_taken_as_it_is(url, store, without_checksums):
     content = pickled({"w": torch.arange(10.0)})
     import_file(content, f"tierfs::{url}/back", where="file", overwrite=False)
@@ -399,6 +423,32 @@ def test_empty_containers_come_back(url, store):
     back = state_of(open_checkpoint(store, "back"))
     assert same(back, state)
     torch.optim.SGD(model.parameters()).load_state_dict(back["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        [{}],
+        [{}, {}],
+        [{}, 1],
+        [[], {}],
+        [[{}], 1],
+        [{"x": {}}],
+        [{"x": 1}, {}],
+        [torch.ones(1), {}],
+        [[torch.ones(1)], [{}], {}],
+        {"x": [{"y": [{}]}]},
+    ],
+    ids=str,
+)
+def test_empty_mappings_in_lists_pass_through_a_directory_of_torchs_own(url, store, tmp_path, value):
+    state = {"w": torch.ones(2), "value": value}
+    import_file(pickled(state), f"tierfs::{url}/back", where="file", overwrite=False)
+    checkpoint = open_checkpoint(store, "back")
+    assert same(state_of(checkpoint), state)
+    write_dcp(checkpoint, str(tmp_path))
+    dcp_to_torch_save(tmp_path, tmp_path / "out.pt")
+    assert same(torch.load(tmp_path / "out.pt", weights_only=True), state)
 
 
 def test_an_empty_mapping_that_is_called_as_another_value_is_refused(url):

@@ -163,6 +163,18 @@ def test_the_metadata_of_a_directory_is_renamed_last(root, storage, monkeypatch)
     assert storage.ls(root / ".tmp_step") == ["metadata.pkl", "z"]
 
 
+@pytest.mark.parametrize("target", ["step", "step/inner", "step/other/deep"])
+def test_a_directory_is_not_moved_into_itself(root, storage, target):
+    storage.write(root / "step/inner/a", b"a")
+    storage.mkdir(root / "empty/inner")
+    before = tree(storage, root)
+    with pytest.raises(InvalidInputError, match="into itself"):
+        storage.rename(root / "step", root / target, is_directory=True)
+    with pytest.raises(InvalidInputError, match="into itself"):
+        storage.rename(root / "empty", root / "empty/inner", is_directory=True)
+    assert tree(storage, root) == before
+
+
 def test_what_is_occupied_is_neither_replaced_nor_joined(root, storage):
     storage.write(root / "directory/a", b"a")
     storage.write(root / "other/b", b"b")

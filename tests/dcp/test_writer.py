@@ -1126,6 +1126,44 @@ def test_a_state_larger_than_the_ram_tier_goes_through_it_in_waves(url, tmp_path
     dcp.load(found, storage_reader=TierReader(url, **options))
     assert same(found, saved)
     writer.wait("object", timeout=60)
+    fs, path = fsspec.url_to_fs(url, **options)
+    (shard,) = fs.glob(f"{path}/*.safetensors")
+    plain = load_safetensors(fs.cat_file(shard))
+    assert all(bits(plain[name]) == bits(saved[name]) for name in saved if name != "step")
+
+
+@pytest.mark.parametrize("how", ["save", "async_save"])
+def test_a_copy_that_fails_fails_the_save_and_nothing_else(url, monkeypatch, how):
+    def fail(_piece):
+        raise MemoryError("where this was to be copied to is gone")
+
+    def saves(value):
+        if how == "save":
+            dcp.save(value, storage_writer=writer)
+        else:
+            dcp.async_save(value, storage_writer=writer).result()
+
+    writer = TierWriter(url, **OPTIONS)
+    first, second = ({"a": noise(LARGE_BYTES, seed=seed), "b": noise(3, seed=seed)} for seed in range(2))
+    saves(first)
+    with monkeypatch.context() as broken:
+        broken.setattr(copying, "_copy", fail)
+        with pytest.raises((MemoryError, dcp.api.CheckpointException), match="to be copied to is gone"):
+            saves(second)
+    assert same(loaded(url, empty_like(first)), first)
+    saves(second)
+    assert same(loaded(url, empty_like(second)), second)
+
+
+def test_options_outlive_a_reset(url, tmp_path):
+    writer = TierWriter(f"{url}/1", ack="object", ram="64MiB", nvme="0", state_dir=str(tmp_path / "aside"))
+    for number in (1, 2):
+        writer.reset(f"{url}/{number}")
+        dcp.save({"a": noise(3, seed=number)}, storage_writer=writer)
+    for number in (1, 2):
+        assert same(loaded(f"{url}/{number}", {"a": torch.zeros(3)}), {"a": noise(3, seed=number)})
+    assert (tmp_path / "aside").is_dir()
+    assert (writer._address.tiers.ram, writer._address.tiers.ack) == ("64MiB", "object")
 
 
 def test_room_that_did_not_come_for_the_copy_is_not_waited_for_by_the_save(url, monkeypatch):

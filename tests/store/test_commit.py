@@ -468,6 +468,16 @@ def test_names_that_begin_alike_are_not_taken_for_what_a_save_looks_for(counted)
     assert began.save_id == "a" * 32
 
 
+@ALL
+def test_a_checkpoint_in_a_directory_of_that_name_is_no_announcement(counted, directory):
+    others = [at(directory, f"{PENDING}/{ROOT}"), at(directory, f"{PENDING}/step_1/{ROOT}")]
+    for path in others:
+        put_plain(counted, path, mark(1))
+    put_plain(counted, at(directory, ROOT), mark(2))
+    assert Commits(counted).advance(directory) == []
+    assert [content(counted, path) for path in others] == [document()] * 2
+
+
 def put_plain(store, path, of=None):
     writer = Writer(store, path, metadata=None if of is None else of.as_metadata())
     writer.write(document())

@@ -130,17 +130,17 @@ class BoxReader:
             TierfsError: It failed.
         """
         place = self._checkpoint.object(fqn)
-        if self._files.reader(place.file).length < place.at + place.length:
-            raise CorruptionError(
-                f"{fqn!r}: shard file {self._files.where(place.file)} is too short for it", path=place.file
-            )
         self._check(place, fqn)
         content = bytearray(place.length)
         self._files.read([FileRange(place.file, place.at, memoryview(content), repr(fqn))])
         return bytes(content)
 
     def _check(self, place: Place, fqn: str) -> None:
-        """Hold what others wrote to the checksums in it, as there are no digests. It is read twice for that."""
+        """Hold a place to its file's length, and what others wrote to the checksums in it, as there are no digests: that is read twice."""
+        if self._files.reader(place.file).length < place.at + place.length:
+            raise CorruptionError(
+                f"{fqn!r}: shard file {self._files.where(place.file)} is too short for it", path=place.file
+            )
         if self._checkpoint.note is not None or place in self._checked or self._files.has_digests(place.file):
             return
         file = ReadStream(self._files.reader(place.file), place.at, place.length)

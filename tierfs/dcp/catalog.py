@@ -9,6 +9,7 @@ from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint, metadata_file, open_announced, open_checkpoint, rank_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.flush.levels import Level
+from tierfs.format.checkpoint import is_save_id
 from tierfs.store import Store, find, stat
 from tierfs.store.commit import PENDING, ROOT
 from tierfs.store.transfers import transfers
@@ -106,7 +107,7 @@ def candidates(store: Store, path: str) -> list[Candidate]:
         directory, _, name = entry.path.rpartition("/")
         if entry.is_directory:
             continue
-        if directory.rpartition("/")[2] == PENDING:
+        if directory.rpartition("/")[2] == PENDING and is_save_id(name):
             directory = directory[: -len(PENDING)].rstrip("/")
             announced.setdefault(directory, []).append(entry.path)
             ranks.setdefault(directory, set())

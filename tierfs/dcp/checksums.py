@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import zipfile
 from typing import IO
 
@@ -29,4 +30,8 @@ def problem_of(file: IO[bytes]) -> str | None:
             is_torchs = all(record.compress_type == zipfile.ZIP_STORED for record in records)
             return archive.testzip() if is_torchs and any(record.CRC for record in records) else None
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+        return repr(error)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # to seek to before the file's start is what its own offsets ask for
+            raise
         return repr(error)

@@ -30,7 +30,8 @@ class TensorDifference:
         differing: How many do not have the same bits: a NaN equals itself, 0.0 and -0.0 differ.
         max_abs: The largest absolute difference that is a finite number; ``None`` where there is none, or where the dtype is
             none to reckon with.
-        not_finite: How many of them differ by what is no finite number: one of the two is a NaN or infinite.
+        not_finite: How many of them differ by what is no finite number: one of the two is a NaN or infinite, or they are further
+            apart than a float64 tells.
     """
 
     elements: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import mmap
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -111,21 +111,30 @@ class _WithEmptyMappings(DefaultSavePlanner):  # type: ignore[misc]  # torch's c
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
-        for path, value in list(self._empty((), state_dict)):
-            name = _name(path)
-            if name in self.state_dict:
-                raise InvalidInputError(f"two values of the state are called {name!r}")
-            self.state_dict[name], self.mappings[name] = value, path
+        self._add_empty((), state_dict)
 
-    def _empty(self, path: tuple[str | int, ...], value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    def _add_empty(self, path: tuple[str | int, ...], value: Any) -> bool:
+        """Save the empty mappings in a value as well. Whether it is saved as one object then."""
         if isinstance(value, Mapping):
-            if not value and path:
-                yield path, value
             for key, inner in value.items():
-                yield from self._empty((*path, str(key)), inner)
-        elif isinstance(value, list) and _name(path) not in self.state_dict:  # else it is saved as one object
-            for number, inner in enumerate(value):
-                yield from self._empty((*path, number), inner)
+                self._add_empty((*path, str(key)), inner)
+            if value or not path:
+                return False
+        elif isinstance(value, list) and _name(path) not in self.state_dict:
+            parts = [(*path, number) for number in range(len(value))]
+            are_objects = [self._add_empty(part, inner) for part, inner in zip(parts, value, strict=True)]
+            if not all(are_objects):
+                return False
+            # torch, which passes by the mappings, takes a list of nothing but objects for one itself, and so when it reads this.
+            for part in parts:
+                del self.state_dict[_name(part)], self.mappings[_name(part)]
+        else:
+            return not isinstance(value, torch.Tensor)
+        name = _name(path)
+        if name in self.state_dict:
+            raise InvalidInputError(f"two values of the state are called {name!r}")
+        self.state_dict[name], self.mappings[name] = value, path
+        return True
 
 
 def _name(path: tuple[str | int, ...]) -> str:

@@ -138,13 +138,17 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         Raises:
             NotFoundError: There is nothing at ``src_path``.
             AlreadyExistsError: Something is at ``dst_path`` that may not be replaced. Nothing was changed.
-            InvalidInputError: They lie in different stores.
+            InvalidInputError: They lie in different stores, or a directory is to be moved into itself.
         """
         store, source = self._locate(src_path, write=True)
         other, target = self._locate(dst_path, write=True)
         if other is not store:
             raise InvalidInputError(f"{full_url(src_path)} and {full_url(dst_path)} lie in different stores")
         is_directory = stat(store, source).is_directory
+        if is_directory and f"{target}/".startswith(f"{source}/"):
+            raise InvalidInputError(
+                f"{full_url(src_path)} is a directory: it cannot be moved into itself, {full_url(dst_path)}"
+            )
         there = kind_of(store, target)
         is_free = there is None or (
             there == "directory" and is_directory and not list_directory(store, target, detail=False)

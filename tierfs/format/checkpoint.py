@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tierfs.errors import FormatError
 
-__all__ = ["SEQUENCE_MAX", "SaveMark", "named_files"]
+__all__ = ["SEQUENCE_MAX", "SaveMark", "is_save_id", "named_files"]
 
 SEQUENCE_MAX = (1 << 63) - 1
 _KEY = "checkpoint"
@@ -44,9 +44,14 @@ class SaveMark:
         sequence, save_id = said.get("sequence"), said.get("save_id")
         if type(sequence) is not int or not 0 <= sequence <= SEQUENCE_MAX:
             return None
-        if not isinstance(save_id, str) or not _SAVE_ID.fullmatch(save_id):
+        if not isinstance(save_id, str) or not is_save_id(save_id):
             return None
         return cls(sequence, save_id)
+
+
+def is_save_id(name: str) -> bool:
+    """Whether a file of this name may be what announces a save, which is called by its id."""
+    return _SAVE_ID.fullmatch(name) is not None
 
 
 def named_files(document: bytes, where: str) -> frozenset[str]:

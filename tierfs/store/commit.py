@@ -331,9 +331,9 @@ class Commits:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _announced(self, directory: str) -> list[tuple[SaveMark, Observed]]:
-        """What is announced, the newest first."""
+        """What is announced, the newest first: each lies under its save's id. What else lies there is somebody's own."""
         found = []
-        for path, info in live_records(self._store, _inside(directory, PENDING)):
+        for path, info in live_records(self._store, _inside(directory, PENDING), deep=False):
             try:
                 observed = observe_listed(self._store, path, info)
             except NotFoundError:
@@ -342,7 +342,7 @@ class Commits:
                 _logger.error("%s: what is announced there is lost: %s", self._store.where(path), error)  # noqa: TRY400 - says it all
                 continue
             mark = SaveMark.of(observed.manifest.metadata) if observed.manifest is not None else None
-            if mark is not None:
+            if mark is not None and mark.save_id == path.rpartition("/")[2]:
                 found.append((mark, observed))
         return sorted(found, key=lambda pair: pair[0], reverse=True)
 
