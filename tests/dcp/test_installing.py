@@ -110,6 +110,10 @@ def test_saving_without_collectives_leaves_metadata_of_each_rank(root):
     assert load(f"{root}/alone")["step"] == 7
 
 
+class Trusting(dcp.DefaultLoadPlanner):
+    """torch's own, which unpickles anything: to derive one is to ask for that."""
+
+
 class Foreign:
     """A value that weights_only refuses."""
 
@@ -120,11 +124,8 @@ def test_a_load_by_url_runs_nothing_that_the_checkpoint_brings_along(root):
     with pytest.raises(dcp.CheckpointException) as raised:
         load(f"{root}/foreign")
     assert isinstance(raised.value.failures[0][0], InvalidInputError)
-    # Who hands a planner or a reader over has what was handed over.
-    assert isinstance(load(f"{root}/foreign", planner=dcp.DefaultLoadPlanner())["step"], Foreign)
-    found = {"weight": torch.zeros(30, 20), "step": 0}
-    dcp.load(found, storage_reader=tierfs.dcp.TierReader(f"{root}/foreign"))
-    assert isinstance(found["step"], Foreign)
+    # Who hands a planner of his own over has what was handed over.
+    assert isinstance(load(f"{root}/foreign", planner=Trusting())["step"], Foreign)
 
 
 @pytest.mark.usefixtures("installed")

@@ -207,6 +207,31 @@ def test_damage_in_an_archive_names_tensor_and_file(url, store):
         dcp.load({"w": torch.zeros(6)}, storage_reader=TierReader(f"{url}/run"))
 
 
+@pytest.mark.parametrize("how", ["in memory", "as a stream"])
+@pytest.mark.parametrize("what", ["tensor", "strided", "object"])
+def test_a_flipped_bit_in_what_others_wrote_is_not_loaded(tmp_path, monkeypatch, what, how):
+    if how == "as a stream":
+        monkeypatch.setattr(stockdata, "STREAMED_BYTES_MIN", 1000)
+    tierfs.init(f"file://{tmp_path}/store")
+    saved = {
+        "tensor": torch.arange(1000.0),
+        "strided": torch.arange(5000.0, 5900.0).view(30, 30).t(),
+        "object": "abcdefgh" * 200,
+    }
+    dcp.save(saved, checkpoint_id=tmp_path / "store" / "run")
+    found = {"tensor": torch.zeros(1000), "strided": torch.zeros(30, 30), "object": ""}
+    dcp.load(found, storage_reader=TierReader(f"tierfs::file://{tmp_path}/store/run"))
+    assert all(torch.equal(found[name], saved[name]) for name in ("tensor", "strided"))
+    assert found["object"] == saved["object"]
+    file = tmp_path / "store" / "run" / "__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    raw = saved[what].encode() if what == "object" else saved[what].t().contiguous().numpy().tobytes()
+    content[content.index(raw) + len(raw) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointException, match=rf"'{what}' in shard file .*__0_0\.distcp: damaged"):
+        dcp.load(found, storage_reader=TierReader(f"tierfs::file://{tmp_path}/store/run"))
+
+
 @pytest.mark.parametrize("name", ["step", "model.w"])
 @pytest.mark.parametrize("length", [30_000_000, 1 << 62])
 def test_nothing_is_allocated_on_the_metadatas_word(url, store, name, length):

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.checksums import problem_of
+from tierfs.dcp.checksums import check_checksums
 from tierfs.dcp.items import Saved
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.shards import FileRange, ShardFiles
@@ -141,14 +141,10 @@ class BoxReader:
             raise CorruptionError(
                 f"{fqn!r}: shard file {self._files.where(place.file)} is too short for it", path=place.file
             )
-        if self._checkpoint.note is not None or place in self._checked or self._files.has_digests(place.file):
-            return
-        file = ReadStream(self._files.reader(place.file), place.at, place.length)
-        problem = problem_of(io.BufferedReader(file, STREAM_BUFFER_BYTES))
-        if problem is not None:
-            where = self._files.where(place.file)
-            raise CorruptionError(f"{fqn!r} in shard file {where}: damaged: {problem}", path=place.file)
-        self._checked.add(place)
+        if self._checkpoint.note is None and place not in self._checked:
+            file = ReadStream(self._files.reader(place.file), place.at, place.length)
+            check_checksums(self._files, place, fqn, io.BufferedReader(file, STREAM_BUFFER_BYTES))
+            self._checked.add(place)
 
     def _wanted(self, box: Box) -> list[tuple[Any, Saved]]:
         described = self._checkpoint.metadata.state_dict_metadata[box.fqn]

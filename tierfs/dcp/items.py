@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
+from tierfs.dcp.checksums import check_checksums
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.overlaps import Destinations
 from tierfs.dcp.planner import object_loader
@@ -89,7 +90,7 @@ class ItemReader:
         self._planner = planner
         self._parts: list[_Part] = []
         self._tensors: list[tuple[Any, Any, bool]] = []
-        self._objects: list[tuple[Any, bytearray]] = []
+        self._objects: list[tuple[Any, Place, bytearray]] = []
         self._waiting_bytes = 0
         self._destinations = Destinations()
 
@@ -127,7 +128,7 @@ class ItemReader:
         # Nothing is allocated on the metadata's word.
         self._files.check(place.file, place.at, place.length, repr(fqn))
         content = bytearray(place.length)
-        self._objects.append((item, content))
+        self._objects.append((item, place, content))
         self._parts.append(_Part(fqn, place.file, place.at, place.length, memoryview(content)))
         self._waiting_bytes += place.length
 
@@ -167,7 +168,8 @@ class ItemReader:
         while waiting:
             self._read_some(waiting)
         load = object_loader(self._planner)
-        for item, content in self._objects:
+        for item, place, content in self._objects:
+            check_checksums(self._files, place, item.storage_index.fqn, io.BytesIO(content))
             load(item, io.BytesIO(content))
         for item, tensor, is_straight in self._tensors:
             if is_straight and not tensor.is_inference():

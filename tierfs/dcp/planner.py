@@ -23,6 +23,7 @@ from tierfs.forks import PerProcess
 __all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
+_TORCHS_OWN = frozenset({DefaultLoadPlanner, _EmptyStateDictLoadPlanner})
 _allowing = PerProcess(threading.RLock)
 """Held while torch's list, of which there is one in a process, has what is allowed for one value."""
 
@@ -61,10 +62,10 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
 def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
     """What puts values that are no tensors into the state of a planner: its own ``load_bytes``.
 
-    But of the planner that torch itself hands over where a state is made from a checkpoint alone, and nobody can choose another
-    (``_load_state_dict_from_keys``), they are loaded as `TierLoadPlanner` does.
+    But of the planners that torch itself hands over where nobody chose one they are loaded as `TierLoadPlanner` does: those run
+    what a checkpoint brings along. A class derived from them is somebody's choice.
     """
-    if type(planner) is _EmptyStateDictLoadPlanner:
+    if type(planner) in _TORCHS_OWN:
         return lambda read_item, value: _load_object(planner, read_item, value, [bytes])
     load: Callable[[ReadItem, io.BytesIO], None] = planner.load_bytes
     return load

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.planner import WriteItem
@@ -22,6 +24,10 @@ from tierfs.errors import InvalidInputError
 __all__ = ["stage"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+# What `copy.deepcopy` is known to leave nothing shared of, or nothing that changes.
+_ATOMS = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size, io.BytesIO}
+)
 
 
 def stage(
@@ -30,7 +36,8 @@ def stage(
     """Copy a state dict into a shard file.
 
     Every strided tensor in its dicts, lists and tuples becomes a view of the file, DTensors and ShardedTensors with their
-    local part; a tensor that is there twice is copied once. All else is copied deeply, there and then.
+    local part; a tensor that is there twice is copied once. All else is copied there and then: numbers, strings and arrays of such deeply,
+    other objects as they would be saved, by pickling, since what a class makes of a deep copy is its own business.
 
     Args:
         state_dict: Borrowed for the call; its tensors may lie on any device.
@@ -46,8 +53,14 @@ def stage(
         InvalidInputError: An object cannot be copied; says where it is.
     """
     named: dict[int, tuple[list[str], torch.Tensor]] = {}
-    _collect(None, state_dict, named)
+    objects: dict[int, Any] = {}
+    _collect(None, state_dict, named, objects)
     memo: dict[int, Any] = {}
+    for number, value in objects.items():
+        with contextlib.suppress(
+            Exception
+        ):  # what pickling may raise has no end; what it is is said where that is saved
+            memo[number] = _pickled(value)
     left: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
     staged: list[tuple[int, torch.Tensor]] = []
@@ -113,8 +126,24 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _collect(path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]]) -> None:
-    """Find the tensors, each once, with their names as DCP's planners build them. A name may be empty."""
+def _pickled(value: Any) -> Any:
+    """A copy by way of what is saved of it."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    content.seek(0)
+    return torch.load(content, weights_only=False)
+
+
+def _is_copied_deeply(value: Any) -> bool:
+    if isinstance(value, (np.ndarray, np.generic)):
+        return type(value).__module__ == "numpy" and not value.dtype.hasobject
+    return type(value) in {set, frozenset} and all(type(inner) in _ATOMS for inner in value)
+
+
+def _collect(
+    path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]], objects: dict[int, Any]
+) -> None:
+    """Find the tensors, each once, with their names as DCP's planners build them (one may be empty); and objects that are to be pickled."""
     if isinstance(value, (torch.Tensor, ShardedTensor)):
         known = found.get(id(value))
         if known is None:
@@ -127,13 +156,15 @@ def _collect(path: str | None, value: Any, found: dict[int, tuple[list[str], tor
     elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     else:
+        if type(value) not in _ATOMS and not _is_copied_deeply(value):
+            objects[id(value)] = value
         return
     before = "" if path is None else f"{path}."
     for key, inner in pairs:
         if type(inner) in _PLAIN and id(inner) not in found:  # as nearly all are
             found[id(inner)] = [f"{before}{key!s}"], inner
         else:
-            _collect(f"{before}{key!s}", inner, found)
+            _collect(f"{before}{key!s}", inner, found, objects)
 
 
 def _objects(value: Any) -> Iterator[Any]:

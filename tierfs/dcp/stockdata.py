@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
+from tierfs.dcp.checksums import check_checksums
 from tierfs.dcp.items import ItemReader, Saved, put_in
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.stock import StockPlace
 from tierfs.dcp.streams import ReadStream
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, writable_bytes
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
 
 __all__ = ["STREAM_BUFFER_BYTES", "locate", "read_archives", "read_items"]
@@ -75,6 +76,8 @@ def locate(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]]) -> tuple[list
 def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planner: Any) -> None:
     """Load tensors that ``torch.save`` wrote, with ``weights_only=True``, and copy what is wanted of each.
 
+    What tierfs has no digests of is held to the archive's checksums, which torch passes over.
+
     Raises:
         CorruptionError: Stored bytes are wrong, missing, or no tensor.
         TierfsError: It failed.
@@ -119,6 +122,8 @@ def _load(files: ShardFiles, place: Place, items: list[Any], stream: Any, planne
         raise CorruptionError(f"{where}: is no tensor that torch.save wrote: {error}", path=place.file) from error
     if not isinstance(tensor, torch.Tensor):
         raise CorruptionError(f"{where}: is no tensor, but a {type(tensor).__name__}", path=place.file)
+    stream.seek(0)
+    check_checksums(files, place, fqn, stream, writable_bytes(tensor))
     for item in items:
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if len(offsets) != tensor.dim() or any(
