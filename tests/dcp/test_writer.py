@@ -30,7 +30,7 @@ from safetensors.torch import load as load_safetensors
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, SerializationFormat
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.utils._pytree import tree_map_only
 
@@ -74,7 +74,8 @@ def noise(*shape, dtype=torch.float32, seed=0):
 
 
 def bits(tensor):
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = (plain.view(torch.uint8) if plain.dtype.itemsize == 1 else plain).contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
@@ -157,9 +158,14 @@ def test_every_dtype_comes_back_bit_for_bit(url):
             "none": noise(0, 2, dtype=dtype),
             "large": noise(LARGE_BYTES // dtype.itemsize + 3, dtype=dtype),
         }
-        if dtype.itemsize > 1 or dtype in {torch.uint8, torch.int8, torch.bool}:
-            saved[str(dtype)]["strided"] = noise(12, 8, dtype=dtype)[::2, 1:5]
-            saved[str(dtype)]["large, strided"] = noise(1100, 2000, dtype=dtype)[:, 1::2]
+        saved[str(dtype)]["strided"] = noise(12, 8, dtype=dtype)[::2, 1:5]
+        saved[str(dtype)]["large, strided"] = noise(1100, 2000, dtype=dtype)[:, 1::2]
+        saved[str(dtype)]["large, transposed"] = noise(1100, 2000, dtype=dtype).t()
+        if dtype.is_complex:
+            imaginary = noise(LARGE_BYTES // dtype.itemsize * 2, dtype=dtype).conj().imag
+            saved[str(dtype)]["large, negative"] = imaginary
+            saved[str(dtype)]["large, negative, contiguous"] = torch._neg_view(imaginary.resolve_neg().contiguous())
+            saved[str(dtype)]["large, conjugate"] = noise(LARGE_BYTES // dtype.itemsize * 2, dtype=dtype).conj()
     writer = TierWriter(url, **OPTIONS)
     dcp.async_save(saved, storage_writer=writer).result()
     found = loaded(url, saved)
@@ -1085,6 +1091,7 @@ def test_what_stock_writers_take_is_taken(url):
         per_thread_copy_ahead=1,
         cache_staged_state_dict=True,
         overwrite=True,
+        serialization_format=SerializationFormat.SAFETENSORS,
         **OPTIONS,
     )
     dcp.save(state(1), storage_writer=writer)
@@ -1104,6 +1111,9 @@ def test_a_writer_is_pickled_by_its_configuration(url):
     assert len(data) < 2000
     dcp.save(state(1), storage_writer=pickle.loads(data))
     assert same(loaded(url, state(1)), state(1))
+    careful = pickle.loads(pickle.dumps(TierWriter(url, overwrite=False, layout="dcp", **OPTIONS)))
+    with pytest.raises(dcp.api.CheckpointException, match="holds a checkpoint"):
+        dcp.save(state(2), storage_writer=careful)
 
 
 def test_without_collectives_each_rank_has_metadata_of_its_own(url):
