@@ -151,20 +151,22 @@ class PlaneReader:
             if lane is not target:
                 np.copyto(target, lane)
             return
-        # The lowest lane is widened, several elements at a time; then the others go to their places, which takes one each.
+        # The lanes come first, the upper one before the others: what they are made of is out of the caches before the elements come in.
+        upper = self._lane(scratch("lane 0", _LANE, count), order)
+        lanes = [upper, *(self._lane(scratch(f"lane {number}", _LANE, count)) for number in range(1, width // _LANE))]
+        # The lowest one is widened, several elements at a time; the others go to their places, which takes one each.
+        np.copyto(target, lanes.pop())
         places = target.view("<u2").reshape(count, width // _LANE).T
-        np.copyto(target, self._lane(scratch("lane", _LANE, count)))
-        for place in places[1:-1]:
-            np.copyto(place, self._lane(scratch("lane", _LANE, count)))
-        np.copyto(places[-1], self._lane(scratch("lane", _LANE, count), order))
+        for place, lane in zip(reversed(places), lanes, strict=False):
+            np.copyto(place, lane)
 
     def finish(self, out: memoryview) -> None:
         """Fill in the bytes of the block that are behind its last whole element."""
         out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
     def _lane(self, out: Elements, order: Order = Order.AS_IT_IS) -> Elements:
-        """The numbers of two planes, the last that are left, in ``out`` or elsewhere."""
-        low, high = self._left.pop(), self._left.pop()
+        """The numbers of the next two planes, in ``out`` or elsewhere."""
+        high, low = self._left.pop(0), self._left.pop(0)
         mode, data, size = high
         if mode == Mode.WOVEN:
             if order is not Order.AS_IT_IS:
