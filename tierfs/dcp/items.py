@@ -169,8 +169,10 @@ class ItemReader:
             self._read_some(waiting)
         load = object_loader(self._planner)
         for item, place, content in self._objects:
-            check_checksums(self._files, place, item.storage_index.fqn, io.BytesIO(content))
-            load(item, io.BytesIO(content))
+            stream = io.BytesIO(content)
+            check_checksums(self._files, place, item.storage_index.fqn, stream)
+            stream.seek(0)
+            load(item, stream)
         for item, tensor, is_straight in self._tensors:
             if is_straight and not tensor.is_inference():
                 # Its memory was written behind autograd's back.

@@ -57,9 +57,8 @@ def stage(
     _collect(None, state_dict, named, objects)
     memo: dict[int, Any] = {}
     for number, value in objects.items():
-        with contextlib.suppress(
-            Exception
-        ):  # what pickling may raise has no end; what it is is said where that is saved
+        # What pickling may raise has no end; what it is is said when this is saved.
+        with contextlib.suppress(Exception):
             memo[number] = _pickled(value)
     left: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
