@@ -198,7 +198,7 @@ def test_a_cloud_is_connected_to_once_for_all_directories_that_are_looked_into(m
         return CloudObjects(lanes, Client, Capabilities(False, False, False, False), name=path, bucket="bucket")  # type: ignore[arg-type]
 
     cloud = connecting._Cloud("json", "test", Lanes, connect_test, open_test)
-    monkeypatch.setitem(connecting._CLOUDS, "testcloud", cloud)
+    monkeypatch.setitem(connecting._CLOUDS, "testcloud", lambda: cloud)
     for name in ("first", "second"):
         for path in ("bucket/a/b/c", "bucket/a/b", "bucket/a", "bucket"):
             with pytest.raises(NotFoundError):

@@ -1,16 +1,16 @@
 """The object tier: one narrow protocol, `ObjectTier`, its backends, and wrappers that add behaviour to any of them.
 
-Cloud clients are imported when a store on one is opened, never before.
+Cloud clients, fsspec and asyncio are imported when a store that needs them is opened, never before.
 """
 
-from tierfs.objects.anyfs import FsspecObjects
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tierfs.objects.checksums import checksum_for, verify_checksum
-from tierfs.objects.cloud import CloudObjects
 from tierfs.objects.connect import connect
 from tierfs.objects.limit import LimitedObjects
 from tierfs.objects.local import LocalObjects
 from tierfs.objects.measure import MeasuredObjects
-from tierfs.objects.memory import MemoryObjects
 from tierfs.objects.probe import Finding, Findings, probe
 from tierfs.objects.promised import PromisedObjects, as_promised
 from tierfs.objects.protocol import (
@@ -32,6 +32,11 @@ from tierfs.objects.protocol import (
 )
 from tierfs.objects.retry import RetryingObjects
 from tierfs.objects.wrapper import WrappedObjects
+
+if TYPE_CHECKING:
+    from tierfs.objects.anyfs import FsspecObjects
+    from tierfs.objects.cloud import CloudObjects
+    from tierfs.objects.memory import MemoryObjects
 
 __all__ = [
     "CREATE",
@@ -66,3 +71,12 @@ __all__ = [
     "probe",
     "verify_checksum",
 ]
+
+_LATER = {"CloudObjects": "cloud", "FsspecObjects": "anyfs", "MemoryObjects": "memory"}
+
+
+def __getattr__(name: str) -> Any:
+    """The backends that bring fsspec or asyncio, when somebody asks for them (PEP 562)."""
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)

@@ -33,7 +33,7 @@ from tierfs.format.descriptor import Capabilities
 from tierfs.objects._entries import Entry, is_directory
 from tierfs.objects._stripes import locked
 from tierfs.objects.checksums import verify_checksum
-from tierfs.objects.clienterrors import cause_of, translate_client_error, translated_client
+from tierfs.objects.clienterrors import cause_of, refused_options, translate_client_error, translated_client
 from tierfs.objects.places import plain
 from tierfs.objects.protocol import (
     OVERWRITE,
@@ -51,7 +51,7 @@ from tierfs.objects.protocol import (
 from tierfs.objects.spans import spans_of
 from tierfs.objects.takes import taking
 
-__all__ = ["FsspecObjects"]
+__all__ = ["FsspecObjects", "new_filesystem"]
 
 # Filesystems that are a flat set of keys: there are no directories to make, a put is seen whole or not at all, and
 # `find` is one listing. Everywhere else `find` passes over directories that it could not read, and `ls` does not.
@@ -379,3 +379,29 @@ def _error_of(action: Callable[[str], object], path: str) -> Exception | None:
     except Exception as error:  # noqa: BLE001 - the caller translates it
         return error
     return None
+
+
+def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.AbstractFileSystem:
+    """A filesystem of fsspec's; some connect at once.
+
+    Raises:
+        InvalidInputError: There is none for the protocol, a package that it needs is missing, or it refuses an option.
+        StoreError, ReadOnlyError: It connects at once, and failed.
+    """
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        raise InvalidInputError(f"{protocol}:// needs a package that is missing: {error}") from error
+    except ValueError as error:
+        raise InvalidInputError(f"{protocol}:// is no protocol that fsspec knows") from error
+    chosen = dict(options)
+    if issubclass(kind, fsspec.asyn.AsyncFileSystem):
+        # A listing remembered hides objects of others even from requests that never asked for a listing. Kinds that do
+        # not remember listings may refuse the option, as SFTP does.
+        chosen["use_listings_cache"] = False
+    try:
+        return kind(**chosen)
+    except (TypeError, ValueError) as error:
+        raise refused_options(error, protocol) from cause_of(error)
+    except Exception as error:  # noqa: BLE001 - raised again, as ours; of those that connect at once, as SFTP does
+        raise translate_client_error(error, f"{protocol}://") from cause_of(error)
