@@ -24,6 +24,7 @@ import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, exporting
 from tierfs.dcp.boxes import boxes_of, in_batches
 from tierfs.dcp.checkpoint import open_checkpoint
+from tierfs.dcp.checksums import problem_of
 from tierfs.dcp.difference import compare
 from tierfs.dcp.exporting import safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.dcp.importing import import_checkpoint, import_file
@@ -406,6 +407,21 @@ def test_a_file_of_torch_save_with_a_hole_in_it_is_damaged(url, tmp_path, mapped
         import_file(source, f"tierfs::{url}/back", where="bad file", overwrite=False)
 
 
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0xFF])
+def test_whatever_is_damaged_at_the_end_of_an_archive_is_told_in_words(tmp_path, byte):
+    content = pickled({"w": torch.arange(300.0), "x": "y" * 100})
+    told = 0
+    for at in range(1, 400):
+        damaged = bytearray(content)
+        damaged[-at] = byte
+        (tmp_path / "file").write_bytes(damaged)
+        with open(tmp_path / "file", "rb") as file:
+            problems = {problem_of(file) is None, problem_of(io.BytesIO(damaged)) is None}
+        assert len(problems) == 1
+        told += problems == {False}
+    assert told > 100
+
+
 def test_what_was_written_without_checksums_is_taken_as_it_is(url, store, without_checksums):
     content = pickled({"w": torch.arange(10.0)})
     import_file(content, f"tierfs::{url}/back", where="file", overwrite=False)
@@ -452,8 +468,11 @@ def test_empty_mappings_in_lists_pass_through_a_directory_of_torchs_own(url, sto
 
 
 def test_an_empty_mapping_that_is_called_as_another_value_is_refused(url):
-    with pytest.raises(InvalidInputError, match=r"'a\.b'"):
-        import_file(pickled({"a.b": torch.ones(1), "a": {"b": {}}}), f"tierfs::{url}/x", where="f", overwrite=False)
+    for value in ({}, [{}]):
+        with pytest.raises(InvalidInputError, match=r"'a\.b'"):
+            import_file(
+                pickled({"a.b": torch.ones(1), "a": {"b": value}}), f"tierfs::{url}/x", where="f", overwrite=False
+            )
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), [1, 2], 3], ids=["tensor", "list", "number"])

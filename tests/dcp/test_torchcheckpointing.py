@@ -172,6 +172,8 @@ def test_a_directory_is_not_moved_into_itself(root, storage, target):
         storage.rename(root / "step", root / target, is_directory=True)
     with pytest.raises(InvalidInputError, match="into itself"):
         storage.rename(root / "empty", root / "empty/inner", is_directory=True)
+    with pytest.raises(InvalidInputError, match="into itself"):
+        storage.rename(root, root / "new", is_directory=True)
     assert tree(storage, root) == before
 
 

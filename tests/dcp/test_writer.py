@@ -221,6 +221,33 @@ def test_objects_are_saved_as_they_were_when_they_were_staged(url, place):
     assert (x.cells[0], x.cells[1].tolist(), found["set"]) == ([1], [2, 2], {1, "a"})
 
 
+class Node:
+    def __init__(self, shared):
+        self.shared = shared
+
+
+@pytest.mark.parametrize("kind", [Node, Frame])
+def test_what_objects_share_they_share_in_the_checkpoint_as_well(url, kind):
+    first, second = kind([bytes(200_000)]), kind([])
+    second.other, first.other = first, second
+    live = {
+        "ring": [first, second],
+        "many": [kind(first) for _ in range(100)],
+        "pair": (Node(tensor := torch.ones(3)), tensor),
+    }
+    writer = TierWriter(url, **OPTIONS)
+    dcp.async_save(live, storage_writer=writer).result()
+    fs, path = fsspec.url_to_fs(url, **OPTIONS)
+    (shard,) = fs.glob(f"{path}/*.safetensors")
+    assert fs.size(shard) < 1_000_000
+    found = dict.fromkeys(live)
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS), planner=Trusting())
+    assert found["ring"][0].other is found["ring"][1]
+    assert found["ring"][1].other is found["ring"][0]
+    node, tensor = found["pair"]
+    assert node.shared.data_ptr() == tensor.data_ptr()
+
+
 def test_staged_tensors_are_saved_without_a_copy(url, monkeypatch):
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage({"a": noise(1000, 1000), "b": noise(10)})

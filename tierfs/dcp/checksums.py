@@ -10,7 +10,7 @@ from typing import IO
 
 from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.shards import ShardFiles
-from tierfs.errors import CorruptionError
+from tierfs.errors import CorruptionError, TierfsError
 
 __all__ = ["check_checksums", "problem_of"]
 
@@ -62,7 +62,9 @@ def problem_of(file: IO[bytes], known: memoryview | None = None) -> str | None:
                     with archive.open(record) as content:
                         for _ in iter(partial(content.read, PIECE_BYTES), b""):
                             pass  # its checksum is looked at when it ends
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError) as error:
+    except TierfsError:
+        raise
+    except (zipfile.BadZipFile, EOFError, ValueError, OverflowError, NotImplementedError, RuntimeError) as error:
         return repr(error)
     except OSError as error:
         if error.errno != errno.EINVAL:  # to seek to before the file's start is what its own offsets ask for

@@ -120,7 +120,7 @@ class _WithEmptyMappings(DefaultSavePlanner):  # type: ignore[misc]  # torch's c
                 self._add_empty((*path, str(key)), inner)
             if value or not path:
                 return False
-        elif isinstance(value, list) and _name(path) not in self.state_dict:
+        elif isinstance(value, list) and self.mappings.get(_name(path)) != path:
             parts = [(*path, number) for number in range(len(value))]
             are_objects = [self._add_empty(part, inner) for part, inner in zip(parts, value, strict=True)]
             if not all(are_objects):

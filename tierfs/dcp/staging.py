@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -24,10 +24,6 @@ from tierfs.errors import InvalidInputError
 __all__ = ["stage"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
-# What `copy.deepcopy` is known to leave nothing shared of, or nothing that changes.
-_ATOMS = frozenset(
-    {type(None), bool, int, float, complex, str, bytes, bytearray, torch.dtype, torch.device, torch.Size, io.BytesIO}
-)
 
 
 def stage(
@@ -36,8 +32,8 @@ def stage(
     """Copy a state dict into a shard file.
 
     Every strided tensor in its dicts, lists and tuples becomes a view of the file, DTensors and ShardedTensors with their
-    local part; a tensor that is there twice is copied once. All else is copied there and then: numbers, strings and arrays of such deeply,
-    other objects as they would be saved, by pickling, since what a class makes of a deep copy is its own business.
+    local part; a tensor that is there twice is copied once. All else is copied deeply, there and then; by pickling what has its own
+    idea of a deep copy, as data frames have, which share what lies in them with the copy.
 
     Args:
         state_dict: Borrowed for the call; its tensors may lie on any device.
@@ -56,10 +52,10 @@ def stage(
     objects: dict[int, Any] = {}
     _collect(None, state_dict, named, objects)
     memo: dict[int, Any] = {}
-    for number, value in objects.items():
-        # What pickling may raise has no end; what it is is said when this is saved.
+    if objects:
+        # All at once, so that they share in the copy what they share. What cannot be pickled cannot be saved either, which is said then.
         with contextlib.suppress(Exception):
-            memo[number] = _pickled(value)
+            memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - this process's own
     left: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
     staged: list[tuple[int, torch.Tensor]] = []
@@ -125,18 +121,10 @@ def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
     return copied
 
 
-def _pickled(value: Any) -> Any:
-    """A copy by way of what is saved of it."""
-    content = io.BytesIO()
-    torch.save(value, content)
-    content.seek(0)
-    return torch.load(content, weights_only=False)
-
-
-def _is_copied_deeply(value: Any) -> bool:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return type(value).__module__ == "numpy" and not value.dtype.hasobject
-    return type(value) in {set, frozenset} and all(type(inner) in _ATOMS for inner in value)
+def _copies_itself(value: Any) -> bool:
+    """Whether a deep copy of it is what its class makes of that."""
+    is_array_of_numbers = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
+    return hasattr(type(value), "__deepcopy__") and not is_array_of_numbers
 
 
 def _collect(
@@ -155,7 +143,7 @@ def _collect(
     elif isinstance(value, (list, tuple)):
         pairs = enumerate(value)
     else:
-        if type(value) not in _ATOMS and not _is_copied_deeply(value):
+        if _copies_itself(value):
             objects[id(value)] = value
         return
     before = "" if path is None else f"{path}."

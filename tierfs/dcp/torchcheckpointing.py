@@ -145,7 +145,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         if other is not store:
             raise InvalidInputError(f"{full_url(src_path)} and {full_url(dst_path)} lie in different stores")
         is_directory = stat(store, source).is_directory
-        if is_directory and f"{target}/".startswith(f"{source}/"):
+        if is_directory and (not source or f"{target}/".startswith(f"{source}/")):
             raise InvalidInputError(
                 f"{full_url(src_path)} is a directory: it cannot be moved into itself, {full_url(dst_path)}"
             )
