@@ -1080,7 +1080,7 @@ dcp.async_save({{"a": torch.arange(2_000_000)}}, storage_writer=writer, no_dist=
     assert same(loaded(url, {"a": torch.zeros(2_000_000, dtype=torch.int64)}), {"a": torch.arange(2_000_000)})
 
 
-def test_a_save_that_fails_leaves_nothing_in_memory(url):
+def test_a_save_that_fails_leaves_nothing_in_memory(url, caplog):
     class Unpicklable:
         def __reduce__(self):
             raise RuntimeError("not this one")
@@ -1091,6 +1091,7 @@ def test_a_save_that_fails_leaves_nothing_in_memory(url):
     writer = TierWriter(url, **OPTIONS)
     with pytest.raises(dcp.api.CheckpointException, match="not this one"):
         dcp.async_save({"a": noise(2000, 1000), "b": Unpicklable()}, storage_writer=writer).result()
+    assert "objects (Unpicklable) are copied as their classes copy them" in caplog.text
     gc.collect()
     ends = time.monotonic() + 20
     while not slot_states(url) <= {SlotState.CLEAN} and time.monotonic() < ends:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -23,6 +24,7 @@ from tierfs.errors import InvalidInputError
 
 __all__ = ["stage"]
 
+_logger = logging.getLogger("tierfs.dcp")
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
 
 
@@ -53,9 +55,15 @@ def stage(
     _collect(None, state_dict, named, objects)
     memo: dict[int, Any] = {}
     if objects:
-        # All at once, so that they share in the copy what they share. What cannot be pickled cannot be saved either, which is said then.
-        with contextlib.suppress(Exception):
+        try:
+            # All at once, so that they share in the copy what they share.
             memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - this process's own
+        except Exception as error:  # noqa: BLE001 - what pickling may raise has no end
+            # What cannot be pickled cannot be saved, but by a planner that makes something else of it.
+            kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
+            _logger.warning(
+                "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, error
+            )
     left: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
     staged: list[tuple[int, torch.Tensor]] = []
