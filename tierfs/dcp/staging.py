@@ -62,7 +62,7 @@ def stage(
             # What cannot be pickled cannot be saved, but by a planner that makes something else of it.
             kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
             _logger.warning(
-                "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, error
+                "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, str(error)
             )
     left: dict[int, Any] = {}
     parts: list[tuple[str, torch.Tensor]] = []
