@@ -113,7 +113,7 @@ def strip(protocol: str, path: str) -> str:
         InvalidInputError: fsspec knows no such filesystem, or its package is missing.
     """
     absolute = _ABSOLUTE.fullmatch(path) if protocol in LOCAL else None
-    if absolute is not None:  # which fsspec leaves as it is, and takes a tenth of a second and 7 MiB to be imported
+    if absolute is not None:  # which fsspec leaves as it is, and takes 50 ms and 7 MiB to be imported
         return re.sub("/+", "/", absolute[1]).rstrip("/") or "/"
     import fsspec  # noqa: PLC0415
 
