@@ -20,8 +20,8 @@ from tierfs.local.slab import Slot, SlotState
 
 __all__ = ["Settler"]
 
-# At once to the arena: measured, one writer leaves a fifth of what the disk takes, three leave nothing.
-WRITES_MAX = 3
+# At once to the arena, each of which has one request at the disk at a time. Measured, docs/decisions/0046.
+WRITES_MAX = 6
 # What goes together in one commit, which costs as much for one small file as for all of them.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20

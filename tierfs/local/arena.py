@@ -3,7 +3,7 @@
 Owns the file, its growth, direct I/O and its fall-back, and the search for everything that the pages name. Which part is
 free, what is needed and what has been committed is the business of the index and of `tierfs.local.nvme`.
 
-A write is one call: the extent's page and its data, straight from the caller's pages where they are aligned. Nothing is
+An extent's page and its data are written straight from the caller's pages where they are aligned. Nothing is
 durable before `sync`. Reading takes no lock; whoever reads verifies what it got.
 """
 
