@@ -122,6 +122,34 @@ def test_a_page_is_believed_only_where_it_was_written(arena):
     assert [page.offset for page in arena.scan()] == [GRANULE]
 
 
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_disk_is_asked_for_a_mib_at_a_time(tmp_path, monkeypatch, shift):
+    asked = []
+
+    def watched(real):
+        def call(fd, pieces, offset):
+            asked.append((offset, sum(map(len, pieces))))
+            return real(fd, pieces, offset)
+
+        return call
+
+    content = os.urandom((3 << 20) + 4097)
+    data = aligned(bytes(shift) + content)[shift:]
+    out = aligned(bytes(shift) + bytes(len(content) - 4096))[shift:]
+    arena = Arena.create(tmp_path / "arena", 8 << 20, epoch=EPOCH)
+    monkeypatch.setattr(os, "pwritev", watched(os.pwritev))
+    monkeypatch.setattr(os, "preadv", watched(os.preadv))
+    arena.write(page_for(GRANULE, len(content)), data)
+    assert [at - GRANULE for at, _ in asked] == [number << 20 for number in range(4)]
+    assert [length for _, length in asked] == [1 << 20] * 3 + [3 * 4096]
+    asked.clear()
+    assert arena.read_into(GRANULE, 4096, out)
+    assert bytes(out) == content[4096:]
+    assert max(length for _, length in asked) == 1 << 20
+    assert all(number % 4096 == 0 for call in asked for number in call)
+    arena.close()
+
+
 def test_everything_that_was_written_is_found_in_the_order_of_the_file(arena):
     pages = [page_for(number * GRANULE, 100, serial=99 - number) for number in (1, 2, 7, 63)]
     for page in reversed(pages):
