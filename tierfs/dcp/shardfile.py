@@ -12,6 +12,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,13 @@ import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
 from tierfs.dcp.copying import Batch, copy_tensors
+from tierfs.dcp.gpu import GpuStaging, by_accelerator, pin_segments
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
-from tierfs.errors import CapacityError, StoreError
+from tierfs.device.accelerator import Accelerator
+from tierfs.device.transfer import Region, Transfer
+from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.store import Store
 from tierfs.store.commit import part_of
 from tierfs.store.lentfile import BorrowedFile, LentFile
@@ -126,10 +130,15 @@ class ShardFile:
         store: Where it is to be saved; ``None`` if that is not known yet.
         private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
         save: For which it is staged; it is kept until that begins.
+        gpu: How tensors leave a GPU; by default they are copied while the caller waits.
     """
 
-    def __init__(self, store: Store | None, *, private: bool = False, save: Save | None = None) -> None:
+    def __init__(
+        self, store: Store | None, *, private: bool = False, save: Save | None = None, gpu: GpuStaging | None = None
+    ) -> None:
         self.save = save
+        self._gpu = gpu or GpuStaging("ram", None)
+        self._transfers: list[tuple[Transfer, list[_Run]]] = []
         self._store = store
         self._file: StagedFile | None = None
         self._borrowed: BorrowedFile | None = None
@@ -159,6 +168,7 @@ class ShardFile:
         Raises:
             StoreError: It was saved, lent or given up before.
         """
+        self.wait_filled()
         lent = None if self._file is None else self._file.lend([run.memory for run in self._runs])
         if lent is None:
             return None
@@ -209,11 +219,28 @@ class ShardFile:
 
     # -- what lies in it -------------------------------------------------------------------------------------------------
 
-    def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+    def wait_filled(self) -> None:
+        """Wait until the file holds what was on a GPU when it was staged. Nothing may be read from it before.
+
+        Raises:
+            StoreError, CorruptionError: The copy failed; says why.
+        """
+        for transfer, _ in self._transfers:
+            transfer.wait()
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """What came, or comes, from a GPU."""
+        return [transfer for transfer, _ in self._transfers]
+
+    def add_tensors(
+        self, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool = True
+    ) -> list[torch.Tensor]:
         """Copy tensors into the file.
 
         Args:
             tensors: With their names. Strided, on any device; not empty ones are copied bit for bit.
+            at_once: Whether they hold their content when this returns; else those that lie on a GPU do after `wait_filled`.
 
         Returns:
             For each a tensor of the same dtype and shape that is a view of the file, on the CPU, with a storage of its own:
@@ -222,16 +249,51 @@ class ShardFile:
 
         Raises:
             CapacityError: There is no room for one of them in one piece, and none came in time.
+            InvalidInputError: A CUDA graph is being captured.
         """
+        host, devices = by_accelerator([tensor for _, tensor in tensors])
+        if not devices:
+            return self._add(tensors, None)
+        assert self._store is not None
+        store, views = self._store, dict[int, torch.Tensor]()
+        for accelerator, numbers in devices.values():
+            pin = partial(self._pin, accelerator)
+            transfer = self._gpu.transfer(accelerator, store, pin, at_once=at_once)
+            views.update(zip(numbers, self._add([tensors[number] for number in numbers], transfer), strict=True))
+        views.update(zip(host, self._add([tensors[number] for number in host], None), strict=True))
+        return [views[number] for number in range(len(tensors))]
+
+    def _pin(self, accelerator: Accelerator) -> None:
+        if self._file is not None and self._store is not None:
+            pin_segments(accelerator, self._file.segments(), self._store)
+
+    def _add(self, tensors: Sequence[tuple[str, torch.Tensor]], transfer: Transfer | None) -> list[torch.Tensor]:
         plan = plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
         self._reserve(plan.length)
         is_free = self._names.isdisjoint(plan.names)
         if is_free:
             self._names |= plan.names
         views: list[torch.Tensor | None] = [None] * len(tensors)
+        if transfer is not None:
+            # First, so that the GPU copies while room is made.
+            transfer.capture(
+                [
+                    Region(
+                        sum(run.lengths),
+                        [(entry.at, tensors[number][1]) for number, entry in zip(run.numbers, run.entries, strict=True)],
+                    )
+                    for run in plan.runs
+                ]
+            )
+        try:
+            begun = self._begin([run.lengths for run in plan.runs])
+        except BaseException:
+            if transfer is not None:
+                transfer.discard()
+            raise
         with torch.no_grad():
             batches: list[Batch] = []
-            for run, (placed, memory) in zip(plan.runs, self._begin([run.lengths for run in plan.runs]), strict=True):
+            for run, (placed, memory) in zip(plan.runs, begun, strict=True):
                 entries = run.entries
                 if not is_free:
                     entries = tuple([entry._replace(name=unique(entry.name, self._names)) for entry in entries])
@@ -239,9 +301,13 @@ class ShardFile:
                 found = self._views(run, placed, memory)
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
-                originals = [tensors[number][1] for number in run.numbers]
-                batches.append(Batch(found, originals, max(run.counts) * run.dtype.itemsize))
+                if transfer is None:
+                    originals = [tensors[number][1] for number in run.numbers]
+                    batches.append(Batch(found, originals, max(run.counts) * run.dtype.itemsize))
             copy_tensors(batches)
+            if transfer is not None:
+                self._transfers.append((transfer, [placed for placed, _ in begun]))
+                transfer.begin([torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun])
             return [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view
                 for view, (_, tensor) in zip(views, tensors, strict=True)
@@ -318,6 +384,7 @@ class ShardFile:
         """
         assert self._store is not None
         assert self._file is not None
+        self.wait_filled()
         self._is_over = True
         wanted = list(wanted)
         lies = self._without_the_rest(wanted)
@@ -325,6 +392,7 @@ class ShardFile:
         runs = [run for run in self._runs if id(run) in needed]
         # First, for the flusher to begin: a header takes a while.
         self._file.seal([run.memory for run in runs])
+        self._check_arrived()
         begins: dict[int, int] = {}
         end = 0
         for run in runs:
@@ -357,6 +425,23 @@ class ShardFile:
             for number, placed in lies.items()
         }
         return len(head) + end, offsets
+
+    def _check_arrived(self) -> None:
+        """See that the bytes that were hashed on a GPU are those that were sealed here.
+
+        Raises:
+            CorruptionError: They changed on their way.
+        """
+        for transfer, runs in self._transfers:
+            for run, digests in zip(runs, transfer.digests, strict=False):
+                sealed = run.memory.digests()
+                if any(there not in {b"", here} for here, there in zip(digests, sealed, strict=True)):
+                    raise CorruptionError(
+                        f"bytes of {run.entries[0].name} changed between the GPU and host memory: this save is void, and training "
+                        "holds the right ones still: save again, and look for hardware errors (nvidia-smi -q, dmesg) if it recurs",
+                        tier="device",
+                    )
+            self._gpu.note_skipped(transfer.skipped_bytes)
 
     def _without_the_rest(self, wanted: Sequence[Placed]) -> dict[int, Placed]:
         """Where each wanted one (by its ``id``) lies, when packs have been packed anew without what is not wanted.
@@ -397,6 +482,8 @@ class ShardFile:
     def abort(self) -> None:
         """Give everything back. Tensors that are views of it hold anything from then on."""
         self._is_over = True
+        for transfer, _ in self._transfers:
+            transfer.cancel()  # or it would write into what is somebody else's by then
         if self._file is not None:
             self._file.abort()
 

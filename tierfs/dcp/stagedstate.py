@@ -43,13 +43,38 @@ class StagedState(dict[str, Any]):
 
     def items(self) -> Any:
         """As a dict's. It is what DCP asks for first of the state that it saves, on the thread that does."""
+        self._wait()
         read_here(self._file)
         return super().items()
+
+    def values(self) -> Any:
+        """As a dict's."""
+        self._wait()
+        return super().values()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's."""
+        self._wait()
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._wait()
+        return super().__getitem__(key)
+
+    def _wait(self) -> None:
+        """Wait for what comes from a GPU. If it fails, the save does when it is planned, so that every rank hears of it."""
+        try:
+            self._file.wait_filled()
+        except Exception as error:
+            if self._file.save is None:
+                raise
+            self._file.save.failure = error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
 
     def _to_a_process(self) -> tuple[Any, ...]:
+        self._wait()
         read_here(self._file)
         lent = self._file.lend()
         if lent is None:

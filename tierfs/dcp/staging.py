@@ -80,7 +80,7 @@ def stage(
                 staged.append((number, tensor))
             else:
                 memo[number] = _unusual(names[0], tensor, locals_, memo)
-    views = file.add_tensors(parts)
+    views = file.add_tensors(parts, at_once=False)
     remaining = iter(views)
     for number, tensor in staged:
         memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
@@ -175,7 +175,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     """Whether a quick look says that its bytes are all there is to it, as it does of nearly all."""
     return (
         type(tensor) in _PLAIN
-        and tensor.is_cpu
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_nested

@@ -24,6 +24,7 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
+from tierfs.dcp.gpu import GpuStaging
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.refused import Refused
@@ -35,6 +36,7 @@ from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
 from tierfs.dcp.tensorbytes import refuse_unusual
+from tierfs.device.drain import Gate
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
 from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
@@ -70,8 +72,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             from a copy. It takes one more copy of the tensors in memory, and ranks on several hosts need ``ack="object"``.
         ack: The level at which a save returns; ``None`` for what is configured. Where the ranks are on several hosts the
             checkpoint can be loaded once every part is in the object tier, whatever the level.
-        stage: ``"auto"``: from the second save on, a rank copies of equal tensors only those that it saves itself.
-            ``"all"``: each copies all that it has.
+        stage: How `stage` makes tensors safe to change. ``"auto"``: in the device tier if ``device`` grants one, else in the ram
+            tier. ``"device"``: the same, and an error where there is no GPU or no budget. ``"lazy"``: large tensors on a GPU are
+            read in place while training computes, and every torch optimizer waits for that before its ``step``; see `fence`.
+            ``"ram"``: in the ram tier. From the second save on a rank copies of equal tensors only those that it saves
+            itself; with ``"all"``, which is ``"auto"`` otherwise, each rank copies all that it has.
+        device: Budget of GPU memory for the device tier, ``"8GiB"``; ``None`` for what is configured, by default none. Twice the
+            rank's state lets a save begin while the one before drains.
         options: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``, ``create``, and options of the object
             tier's filesystem by its protocol.
 
@@ -94,18 +101,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         layout: str = "tierfs",
         ack: str | None = "staged",
         stage: str = "auto",
+        device: str | int | None = None,
         **options: Any,
     ) -> None:
         if _extensions:
             raise InvalidInputError("TierWriter has no _extensions: what is stored is encoded by the store")
-        if stage not in ("auto", "all"):
-            raise InvalidInputError(f"stage={stage!r}: it is 'auto' or 'all'")
+        self._gpu = GpuStaging(stage, device)
+        self._stage_options = stage, device
         if layout not in LAYOUTS:
             raise InvalidInputError(f"layout is {' or '.join(map(repr, LAYOUTS))}, not {layout!r}")
         self._address = Address.of(path, {**options, "ack": ack})
         self._is_stock = layout == "dcp"
         self._overwrite = overwrite
-        self._replicas = Replicas() if stage == "auto" else None
+        self._replicas = Replicas() if stage != "all" else None
         self._token = ""
         self._begin_anew()
 
@@ -117,10 +125,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         ForkingPickler.register(cls, hand_over)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_address": self._address, "_is_stock": self._is_stock, "_overwrite": self._overwrite}
+        kept = ("_address", "_is_stock", "_overwrite", "_stage_options")
+        return {name: self.__dict__[name] for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({"_token": "", **state}, _replicas=None)
+        self._gpu = GpuStaging(*self._stage_options)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -178,12 +188,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         elsewhere = self._replicas.take(save) if self._replicas is not None else {}
         if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
-            return stage(state_dict, ShardFile(store, private=True, save=save), elsewhere)
+            return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
         try:
-            return stage(state_dict, ShardFile(store, save=save), elsewhere)
+            return stage(state_dict, ShardFile(store, save=save, gpu=self._gpu), elsewhere)
         except CapacityError as error:
             _say_waves(store, error)
-            return stage(state_dict, ShardFile(store, private=True, save=save), elsewhere)
+            return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""
@@ -398,8 +408,29 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return level_of(store, root).label
 
     def status(self) -> dict[str, Any]:
-        """The store's, as ``tierfs status --json`` shows it."""
-        return status(self._address.open()[0])
+        """The store's, as ``tierfs status --json`` shows it, with this writer's device tier."""
+        store = self._address.open()[0]
+        report = status(store)
+        device = self._gpu.status(store)
+        if device is not None:
+            report["tiers"]["device"] = device
+        return report
+
+    def fence(self) -> None:
+        """Order what is queued on the current stream from now on behind the saves that read tensors in place (``stage="lazy"``).
+
+        Torch's optimizers do this before every ``step``. Call it before other code that changes what is being saved: a replay of a
+        CUDA graph that holds the optimizer's step, an optimizer that is not torch's. Blocks until the copies are queued.
+
+        Raises:
+            StoreError: A tensor was changed before; the save is void, and fails.
+        """
+        self._gpu.fence()
+
+    @property
+    def gates(self) -> list[Gate]:
+        """For each GPU in use, what holds the drain back while it is closed: `tierfs.device.Gate`."""
+        return self._gpu.gates
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -449,7 +480,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
                 file, placed[number] = found
             else:
                 tensors.append((number, data))
-        file = file or ShardFile(store)
+        file = file or ShardFile(store, gpu=self._gpu)
         named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
         for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
             placed[number] = where

@@ -49,6 +49,7 @@ class TierFileSystem(Tiering):
         bandwidth: Bytes per second that the flusher sends to the object tier at most; that of whoever starts it counts.
         codecs: What chunks are encoded with: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
             codecs, ``"zstd,plane"``; of what goes through the flusher, that of whoever starts it counts.
+        device: Budget of GPU memory for each process that saves checkpoints with `TierWriter`; off by default.
         asynchronous: As in fsspec.
         loop: As in fsspec.
         batch_size: As in fsspec.

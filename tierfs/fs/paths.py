@@ -56,6 +56,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         timeout: float | str | None = None,
         bandwidth: str | int | None = None,
         codecs: str | None = None,
+        device: str | int | None = None,
         asynchronous: bool = False,
         loop: Any = None,
         batch_size: int | None = None,
@@ -72,7 +73,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         if ack is not None:
             Level.parse(ack)
         self._tier_options = TierOptions(
-            ack, ram, nvme, None if state_dir is None else os.fspath(state_dir), timeout, bandwidth, codecs
+            ack, ram, nvme, None if state_dir is None else os.fspath(state_dir), timeout, bandwidth, codecs, device
         )
         self._target_protocol = target_protocol
         self._target_options = dict(target_options or {})

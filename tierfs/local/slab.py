@@ -242,6 +242,18 @@ class Segment:
             bytes_ = self._map[slot.offset : end.offset + end.length]
         return bytes_ if self.owned and slot.state is SlotState.FILLING else bytes_.toreadonly()
 
+    def whole(self) -> memoryview:
+        """All of the segment as plain memory, for the owner to register it with a device. Writable; keeps the memory.
+
+        Raises:
+            NotFoundError: The segment was closed.
+        """
+        with self._look_lock:
+            fd = self._open()
+            if not self._mapped_whole:
+                self._map, self._mapped_whole = map_shared(fd.number, self.size), True
+            return self._map
+
     def seal(
         self,
         slot: Slot,

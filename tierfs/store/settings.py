@@ -39,6 +39,7 @@ class TierOptions:
         timeout: Seconds that a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most.
         codecs: What chunks may be encoded with; see `tierfs.store.codecs.Codecs.parse`.
+        device: Budget of the device tier of each process, in GPU memory; nothing where it is not given.
     """
 
     ack: str | None = None
@@ -48,6 +49,7 @@ class TierOptions:
     timeout: float | str | None = None
     bandwidth: str | int | None = None
     codecs: str | None = None
+    device: str | int | None = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -96,6 +98,7 @@ class ResolvedTiers:
         timeout_s: What a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
         codecs: What chunks may be encoded with.
+        device_bytes: Budget of the device tier of each process; 0 switches the tier off.
     """
 
     ack: Level
@@ -105,6 +108,7 @@ class ResolvedTiers:
     timeout_s: float
     bandwidth: int = 0
     codecs: Codecs = AUTO
+    device_bytes: int = 0
 
 
 def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
@@ -136,6 +140,7 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         timeout_s=timeout_s,
         bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
+        device_bytes=parse_size(options.device) if options.device is not None else 0,
     )
 
 
@@ -145,6 +150,7 @@ def from_environment() -> TierOptions:
         ram=os.environ.get("TIERFS_RAM") or None,
         nvme=os.environ.get("TIERFS_NVME") or None,
         state_dir=os.environ.get("TIERFS_STATE_DIR") or None,
+        device=os.environ.get("TIERFS_DEVICE") or None,
     )
 
 

@@ -37,7 +37,7 @@ from tierfs.store.transfers import transfers
 if TYPE_CHECKING:
     from tierfs.flush.ahead import Ahead
     from tierfs.flush.chunkbuffer import ChunkBuffer
-    from tierfs.local.slab import Slot
+    from tierfs.local.slab import Segment, Slot
 
 __all__ = ["Run", "StagedFile", "borrowed_runs"]
 
@@ -66,6 +66,10 @@ class Run:
     view: memoryview
     length: int
     _chunks: list[_Chunk] = field(repr=False)
+
+    def digests(self) -> list[bytes]:
+        """The digests of its chunks, of those that are sealed; empty for the others."""
+        return [chunk.row.name.digest if chunk.row is not None else b"" for chunk in self._chunks]
 
 
 class StagedFile:
@@ -107,6 +111,10 @@ class StagedFile:
             whole = slots[0].segment.view(slots[0], slots[-1])
             found.append(Run(whole, sum(lengths), [_Chunk(buffer.view, buffer) for buffer in buffers]))
         return found
+
+    def segments(self) -> set[Segment]:
+        """The segments in which the runs lie; none where the memory is private."""
+        return {slot.segment for slot in self._taken}
 
     def seal(self, runs: Sequence[Run]) -> None:
         """Hash and seal what was written into these runs, on as many threads as there are processors.

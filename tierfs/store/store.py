@@ -53,6 +53,7 @@ class Store:
         timeout_s: How long that is waited for, and for room in the local tiers; ``None`` for as long as it takes.
         state_dir: Where the host keeps what it knows.
         codecs: What chunks may be encoded with.
+        device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU; 0 switches it off.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Store:
         timeout_s: float | None = None,
         state_dir: Path | None = None,
         codecs: Codecs = AUTO,
+        device_bytes: int = 0,
     ) -> None:
         self.objects = objects
         self.descriptor = descriptor
@@ -79,6 +81,7 @@ class Store:
         self.hidden = hidden
         self.ack = ack
         self.timeout_s = timeout_s
+        self.device_bytes = device_bytes
         self._codecs = codecs
         self._lock = threading.Lock()
         self._encoder: Encoder | None = None

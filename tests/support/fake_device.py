@@ -1,0 +1,163 @@
+"""A GPU of host memory, whose streams run as late or as early as CUDA's contract allows.
+
+A missing wait shows as wrong bytes under one of the two schedules:
+
+- "trainer first": work on the current stream runs when it is queued, the drain's when somebody waits for it. A tensor that
+  is read in place without a fence has changed by then.
+- "drain first": work on other streams runs when it is queued, the current stream's when somebody waits for it. A drain that
+  does not wait for the snapshot copies what was there before.
+"""
+
+import threading
+
+import numpy as np
+import torch
+import xxhash
+
+from tierfs.errors import CapacityError, StoreError
+
+TRAINER_FIRST, DRAIN_FIRST = "trainer first", "drain first"
+
+
+class Stream:
+    def __init__(self):
+        self.queue = []
+        self.done = 0
+
+
+class Event:
+    def __init__(self, device, stream, at):
+        self.device, self.stream, self.at = device, stream, at
+
+    def synchronize(self):
+        self.device.advance(self.stream, self.at)
+
+
+class FakeDevice:
+    """See the module.
+
+    Args:
+        schedule: One of the two.
+        memory: How many bytes `allocate` gives out in all.
+        can_pin: Whether host memory can be registered.
+    """
+
+    name = "fake device"
+
+    def __init__(self, schedule=TRAINER_FIRST, *, memory=1 << 30, can_pin=True, can_hash=True):
+        self.schedule, self.left, self.can_pin, self.can_hash = schedule, memory, can_pin, can_hash
+        self.trainer = Stream()
+        self.lock = threading.RLock()
+        self.owned = []
+        self.pinned = {}
+        self.fetched = []
+        self.capturing = False
+        self.corrupt = False
+        self.fetch_error = None
+
+    # -- for tests -----------------------------------------------------------------------------------------------------
+
+    def own(self, tensor):
+        """Have a tensor of host memory lie on this device."""
+        self.owned.append(tensor.untyped_storage())
+        return tensor
+
+    def launch(self, task):
+        """Queue work of the trainer."""
+        self._queue(self.trainer, task)
+
+    def synchronize(self):
+        self.advance(self.trainer, len(self.trainer.queue))
+
+    @property
+    def fetched_bytes(self):
+        return sum(self.fetched)
+
+    # -- Accelerator ---------------------------------------------------------------------------------------------------
+
+    def owns(self, tensor):
+        try:
+            storage = tensor.untyped_storage()
+        except NotImplementedError:
+            return False
+        address = storage.data_ptr()
+        return bool(address) and any(address == one.data_ptr() for one in self.owned)
+
+    def allocate(self, length):
+        if length > self.left:
+            raise CapacityError(f"the fake device has no {length} bytes left", tier="device")
+        self.left -= length
+        return self.own(torch.full((max(length, 1),), 0xAB, dtype=torch.uint8)[:length])
+
+    def new_stream(self):
+        return Stream()
+
+    def current(self):
+        return self.trainer
+
+    def record(self, stream):
+        return Event(self, stream, len(stream.queue))
+
+    def wait(self, stream, event):
+        self._queue(stream, event.synchronize)
+
+    def copy(self, targets, sources):
+        for target, source in zip(targets, sources, strict=True):
+            self._queue(self.trainer, lambda target=target, source=source: target.copy_(source))
+
+    def fetch(self, stream, target, source):
+        if self.fetch_error is not None:
+            raise self.fetch_error
+        assert target.numel() == source.numel()
+        self.fetched.append(target.numel())
+        self._queue(stream, lambda: self._fetch(target, source))
+
+    def _fetch(self, target, source):
+        target.copy_(source)
+        if self.corrupt:
+            target[0] ^= 1
+
+    def touch(self, stream):
+        self._queue(stream, lambda: None)
+
+    def hash(self, stream, addresses, lengths):
+        self.advance(stream, len(stream.queue))
+        blocks = zip(addresses.tolist(), lengths.tolist(), strict=True)
+        return b"".join(xxhash.xxh3_128_digest(_memory(address, length)) for address, length in blocks)
+
+    def is_capturing(self):
+        return self.capturing
+
+    def is_pinned(self, memory):
+        return memory.data_ptr() in self.pinned
+
+    def pin(self, memory):
+        if not self.can_pin:
+            raise StoreError("the fake driver refuses", tier="device")
+        assert memory.data_ptr() not in self.pinned, "registered twice"
+        self.pinned[memory.data_ptr()] = memory.numel()
+
+    def unpin(self, memory):
+        del self.pinned[memory.data_ptr()]
+
+    # -- streams -------------------------------------------------------------------------------------------------------
+
+    def _queue(self, stream, task):
+        with self.lock:
+            stream.queue.append(task)
+            if (stream is self.trainer) == (self.schedule == TRAINER_FIRST):
+                self.advance(stream, len(stream.queue))
+
+    def advance(self, stream, to):
+        with self.lock:
+            while stream.done < to:
+                task = stream.queue[stream.done]
+                stream.queue[stream.done] = None
+                stream.done += 1
+                task()
+
+
+def _memory(address, length):
+    import ctypes
+
+    return np.ctypeslib.as_array((ctypes.c_uint8 * length).from_address(address)) if length else b""

@@ -1,0 +1,200 @@
+"""How one writer's tensors leave the GPU: the mode that the user asked for, the device tier, and the memory they go to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tierfs.device.accelerator import Accelerator, accelerator_of
+from tierfs.device.drain import Gate, drain_of
+from tierfs.device.tier import DeviceTier
+from tierfs.device.transfer import Host, Mode, Transfer
+from tierfs.digest import DigestKind
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.store import Store
+from tierfs.units import parse_size
+
+__all__ = ["STAGES", "GpuStaging", "by_accelerator"]
+
+STAGES = ("auto", "device", "lazy", "ram", "all")
+_logger = logging.getLogger("tierfs.dcp")
+
+
+class GpuStaging:
+    """See the module. Safe for use by many threads.
+
+    Args:
+        stage: One of `STAGES`, as for `TierWriter`.
+        device: Budget of GPU memory; ``None`` for what the store's options say.
+
+    Raises:
+        InvalidInputError: An argument is no good.
+    """
+
+    def __init__(self, stage: str, device: str | int | None) -> None:
+        if stage not in STAGES:
+            raise InvalidInputError(f"stage={stage!r}: it is one of {', '.join(map(repr, STAGES))}")
+        self._stage = stage
+        self._budget = None if device is None else parse_size(device)
+        self._lock = threading.Lock()
+        self._tiers: dict[int, DeviceTier] = {}
+        self._accelerators: list[Accelerator] = []
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._skipped_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"GpuStaging({self._stage!r}, {list(self._tiers.values())!r})"
+
+    @property
+    def gates(self) -> list[Gate]:
+        """The gates of the drains in use."""
+        return [drain_of(accelerator).gate for accelerator in self._accelerators]
+
+    def check(self, store: Store, has_gpu: bool) -> None:
+        """See that what was asked for can be had for a state that lies on a GPU, or on none.
+
+        Raises:
+            InvalidInputError: ``stage="device"`` without a budget, or without a tensor on a GPU.
+        """
+        budget = self._budget_of(store)
+        if self._stage == "device" and not budget:
+            raise InvalidInputError(
+                "stage='device' needs a budget of GPU memory: give TierWriter(..., device='8GiB') or set TIERFS_DEVICE"
+            )
+        if self._stage in {"device", "lazy"} and not has_gpu:
+            raise InvalidInputError(
+                f"stage={self._stage!r}, and no tensor of the state lies on a GPU that tierfs knows (CUDA): give stage='auto', which "
+                "copies to host memory then"
+            )
+        if budget and not has_gpu:
+            _fall_back(store)("no_gpu", "a device tier was granted, and no tensor lies on a GPU: states go to the ram tier")
+
+    def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
+        """For tensors of one GPU that go to one file.
+
+        Args:
+            accelerator: The GPU.
+            store: Where the file is to be saved.
+            pin: Registers the file's memory.
+            at_once: Whether the bytes are needed when `Transfer.begin` returns.
+        """
+        budget = self._budget_of(store)
+        mode, tier = Mode.RAM, None
+        if not at_once and self._stage == "lazy":
+            mode = Mode.LAZY
+        elif not at_once and budget and self._stage in {"auto", "all", "device"}:
+            mode, tier = Mode.DEVICE, self._tier(accelerator, budget)
+        with self._lock:
+            if accelerator not in self._accelerators:
+                self._accelerators.append(accelerator)
+        host = Host(pin, _filler(store), _fall_back(store))
+        found = Transfer(mode, accelerator, drain_of(accelerator), tier, host)
+        self._transfers.add(found)
+        return found
+
+    def fence(self) -> None:
+        """See `Transfer.fence`, of every transfer under way."""
+        for transfer in list(self._transfers):
+            transfer.fence()
+
+    def note_skipped(self, count: int) -> None:
+        """Count bytes that did not cross the link."""
+        with self._lock:
+            self._skipped_bytes += count
+
+    def status(self, store: Store) -> dict[str, Any] | None:
+        """What `tierfs status` shows of the device tier; ``None`` where no GPU is in use and no budget is given."""
+        budget = self._budget_of(store)
+        if not budget and not self._accelerators:
+            return None
+        report: dict[str, Any] = {
+            "gives": "none",
+            "budget_bytes": budget,
+            "used_bytes": 0,
+            "generations": 0,
+            "snapshots": 0,
+            "newest_age_s": None,
+        }
+        for tier in list(self._tiers.values()):
+            report |= tier.status()
+        drains = [drain_of(accelerator) for accelerator in self._accelerators]
+        moved_s = sum(drain.moved_s for drain in drains)
+        report["drained_bytes"] = sum(drain.moved_bytes for drain in drains)
+        report["drain_bytes_per_s"] = round(report["drained_bytes"] / moved_s) if moved_s else 0
+        report["skipped_bytes"] = self._skipped_bytes
+        report["registered_bytes"] = sum(drain.pins.registered_bytes for drain in drains)
+        report["unpinned"] = sum(drain.pins.failed for drain in drains)
+        return report
+
+    def _budget_of(self, store: Store) -> int:
+        return store.device_bytes if self._budget is None else self._budget
+
+    def _tier(self, accelerator: Accelerator, budget: int) -> DeviceTier:
+        with self._lock:
+            found = self._tiers.get(id(accelerator))
+            if found is None:
+                found = self._tiers[id(accelerator)] = DeviceTier(budget, accelerator)
+            return found
+
+
+def by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping[int, tuple[Accelerator, list[int]]]]:
+    """Which tensors (their numbers) lie in host memory, and which on which GPU."""
+    host: list[int] = []
+    devices: dict[int, tuple[Accelerator, list[int]]] = {}
+    for number, tensor in enumerate(tensors):
+        accelerator = accelerator_of(tensor) if tensor.numel() else None
+        if accelerator is None:
+            host.append(number)
+        else:
+            devices.setdefault(id(accelerator), (accelerator, []))[1].append(number)
+    return host, devices
+
+
+def pin_segments(accelerator: Accelerator, segments: Iterable[Any], store: Store) -> None:
+    """Register the segments in which a file lies. Within a turn of the GPU's drain."""
+    pins = drain_of(accelerator).pins
+    for segment in segments:
+        pins.add(segment.id, segment.whole, _use_of(segment), _fall_back(store))
+
+
+def _use_of(segment: Any) -> Callable[[], bool]:
+    reference = weakref.ref(segment)
+
+    def is_used() -> bool:
+        found = reference()
+        return found is not None and found.owned and not found.retired
+
+    return is_used
+
+
+def _filler(store: Store) -> Callable[[bytes, memoryview], bool] | None:
+    """Copies a chunk that the ram tier holds. Whether the bytes were right is checked when they are sealed."""
+    tiers = store.tiers
+    if tiers is None or store.descriptor.digest_kind is not DigestKind.XXH3_128:
+        return None
+    ram = tiers.ram
+
+    def fill(name: bytes, place: memoryview) -> bool:
+        slot = ram.find(bytes((DigestKind.XXH3_128,)) + name)
+        if slot is None or slot.length != len(place):
+            return False
+        with contextlib.suppress(TierfsError, OSError):  # the caller copies it from the GPU then
+            slot.segment.read(slot, 0, place)
+            return slot.segment.is_still(slot)
+        return False
+
+    return fill
+
+
+def _fall_back(store: Store) -> Callable[[str, str], None]:
+    tiers = store.tiers
+    if tiers is None:
+        return lambda _, text: _logger.warning("%s", text)
+    counters = tiers.counters
+    return lambda what, text: counters.fall_back(what, "%s", text)

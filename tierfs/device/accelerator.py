@@ -1,0 +1,245 @@
+"""The few operations that tierfs asks of a GPU, as a protocol, and CUDA's implementation of it by torch.
+
+Everything else in `tierfs.device` is written against `Accelerator`, so that tests run it on host memory with streams that
+finish as late, or as early, as the contract allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from tierfs.device.digests import hash_blocks
+from tierfs.errors import CapacityError, StoreError
+
+__all__ = ["Accelerator", "CudaAccelerator", "Event", "accelerator_of", "register_accelerator"]
+
+
+LARGE_BYTES = 1 << 20
+"""Tensors of so many bytes are copied on the device one by one."""
+# What torch copies bit for bit in fused launches.
+_FUSED = frozenset({torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64})
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def synchronize(self) -> None:
+        """Block this thread until the work before the point is done."""
+
+
+class Accelerator(Protocol):
+    """One GPU. Safe for use by many threads.
+
+    Streams are opaque: they come from `current` and `new_stream` and go back into the other methods. All copies are
+    asynchronous: the caller keeps both tensors alive, and unchanged where that matters, until an event recorded behind
+    the copy has been synchronized.
+
+    Attributes:
+        name: The card's name, for people.
+        can_hash: Whether `hash` works: CuPy is installed.
+    """
+
+    name: str
+    can_hash: bool
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in this GPU's memory."""
+
+    def allocate(self, length: int) -> torch.Tensor:
+        """Take device memory from torch's allocator: uint8, one dimension, uninitialised.
+
+        Raises:
+            CapacityError: The GPU has not so much memory left.
+        """
+
+    def new_stream(self) -> Any:
+        """A stream beside the current one."""
+
+    def current(self) -> Any:
+        """The stream on which this thread's operations are queued."""
+
+    def record(self, stream: Any) -> Event:
+        """Mark the point in a stream behind everything queued so far."""
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Queue a wait: work queued on ``stream`` from now on starts after ``event``."""
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queue copies on the current stream, device to device, of tensors of equal dtype and shape."""
+
+    def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy of bytes from the device to the host: both uint8 of one dimension. Pageable targets may block."""
+
+    def touch(self, stream: Any) -> None:
+        """Queue a tiny kernel: copy engines let other streams' copies in between two copies only where a kernel lies."""
+
+    def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
+        """Hash blocks behind the work on a stream, and wait for the digests: 16 bytes each, in order.
+
+        Args:
+            stream: Behind whose work.
+            addresses: uint64, of each block in device memory.
+            lengths: uint32, in bytes.
+        """
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """Whether host memory is page-locked for the device."""
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Page-lock host memory: uint8, one dimension. At most 64 GiB a call.
+
+        Raises:
+            StoreError: The driver refuses.
+        """
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """Undo `pin`, before the memory is unmapped."""
+
+
+class CudaAccelerator:
+    """One CUDA device by torch, and by CuPy for the kernels. See `Accelerator`.
+
+    Args:
+        index: Of the device.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.device = torch.device("cuda", index)
+        self.name = str(torch.cuda.get_device_name(index))
+        self.can_hash = _has_cupy()
+        self._touched: torch.Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"CudaAccelerator({self.device.index}, {self.name!r})"
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """See `Accelerator.owns`."""
+        return bool(tensor.is_cuda and tensor.device.index == self.device.index)
+
+    def allocate(self, length: int) -> torch.Tensor:
+        """See `Accelerator.allocate`."""
+        try:
+            return torch.empty(length, dtype=torch.uint8, device=self.device)
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            raise CapacityError(
+                f"{self.name} has no {length} bytes left for the device tier ({free} of {total} bytes are free)",
+                tier="device",
+            ) from error
+
+    def new_stream(self) -> Any:
+        """See `Accelerator.new_stream`."""
+        return torch.cuda.Stream(self.device)
+
+    def current(self) -> Any:
+        """See `Accelerator.current`."""
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: Any) -> Event:
+        """See `Accelerator.record`."""
+        event: Event = torch.cuda.Event(blocking=True)
+        event.record(stream)  # type: ignore[attr-defined]
+        return event
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """See `Accelerator.wait`."""
+        stream.wait_event(event)
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """See `Accelerator.copy`. Small tensors go by a few fused launches for each dtype, large ones by the driver's copy."""
+        fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, source in zip(targets, sources, strict=True):
+            if not source.is_contiguous() or source.is_conj() or source.is_neg() or target.nbytes >= LARGE_BYTES:
+                target.copy_(source, non_blocking=True)
+                continue
+            dtype = source.dtype
+            if dtype in _FUSED:
+                pair = target, source
+            else:
+                dtype, pair = torch.uint8, (target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8))
+            to, begin = fused.setdefault(dtype, ([], []))
+            to.append(pair[0])
+            begin.append(pair[1])
+        for to, begin in fused.values():
+            torch._foreach_copy_(to, begin)
+
+    def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Accelerator.fetch`."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def touch(self, stream: Any) -> None:
+        """See `Accelerator.touch`."""
+        with torch.cuda.stream(stream):
+            if self._touched is None:
+                self._touched = torch.zeros(1, device=self.device)
+            self._touched.add_(1)
+
+    def hash(self, stream: Any, addresses: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> bytes:
+        """See `Accelerator.hash`."""
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            return bytes(hash_blocks(addresses, lengths, self.device).cpu().numpy().tobytes())
+
+    def is_capturing(self) -> bool:
+        """See `Accelerator.is_capturing`."""
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def is_pinned(self, memory: torch.Tensor) -> bool:
+        """See `Accelerator.is_pinned`."""
+        return bool(memory.is_pinned())
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """See `Accelerator.pin`."""
+        try:
+            with torch.cuda.device(self.device):
+                code = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+        except RuntimeError as error:
+            raise StoreError(f"cudaHostRegister failed: {error}", tier="device") from error
+        if int(code):
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.cudart().cudaGetErrorString(code)
+            raise StoreError(f"cudaHostRegister failed with error {int(code)}", tier="device")
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        """See `Accelerator.unpin`."""
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _has_cupy() -> bool:
+    try:
+        import cupy  # noqa: F401, PLC0415 - slow to import, and only GPU work needs it
+    except ImportError:
+        return False
+    return True
+
+
+_known: list[Accelerator] = []
+_lock = threading.Lock()
+
+
+def register_accelerator(accelerator: Accelerator) -> None:
+    """Have `accelerator_of` find another kind of device from now on."""
+    with _lock:
+        _known.append(accelerator)
+
+
+def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
+    """The device on which a tensor lies; ``None`` for host memory, and for devices that tierfs has no support for."""
+    for accelerator in _known:
+        if accelerator.owns(tensor):
+            return accelerator
+    if not tensor.is_cuda:
+        return None
+    found = CudaAccelerator(tensor.device.index)
+    register_accelerator(found)
+    return found

@@ -1,0 +1,109 @@
+"""CUDA kernels of tierfs: compiled on first use, launched on torch's streams.
+
+CuPy compiles the sources in ``kernels/`` with NVRTC and keeps the compiled code on disk. This module imports CuPy only
+where a kernel is asked for, so a machine without a GPU needs neither CuPy nor CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from tierfs.errors import InvalidInputError, StoreError
+
+__all__ = ["KERNELS", "Argument", "function", "launch"]
+
+KERNELS = Path(__file__).with_name("kernels")
+OPTIONS = ("-std=c++17",)
+
+Argument: TypeAlias = "torch.Tensor | np.generic"
+"""A tensor, passed as its address, or a numpy scalar of the parameter's own size."""
+
+_lock = threading.Lock()
+_functions: dict[tuple[Path, str, int], Any] = {}
+
+
+def function(name: str, file: str | os.PathLike[str]) -> Any:
+    """Return a kernel for the current device, compiled on first use in this process. Thread-safe.
+
+    Args:
+        name: The kernel, declared ``extern "C" __global__``.
+        file: A file of ``kernels/`` without its suffix, or a path that ends in ``.cu``.
+
+    Returns:
+        A ``cupy.RawKernel``; ``launch`` calls it.
+
+    Raises:
+        InvalidInputError: CuPy is not installed.
+        StoreError: The GPU's compiler or driver refuses the kernel.
+    """
+    path = Path(file) if os.fspath(file).endswith(".cu") else KERNELS / f"{os.fspath(file)}.cu"
+    key = (path, name, torch.cuda.current_device())
+    found = _functions.get(key)
+    if found is None:
+        with _lock:
+            found = _functions.get(key)
+            if found is None:
+                found = _functions[key] = _compile(name, path)
+    return found
+
+
+def launch(
+    kernel: Any,
+    grid: int,
+    block: int,
+    arguments: Sequence[Argument],
+    *,
+    device: torch.device | None = None,
+    shared_bytes: int = 0,
+) -> None:
+    """Launch ``kernel`` on torch's current stream of ``device``; returns before it has run.
+
+    The kernel's memory follows torch's rules: a tensor allocated on the current stream may be released right after the
+    launch, a tensor of another stream must stay until the kernel ends (``Tensor.record_stream``).
+
+    Args:
+        kernel: From ``function``, asked for while ``device`` was the current one.
+        grid: Thread blocks.
+        block: Threads in each.
+        arguments: One for each of the kernel's parameters. CuPy passes Python's numbers as 64 bits whatever the parameter
+            is, so they are not accepted: ``numpy.uint32(count)`` fits ``unsigned int``, ``numpy.uint64(address)`` fits a
+            pointer.
+        device: The current device by default.
+        shared_bytes: Dynamic shared memory of a thread block, at most 48 KiB.
+    """
+    import cupy  # noqa: PLC0415 - only GPU work needs the package
+
+    index = torch.cuda.current_device() if device is None or device.index is None else device.index
+    stream = torch.cuda.current_stream(index).cuda_stream
+    passed = tuple(_passed(argument) for argument in arguments)
+    with cupy.cuda.Device(index), cupy.cuda.ExternalStream(stream):
+        kernel((grid,), (block,), passed, shared_mem=shared_bytes)
+
+
+def _passed(argument: Argument) -> np.generic:
+    if isinstance(argument, torch.Tensor):
+        return np.uint64(argument.data_ptr())
+    assert isinstance(argument, np.generic), f"{argument!r} has no size of its own: pass a tensor or a numpy scalar"
+    return argument
+
+
+def _compile(name: str, path: Path) -> Any:
+    try:
+        import cupy  # noqa: PLC0415 - only GPU work needs the package
+    except ImportError as error:
+        raise InvalidInputError(
+            "GPU kernels need CuPy, which is missing or does not load: pip install 'tierfs[gpu]'"
+        ) from error
+    try:
+        with cupy.cuda.Device(torch.cuda.current_device()):
+            return cupy.RawModule(code=path.read_text(), options=OPTIONS).get_function(name)
+    except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+        # CuPy's errors of the driver and of NVRTC are RuntimeErrors; its cache on disk raises OSErrors.
+        raise StoreError(f"the GPU's compiler refused kernel {name} of {path}: {error}") from error

@@ -1,0 +1,98 @@
+"""Page-locked host memory: each region of this process is registered with the GPU once, and released before it is unmapped.
+
+Copies between the GPU and pageable memory run at a fraction of the link's speed and block the calling thread. Registration
+takes about a second per 10 GB, so regions stay registered from save to save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from tierfs.device.accelerator import Accelerator
+from tierfs.errors import TierfsError
+
+__all__ = ["Pins"]
+
+PIN_BYTES_MAX = 64 << 30
+"""Registrations of more than this in one call fail on some drivers."""
+
+
+class _Region(NamedTuple):
+    memory: torch.Tensor | None  # None: it is pageable, or somebody else registered it
+    is_used: Callable[[], bool]
+
+
+class Pins:
+    """The registered regions of one process and GPU. For one thread at a time, while no copy to them is under way.
+
+    A registration keeps the region mapped until `sweep` finds that nobody uses it any more.
+
+    Args:
+        accelerator: The GPU.
+
+    Attributes:
+        failed: How many regions could not be registered, and are used as pageable memory.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._regions: dict[str, _Region] = {}
+        self.failed = 0
+
+    def __repr__(self) -> str:
+        return f"Pins({self.registered_bytes} bytes, failed={self.failed})"
+
+    @property
+    def registered_bytes(self) -> int:
+        """How many bytes are registered."""
+        return sum(region.memory.numel() for region in list(self._regions.values()) if region.memory is not None)
+
+    def add(
+        self, key: str, memory: Callable[[], memoryview], is_used: Callable[[], bool], fall_back: Callable[[str, str], None]
+    ) -> None:
+        """Register a region unless that was done, or refused, before.
+
+        Args:
+            key: Names the region; never used again for another one.
+            memory: Gives all of it, writable. The registration keeps it.
+            is_used: Whether anybody still writes there.
+            fall_back: Called with a name and a message where the region cannot be registered.
+        """
+        if key in self._regions:
+            return
+        whole = torch.frombuffer(memory(), dtype=torch.uint8)
+        pinned: torch.Tensor | None = None
+        try:
+            if not self._accelerator.is_pinned(whole):
+                self._pin(whole)
+                pinned = whole
+        except (TierfsError, RuntimeError) as error:
+            self.failed += 1
+            fall_back(
+                "unpinned",
+                "host memory cannot be registered with the GPU, so copies to it are slow and block their thread: "
+                f"{error}; raise the limit on locked memory (ulimit -l)",
+            )
+        self._regions[key] = _Region(pinned, is_used)
+
+    def sweep(self) -> None:
+        """Release the regions that nobody uses any more."""
+        for key in [key for key, region in self._regions.items() if not region.is_used()]:
+            region = self._regions.pop(key)
+            if region.memory is not None:
+                for piece in region.memory.split(PIN_BYTES_MAX):
+                    self._accelerator.unpin(piece)
+
+    def _pin(self, whole: torch.Tensor) -> None:
+        done: list[torch.Tensor] = []
+        try:
+            for piece in whole.split(PIN_BYTES_MAX):
+                self._accelerator.pin(piece)
+                done.append(piece)
+        except BaseException:
+            for piece in done:
+                self._accelerator.unpin(piece)
+            raise
