@@ -117,6 +117,12 @@ class FakeDevice:
         if self.corrupt:
             target[0] ^= 1
 
+    def send(self, target, source):
+        self._queue(self.trainer, lambda: target.copy_(source))
+
+    def host_memory(self, length):
+        return torch.full((length,), 0xCD, dtype=torch.uint8)
+
     def touch(self, stream):
         self._queue(stream, lambda: None)
 

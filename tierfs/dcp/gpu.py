@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tierfs.device.accelerator import Accelerator, accelerator_of
+from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier
 from tierfs.device.transfer import Host, Mode, Transfer
@@ -46,6 +46,9 @@ class GpuStaging:
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._snapshots: weakref.WeakKeyDictionary[
+            object, Sequence[tuple[Transfer, dict[Any, torch.Tensor]]]
+        ] = weakref.WeakKeyDictionary()
         self._skipped_bytes = 0
 
     def __repr__(self) -> str:
@@ -56,24 +59,26 @@ class GpuStaging:
         """The gates of the drains in use."""
         return [drain_of(accelerator).gate for accelerator in self._accelerators]
 
-    def check(self, store: Store, has_gpu: bool) -> None:
-        """See that what was asked for can be had for a state that lies on a GPU, or on none.
+    def check(self, store: Store, *, has_gpu: bool) -> None:
+        """See that what was asked for can be had. A state without a tensor on a GPU goes to the ram tier, which is said once.
 
         Raises:
-            InvalidInputError: ``stage="device"`` without a budget, or without a tensor on a GPU.
+            InvalidInputError: ``stage="device"`` without a budget; that or ``stage="lazy"`` on a machine without a GPU.
         """
         budget = self._budget_of(store)
         if self._stage == "device" and not budget:
             raise InvalidInputError(
                 "stage='device' needs a budget of GPU memory: give TierWriter(..., device='8GiB') or set TIERFS_DEVICE"
             )
-        if self._stage in {"device", "lazy"} and not has_gpu:
+        if has_gpu:
+            return
+        if self._stage in {"device", "lazy"} and not has_accelerator():
             raise InvalidInputError(
-                f"stage={self._stage!r}, and no tensor of the state lies on a GPU that tierfs knows (CUDA): give stage='auto', which "
-                "copies to host memory then"
+                f"stage={self._stage!r} needs a GPU, and torch finds none here (torch.cuda.is_available() is False): give "
+                "stage='auto', which copies to host memory then"
             )
-        if budget and not has_gpu:
-            _fall_back(store)("no_gpu", "a device tier was granted, and no tensor lies on a GPU: states go to the ram tier")
+        if self._stage in {"device", "lazy"} or budget:
+            _fall_back(store)("no_gpu", "no tensor of the state lies on a GPU: it is copied to the ram tier")
 
     def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
         """For tensors of one GPU that go to one file.
@@ -102,6 +107,19 @@ class GpuStaging:
         """See `Transfer.fence`, of every transfer under way."""
         for transfer in list(self._transfers):
             transfer.fence()
+
+    def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, torch.Tensor]]]) -> None:
+        """Remember where a save's items lie in the device tier, until it is known whether the save is published."""
+        if snapshots:
+            with self._lock:
+                self._snapshots[save] = snapshots
+
+    def publish(self, save: object, save_id: str) -> None:
+        """Note that a save was published: from now on it can be rolled back to."""
+        with self._lock:
+            snapshots = self._snapshots.pop(save, ())
+        for transfer, items in snapshots:
+            transfer.publish(save_id, items)
 
     def note_skipped(self, count: int) -> None:
         """Count bytes that did not cross the link."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,8 @@ from tierfs.dcp.planner import object_loader
 from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of
 from tierfs.dcp.shards import FileRange, ShardFiles
 from tierfs.dcp.tensorbytes import writable_bytes
+from tierfs.device.accelerator import accelerator_of
+from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError
 
@@ -68,13 +70,13 @@ class _Part:
     dtype: torch.dtype | None = None
     target: Any = None
 
-    def put(self, source: memoryview) -> None:
+    def put(self, source: memoryview, uploads: Uploads | None = None) -> None:
         """Bring what was read elsewhere, from the first to the last byte, to where it belongs."""
         assert self.extent is not None
         assert self.dtype is not None
         strides = [stride // self.dtype.itemsize for stride in self.extent.strides]
         raw = torch.frombuffer(source, dtype=torch.uint8).view(self.dtype)
-        put_in(self.target, raw.as_strided(self.extent.lengths, strides))
+        put_in(self.target, raw.as_strided(self.extent.lengths, strides), uploads)
 
 
 class ItemReader:
@@ -93,8 +95,19 @@ class ItemReader:
         self._objects: list[tuple[Any, Place, bytearray]] = []
         self._waiting_bytes = 0
         self._destinations = Destinations()
+        self._uploads: Uploads | None = None
+        self._total_bytes = 0
 
-    def read(self, items: Iterable[tuple[Any, Saved]]) -> None:
+    def _uploads_to(self, target: torch.Tensor) -> Uploads | None:
+        """Buffers for a destination on a GPU; ``None`` for any other, and for a second GPU in one load."""
+        accelerator = accelerator_of(target)
+        if accelerator is None:
+            return None
+        if self._uploads is None:
+            self._uploads = Uploads(accelerator, self._total_bytes)
+        return self._uploads if self._uploads.accelerator is accelerator else None
+
+    def read(self, items: Sequence[tuple[Any, Saved]]) -> None:
         """Read items into their destinations.
 
         Args:
@@ -105,6 +118,7 @@ class ItemReader:
             InvalidInputError: A destination does not fit.
             TierfsError: It failed.
         """
+        self._total_bytes = sum(saved.place.length for _, saved in items)
         for item, saved in items:
             if saved.dtype is None:
                 self._add_object(item, saved.place)
@@ -167,6 +181,8 @@ class ItemReader:
         waiting = deque(self._parts)
         while waiting:
             self._read_some(waiting)
+        if self._uploads is not None:
+            self._uploads.finish()
         load = object_loader(self._planner)
         for item, place, content in self._objects:
             stream = io.BytesIO(content)
@@ -185,13 +201,23 @@ class ItemReader:
         """Read parts, and take them out, for as long as there are buffers."""
         ranges: list[FileRange] = []
         buffered: list[tuple[_Part, memoryview]] = []
-        room = memoryview(b"")
+        uploaded: list[tuple[_Part, memoryview]] = []
+        room = pinned = memoryview(b"")
         count = 0
         with contextlib.ExitStack() as lent:
             while waiting:
                 part = waiting[0]
                 out = part.straight
-                if out is None:
+                uploads = self._uploads_to(part.target) if out is None and part.extent is not None else None
+                if out is None and uploads is not None:
+                    if part.length > len(pinned):
+                        fresh = uploads.lend()
+                        if fresh is None:
+                            break
+                        pinned = fresh
+                    out, pinned = pinned[: part.length], pinned[-(-part.length // ALIGN) * ALIGN :]
+                    uploaded.append((part, out))
+                elif out is None:
                     if part.length > len(room):
                         if count == BUFFERS_MAX:
                             break
@@ -204,18 +230,26 @@ class ItemReader:
             self._files.read(ranges)
             for part, out in buffered:
                 part.put(out)
+            if self._uploads is not None:
+                for part, out in uploaded:
+                    part.put(out, self._uploads)
+                self._uploads.swap()
 
 
-def put_in(target: Any, source: Any) -> None:
+def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
     """Copy a tensor into another one of the same shape, converting the dtype.
 
     Args:
         target: Of any device, strides and dtype.
         source: On the CPU.
+        uploads: Where the source lies, if the copy to a GPU may be done later.
     """
     if target.dtype == source.dtype and source.dtype.itemsize == 1 and not target.is_quantized:
         # torch does not know how to copy some of the small ones; their bytes it does.
         target, source = target.view(torch.uint8), source.view(torch.uint8)
+    if uploads is not None:
+        uploads.put(target, source)
+        return
     with torch.no_grad():
         target.copy_(source)
 

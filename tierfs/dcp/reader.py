@@ -19,6 +19,7 @@ from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
 from tierfs.dcp.items import Saved
 from tierfs.dcp.metadatafile import CheckpointNote, Place
 from tierfs.dcp.planning import begin_planning, end_planning
+from tierfs.dcp.rollback import roll_back
 from tierfs.dcp.shards import ShardFiles
 from tierfs.dcp.stockdata import read_items
 from tierfs.errors import (
@@ -45,6 +46,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
     Nothing is opened before `read_metadata`. Every byte is verified. An error names tensor, shard file and tier.
 
     Attributes:
+        device_bytes: How much was copied from snapshots in the device tier so far.
         load_id: Random, another one after each `reset`; the metadata that it gives out names it, as those of torch's readers do.
 
     Args:
@@ -64,6 +66,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._metadata: Any = None
         self._note: CheckpointNote | None = None
         self._shared: str | None = None
+        self.device_bytes = 0
 
     def __repr__(self) -> str:
         return f"TierReader({self._address.url!r})"
@@ -195,6 +198,9 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         lengths = {} if self._note is None else self._note.files
         files = ShardFiles(store, directory, lengths)
         wanted = self._wanted(plan)
+        if self._note is not None:
+            wanted, count = roll_back(self._note.save_id, wanted, planner)
+            self.device_bytes += count
         files.open(saved.place.file for _, saved in wanted)
         read_items(files, wanted, planner)
         done: Future[None] = Future()

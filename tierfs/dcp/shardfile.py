@@ -138,6 +138,7 @@ class ShardFile:
     ) -> None:
         self.save = save
         self._gpu = gpu or GpuStaging("ram", None)
+        self._origin = store
         self._transfers: list[tuple[Transfer, list[_Run]]] = []
         self._store = store
         self._file: StagedFile | None = None
@@ -209,6 +210,7 @@ class ShardFile:
     def is_for(self, store: Store) -> bool:
         """Whether it is to be saved to this store. What another process staged for it is this one's from then on."""
         if self._store is None and self._borrowed is not None:
+            self._origin = store
             if self._borrowed.is_of(store):
                 self._begin_at(store)
             elif store.tiers is not None:
@@ -252,10 +254,12 @@ class ShardFile:
             InvalidInputError: A CUDA graph is being captured.
         """
         host, devices = by_accelerator([tensor for _, tensor in tensors])
+        if not at_once and tensors and self._origin is not None:
+            self._gpu.check(self._origin, has_gpu=bool(devices))
         if not devices:
             return self._add(tensors, None)
-        assert self._store is not None
-        store, views = self._store, dict[int, torch.Tensor]()
+        assert self._origin is not None
+        store, views = self._origin, dict[int, torch.Tensor]()
         for accelerator, numbers in devices.values():
             pin = partial(self._pin, accelerator)
             transfer = self._gpu.transfer(accelerator, store, pin, at_once=at_once)
@@ -425,6 +429,24 @@ class ShardFile:
             for number, placed in lies.items()
         }
         return len(head) + end, offsets
+
+    def snapshots(
+        self, items: Iterable[tuple[Any, torch.Tensor, Placed]]
+    ) -> list[tuple[Transfer, dict[Any, torch.Tensor]]]:
+        """Where items lie in the device tier: for each snapshot, by the item's key, the tensor in GPU memory."""
+        begins = {
+            id(run): (transfer, begin)
+            for transfer, runs in self._transfers
+            if transfer.generation is not None
+            for run, begin in zip(runs, transfer.offsets, strict=True)
+        }
+        found: dict[Transfer, dict[Any, torch.Tensor]] = {}
+        for key, tensor, placed in items:
+            transfer, begin = begins.get(id(placed.run), (None, 0))
+            if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
+                views = found.setdefault(transfer, {})
+                views[key] = transfer.generation.view(begin + placed.at, tensor.dtype, tensor.shape)
+        return list(found.items())
 
     def _check_arrived(self) -> None:
         """See that the bytes that were hashed on a GPU are those that were sealed here.

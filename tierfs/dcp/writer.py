@@ -29,6 +29,7 @@ from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
+from tierfs.dcp.rollback import key_of
 from tierfs.dcp.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
 from tierfs.dcp.shardfile import Placed, ShardFile, check_is_held, find_staged, is_private
 from tierfs.dcp.stagedstate import UnstagedState
@@ -362,6 +363,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if url is not None:
             self._address = save.address = self._address.at(url)
         self._saves.end(save)
+        if save.mark is not None:
+            self._gpu.publish(save, save.mark.save_id)
 
     def handed_over(self) -> Save:
         """See `tierfs.dcp.saves.Saver`."""
@@ -457,7 +460,14 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             _say_waves(store, error)
             length, begins = stream(store, path, [_part(*item) for item in items], note=note)
             return length, begins, [_length(data) for _, data in items]
+        items_placed = zip(items, placed, strict=True)
+        snapshots = file.snapshots(
+            (key_of(item.index), data, where)
+            for (item, data), where in items_placed
+            if item.type is not WriteItemType.BYTE_IO
+        )
         length, offsets = file.commit(path, placed, note=note)
+        self._gpu.keep(self._saves.go_on(), snapshots)
         return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
 
     def _place(self, store: Store, items: Sequence[tuple[WriteItem, Any]]) -> tuple[ShardFile, list[Placed]]:

@@ -17,7 +17,7 @@ import torch
 from tierfs.device.digests import hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
-__all__ = ["Accelerator", "CudaAccelerator", "Event", "accelerator_of", "register_accelerator"]
+__all__ = ["Accelerator", "CudaAccelerator", "Event", "accelerator_of", "has_accelerator", "register_accelerator"]
 
 
 LARGE_BYTES = 1 << 20
@@ -75,6 +75,12 @@ class Accelerator(Protocol):
 
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of bytes from the device to the host: both uint8 of one dimension. Pageable targets may block."""
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy from the host to the device on the current stream, of tensors of one shape."""
+
+    def host_memory(self, length: int) -> torch.Tensor:
+        """Page-locked host memory, uint8 of one dimension; pageable where the driver refuses."""
 
     def touch(self, stream: Any) -> None:
         """Queue a tiny kernel: copy engines let other streams' copies in between two copies only where a kernel lies."""
@@ -177,6 +183,17 @@ class CudaAccelerator:
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See `Accelerator.send`."""
+        target.copy_(source, non_blocking=True)
+
+    def host_memory(self, length: int) -> torch.Tensor:
+        """See `Accelerator.host_memory`."""
+        try:
+            return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError:
+            return torch.empty(length, dtype=torch.uint8)
+
     def touch(self, stream: Any) -> None:
         """See `Accelerator.touch`."""
         with torch.cuda.stream(stream):
@@ -243,3 +260,8 @@ def accelerator_of(tensor: torch.Tensor) -> Accelerator | None:
     found = CudaAccelerator(tensor.device.index)
     register_accelerator(found)
     return found
+
+
+def has_accelerator() -> bool:
+    """Whether this process can use a GPU."""
+    return bool(_known) or bool(torch.cuda.is_available())

@@ -90,8 +90,9 @@ def launch(
 def _passed(argument: Argument) -> np.generic:
     if isinstance(argument, torch.Tensor):
         return np.uint64(argument.data_ptr())
-    assert isinstance(argument, np.generic), f"{argument!r} has no size of its own: pass a tensor or a numpy scalar"
-    return argument
+    scalar: np.generic = argument
+    assert isinstance(scalar, np.generic), f"{scalar!r} has no size of its own: pass a tensor or a numpy scalar"
+    return scalar
 
 
 def _compile(name: str, path: Path) -> Any:

@@ -139,7 +139,7 @@ def table_of(blocks: Sequence[PlaneBlock]) -> NDArray[Any]:
 
 def parts_of(blocks: Sequence[PlaneBlock]) -> int:
     """Into how many parts each block is cut: CUDA blocks of `THREADS` threads, as many as the longest block keeps busy."""
-    longest = max(block.raw.numel() for block in blocks)
+    longest: int = max(block.raw.numel() for block in blocks)
     return max(1, -(-longest // _PART_BYTES))
 
 

@@ -87,6 +87,7 @@ class Transfer:
     Attributes:
         mode: What it came to: ``ram`` where the device tier has no room.
         generation: Where the snapshot lies, in `Mode.DEVICE`.
+        offsets: Of each region, where it begins in the generation.
         digests: Of each region, the digest of each of its chunks, as of before the bytes left the device; empty without CuPy.
         skipped_bytes: How many bytes did not cross the link, because the host had equal chunks.
     """
@@ -94,6 +95,7 @@ class Transfer:
     def __init__(self, mode: Mode, accelerator: Accelerator, drain: Drain, tier: DeviceTier | None, host: Host) -> None:
         self.mode = mode
         self.generation: Generation | None = None
+        self.offsets: list[int] = []
         self.digests: list[list[bytes]] = []
         self.skipped_bytes = 0
         self._accelerator = accelerator
@@ -133,6 +135,7 @@ class Transfer:
         for region, is_gathered in zip(regions, gathered, strict=True):
             offsets.append(total)
             total += -(-region.length // ALIGN_BYTES) * ALIGN_BYTES if is_gathered else 0
+        self.offsets = offsets
         memory = self._take(total)
         if memory is None and self.mode is Mode.DEVICE:
             self.mode = Mode.RAM
@@ -235,8 +238,12 @@ class Transfer:
         """Give up: when this returns, nothing is written to the host memory any more."""
         self._stop.set()
         self._hurry.set()
-        self._drain.gate.nudge()
         self._done.wait()
+
+    def publish(self, save_id: str, items: dict[Any, torch.Tensor]) -> None:
+        """See `DeviceTier.publish`."""
+        if self._tier is not None:
+            self._tier.publish(self, save_id, items)
 
     def discard(self) -> None:
         """Give up what was captured and not begun."""

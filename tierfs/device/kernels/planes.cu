@@ -413,17 +413,44 @@ __device__ __forceinline__ void load_element(const u8* at, u32* group) {
     }
 }
 
-// Split or join the elements before `head` and those from `end` on, one at a time, whatever the alignment.
 template <int W, int T, bool IS_SPLIT>
-__device__ void take_elements(const Block& block, u32 head, u32 end) {
+__device__ __forceinline__ void convert(u32* group, const u32* base) {
+    if constexpr (IS_SPLIT) {
+        change<W, T>(group, base);
+    } else {
+        restore<W, T>(group, base);
+    }
+}
+
+// `change` or `restore`, chosen where the kernel runs: as a template, the general path would take long to compile.
+template <int W, bool IS_SPLIT>
+__device__ __forceinline__ void convert_as(int transform, u32* group, const u32* base) {
+    if (W > 1 && transform == SIGN_LAST) {
+        convert<W, SIGN_LAST, IS_SPLIT>(group, base);
+    } else if (W > 2 && transform == DIFFERENCE_UPPER) {
+        convert<W, DIFFERENCE_UPPER, IS_SPLIT>(group, base);
+    } else if (transform != COPY) {
+        convert<W, DIFFERENCE, IS_SPLIT>(group, base);
+    }
+}
+
+// The elements from `begin` up to `end`, which units hold.
+struct Range {
+    u32 begin;
+    u32 end;
+};
+
+// Split or join the elements outside of a range, one at a time, whatever the alignment.
+template <int W, bool IS_SPLIT>
+__device__ __forceinline__ void take_elements(const Block& block, Range done, int transform) {
     constexpr int U = ELEMENTS_IN_FLIGHT;
-    const u32 stride = block.threads, left = head + block.count - end;
+    const u32 stride = block.threads, left = done.begin + block.count - done.end;
     for (u32 first = block.thread; first < left; first += U * stride) {
         u32 groups[U][GROUP<W>] = {}, bases[U][GROUP<W>] = {};
 #pragma unroll
         for (int u = 0; u < U; u++) {
             const u32 index = first + u * stride;
-            const u32 element = index < head ? index : index - head + end;
+            const u32 element = index < done.begin ? index : index - done.begin + done.end;
             if (index < left) {
                 if constexpr (IS_SPLIT) {
                     load_element<W>(block.raw + element * W, groups[u]);
@@ -434,7 +461,7 @@ __device__ void take_elements(const Block& block, u32 head, u32 end) {
                         groups[u][byte / 4] |= value << 8 * (byte % 4);
                     }
                 }
-                if constexpr (T >= DIFFERENCE) {
+                if (transform >= DIFFERENCE) {
                     load_element<W>(block.base + element * W, bases[u]);
                 }
             }
@@ -442,13 +469,9 @@ __device__ void take_elements(const Block& block, u32 head, u32 end) {
 #pragma unroll
         for (int u = 0; u < U; u++) {
             const u32 index = first + u * stride;
-            const u32 element = index < head ? index : index - head + end;
+            const u32 element = index < done.begin ? index : index - done.begin + done.end;
             if (index < left) {
-                if constexpr (IS_SPLIT) {
-                    change<W, T>(groups[u], bases[u]);
-                } else {
-                    restore<W, T>(groups[u], bases[u]);
-                }
+                convert_as<W, IS_SPLIT>(transform, groups[u], bases[u]);
 #pragma unroll
                 for (int byte = 0; byte < W; byte++) {
                     const u8 value = static_cast<u8>(byte_of<W>(groups[u], byte));
@@ -471,7 +494,7 @@ __device__ __forceinline__ u64 plane_bits(const Block& block, u32 element) {
 }
 
 template <int W, int T>
-__device__ void split_block(const Block& block) {
+__device__ Range split_block(const Block& block) {
     constexpr int N = Unit<W>::WORDS;
     const bool has_units = is_aligned<Unit<W>::QUADS>(plane_bits<W>(block, 0));
     const u32 units = has_units ? block.count / Unit<W>::ELEMENTS : 0;
@@ -481,11 +504,11 @@ __device__ void split_block(const Block& block) {
     } else {
         split_units<W, T, false>(block, units);
     }
-    take_elements<W, T, true>(block, 0, units * Unit<W>::ELEMENTS);
+    return {0, units * Unit<W>::ELEMENTS};
 }
 
 template <int W, int T>
-__device__ void join_block(const Block& block) {
+__device__ Range join_block(const Block& block) {
     constexpr int N = Unit<W>::WORDS, K = Unit<W>::QUADS;
     // The elements before the first one that is aligned for vectors. There is none where elements straddle these.
     const u32 before = static_cast<u32>((0 - bits_of(block.raw)) & (VECTOR<N> - 1));
@@ -498,15 +521,15 @@ __device__ void join_block(const Block& block) {
     } else {
         join_units<W, T, false>(block, head, units);
     }
-    take_elements<W, T, false>(block, units ? head : 0, units ? head + units * Unit<W>::ELEMENTS : 0);
+    return {units ? head : 0, units ? head + units * Unit<W>::ELEMENTS : 0};
 }
 
 template <int W, int T, bool IS_SPLIT>
-__device__ __forceinline__ void take_block(const Block& block) {
+__device__ __forceinline__ Range take_block(const Block& block) {
     if constexpr (IS_SPLIT) {
-        split_block<W, T>(block);
+        return split_block<W, T>(block);
     } else {
-        join_block<W, T>(block);
+        return join_block<W, T>(block);
     }
 }
 
@@ -521,17 +544,22 @@ __device__ __forceinline__ void take_row(const Row& row, u32 part, u32 parts) {
         part * blockDim.x + threadIdx.x,
         parts * blockDim.x,
     };
-    if (row.base == 0) {
-        if (W > 1 && row.order == ORDER_SIGN_LAST) {
-            take_block<W, W == 1 ? COPY : SIGN_LAST, IS_SPLIT>(block);
-        } else {
-            take_block<W, COPY, IS_SPLIT>(block);
-        }
+    Range done;
+    int transform;
+    if (row.base == 0 && W > 1 && row.order == ORDER_SIGN_LAST) {
+        transform = SIGN_LAST;
+        done = take_block<W, W == 1 ? COPY : SIGN_LAST, IS_SPLIT>(block);
+    } else if (row.base == 0) {
+        transform = COPY;
+        done = take_block<W, COPY, IS_SPLIT>(block);
     } else if (W > 2 && row.order == ORDER_ZIGZAG) {
-        take_block<W, W <= 2 ? DIFFERENCE : DIFFERENCE_UPPER, IS_SPLIT>(block);
+        transform = DIFFERENCE_UPPER;
+        done = take_block<W, W <= 2 ? DIFFERENCE : DIFFERENCE_UPPER, IS_SPLIT>(block);
     } else {
-        take_block<W, DIFFERENCE, IS_SPLIT>(block);
+        transform = DIFFERENCE;
+        done = take_block<W, DIFFERENCE, IS_SPLIT>(block);
     }
+    take_elements<W, IS_SPLIT>(block, done, transform);
 }
 
 template <bool IS_SPLIT>

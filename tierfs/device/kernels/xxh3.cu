@@ -211,9 +211,11 @@ __device__ __forceinline__ u64 scramble(u64 accumulator, u64 key) {
 struct Row {
     Pair upper, lower;
 
+    // Reads `row`, or the last row in place of one behind it. A conditional load would go to other registers and be moved
+    // to the row's as soon as it arrived, so each load would wait for the one before it.
     template <bool ALIGNED>
-    __device__ __forceinline__ void read(u64 address, u32 row, const Place& place) {
-        const u64 start = address + (u64)row * ROW_BYTES + place.offset;
+    __device__ __forceinline__ void read(u64 address, u32 row, u32 rows, const Place& place) {
+        const u64 start = address + (u64)min(row, rows - 1) * ROW_BYTES + place.offset;
         upper = read_16<ALIGNED>(start);
         lower = read_16<ALIGNED>(start + ROW_BYTES / 2);
     }
@@ -260,15 +262,16 @@ __device__ __forceinline__ void hash_long(u64 address, u32 length, u32 lane, u8*
     const u32 rows = (length - 1) / ROW_BYTES;
     u64 accumulator = START[place.owned];
     Row ring[DEPTH];
+    if (rows > 0) {
 #pragma unroll
-    for (u32 slot = 0; slot < DEPTH; ++slot)
-        if (slot < rows) ring[slot].template read<ALIGNED>(address, slot, place);
+        for (u32 slot = 0; slot < DEPTH; ++slot) ring[slot].template read<ALIGNED>(address, slot, rows, place);
+    }
     u32 row = 0;
     for (; row + DEPTH <= rows; row += DEPTH) {
 #pragma unroll
         for (u32 slot = 0; slot < DEPTH; ++slot) {
             accumulator = scramble(accumulator + ring[slot].sum(place, lane), place.scrambler);
-            if (row + slot + DEPTH < rows) ring[slot].template read<ALIGNED>(address, row + slot + DEPTH, place);
+            ring[slot].template read<ALIGNED>(address, row + slot + DEPTH, rows, place);
         }
     }
 #pragma unroll
@@ -285,19 +288,20 @@ __device__ __forceinline__ void hash_long_wide(u64 address, u32 length, u32 warp
     const u32 rows = (length - 1) / ROW_BYTES;
     u64 accumulator = START[place.owned];
     Row ring[DEPTH];
+    if (rows > 0) {
 #pragma unroll
-    for (u32 slot = 0; slot < DEPTH; ++slot)
-        if (slot * WIDE_WARPS + warp < rows) ring[slot].template read<ALIGNED>(address, slot * WIDE_WARPS + warp, place);
+        for (u32 slot = 0; slot < DEPTH; ++slot)
+            ring[slot].template read<ALIGNED>(address, slot * WIDE_WARPS + warp, rows, place);
+    }
     u32 buffer = 0;
     for (u32 base = 0; base < rows; base += WIDE_ROWS, buffer ^= 1) {
 #pragma unroll
         for (u32 slot = 0; slot < DEPTH; ++slot) {
             const u32 row = base + slot * WIDE_WARPS + warp;
-            if (row < rows) {
-                const u64 sum = ring[slot].sum(place, lane);
-                if (lane < 8) sums[buffer][slot * WIDE_WARPS + warp][place.owned] = sum;
-            }
-            if (row + WIDE_ROWS < rows) ring[slot].template read<ALIGNED>(address, row + WIDE_ROWS, place);
+            // The chain leaves out what is summed for rows behind the last.
+            const u64 sum = ring[slot].sum(place, lane);
+            if (lane < 8) sums[buffer][slot * WIDE_WARPS + warp][place.owned] = sum;
+            ring[slot].template read<ALIGNED>(address, row + WIDE_ROWS, rows, place);
         }
         // One barrier a round is enough: a warp writes this buffer again only after the next one, which warp 0 reaches
         // after it has read the buffer.

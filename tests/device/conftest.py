@@ -1,0 +1,66 @@
+"""A GPU of host memory, under both of its schedules; and the real one, where there is one."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.fake_device import DRAIN_FIRST, TRAINER_FIRST, FakeDevice  # noqa: E402
+
+import tierfs  # noqa: E402
+from tierfs.device import accelerator as accelerators  # noqa: E402
+from tierfs.device.drain import _drains  # noqa: E402
+from tierfs.device.tier import _live  # noqa: E402
+
+
+class Cuda:
+    """The real GPU, with what tests ask of `FakeDevice`."""
+
+    def __init__(self):
+        self.accelerator = accelerators.accelerator_of(torch.zeros(1, device="cuda"))
+        self.can_hash = self.accelerator.can_hash
+
+    def own(self, tensor):
+        return tensor.cuda()
+
+    def launch(self, task):
+        task()
+
+    def synchronize(self):
+        torch.cuda.synchronize()
+
+
+@pytest.fixture(params=[TRAINER_FIRST, DRAIN_FIRST, "gpu"])
+def gpu(request, monkeypatch):
+    """A device under test."""
+    monkeypatch.setattr(accelerators, "_known", [])
+    _drains.clear()
+    _live.clear()
+    if request.param == "gpu":
+        if not torch.cuda.is_available():
+            pytest.skip("no GPU is here")
+        yield Cuda()
+    else:
+        device = FakeDevice(request.param)
+        accelerators.register_accelerator(device)
+        yield device
+    _drains.clear()
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The fake device alone."""
+    monkeypatch.setattr(accelerators, "_known", [])
+    _drains.clear()
+    _live.clear()
+    device = FakeDevice()
+    accelerators.register_accelerator(device)
+    yield device
+    _drains.clear()
+
+
+@pytest.fixture
+def url(tmp_path, monkeypatch):
+    """Of a store in a directory, with local tiers of its own."""
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    tierfs.init(f"file://{tmp_path}/store")
+    return f"tierfs::file://{tmp_path}/store"

@@ -1,0 +1,454 @@
+"""Saves from a GPU: of before the step that follows, in every mode, and never wrong when something fails."""
+
+import gc
+import itertools
+import threading
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter  # noqa: E402
+from tierfs.errors import CorruptionError, InvalidInputError, StoreError  # noqa: E402
+
+MIB = 1 << 20
+STAGES = ["device", "lazy", "ram", "auto"]
+
+
+def state_on(gpu, seed=0, large=3 * MIB):
+    """Large and small tensors of several dtypes on the device, and some on the host."""
+    torch.manual_seed(seed)
+    return {
+        "model": {
+            "large": gpu.own(torch.randn(large // 4)),
+            "matrix": gpu.own(torch.randn(1 << 10, 300)).t(),
+            "bf16": gpu.own(torch.randn(2 * MIB).bfloat16()),
+            "small": gpu.own(torch.randn(1000)),
+            "bytes": gpu.own(torch.arange(77, dtype=torch.uint8)),
+            "flags": gpu.own(torch.rand(33) > 0.5),
+            "scalar": gpu.own(torch.tensor(3.5)),
+            "empty": gpu.own(torch.empty(0, 3)),
+        },
+        "step": torch.tensor(7.0),
+        "host": torch.randn(MIB),
+        "note": "an object",
+    }
+
+
+def tensors_of(state):
+    return [*state["model"].values(), state["step"], state["host"]]
+
+
+def copied(state):
+    return [tensor.detach().clone().cpu() for tensor in tensors_of(state)]
+
+
+def change(gpu, state):
+    """What an optimizer does: changes everything in place, on the current stream."""
+    for tensor in state["model"].values():
+        gpu.launch(lambda tensor=tensor: tensor.fill_(1))
+
+
+def save(writer, staged, url):
+    dcp.save(staged, checkpoint_id=url, storage_writer=writer)
+
+
+def loaded(gpu, state, url, reader=None, *, on_device=False):
+    empty = {
+        "model": {
+            name: (gpu.own(torch.zeros_like(tensor)) if on_device else torch.zeros_like(tensor, device="cpu"))
+            for name, tensor in state["model"].items()
+        },
+        "step": torch.zeros(()),
+        "host": torch.zeros_like(state["host"]),
+        "note": "",
+    }
+    dcp.load(empty, checkpoint_id=url, storage_reader=reader or TierReader(url), planner=TierLoadPlanner())
+    gpu.synchronize()
+    return copied(empty)
+
+
+def bytes_of(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def is_same(left, right):
+    return all(
+        one.dtype == other.dtype and torch.equal(bytes_of(one), bytes_of(other))
+        for one, other in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_is_of_before_the_step_that_follows(gpu, url, stage):
+    writer = TierWriter(url, stage=stage, device="64MiB")
+    for number in range(3):
+        state = state_on(gpu, seed=number)
+        before = copied(state)
+        staged = writer.stage(state)
+        writer.fence()
+        change(gpu, state)
+        save(writer, staged, f"{url}/{number}")
+        assert is_same(loaded(gpu, state, f"{url}/{number}"), before)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_async_saves_are_of_before_the_step(gpu, url, stage):
+    writer = TierWriter(url, stage=stage, device="64MiB")
+    state = state_on(gpu)
+    before = copied(state)
+    future = dcp.async_save(state, checkpoint_id=f"{url}/a", storage_writer=writer, async_stager=writer)
+    writer.fence()
+    change(gpu, state)
+    future.result()
+    assert is_same(loaded(gpu, state, f"{url}/a"), before)
+
+
+def test_optimizers_wait_for_what_is_read_in_place(gpu, url):
+    weight = torch.nn.Parameter(gpu.own(torch.randn(2 * MIB)))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    writer = TierWriter(url, stage="lazy")
+    for number in range(3):
+        weight.grad = torch.ones_like(weight)
+        before = weight.detach().clone().cpu()
+        staged = writer.stage({"weight": weight})
+        optimizer.step()
+        save(writer, staged, f"{url}/{number}")
+        found = {"weight": torch.zeros(2 * MIB)}
+        dcp.load(found, checkpoint_id=f"{url}/{number}", storage_reader=TierReader(url))
+        assert torch.equal(found["weight"], before)
+
+
+def test_a_tensor_changed_without_a_fence_voids_the_save(fake, url):
+    writer = TierWriter(url, stage="lazy")
+    state = {"weight": fake.own(torch.randn(2 * MIB))}
+    (gate,) = gates_of(writer, state, url)
+    gate.close()
+    staged = writer.stage(state)
+    state["weight"].add_(1)
+    gate.open()
+    with pytest.raises(CheckpointException, match="changed while they were being saved"):
+        save(writer, staged, f"{url}/a")
+    with pytest.raises(CheckpointException, match="no checkpoint"):
+        dcp.load({"weight": torch.zeros(2 * MIB)}, checkpoint_id=f"{url}/a", storage_reader=TierReader(f"{url}/a"))
+
+
+def gates_of(writer, state, url):
+    """After a first save, so that the drain is there."""
+    save(writer, writer.stage(state), f"{url}/first")
+    return writer.gates
+
+
+def test_a_budget_that_is_too_small_degrades_to_ram(gpu, url, caplog):
+    writer = TierWriter(url, stage="device", device="1MiB")
+    state = state_on(gpu)
+    for number in range(2):
+        save(writer, writer.stage(state), f"{url}/{number}")
+    said = [record for record in caplog.records if "device tier's budget" in record.getMessage()]
+    assert len(said) == 1
+    assert writer.status()["counters"]["process_device_tier"] == 2
+    assert is_same(loaded(gpu, state, f"{url}/1"), copied(state))
+
+
+def test_a_full_gpu_degrades_to_ram(fake, url):
+    fake.left = 1000
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_on(fake)
+    save(writer, writer.stage(state), f"{url}/a")
+    assert writer.status()["counters"]["process_device_tier"] == 1
+    assert is_same(loaded(fake, state, f"{url}/a"), copied(state))
+
+
+def test_device_needs_a_budget(fake, url):
+    with pytest.raises(InvalidInputError, match="needs a budget"):
+        TierWriter(url, stage="device").stage({"a": fake.own(torch.ones(3))})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.parametrize("stage", ["device", "lazy"])
+def test_modes_that_need_a_gpu_are_refused_without_one(url, stage):
+    with pytest.raises(InvalidInputError, match="needs a GPU"):
+        TierWriter(url, stage=stage, device="1GiB").stage({"a": torch.ones(3)})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_auto_without_a_gpu_goes_to_ram_and_says_so_once(url, caplog):
+    writer = TierWriter(url, device="1GiB")
+    for number in range(2):
+        save(writer, writer.stage({"a": torch.ones(3)}), f"{url}/{number}")
+    assert sum("lies on a GPU" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_the_budget_comes_from_the_environment(fake, url, monkeypatch):
+    monkeypatch.setenv("TIERFS_DEVICE", "32MiB")
+    writer = TierWriter(url)
+    save(writer, writer.stage(state_on(fake)), f"{url}/a")
+    tier = writer.status()["tiers"]["device"]
+    assert tier["budget_bytes"] == 32 * MIB
+    assert tier["generations"] == 2
+
+
+def test_staging_during_graph_capture_raises(fake, url):
+    fake.capturing = True
+    with pytest.raises(InvalidInputError, match="captured"):
+        TierWriter(url, stage="lazy").stage({"a": fake.own(torch.ones(3))})
+
+
+def test_a_third_save_while_two_drain_goes_to_ram(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    states = [state_on(fake, seed) for seed in range(4)]
+    (gate,) = gates_of(writer, states[0], url)
+    gate.close()
+    first, second = (writer.stage(state) for state in states[1:3])
+    opened = threading.Timer(0.2, gate.open)
+    opened.start()
+    third = writer.stage(states[3])
+    assert writer.status()["counters"]["process_device_tier"] == 1
+    for number, staged in enumerate([first, second, third]):
+        save(writer, staged, f"{url}/{number}")
+        assert is_same(loaded(fake, states[number + 1], f"{url}/{number}"), copied(states[number + 1]))
+
+
+def test_unchanged_chunks_do_not_cross_the_link(gpu, url):
+    if not gpu.can_hash:
+        pytest.skip("CuPy is missing")
+    writer = TierWriter(url, stage="device", device="256MiB")
+    frozen = gpu.own(torch.randn(9 * 4 * MIB))
+    trained = gpu.own(torch.randn(4 * MIB))
+    for number in range(2):
+        before = writer.status()["tiers"]["device"]["drained_bytes"] if number else 0
+        save(writer, writer.stage({"a.frozen": frozen, "b.trained": trained}), f"{url}/{number}")
+        drained = writer.status()["tiers"]["device"]["drained_bytes"] - before
+        want = [frozen.cpu().clone(), trained.cpu().clone()]
+        gpu.launch(lambda: trained.add_(1))
+        gpu.synchronize()
+    assert drained == 16 * MIB
+    assert writer.status()["tiers"]["device"]["skipped_bytes"] == 9 * 16 * MIB
+    found = {"a.frozen": torch.zeros(9 * 4 * MIB), "b.trained": torch.zeros(4 * MIB)}
+    dcp.load(found, checkpoint_id=f"{url}/1", storage_reader=TierReader(url))
+    assert is_same(list(found.values()), want)
+
+
+def test_bytes_that_change_on_the_link_void_the_save(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    staged = writer.stage(state_on(fake))
+    staged["note"]  # drained
+    fake.corrupt = True
+    staged = writer.stage(state_on(fake, 1))
+    with pytest.raises(CheckpointException, match="changed between the GPU and host memory") as raised:
+        save(writer, staged, f"{url}/a")
+    assert any(isinstance(error, CorruptionError) for error, _ in raised.value.failures.values())
+
+
+def test_a_failed_copy_fails_the_save_and_not_training(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    fake.fetch_error = RuntimeError("CUDA error: unspecified launch failure")
+    staged = writer.stage(state_on(fake))
+    with pytest.raises(CheckpointException, match="unspecified launch failure"):
+        save(writer, staged, f"{url}/a")
+    fake.fetch_error = None
+    state = state_on(fake, 1)
+    save(writer, writer.stage(state), f"{url}/b")
+    assert is_same(loaded(fake, state, f"{url}/b"), copied(state))
+
+
+def test_memory_that_cannot_be_pinned_is_used_and_counted(fake, url, caplog):
+    fake.can_pin = False
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_on(fake)
+    for number in range(2):
+        save(writer, writer.stage(state), f"{url}/{number}")
+    tier = writer.status()["tiers"]["device"]
+    assert tier["registered_bytes"] == 0
+    assert tier["unpinned"] >= 1
+    assert sum("cannot be registered" in record.getMessage() for record in caplog.records) == 1
+    assert is_same(loaded(fake, state, f"{url}/1"), copied(state))
+
+
+def test_fifty_saves_leave_registered_bytes_and_generations_flat(gpu, url):
+    writer = TierWriter(url, stage="device", device="64MiB", ram="192MiB")
+    state = state_on(gpu)
+    for number in range(50):
+        save(writer, writer.stage(state), f"{url}/{number % 3}")
+        writer.wait("object", 60)
+        tier = writer.status()["tiers"]["device"]
+        assert tier["registered_bytes"] <= 192 * MIB
+        assert tier["used_bytes"] <= 64 * MIB
+        assert tier["generations"] == 2
+
+
+def test_segments_are_unregistered_when_they_go(fake, url):
+    writer = TierWriter(url, stage="ram")
+    save(writer, writer.stage(state_on(fake)), f"{url}/a")
+    assert fake.pinned
+    store, _ = writer._address.open()
+    store.tiers.wait("", tierfs_level("object"), 60)
+    store.tiers.ram.close()
+    from tierfs.device.drain import drain_of
+
+    drain_of(fake).pins.sweep()
+    assert not fake.pinned
+
+
+def tierfs_level(name):
+    from tierfs.flush.levels import Level
+
+    return Level.parse(name)
+
+
+def test_a_state_that_is_given_up_is_not_written_to_any_more(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    (gate,) = gates_of(writer, state_on(fake), url)
+    gate.close()
+    staged = writer.stage(state_on(fake, 1))
+    staged._file.abort()
+    gate.open()
+    with pytest.raises(StoreError, match="given up"):
+        staged._file.wait_filled()
+    del staged
+    gc.collect()
+    state = state_on(fake, 2)
+    save(writer, writer.stage(state), f"{url}/b")
+    assert is_same(loaded(fake, state, f"{url}/b"), copied(state))
+
+
+def test_a_closed_gate_holds_a_drain_up_for_a_bounded_time(fake, url):
+    from tierfs.device.drain import drain_of
+
+    writer = TierWriter(url, stage="device", device="64MiB")
+    drain_of(fake)._finish_s = 0.3
+    drain_of(fake).gate.close()
+    begun = time.monotonic()
+    save(writer, writer.stage(state_on(fake)), f"{url}/a")
+    assert time.monotonic() - begun >= 0.3
+
+
+def test_rollback_takes_a_save_from_the_device_tier(gpu, url):
+    if not gpu.can_hash:
+        pytest.skip("CuPy is missing")
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_on(gpu)
+    before = copied(state)
+    save(writer, writer.stage(state), f"{url}/a")
+    change(gpu, state)
+    reader = TierReader(f"{url}/a")
+    assert is_same(loaded(gpu, state, f"{url}/a", reader, on_device=True), before)
+    on_device = sum(tensor.nbytes for tensor in state["model"].values())
+    assert reader.device_bytes == on_device
+
+
+def test_a_replaced_snapshot_is_loaded_from_the_next_tier(gpu, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    saved = []
+    for number in range(3):
+        state = state_on(gpu, number)
+        saved.append(copied(state))
+        save(writer, writer.stage(state), f"{url}/{number}")
+    for number in range(3):
+        reader = TierReader(f"{url}/{number}")
+        assert is_same(loaded(gpu, state, f"{url}/{number}", reader, on_device=True), saved[number])
+        assert bool(reader.device_bytes) == (number > 0 and gpu.can_hash)
+
+
+def test_a_damaged_snapshot_is_loaded_from_the_next_tier(fake, url):
+    from tierfs.device.tier import device_tiers
+
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_on(fake)
+    before = copied(state)
+    save(writer, writer.stage(state), f"{url}/a")
+    (tier,) = device_tiers()
+    for generation in tier.generations:
+        generation.memory[12345] ^= 4
+    reader = TierReader(f"{url}/a")
+    assert is_same(loaded(fake, state, f"{url}/a", reader, on_device=True), before)
+    assert reader.device_bytes == 0
+
+
+def test_a_snapshot_alone_is_at_level_none(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    (gate,) = gates_of(writer, state_on(fake), url)
+    gate.close()
+    staged = writer.stage(state_on(fake, 1))
+    tier = writer.status()["tiers"]["device"]
+    assert tier["gives"] == "none"
+    assert tier["snapshots"] == 2
+    gate.open()
+    save(writer, staged, f"{url}/b")
+
+
+def test_saves_overlap(gpu, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    states = [state_on(gpu, seed) for seed in range(5)]
+    staged = [(number, writer.stage(state)) for number, state in enumerate(states)]
+    for number, one in reversed(staged):
+        save(writer, one, f"{url}/{number}")
+    for number, state in enumerate(states):
+        assert is_same(loaded(gpu, state, f"{url}/{number}"), copied(state))
+
+
+def test_what_was_not_staged_is_copied_at_once(gpu, url):
+    state = state_on(gpu)
+    dcp.save(state, checkpoint_id=f"{url}/a", storage_writer=TierWriter(url))
+    assert is_same(loaded(gpu, state, f"{url}/a"), copied(state))
+    assert is_same(loaded(gpu, state, f"{url}/a", on_device=True), copied(state))
+
+
+def test_layout_dcp_is_saved_from_a_gpu(gpu, url):
+    state = state_on(gpu)
+    writer = TierWriter(url, layout="dcp", stage="device", device="64MiB")
+    before = copied(state)
+    staged = writer.stage(state)
+    change(gpu, state)
+    save(writer, staged, f"{url}/a")
+    assert is_same(loaded(gpu, state, f"{url}/a"), before)
+
+
+def test_a_state_larger_than_the_ram_tier_goes_in_waves(gpu, url):
+    writer = TierWriter(url, stage="device", device="256MiB", ram="48MiB")
+    state = {"model": {"large": gpu.own(torch.randn(24 * MIB))}, "step": torch.ones(()), "host": torch.ones(3), "note": ""}
+    before = copied(state)
+    staged = writer.stage(state)
+    change(gpu, state)
+    save(writer, staged, f"{url}/a")
+    assert is_same(loaded(gpu, state, f"{url}/a"), before)
+
+
+@pytest.mark.parametrize(("stage", "seed"), list(itertools.product(["device", "lazy"], range(4))))
+def test_random_saves_crashes_and_rollbacks(gpu, url, stage, seed):
+    import random
+
+    dice = random.Random(seed)
+    print(f"seed {seed}")
+    writer = TierWriter(url, stage=stage, device=dice.choice(["24MiB", "64MiB"]))
+    state = state_on(gpu, seed)
+    published = {}
+    waiting = []
+    for number in range(12):
+        what = dice.choice(["save", "stage", "finish", "change", "crash", "load", "change"])
+        if what in {"save", "stage"} and len(waiting) < 2:
+            gpu.synchronize()
+            before = copied(state)
+            waiting.append((number, writer.stage(state), before))
+            writer.fence()
+        if what in {"save", "finish"} and waiting:
+            name, staged, before = waiting.pop(0)
+            save(writer, staged, f"{url}/{name}")
+            published[name] = before
+        if what == "change":
+            value = dice.random()
+            for tensor in state["model"].values():
+                gpu.launch(lambda tensor=tensor, value=value: tensor.fill_(value))
+        if what == "crash":  # nobody saves what was staged
+            waiting.clear()
+            gc.collect()
+        if what == "load" and published:
+            name = dice.choice(sorted(published))
+            on_device = dice.random() < 0.7
+            assert is_same(loaded(gpu, state, f"{url}/{name}", on_device=on_device), published[name])
+    for name, before in published.items():
+        assert is_same(loaded(gpu, state, f"{url}/{name}", on_device=True), before)
