@@ -161,7 +161,14 @@ def seconds(card: Card, function: Callable[[], object], rounds: int = 7, each: i
 
 def limits(card: Card, size: int) -> dict[str, Any]:
     """What the card can do, in bytes per second: the device-to-device copy counts what it reads and what it writes."""
-    length = -(-size // 4096) * 4096
+    found = _limits(card, -(-size // 4096) * 4096)
+    card.release()
+    if card.is_real and hasattr(torch._C, "_host_emptyCache"):
+        torch._C._host_emptyCache()
+    return found
+
+
+def _limits(card: Card, length: int) -> dict[str, Any]:
     data, other = card.noise(length), card.empty(length)
     found: dict[str, Any] = {"bytes": length}
     took = seconds(card, lambda: other.copy_(data))
@@ -172,13 +179,10 @@ def limits(card: Card, size: int) -> dict[str, Any]:
         found["read"] = length / seconds(card, lambda: card.read(data, out))
     except Exception as error:
         found["read_error"] = repr(error)
-    host = card.pinned(min(length, max(length // 2, 1 << 20)))
+    host = card.pinned(max(length // 2, 1 << 20))
     there = data[: host.numel()]
     found["d2h"] = host.numel() / seconds(card, lambda: host.copy_(there, non_blocking=True), 5)
     found["h2d"] = host.numel() / seconds(card, lambda: there.copy_(host, non_blocking=True), 5)
-    del data, other, host, there
-    card.release()
-    torch._C._host_emptyCache() if card.is_real and hasattr(torch._C, "_host_emptyCache") else None
     return found
 
 
@@ -186,7 +190,8 @@ def machine() -> dict[str, Any]:
     """The host, as plain values."""
     with open("/proc/meminfo", encoding="ascii") as file:
         memory = {
-            name: int(kib) << 10 for name, kib in re.findall(r"^(MemTotal|MemAvailable): +(\d+)", file.read(), re.M)
+            name: int(kib) << 10
+            for name, kib in re.findall(r"^(MemTotal|MemAvailable): +(\d+)", file.read(), re.MULTILINE)
         }
     shm = os.statvfs("/dev/shm")
     return {

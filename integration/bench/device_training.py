@@ -8,14 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from device_card import Card
 from torch import nn
+from torch.nn import functional
 
 LAYERS = 24
 HEAD = 64
 VOCABULARY = 8192
-LOG_EVERY = 10  # steps between two reads of the loss, as trainers do: more often would hide what a save does to run-ahead
+LOG_EVERY = (
+    10  # steps between two reads of the loss, as trainers do: more often would hide what a save does to run-ahead
+)
 
 
 class Block(nn.Module):
@@ -30,9 +32,9 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         split = self.qkv(self.norm1(x)).view(batch, length, 3, width // HEAD, HEAD).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(*split.unbind(), is_causal=True)
+        mixed = functional.scaled_dot_product_attention(*split.unbind(), is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
 
 
 class Decoder(nn.Module):
@@ -109,7 +111,7 @@ class Trainer:
             tokens = tokens.pin_memory().to(self.card.device, non_blocking=True)
         with torch.autocast(self.card.device.type, torch.bfloat16, enabled=self._mixed):
             logits = self.model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            loss = functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
         if before_optimizer is not None:
             before_optimizer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from functools import cache
 
 import numpy as np
@@ -12,7 +13,7 @@ import xxhash
 from support.cuda_emulator import Emulator
 
 from tierfs.device.digests import cut_blocks, hash_blocks, hash_blocks_reference
-from tierfs.device.modules import KERNELS
+from tierfs.device.modules import KERNELS, function
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 
@@ -176,10 +177,15 @@ def test_tables_that_do_not_fit_are_refused():
         hash_blocks(addresses.astype(np.int64), lengths, torch.device("cuda"))
 
 
-def test_a_few_blocks_pass_through_the_gpu(monkeypatch):
-    """The choice of the kernel needs a GPU's own number of multiprocessors."""
-    if NO_GPU:
-        pytest.skip("needs a CUDA GPU and CuPy")
+def test_a_kernel_without_cupy_names_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(InvalidInputError, match=r"tierfs\[gpu\]"):
+        function(NARROW, "xxh3")
+
+
+@pytest.mark.skipif(NO_GPU, reason="needs a CUDA GPU and CuPy")
+def test_either_kernel_of_a_gpu_gives_the_digests():
+    """A GPU's number of multiprocessors decides which kernel a count gets."""
     data = torch.from_numpy(NOISE).cuda()
     for count in (1, 3, 4096):
         addresses, lengths = np.full(count, data.data_ptr(), np.uint64), np.full(count, BLOCK_BYTES, np.uint32)

@@ -6,9 +6,11 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
@@ -17,6 +19,8 @@ from tierfs.device.tier import DeviceTier
 from tierfs.device.transfer import Host, Mode, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.local.slab import Slot, SlotKind
+from tierfs.local.slots import DATA_STATES
 from tierfs.store import Store
 from tierfs.units import parse_size
 
@@ -98,7 +102,7 @@ class GpuStaging:
         with self._lock:
             if accelerator not in self._accelerators:
                 self._accelerators.append(accelerator)
-        host = Host(pin, _filler(store), _fall_back(store))
+        host = Host(pin, _finder(store), _fall_back(store))
         found = Transfer(mode, accelerator, drain_of(accelerator), tier, host)
         self._transfers.add(found)
         return found
@@ -191,23 +195,31 @@ def _use_of(segment: Any) -> Callable[[], bool]:
     return is_used
 
 
-def _filler(store: Store) -> Callable[[bytes, memoryview], bool] | None:
-    """Copies a chunk that the ram tier holds. Whether the bytes were right is checked when they are sealed."""
+def _finder(store: Store) -> Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None:
+    """Finds chunks in this process's part of the ram tier. Whether their bytes were right is checked when they are sealed."""
     tiers = store.tiers
     if tiers is None or store.descriptor.digest_kind is not DigestKind.XXH3_128:
         return None
     ram = tiers.ram
 
-    def fill(name: bytes, place: memoryview) -> bool:
-        slot = ram.find(bytes((DigestKind.XXH3_128,)) + name)
-        if slot is None or slot.length != len(place):
-            return False
-        with contextlib.suppress(TierfsError, OSError):  # the caller copies it from the GPU then
-            slot.segment.read(slot, 0, place)
-            return slot.segment.is_still(slot)
-        return False
+    def find(digests: Collection[bytes]) -> Mapping[bytes, Callable[[memoryview], bool]]:
+        found = {}
+        for segment in ram.own_segments():
+            for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES):
+                if not slot.hidden and slot.name[1:] in digests:
+                    found[slot.name[1:]] = partial(_fill, slot)
+        return found
 
-    return fill
+    return find
+
+
+def _fill(slot: Slot, place: memoryview) -> bool:
+    if slot.length != len(place):
+        return False
+    with contextlib.suppress(TierfsError, OSError):  # the caller copies it from the GPU then
+        np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(slot.segment.view(slot), np.uint8))
+        return slot.segment.is_still(slot)
+    return False
 
 
 def _fall_back(store: Store) -> Callable[[str, str], None]:

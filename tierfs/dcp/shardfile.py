@@ -19,13 +19,14 @@ import numpy as np
 import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
+from tierfs.daemons import start_daemon
 from tierfs.dcp.copying import Batch, copy_tensors
 from tierfs.dcp.gpu import GpuStaging, by_accelerator, pin_segments
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
-from tierfs.dcp.tensorplan import TensorRun, described, plan_tensors, unique
+from tierfs.dcp.tensorplan import TensorPlan, TensorRun, described, plan_tensors, unique
 from tierfs.device.accelerator import Accelerator
-from tierfs.device.transfer import Region, Transfer
+from tierfs.device.transfer import Mode, Region, Transfer
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.store import Store
 from tierfs.store.commit import part_of
@@ -123,6 +124,64 @@ class LentShard:
     entries: tuple[tuple[Entry, ...], ...]
 
 
+class Later:
+    """Views of what is staged, some of which follow.
+
+    Args:
+        views: In order; ``None`` for those that follow.
+
+    Attributes:
+        views: As given; complete once `ready` is set, unless there is an error.
+        ready: Set when nothing follows any more.
+        error: Why some are missing.
+    """
+
+    def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
+        self.views = list(views)
+        self.ready = threading.Event()
+        self.error: BaseException | None = None
+        if all(view is not None for view in self.views):
+            self.ready.set()
+
+    def result(self) -> list[torch.Tensor]:
+        """All views, waiting for those that follow. What lies there is another matter: see `ShardFile.wait_filled`.
+
+        Raises:
+            TierfsError: They could not be made.
+        """
+        self.ready.wait()
+        if self.error is not None:
+            raise self.error
+        return [view for view in self.views if view is not None]
+
+
+class _Job:
+    """What comes from one GPU.
+
+    Args:
+        transfer: How.
+        plan: How it lies in the file.
+        numbers: Of its tensors, among those that were handed in together.
+    """
+
+    def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:
+        self.transfer = transfer
+        self.plan = plan
+        self.numbers = numbers
+        self.runs: list[_Run] = []
+        self.targets: list[torch.Tensor] = []
+
+    def regions(self, tensors: Sequence[torch.Tensor]) -> list[Region]:
+        """For `Transfer.capture`."""
+        return [
+            Region(
+                sum(run.lengths),
+                [(entry.at, tensors[number]) for number, entry in zip(run.numbers, run.entries, strict=True)],
+            )
+            for run in self.plan.runs
+        ]
+
+
 class ShardFile:
     """See the module. For one thread at a time.
 
@@ -139,6 +198,7 @@ class ShardFile:
         self.save = save
         self._gpu = gpu or GpuStaging("ram", None)
         self._origin = store
+        self._is_private = private
         self._transfers: list[tuple[Transfer, list[_Run]]] = []
         self._store = store
         self._file: StagedFile | None = None
@@ -235,14 +295,11 @@ class ShardFile:
         """What came, or comes, from a GPU."""
         return [transfer for transfer, _ in self._transfers]
 
-    def add_tensors(
-        self, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool = True
-    ) -> list[torch.Tensor]:
+    def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
         """Copy tensors into the file.
 
         Args:
             tensors: With their names. Strided, on any device; not empty ones are copied bit for bit.
-            at_once: Whether they hold their content when this returns; else those that lie on a GPU do after `wait_filled`.
 
         Returns:
             For each a tensor of the same dtype and shape that is a view of the file, on the CPU, with a storage of its own:
@@ -253,65 +310,130 @@ class ShardFile:
             CapacityError: There is no room for one of them in one piece, and none came in time.
             InvalidInputError: A CUDA graph is being captured.
         """
+        views = self._add(tensors, at_once=True).result()
+        self.wait_filled()
+        return views
+
+    def begin_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> Later:
+        """As `add_tensors`; those on a GPU may follow in the background: see `Later` and `wait_filled`.
+
+        Raises:
+            InvalidInputError: The mode that was asked for cannot be had.
+        """
+        return self._add(tensors, at_once=False)
+
+    def _add(self, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
         host, devices = by_accelerator([tensor for _, tensor in tensors])
         if not at_once and tensors and self._origin is not None:
             self._gpu.check(self._origin, has_gpu=bool(devices))
         if not devices:
-            return self._add(tensors, None)
+            return Later(self._add_from_host(tensors))
         assert self._origin is not None
-        store, views = self._origin, dict[int, torch.Tensor]()
-        for accelerator, numbers in devices.values():
-            pin = partial(self._pin, accelerator)
-            transfer = self._gpu.transfer(accelerator, store, pin, at_once=at_once)
-            views.update(zip(numbers, self._add([tensors[number] for number in numbers], transfer), strict=True))
-        views.update(zip(host, self._add([tensors[number] for number in host], None), strict=True))
-        return [views[number] for number in range(len(tensors))]
+        jobs: list[_Job] = []
+        later = Later([None] * len(tensors))
+        try:
+            for accelerator, numbers in devices.values():
+                plan = _plan_of([tensors[number] for number in numbers])
+                transfer = self._gpu.transfer(accelerator, self._origin, partial(self._pin, accelerator), at_once=at_once)
+                job = _Job(transfer, plan, numbers)
+                jobs.append(job)
+                # First, so that the GPU copies while the rest is done.
+                transfer.capture(job.regions([tensors[number][1] for number in numbers]))
+                self._transfers.append((transfer, job.runs))
+            views = self._add_from_host([tensors[number] for number in host])
+        except BaseException:
+            for job in jobs:
+                job.transfer.discard()
+            raise
+        for number, view in zip(host, views, strict=True):
+            later.views[number] = view
+        waits = all(job.transfer.mode is Mode.RAM for job in jobs)
+        if waits or start_daemon(self._fill, jobs, later, name="device-drain") is None:
+            self._fill(jobs, later, is_alone=False)
+        return later
+
+    def _fill(self, jobs: Sequence[_Job], later: Later, *, is_alone: bool = True) -> None:
+        """Make room for what was captured, and have it moved there.
+
+        Args:
+            jobs: One for each GPU.
+            later: Told of the views.
+            is_alone: Whether nobody is there to whom an error could be raised.
+
+        Raises:
+            CapacityError: There is no room, and somebody is there.
+        """
+        try:
+            for job in jobs:
+                try:
+                    begun = self._make_room(job.plan)
+                except CapacityError as error:
+                    if not is_alone:
+                        raise
+                    self._become_private(error)
+                    begun = self._make_room(job.plan)
+                for run, (placed, memory) in zip(job.plan.runs, begun, strict=True):
+                    for number, view in zip(run.numbers, self._views(run, placed, memory), strict=True):
+                        later.views[job.numbers[number]] = view
+                job.runs += [placed for placed, _ in begun]
+                job.targets = [torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun]
+            later.ready.set()
+            for job in jobs:
+                job.transfer.run(job.targets)
+        except BaseException as error:
+            for job in jobs:
+                if not job.transfer.is_done:
+                    job.transfer.discard(error)
+            if not is_alone:
+                raise
+            later.error = error
+        finally:
+            for job in jobs:
+                job.targets = []
+            later.ready.set()
+
+    def _become_private(self, error: CapacityError) -> None:
+        """Go on in memory of this process alone: the file is only read from, in waves."""
+        assert self._origin is not None
+        if self._origin.tiers is not None:
+            self._origin.tiers.counters.fall_back(
+                "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
+            )
+        self._is_private = True
+        self._room = None
+        with _lock:
+            _live.discard(self)
+            _private.add(self)
 
     def _pin(self, accelerator: Accelerator) -> None:
         if self._file is not None and self._store is not None:
             pin_segments(accelerator, self._file.segments(), self._store)
 
-    def _add(self, tensors: Sequence[tuple[str, torch.Tensor]], transfer: Transfer | None) -> list[torch.Tensor]:
-        plan = plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
+    def _make_room(self, plan: TensorPlan) -> list[tuple[_Run, _Memory]]:
         self._reserve(plan.length)
         is_free = self._names.isdisjoint(plan.names)
         if is_free:
             self._names |= plan.names
+        begun = self._begin([run.lengths for run in plan.runs])
+        for run, (placed, _) in zip(plan.runs, begun, strict=True):
+            entries = run.entries
+            if not is_free:
+                entries = tuple([entry._replace(name=unique(entry.name, self._names)) for entry in entries])
+            placed.entries = entries
+        return begun
+
+    def _add_from_host(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
+        plan = _plan_of(tensors)
         views: list[torch.Tensor | None] = [None] * len(tensors)
-        if transfer is not None:
-            # First, so that the GPU copies while room is made.
-            transfer.capture(
-                [
-                    Region(
-                        sum(run.lengths),
-                        [(entry.at, tensors[number][1]) for number, entry in zip(run.numbers, run.entries, strict=True)],
-                    )
-                    for run in plan.runs
-                ]
-            )
-        try:
-            begun = self._begin([run.lengths for run in plan.runs])
-        except BaseException:
-            if transfer is not None:
-                transfer.discard()
-            raise
         with torch.no_grad():
             batches: list[Batch] = []
-            for run, (placed, memory) in zip(plan.runs, begun, strict=True):
-                entries = run.entries
-                if not is_free:
-                    entries = tuple([entry._replace(name=unique(entry.name, self._names)) for entry in entries])
-                placed.entries = entries
+            for run, (placed, memory) in zip(plan.runs, self._make_room(plan), strict=True):
                 found = self._views(run, placed, memory)
                 for number, view in zip(run.numbers, found, strict=True):
                     views[number] = view
-                if transfer is None:
-                    originals = [tensors[number][1] for number in run.numbers]
-                    batches.append(Batch(found, originals, max(run.counts) * run.dtype.itemsize))
+                originals = [tensors[number][1] for number in run.numbers]
+                batches.append(Batch(found, originals, max(run.counts) * run.dtype.itemsize))
             copy_tensors(batches)
-            if transfer is not None:
-                self._transfers.append((transfer, [placed for placed, _ in begun]))
-                transfer.begin([torch.frombuffer(memory, dtype=torch.uint8) for _, memory in begun])
             return [
                 torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") if view is None else view
                 for view, (_, tensor) in zip(views, tensors, strict=True)
@@ -525,7 +647,7 @@ class ShardFile:
 
     def _begin(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[_Run, _Memory]]:
         """Runs, and their memory. Only tensors refer to that, and so keep us alive: it refers to us."""
-        if self._file is None:
+        if self._file is None or self._is_private:
             arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
             return [
                 (_Run(Run(memoryview(b""), len(array), []), array.ctypes.data, ()), self._held(array))
@@ -543,6 +665,10 @@ class ShardFile:
         held = memory.view(_Memory)
         held.file = self
         return held
+
+
+def _plan_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> TensorPlan:
+    return plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
 
 
 def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] | None:

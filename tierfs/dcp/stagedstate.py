@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.saves import Save, read_here
-from tierfs.dcp.shardfile import LentShard, ShardFile
+from tierfs.dcp.shardfile import Later, LentShard, ShardFile
 
 __all__ = ["StagedState", "UnstagedState"]
 
@@ -31,15 +32,22 @@ class StagedState(dict[str, Any]):
 
     Args:
         content: What is in it.
-        views: Those tensors in there that were staged: contiguous, on the CPU, each with a storage of its own. They may be
-            anywhere in it, and be the local parts of DTensors and ShardedTensors.
+        later: Those tensors in there that were staged: contiguous, on the CPU, each with a storage of its own. They may be
+            anywhere in it, and be the local parts of DTensors and ShardedTensors. Where they follow, something `Awaited`
+            is in each one's place, until somebody looks.
         file: In which they lie.
     """
 
-    def __init__(self, content: Mapping[str, Any], views: Sequence[torch.Tensor], file: ShardFile) -> None:
+    def __init__(self, content: Mapping[str, Any], later: Later, file: ShardFile) -> None:
         super().__init__(content)
-        self._views = views
+        self._later = later
         self._file = file
+        self._lock = threading.Lock()
+        self._is_whole = later.ready.is_set()
+
+    @property
+    def _views(self) -> Sequence[torch.Tensor]:
+        return self._later.result()
 
     def items(self) -> Any:
         """As a dict's. It is what DCP asks for first of the state that it saves, on the thread that does."""
@@ -64,6 +72,12 @@ class StagedState(dict[str, Any]):
     def _wait(self) -> None:
         """Wait for what comes from a GPU. If it fails, the save does when it is planned, so that every rank hears of it."""
         try:
+            with self._lock:
+                if not self._is_whole:
+                    self._later.result()
+                    for key, value in super().items():
+                        super().__setitem__(key, _replaced(value))
+                    self._is_whole = True
             self._file.wait_filled()
         except Exception as error:
             if self._file.save is None:
@@ -105,6 +119,40 @@ class StagedState(dict[str, Any]):
         stream = io.BytesIO()
         _Pickler(stream, places).dump(dict(self))
         return stream.getvalue()
+
+
+class Awaited:
+    """Stands for a tensor whose memory is not there yet.
+
+    Args:
+        make: Gives the tensor, once it is there.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Any = None
+
+    def get(self) -> Any:
+        """The tensor: each time the same."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _replaced(value: Any) -> Any:
+    """The same with tensors in the place of what stood for them; dicts and lists are changed."""
+    if type(value) is Awaited:
+        return value.get()
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            value[key] = _replaced(inner)
+    elif type(value) is list:
+        value[:] = [_replaced(inner) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_replaced(inner) for inner in value)
+    return value
 
 
 class UnstagedState(dict[str, Any]):

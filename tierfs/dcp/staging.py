@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.refused import refused
 from tierfs.dcp.replicas import placeholder
-from tierfs.dcp.shardfile import ShardFile
-from tierfs.dcp.stagedstate import StagedState
+from tierfs.dcp.shardfile import Later, ShardFile
+from tierfs.dcp.stagedstate import Awaited, StagedState
 from tierfs.dcp.tensorbytes import has_no_copy, lies_nowhere, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError
 
@@ -80,17 +80,48 @@ def stage(
                 staged.append((number, tensor))
             else:
                 memo[number] = _unusual(names[0], tensor, locals_, memo)
-    views = file.add_tensors(parts, at_once=False)
-    remaining = iter(views)
-    for number, tensor in staged:
-        memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
+    later = file.begin_tensors(parts)
+    if not later.ready.is_set() and not _is_plain_nest(state_dict):
+        later.result()
+    if later.ready.is_set():
+        remaining = iter(later.result())
+        for number, tensor in staged:
+            memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
+    else:
+        memo.update(_awaited(staged, later))
     if left:
         # Whoever saves an object saves what it refers to: that is copied, whoever saves the tensor by its name.
         for key, value in state_dict.items():
             for inner in _objects(value):
                 _copied(key, inner, memo)
         memo.update({number: other for number, other in left.items() if number not in memo})
-    return StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, views, file)
+    return StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, later, file)
+
+
+def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:
+    """What stands for tensors whose views follow, by their numbers."""
+    found = {}
+    at = 0
+    for number, tensor in staged:
+        if type(tensor) in _PLAIN:
+            found[number] = Awaited(lambda at=at: later.views[at])  # type: ignore[misc]
+            at += 1
+        else:
+            count = len(_local_parts(tensor))
+            begin, at = at, at + count
+            found[number] = Awaited(
+                lambda tensor=tensor, begin=begin, end=at: _rebuilt(tensor, iter(later.result()[begin:end]))  # type: ignore[misc]
+            )
+    return found
+
+
+def _is_plain_nest(value: Any) -> bool:
+    """Whether tensors can be put into a copy of it afterwards: it is made of dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return all(map(_is_plain_nest, value.values()))
+    if isinstance(value, (list, tuple)):
+        return (type(value) in {list, tuple}) and all(map(_is_plain_nest, value))
+    return not isinstance(value, Mapping)
 
 
 def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], memo: dict[int, Any]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tierfs.device.copies import copy_bytes
 from tierfs.device.digests import hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
@@ -42,7 +43,7 @@ class Accelerator(Protocol):
 
     Attributes:
         name: The card's name, for people.
-        can_hash: Whether `hash` works: CuPy is installed.
+        can_hash: Whether `hash` works, and `copy` takes one launch: CuPy is installed.
     """
 
     name: str
@@ -161,16 +162,23 @@ class CudaAccelerator:
         stream.wait_event(event)
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """See `Accelerator.copy`. Small tensors go by a few fused launches for each dtype, large ones by the driver's copy."""
-        fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        """See `Accelerator.copy`. With CuPy one launch copies all; without, large tensors are copied one by one."""
+        plain: list[tuple[torch.Tensor, torch.Tensor]] = []
         for target, source in zip(targets, sources, strict=True):
-            if not source.is_contiguous() or source.is_conj() or source.is_neg() or target.nbytes >= LARGE_BYTES:
+            if source.is_contiguous() and target.is_contiguous() and not source.is_conj() and not source.is_neg():
+                plain.append((target, source))
+            else:
+                target.copy_(source, non_blocking=True)
+        if self.can_hash:
+            copy_bytes([target for target, _ in plain], [source for _, source in plain], self.device)
+            return
+        fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        for target, source in plain:
+            if target.nbytes >= LARGE_BYTES:
                 target.copy_(source, non_blocking=True)
                 continue
-            dtype = source.dtype
-            if dtype in _FUSED:
-                pair = target, source
-            else:
+            dtype, pair = source.dtype, (target, source)
+            if dtype not in _FUSED:
                 dtype, pair = torch.uint8, (target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8))
             to, begin = fused.setdefault(dtype, ([], []))
             to.append(pair[0])

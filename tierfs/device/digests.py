@@ -27,9 +27,10 @@ DIGEST_BYTES = DigestKind.XXH3_128.size
 Addresses: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint32]
 
-# One warp a block fills a GPU's memory bandwidth from about this many blocks a multiprocessor: 8 warps of 4 KiB in flight
-# each are the 32 KiB that a multiprocessor's share of 5 TB/s takes in 0.8 us. Below, a block gets 8 warps.
-_WARPS_ENOUGH = 8
+# Below this many blocks a multiprocessor, a block gets eight warps instead of one. A warp keeps 4 KiB in flight for about
+# 0.8 us, then computes for about 0.4 us, so 16 warps read 55 GB/s: more than a multiprocessor's share of an H200's
+# 4.8 TB/s, which is 36 GB/s.
+_WARPS_ENOUGH = 16
 # Blocks shorter than one round of 8 warps (32 KiB) leave some of them idle.
 _WIDE_BYTES_MIN = 64 << 10
 _NARROW_THREADS = 32

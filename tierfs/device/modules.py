@@ -43,6 +43,7 @@ def function(name: str, file: str | os.PathLike[str]) -> Any:
         InvalidInputError: CuPy is not installed.
         StoreError: The GPU's compiler or driver refuses the kernel.
     """
+    cupy = _cupy()
     path = Path(file) if os.fspath(file).endswith(".cu") else KERNELS / f"{os.fspath(file)}.cu"
     key = (path, name, torch.cuda.current_device())
     found = _functions.get(key)
@@ -50,7 +51,7 @@ def function(name: str, file: str | os.PathLike[str]) -> Any:
         with _lock:
             found = _functions.get(key)
             if found is None:
-                found = _functions[key] = _compile(name, path)
+                found = _functions[key] = _compile(cupy, name, path)
     return found
 
 
@@ -77,9 +78,11 @@ def launch(
             pointer.
         device: The current device by default.
         shared_bytes: Dynamic shared memory of a thread block, at most 48 KiB.
-    """
-    import cupy  # noqa: PLC0415 - only GPU work needs the package
 
+    Raises:
+        InvalidInputError: CuPy is not installed.
+    """
+    cupy = _cupy()
     index = torch.cuda.current_device() if device is None or device.index is None else device.index
     stream = torch.cuda.current_stream(index).cuda_stream
     passed = tuple(_passed(argument) for argument in arguments)
@@ -87,24 +90,26 @@ def launch(
         kernel((grid,), (block,), passed, shared_mem=shared_bytes)
 
 
-def _passed(argument: Argument) -> np.generic:
+def _passed(argument: Argument) -> Any:
     if isinstance(argument, torch.Tensor):
         return np.uint64(argument.data_ptr())
-    scalar: np.generic = argument
-    assert isinstance(scalar, np.generic), f"{scalar!r} has no size of its own: pass a tensor or a numpy scalar"
-    return scalar
+    assert isinstance(argument, np.generic), f"{argument!r} has no size of its own: pass a tensor or a numpy scalar"
+    return argument
 
 
-def _compile(name: str, path: Path) -> Any:
+def _cupy() -> Any:
     try:
         import cupy  # noqa: PLC0415 - only GPU work needs the package
     except ImportError as error:
         raise InvalidInputError(
             "GPU kernels need CuPy, which is missing or does not load: pip install 'tierfs[gpu]'"
         ) from error
+    return cupy
+
+
+def _compile(cupy: Any, name: str, path: Path) -> Any:
     try:
-        with cupy.cuda.Device(torch.cuda.current_device()):
-            return cupy.RawModule(code=path.read_text(), options=OPTIONS).get_function(name)
+        return cupy.RawModule(code=path.read_text(), options=OPTIONS).get_function(name)
     except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
         # CuPy's errors of the driver and of NVRTC are RuntimeErrors; its cache on disk raises OSErrors.
         raise StoreError(f"the GPU's compiler refused kernel {name} of {path}: {error}") from error

@@ -1,12 +1,12 @@
 """One save's tensors on their way from the GPU into host memory.
 
 A transfer has two halves. `capture` queues, on the current stream, the copies that make the tensors safe to change, or notes
-which tensors must not change yet. `begin` moves the bytes to the host: in the background, or at once. Three modes differ
-only in how much is captured:
+which tensors must not change yet. `run` moves the bytes to the host, on whichever thread the caller has for that. Three
+modes differ only in how much is captured:
 
 - ``device``: everything, in a generation of the device tier. Training goes on at once.
 - ``lazy``: small tensors, in scratch memory. The large ones are read in place, and `fence` keeps the optimizer off them.
-- ``ram``: small tensors as well, which spares a copy operation for each; then the bytes are moved before `begin` returns.
+- ``ram``: small tensors as well, which spares a copy operation for each; then the trainer waits for `run`.
 
 Lazy mode is the scheme of DataStates-LLM (Maurya et al., HPDC 2024): tensors do not change between two optimizer steps.
 """
@@ -18,14 +18,13 @@ import enum
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from tierfs import digest
-from tierfs.daemons import start_daemon
 from tierfs.device.accelerator import Accelerator, Event
 from tierfs.device.drain import Drain, Piece
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation
@@ -64,13 +63,13 @@ class Host(NamedTuple):
 
     Attributes:
         pin: Registers the memory with the GPU, as far as it is not.
-        fill: Given a chunk's digest and its place, fills the place where the host has such a chunk; returns whether it
-            did. ``None`` where the store's digests are of another kind.
+        find: Of chunks, by their digests, those that the host has: for each a function that fills a place with its bytes and
+            returns whether it did. ``None`` where the store's digests are of another kind.
         fall_back: Called with a name and a message for what is done in a lesser way.
     """
 
     pin: Callable[[], None]
-    fill: Callable[[bytes, memoryview], bool] | None
+    find: Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None
     fall_back: Callable[[str, str], None]
 
 
@@ -167,6 +166,11 @@ class Transfer:
         self._captured = self._accelerator.record(self._accelerator.current())
         if self.generation is not None:
             self.generation.taken_s = time.monotonic()
+        if self.mode is Mode.LAZY:
+            _open.add(self)
+            _hook_optimizers()
+        if self.mode is Mode.RAM:
+            self._hurry.set()
 
     def _take(self, total: int) -> torch.Tensor | None:
         """Device memory for what is gathered; ``None`` where there is none, which is said."""
@@ -185,22 +189,6 @@ class Transfer:
         if self.generation is not None:
             return self.generation.view(at, tensor.dtype, tensor.shape)
         return memory[at : at + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
-
-    def begin(self, targets: Sequence[torch.Tensor]) -> None:
-        """Move the bytes to the host. In `Mode.RAM` they are there when this returns.
-
-        Args:
-            targets: For each region host memory of its length, uint8 of one dimension. Kept until the end.
-        """
-        if self.mode is Mode.LAZY:
-            _open.add(self)
-            _hook_optimizers()
-        if self.mode is Mode.RAM:
-            self._hurry.set()
-        if self.mode is Mode.RAM or start_daemon(self._move, targets, name="device-drain") is None:
-            self._hurry.set()
-            self._move(targets)
-            self.wait()
 
     def fence(self) -> None:
         """Order whatever is queued on the current stream from now on behind the reads in place. Needed in `Mode.LAZY`.
@@ -245,13 +233,16 @@ class Transfer:
         if self._tier is not None:
             self._tier.publish(self, save_id, items)
 
-    def discard(self) -> None:
-        """Give up what was captured and not begun."""
-        self._end(StoreError("what was staged was given up: stage it again"))
+    def discard(self, error: BaseException | None = None) -> None:
+        """Give up what was captured and is not run, because of an error if there is one."""
+        self._end(error or StoreError("what was staged was given up: stage it again"))
 
-    # -- on the drain's thread -----------------------------------------------------------------------------------------
+    def run(self, targets: Sequence[torch.Tensor]) -> None:
+        """Move the bytes to the host: they are there when this returns, or `wait` says why not.
 
-    def _move(self, targets: Sequence[torch.Tensor]) -> None:
+        Args:
+            targets: For each region host memory of its length, uint8 of one dimension.
+        """
         error: BaseException | None = None
         try:
             with self._drain.turn():
@@ -332,15 +323,15 @@ class Transfer:
                 self.digests[index].append(whole)
                 chunks.append((index, begin, end, whole))
         found: set[tuple[int, int]] = set()
-        fill = self._host.fill
-        if fill is not None:
+        known = self._host.find({whole for *_, whole in chunks}) if self._host.find is not None else {}
 
-            def look(chunk: tuple[int, int, int, bytes]) -> None:
-                index, begin, end, whole = chunk
-                if not self._stop.is_set() and fill(whole, memoryview(targets[index][begin:end].numpy())):
-                    found.add((index, begin))
+        def fill(chunk: tuple[int, int, int, bytes]) -> None:
+            index, begin, end, whole = chunk
+            if not self._stop.is_set() and known[whole](memoryview(targets[index][begin:end].numpy())):
+                found.add((index, begin))
 
-            processors().share_out(look, chunks)
+        # Only what is found is shared out: threads that run Python keep the trainer's waiting for the interpreter's lock.
+        processors().share_out(fill, [chunk for chunk in chunks if chunk[3] in known])
         wanted: list[list[tuple[int, int]]] = [[] for _ in self._regions]
         for index, begin, end, _ in chunks:
             ranges = wanted[index]

@@ -1,0 +1,314 @@
+"""The device tier: how long training is blocked, what a save costs the next steps, kernels, loads and rollbacks, each beside its limit.
+
+    python integration/bench/device.py [--bytes 20GB] [--budget 200] [--directory DIR] [--json FILE] [--dry]
+
+Needs a GPU. The state is a decoder's of 24 layers (293 parameters) with AdamW's two moments, trained on random tokens. A save in the
+training rows comes behind a step that is still queued, and 20 steps follow; the time lost is what these 21 steps took beyond the
+mean of 21 undisturbed ones before and after. Stock is ``dcp.async_save`` with pinned and shared memory and a kept stager; training
+waits for its copies before the optimizer's step, as torch asks, and its files go to the same directory. Both sides write to that
+directory while training goes on: stock from a thread of its own, tierfs's flusher from a process of its own. In between, what was
+written is waited for and deleted. Rows come in order of importance, in two processes, and those that the budget leaves no time for
+are listed. Sizes shrink where shared memory has no room, which is said. Figures are medians of --rounds after one that warms up.
+
+Takes 4.6 times --bytes of GPU memory (3.6 times with one generation), and of host memory 2.3 times for the ram tier, once for
+stock's and once for files, which a disk may hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+SMALL_SHARE = 0.35  # of the budget, at most, for the rows that are quick
+PARTS = ("small", "big")
+SHM_STATES = 3.5  # the ram tier's 2.25 and stock's one, with what they round up
+SPARE_S = 8.0  # to stop flushers and delete files
+SEED = 1
+
+
+def main() -> int:
+    """Measure and print; the status is 0 also where rows failed, which the table says."""
+    options = _options()
+    if options.part is not None:
+        return _part(options)
+    import torch
+
+    if not options.dry and not torch.cuda.is_available():
+        print("no GPU is here: nothing was measured (--dry runs the bench itself on host memory)")
+        return 0
+    found: dict[str, Any] = {}
+    begin = time.time()
+    end = begin + options.budget
+    with tempfile.TemporaryDirectory(
+        prefix="tierfs-device-", dir=options.directory, ignore_cleanup_errors=True
+    ) as root:
+        for part in options.parts:
+            share = begin + options.budget * SMALL_SHARE if part == "small" and len(options.parts) > 1 else end
+            path = Path(root) / f"{part}.json"
+            found[part] = _child(options, part, path, Path(root) / part, share)
+            if options.json:
+                Path(options.json).write_text(json.dumps({"parts": found}, indent=1))
+    report = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(begin)),
+        "seed": SEED,
+        "dry": options.dry,
+        "wall_s": round(time.time() - begin, 1),
+        "flusher and stock's writer": "both write to --directory while training goes on",
+        "parts": found,
+        "aims": [],
+    }
+    try:
+        report["aims"] = aims(found)
+    except Exception as error:  # what was measured is not lost for it
+        report["problem"] = repr(error)
+    if options.json:
+        Path(options.json).write_text(json.dumps(report, indent=1))
+    show(report)
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    from tierfs.units import parse_size
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bytes", default=None, help="of the state; 20GB, and with --dry 12MB")
+    parser.add_argument("--budget", type=float, default=200.0, help="seconds for everything")
+    parser.add_argument("--rounds", type=int, default=None, help="2, and 1 with --dry")
+    parser.add_argument("--steps", type=int, default=None, help="of training behind a save; 20, and 3 with --dry")
+    parser.add_argument("--batch", type=int, default=4, help="sequences of 1024 tokens in a step")
+    parser.add_argument("--codecs", default=None, help="as for TierWriter; its default")
+    parser.add_argument("--directory", help="where stores and stock's files go")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--only", nargs="+", metavar="ROW", default=[], help="rows, beside limits and training")
+    parser.add_argument("--dry", action="store_true", help="run the bench itself on host memory, with tiny sizes")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parser.add_argument("--root", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    options.rounds = options.rounds or (1 if options.dry else 2)
+    options.steps = options.steps or (3 if options.dry else 20)
+    options.size = parse_size(options.bytes or ("12MB" if options.dry else "20GB"))
+    return options
+
+
+def _child(options: argparse.Namespace, part: str, path: Path, root: Path, end: float) -> dict[str, Any]:
+    """Run a part in a process of its own: what a kernel breaks there stays there."""
+    command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--end", end, "--out", path, "--root", root]
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part == "small" else dict(os.environ)
+    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    process = subprocess.Popen(list(map(str, command)), env=environment)
+    try:
+        status: int | str = process.wait(timeout=max(end - time.time(), 1.0) + SPARE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        status = f"killed at the end of its time: {process.wait()}"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        found = {"rows": {}, "problem": repr(error)}
+    return {**found, "status": status}
+
+
+def _part(options: argparse.Namespace) -> int:
+    """What a child does."""
+    faulthandler.enable()
+    warnings.simplefilter("ignore")
+    from device_budget import Budget, Rows
+    from device_card import Card, DryCard, machine
+
+    card = DryCard() if options.dry else Card()
+    root = Path(options.root)
+    root.mkdir()
+    budget = Budget(options.end)
+    facts: dict[str, Any] = {"machine": {**card.describe(), **machine()}, "directory": _disk(root, dry=options.dry)}
+    if options.part == "big":
+        _fit(options, facts)
+        import device_big as part
+
+        measured: Any = part.Big(card, root, options, budget)
+    else:
+        import device_small as part
+
+        measured = part.Small(card, root, dry=options.dry, codecs=options.codecs)
+    rows = Rows(Path(options.out), budget, facts)
+    rows.write()
+    for name, measure, at_most_s, at_least_s in part.rows_of(measured):
+        if not options.only or name in {"limits", "training", *options.only}:
+            rows.run(name, measure, at_most_s=at_most_s, at_least_s=0 if options.dry else at_least_s)
+            measured.limits = measured.limits or rows.found["rows"].get("limits", {})
+    closing = threading.Thread(target=getattr(measured, "close", lambda: None), daemon=True)
+    closing.start()
+    closing.join(SPARE_S)
+    shutil.rmtree(root, ignore_errors=True)
+    sys.stdout.flush()
+    os._exit(0)  # a thread that hangs keeps nobody waiting
+
+
+def _fit(options: argparse.Namespace, facts: dict[str, Any]) -> None:
+    """Shrink the state to what the GPU and shared memory have room for."""
+    machine = facts["machine"]
+    shared = Path(os.environ.get("TIERFS_SHM_DIR") or "/dev/shm")
+    rooms = {
+        f"of {shared}": shutil.disk_usage(shared).free / SHM_STATES,
+        "of host memory": machine["MemAvailable"] / (SHM_STATES + 1.2),
+        "of the GPU": (machine["device_bytes"] - (14 << 30)) / 3.0,
+    }
+    what, room = min(rooms.items(), key=lambda one: one[1])
+    if room < options.size:
+        facts["shrunk"] = f"from {options.size} to {int(room)} bytes, for want {what}"
+        print(f"the state shrinks {facts['shrunk']}", flush=True)
+        options.size = int(room)
+    facts["bytes"] = options.size
+
+
+def _disk(root: Path, *, dry: bool) -> dict[str, Any]:
+    """Where files go, and how fast one thread writes there and flushes."""
+    piece, count = os.urandom(1 << 20) * 16, 2 if dry else 64
+    begin = time.perf_counter()
+    with open(root / "limit", "wb", buffering=0) as file:
+        file.writelines([piece] * count)
+        os.fsync(file.fileno())
+    took = time.perf_counter() - begin
+    (root / "limit").unlink()
+    kind = subprocess.run(["stat", "-f", "-c", "%T", root], capture_output=True, text=True, check=False).stdout.strip()
+    return {"filesystem": kind, "free": shutil.disk_usage(root).free, "write_bytes_per_s": len(piece) * count / took}
+
+
+def aims(parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """The table of the issue, with what was measured; a row that was not is left out."""
+    from aims import Aims
+
+    found = Aims()
+    small, big = (parts.get(part, {}).get("rows", {}) for part in PARTS)
+
+    def measured(rows: dict[str, Any], name: str, key: str = "value") -> float | None:
+        value = rows.get(name, {}).get(key)
+        return float(value) if isinstance(value, (int, float)) else None
+
+    def at_least(what: str, value: float | None, limit: float) -> None:
+        if value is not None:
+            found.at_least(what, value, limit)
+
+    def at_most(what: str, value: float | None, limit: float) -> None:
+        if value is not None:
+            found.at_most(what, value, limit)
+
+    at_least("blocked, to the device tier, of D2D (behind a queued step)", measured(big, "device"), 0.8)
+    at_least("blocked, to the device tier, of D2D (idle GPU, whole call)", measured(big, "device", "of_d2d_idle"), 0.8)
+    at_least("blocked, to ram, of pinned D2H", measured(big, "ram"), 0.9)
+    stocks = [lost for name in ("stock", "stock, process") if (lost := measured(big, name, "lost_s")) is not None]
+    device, lazy = measured(big, "device", "lost_s"), measured(big, "lazy", "lost_s")
+    if stocks:
+        stock = min(stocks)
+        if device is not None:
+            # A time within the noise of the windows may come out negative: one millisecond is the least that is told apart.
+            at_least("time lost, stock's over tierfs device's", stock / max(device, 1e-3), 15)
+        if lazy is not None:
+            at_most("time lost, tierfs lazy's over stock's", max(lazy, 0.0) / max(stock, 1e-3), 0.5)
+    digest, read = measured(small, "digest"), measured(small, "limits", "read")
+    at_least("digest kernel, of the read bandwidth", digest / read if digest and read else None, 0.7)
+    at_most(
+        "second save, 90 % unchanged: D2H bytes of the first's", measured(big, "second save", "bytes_of_first"), 0.2
+    )
+    at_most(
+        "second save, 90 % unchanged: drain time of the first's", measured(big, "second save", "time_of_first"), 0.2
+    )
+    at_least("load from ram to the GPU, of pinned H2D", measured(big, "load"), 0.8)
+    at_least("rollback from the device tier, of D2D", measured(big, "rollback"), 0.5)
+    identity = small.get("identity", {}).get("value")
+    at_least("bit-identical, and of before the step (1: yes)", None if identity is None else float(identity), 1)
+    growth = small.get("flat", {}).get("growth")
+    if growth:
+        at_most("RssAnon over 40 saves, MiB more", growth["RssAnon"] / (1 << 20), 16)
+        at_most("device memory over 40 saves, MiB more", growth["allocated"] / (1 << 20), 0)
+        at_most("registered over 40 saves, MiB more", growth.get("registered_bytes", 0) / (1 << 20), 0)
+    return found.found
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print it as tables, the aims last."""
+    from aims import show as show_aims
+
+    for part, found in report["parts"].items():
+        rows = found.get("rows", {})
+        about = {key: found[key] for key in ("bytes", "shrunk", "status", "problem") if key in found}
+        print(f"\n{part}: {json.dumps(about)}")
+        for name, row in rows.items():
+            if "error" in row:
+                print(f"{name:16} FAILED: {row['error'].strip().splitlines()[-1][:160]}")
+            elif "not_reached" in row:
+                print(f"{name:16} not reached: {row['not_reached']}")
+        limits = rows.get("limits", {})
+        speeds = {key: f"{limits[key] / 1e9:.1f}" for key in ("d2d", "read", "d2h", "h2d") if key in limits}
+        print(f"limits, GB/s: {speeds}")
+        for name, row in rows.items():
+            shown = {key: _round(row[key]) for key in SHOWN if key in row}
+            if shown:
+                print(f"{name:16} " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+        if isinstance(rows.get("flat", {}).get("growth"), dict):
+            print(f"{'flat':16} growth {rows['flat']['growth']}")
+        for name, row in rows.get("pieces", {}).get("by_piece", {}).items():
+            print(f"piece {name}: {row['drain_bytes_per_s'] / 1e9:.1f} GB/s, {row['lost_s']:.4f} s lost")
+        for name in ("digest", "planes"):
+            speeds = {
+                key: f"{value / 1e9:.1f}"
+                for key, value in rows.get(name, {}).items()
+                if isinstance(value, float) and key not in {"row_s", "value"}
+            }
+            if speeds:
+                print(f"{name}, GB/s: {speeds}")
+    machine = next((found["machine"] for found in report["parts"].values() if "machine" in found), {})
+    print(
+        f"\n{machine.get('card')}, driver {machine.get('driver')}, torch {machine.get('torch')}, {report['date']}, "
+        f"{report['wall_s']} s{', DRY: the figures mean nothing' if report['dry'] else ''}"
+    )
+    show_aims(report["aims"])
+
+
+SHOWN = (
+    "step_s",
+    "bytes",
+    "tensors",
+    "rounds",
+    "lost_s",
+    "base_s",
+    "blocked_stream_s",
+    "blocked_s",
+    "call_s",
+    "stage_s",
+    "staged_s",
+    "saved_s",
+    "d2d_s",
+    "d2h_s",
+    "h2d_s",
+    "d2h_of_pinned",
+    "d2h_bytes",
+    "drain_s",
+    "settle_s",
+    "seconds",
+    "device_bytes",
+    "same",
+    "generations",
+    "row_s",
+)
+
+
+def _round(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

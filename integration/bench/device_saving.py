@@ -1,0 +1,280 @@
+"""Who saves in `device.py`: tierfs in one of its modes, and stock DCP at its best, behind one interface."""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from device_card import Card
+from device_training import Trainer
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import tierfs
+from tierfs.dcp import TierWriter
+
+STOCK_THREADS = 2
+REAPED_BYTES_MIN = 1 << 20
+
+
+@dataclass
+class Pending:
+    """A save under way.
+
+    Attributes:
+        call_s: Wall seconds that the call took.
+        stamps: On the current stream, before and behind the call.
+        before_optimizer: What training has to call before parameters change; ``None`` for nothing.
+        wait: Returns when the save is done.
+        stage_s: Wall seconds of ``stage`` alone.
+    """
+
+    call_s: float
+    stamps: tuple[Any, Any]
+    before_optimizer: Callable[[], object] | None
+    wait: Callable[[], object]
+    stage_s: float = 0.0
+    staged: list[float] = field(default_factory=list)
+
+
+class Store:
+    """A store in a directory of its own, with a ram tier in front. What it wrote is deleted as soon as nobody needs it.
+
+    Args:
+        root: Where.
+        ram: Bytes of the ram tier.
+        codecs: As for `TierWriter`.
+    """
+
+    def __init__(self, root: Path, ram: int, codecs: str | None = None) -> None:
+        self.root = root
+        os.environ["TIERFS_STATE_DIR"] = str(root / "state")
+        tierfs.init(f"file://{root}/store")
+        self.url = f"tierfs::file://{root}/store"
+        self.options = {"ram": ram, "nvme": "0", **({"codecs": codecs} if codecs else {})}
+
+    def writer(self, stage: str, device: int | None = None) -> TierWriter:
+        return TierWriter(self.url, ack="staged", stage=stage, device=device, **self.options)
+
+    def settle(self, writer: TierWriter) -> float:
+        """Wait until everything is in the store's directory, then delete the chunks there: the ram tier has them still.
+
+        A disk has no room for all that is saved here. Returns seconds.
+        """
+        begin = time.perf_counter()
+        writer.wait("object")
+        took = time.perf_counter() - begin
+        self.reap()
+        return took
+
+    def reap(self) -> None:
+        for path in (self.root / "store").rglob("*"):
+            if path.is_file() and path.stat().st_size >= REAPED_BYTES_MIN:
+                path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Stop the flusher and delete everything."""
+        gc.collect()
+        command = [sys.executable, "-m", "tierfs.cli", "flusher", "stop", f"file://{self.root}/store"]
+        try:
+            subprocess.run(command, check=False, capture_output=True, timeout=20)
+        except subprocess.TimeoutExpired:
+            print("the flusher does not stop", flush=True)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+class Probe:
+    """A stager that notes how long a writer's own ``stage`` takes."""
+
+    def __init__(self, writer: TierWriter) -> None:
+        self._writer = writer
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def stage(self, state: dict[str, Any]) -> Any:
+        begin = time.perf_counter()
+        try:
+            return self._writer.stage(state)
+        finally:
+            self.seconds = time.perf_counter() - begin
+
+
+class Ours:
+    """tierfs by one writer."""
+
+    def __init__(self, card: Card, store: Store, stage: str, device: int | None = None) -> None:
+        self._card, self.store = card, store
+        self.writer = store.writer(stage, device)
+        self._number = 0
+        self._name = stage
+
+    def url(self) -> str:
+        """Of the newest save."""
+        return f"{self.store.url}/{self._name}_{self._number}"
+
+    def begin(self, state: dict[str, Any]) -> Pending:
+        self._number += 1
+        probe = Probe(self.writer)
+        begin, before = time.perf_counter(), self._card.stamp()
+        future = dcp.async_save(state, checkpoint_id=self.url(), storage_writer=self.writer, async_stager=probe)
+        call_s = time.perf_counter() - begin
+        return Pending(call_s, (before, self._card.stamp()), None, future.result, probe.seconds)
+
+    def settle(self) -> float:
+        return self.store.settle(self.writer)
+
+    def report(self) -> dict[str, Any]:
+        """The device tier's status, with the seconds that drains took in all."""
+        found = dict(self.writer.status()["tiers"].get("device") or {})
+        rate = found.get("drain_bytes_per_s")
+        found["moved_s"] = found["drained_bytes"] / rate if rate else 0.0
+        return found
+
+    def close(self) -> None:
+        self.writer.close()
+        del self.writer
+        gc.collect()
+        self._card.release()
+
+
+class KeptStager(DefaultStager):
+    """torch's own, which stays for the next save whoever closes it."""
+
+    def close(self) -> None:
+        pass
+
+    def end(self) -> None:
+        super().close()
+
+
+class Stock:
+    """torch's own asynchronous save, with memory that is pinned, shared, and kept from save to save."""
+
+    def __init__(self, card: Card, root: Path, *, process: bool = False) -> None:
+        self._card, self._root, self._number = card, root, 0
+        options = StagingOptions() if card.is_real else StagingOptions(False, False, False, False)
+        self._stager = KeptStager(options)
+        self._kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+        root.mkdir(parents=True, exist_ok=True)
+        if process:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+            torch.distributed.init_process_group("gloo", init_method=f"file://{root}/rendezvous", rank=0, world_size=1)
+
+    def begin(self, state: dict[str, Any]) -> Pending:
+        self._number += 1
+        writer = dcp.FileSystemWriter(self._root / f"step_{self._number}", thread_count=STOCK_THREADS)
+        staged: list[float] = []
+        begin, before = time.perf_counter(), self._card.stamp()
+        found = dcp.async_save(
+            state, storage_writer=writer, async_stager=self._stager, async_checkpointer_type=self._kind
+        )
+        call_s, after = time.perf_counter() - begin, self._card.stamp()
+        if not hasattr(found, "staging_completion"):
+            return Pending(call_s, (before, after), None, found.result)
+        found.staging_completion.add_done_callback(lambda _: staged.append(time.perf_counter() - begin))
+        pending = Pending(
+            call_s, (before, after), found.staging_completion.result, found.upload_completion.result, call_s
+        )
+        pending.staged = staged
+        return pending
+
+    def settle(self) -> float:
+        for path in self._root.glob("step_*"):
+            shutil.rmtree(path)
+        return 0.0
+
+    def close(self) -> None:
+        self._stager.end()
+        self.settle()
+        gc.collect()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def when(begin: float, wait: Callable[[], object]) -> Callable[[], float]:
+    """Start to wait for something on a thread. The result waits for the thread: seconds from ``begin``; raises what it raised."""
+    found: list[Any] = []
+
+    def look() -> None:
+        try:
+            wait()
+            found.append(time.perf_counter() - begin)
+        except BaseException as error:
+            found.append(error)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+
+    def join() -> float:
+        thread.join()
+        if isinstance(found[0], BaseException):
+            raise found[0]
+        return float(found[0])
+
+    return join
+
+
+def cycle(trainer: Trainer, peer: Ours | Stock, steps: int, base_s: list[float]) -> dict[str, Any]:
+    """One step, a save behind it, and so many steps more, as a training loop does: nothing waits for the GPU before the save.
+
+    Args:
+        trainer: What trains.
+        peer: Who saves.
+        steps: After the save.
+        base_s: Wall seconds of windows of ``steps + 1`` undisturbed steps before; one is added that is taken after the save is done.
+    """
+    state, card = trainer.state(), trainer.card
+    gc.collect()
+    trainer.steps = 0
+    marks = []
+    card.synchronize()
+    begin = time.perf_counter()
+    trainer.step()
+    pending = peer.begin(state)
+    saved = when(begin, pending.wait)
+    for number in range(steps):
+        trainer.step(pending.before_optimizer if number == 0 else None)
+        marks.append(card.stamp())
+    card.synchronize()
+    took = time.perf_counter() - begin
+    saved_s = saved()
+    settle_s = peer.settle()
+    before, after = base_s[-1], trainer.window(steps + 1)
+    base_s.append(after)
+    return {
+        "lost_s": took - (before + after) / 2,
+        "took_s": took,
+        "base_s": (before + after) / 2,
+        "blocked_stream_s": card.between(*pending.stamps),
+        "call_s": pending.call_s,
+        "stage_s": pending.stage_s,
+        "staged_s": pending.staged[0] if pending.staged else None,
+        "saved_s": saved_s,
+        "settle_s": settle_s,
+        "step_s": [card.between(one, other) for one, other in zip([pending.stamps[1], *marks], marks, strict=False)],
+    }
+
+
+def medians(cycles: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure; all cycles beside it."""
+    found: dict[str, Any] = {}
+    for key in cycles[0]:
+        values = [one[key] for one in cycles if isinstance(one[key], (int, float))]
+        if values:
+            found[key] = statistics.median(values)
+    return {**found, "cycles": cycles}

@@ -1,0 +1,67 @@
+"""Copies of many tensors from device memory to device memory in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tierfs.device.modules import function, launch
+
+__all__ = ["PIECE_BYTES", "THREADS", "copy_bytes", "piece_table"]
+
+PIECE_BYTES = 1 << 20
+"""What one thread block copies at most: 20 GB make 20,000 thread blocks, far more than run at once."""
+THREADS = 512
+
+
+def piece_table(
+    targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
+) -> npt.NDArray[np.uint64]:
+    """Cut copies into pieces.
+
+    Args:
+        targets: Addresses.
+        sources: Addresses, one for each target. Nothing overlaps.
+        lengths: Bytes of each.
+
+    Returns:
+        uint64 [pieces, 3]: target, source, length of each.
+    """
+    sizes = np.array(lengths, np.uint64)
+    counts = (sizes + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)
+    total = int(counts.sum())
+    firsts = np.cumsum(counts) - counts
+    offsets = (np.arange(total, dtype=np.uint64) - np.repeat(firsts, counts)) * np.uint64(PIECE_BYTES)
+    table = np.empty((total, 3), np.uint64)
+    table[:, 0] = np.repeat(np.array(targets, np.uint64), counts) + offsets
+    table[:, 1] = np.repeat(np.array(sources, np.uint64), counts) + offsets
+    table[:, 2] = np.minimum(np.repeat(sizes, counts) - offsets, np.uint64(PIECE_BYTES))
+    return table
+
+
+def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Copy tensors byte for byte on torch's current stream of ``device``; returns before the kernel has run.
+
+    Args:
+        targets: Contiguous, on the device.
+        sources: One for each, of its length; contiguous, on the device.
+        device: A CUDA device.
+
+    Raises:
+        InvalidInputError: CuPy is not installed.
+        StoreError: The GPU's compiler refuses the kernel.
+    """
+    table = piece_table(
+        [target.data_ptr() for target in targets],
+        [source.data_ptr() for source in sources],
+        [target.nbytes for target in targets],
+    )
+    if not len(table):
+        return
+    with torch.cuda.device(device):
+        pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned.numpy().view(np.uint64)[:] = table.reshape(-1)
+        launch(function("copy_pieces", "copy"), len(table), THREADS, (pinned.to(device, non_blocking=True),), device=device)
