@@ -17,6 +17,7 @@ stock's and once for files, which a disk may hold.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import json
 import os
@@ -27,12 +28,16 @@ import tempfile
 import threading
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 SMALL_SHARE = 0.35  # of the budget, at most, for the rows that are quick
 PARTS = ("small", "big")
 SHM_STATES = 3.5  # the ram tier's 2.25 and stock's one, with what they round up
+STATES_WRITTEN = 12  # until all rows but the last two are done
+WRITING_SHARE = 0.8  # of the time, at most: several threads write faster than the one that was measured
+SIZE_MIN = 64 << 20
 SPARE_S = 8.0  # to stop flushers and delete files
 SEED = 1
 
@@ -50,9 +55,9 @@ def main() -> int:
     found: dict[str, Any] = {}
     begin = time.time()
     end = begin + options.budget
-    with tempfile.TemporaryDirectory(
-        prefix="tierfs-device-", dir=options.directory, ignore_cleanup_errors=True
-    ) as root:
+    shared = os.environ.get("TIERFS_SHM_DIR") or "/dev/shm"
+    made = partial(tempfile.TemporaryDirectory, prefix="tierfs-device-", ignore_cleanup_errors=True)
+    with made(dir=options.directory) as root, made(dir=shared) as os.environ["TIERFS_SHM_DIR"]:
         for part in options.parts:
             share = begin + options.budget * SMALL_SHARE if part == "small" and len(options.parts) > 1 else end
             path = Path(root) / f"{part}.json"
@@ -108,18 +113,27 @@ def _child(options: argparse.Namespace, part: str, path: Path, root: Path, end: 
     """Run a part in a process of its own: what a kernel breaks there stays there."""
     command = [sys.executable, __file__, *sys.argv[1:], "--part", part, "--end", end, "--out", path, "--root", root]
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if part == "small" else dict(os.environ)
-    environment.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     process = subprocess.Popen(list(map(str, command)), env=environment)
     try:
         status: int | str = process.wait(timeout=max(end - time.time(), 1.0) + SPARE_S)
     except subprocess.TimeoutExpired:
         process.kill()
         status = f"killed at the end of its time: {process.wait()}"
+        for store in root.glob("*/store"):
+            _stop_flusher(store)
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         found = {"rows": {}, "problem": repr(error)}
     return {**found, "status": status}
+
+
+def _stop_flusher(store: Path) -> None:
+    """Of a part that was killed: it would stay, and its memory with it."""
+    environment = {**os.environ, "TIERFS_STATE_DIR": str(store.parent / "state")}
+    command = [sys.executable, "-m", "tierfs.cli", "flusher", "stop", f"file://{store}"]
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, env=environment, check=False, capture_output=True, timeout=10)
 
 
 def _part(options: argparse.Namespace) -> int:
@@ -135,7 +149,7 @@ def _part(options: argparse.Namespace) -> int:
     budget = Budget(options.end)
     facts: dict[str, Any] = {"machine": {**card.describe(), **machine()}, "directory": _disk(root, dry=options.dry)}
     if options.part == "big":
-        _fit(options, facts)
+        _fit(options, facts, budget.left())
         import device_big as part
 
         measured: Any = part.Big(card, root, options, budget)
@@ -157,20 +171,21 @@ def _part(options: argparse.Namespace) -> int:
     os._exit(0)  # a thread that hangs keeps nobody waiting
 
 
-def _fit(options: argparse.Namespace, facts: dict[str, Any]) -> None:
-    """Shrink the state to what the GPU and shared memory have room for."""
+def _fit(options: argparse.Namespace, facts: dict[str, Any], left_s: float) -> None:
+    """Shrink the state to what the GPU and shared memory have room for, and files time."""
     machine = facts["machine"]
     shared = Path(os.environ.get("TIERFS_SHM_DIR") or "/dev/shm")
     rooms = {
         f"of {shared}": shutil.disk_usage(shared).free / SHM_STATES,
         "of host memory": machine["MemAvailable"] / (SHM_STATES + 1.2),
         "of the GPU": (machine["device_bytes"] - (14 << 30)) / 3.0,
+        "of time to write files": WRITING_SHARE * left_s * facts["directory"]["write_bytes_per_s"] / STATES_WRITTEN,
     }
     what, room = min(rooms.items(), key=lambda one: one[1])
     if room < options.size:
         facts["shrunk"] = f"from {options.size} to {int(room)} bytes, for want {what}"
         print(f"the state shrinks {facts['shrunk']}", flush=True)
-        options.size = int(room)
+        options.size = max(int(room), SIZE_MIN)
     facts["bytes"] = options.size
 
 

@@ -26,13 +26,13 @@ class Halving(DefaultSavePlanner):
 
 
 def count_copies() -> None:
-    real = ShardFile.add_tensors
+    real = ShardFile._add
 
-    def add_tensors(self: ShardFile, tensors: Any, **options: Any) -> Any:
+    def add(self: ShardFile, tensors: Any, **options: Any) -> Any:
         COPIED.append(sum(tensor.nbytes for _, tensor in tensors))
         return real(self, tensors, **options)
 
-    ShardFile.add_tensors = add_tensors  # type: ignore[method-assign]
+    ShardFile._add = add  # type: ignore[method-assign]
 
 
 def save(state: Any, writer: Any, url: str, planner: Any) -> int:

@@ -4,12 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.fake_device import DRAIN_FIRST, TRAINER_FIRST, FakeDevice  # noqa: E402
+from support.fake_device import DRAIN_FIRST, TRAINER_FIRST, FakeDevice
 
-import tierfs  # noqa: E402
-from tierfs.device import accelerator as accelerators  # noqa: E402
-from tierfs.device.drain import _drains  # noqa: E402
-from tierfs.device.tier import _live  # noqa: E402
+import tierfs
+from tierfs.device import accelerator as accelerators
+from tierfs.device.drain import _drains
+from tierfs.device.tier import _live
 
 
 class Cuda:

@@ -5,10 +5,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.cuda_emulator import Emulator  # noqa: E402
+from support.cuda_emulator import Emulator
 
-from tierfs.device.copies import PIECE_BYTES, copy_bytes, piece_table  # noqa: E402
-from tierfs.device.modules import KERNELS  # noqa: E402
+from tierfs.device.copies import PIECE_BYTES, copy_bytes, piece_table
+from tierfs.device.modules import KERNELS
 
 LENGTHS = [0, 1, 3, 4, 15, 16, 17, 4095, 4096, 100_003, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 5]
 

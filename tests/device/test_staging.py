@@ -9,11 +9,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.distributed.checkpoint.api import CheckpointException  # noqa: E402
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter  # noqa: E402
-from tierfs.errors import CorruptionError, InvalidInputError, StoreError  # noqa: E402
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.errors import CorruptionError, InvalidInputError, StoreError
 
 MIB = 1 << 20
 STAGES = ["device", "lazy", "ram", "auto"]
@@ -410,7 +410,12 @@ def test_layout_dcp_is_saved_from_a_gpu(gpu, url):
 
 def test_a_state_larger_than_the_ram_tier_goes_in_waves(gpu, url):
     writer = TierWriter(url, stage="device", device="256MiB", ram="48MiB")
-    state = {"model": {"large": gpu.own(torch.randn(24 * MIB))}, "step": torch.ones(()), "host": torch.ones(3), "note": ""}
+    state = {
+        "model": {"large": gpu.own(torch.randn(24 * MIB))},
+        "step": torch.ones(()),
+        "host": torch.ones(3),
+        "note": "",
+    }
     before = copied(state)
     staged = writer.stage(state)
     change(gpu, state)

@@ -50,9 +50,9 @@ class GpuStaging:
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._snapshots: weakref.WeakKeyDictionary[
-            object, Sequence[tuple[Transfer, dict[Any, torch.Tensor]]]
-        ] = weakref.WeakKeyDictionary()
+        self._snapshots: weakref.WeakKeyDictionary[object, Sequence[tuple[Transfer, dict[Any, torch.Tensor]]]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._skipped_bytes = 0
 
     def __repr__(self) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tierfs.device.tier import DeviceTier, Generation, device_tiers
 from tierfs.dcp.items import Saved
+from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
 __all__ = ["key_of", "roll_back"]
 

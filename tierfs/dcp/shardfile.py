@@ -334,7 +334,9 @@ class ShardFile:
         try:
             for accelerator, numbers in devices.values():
                 plan = _plan_of([tensors[number] for number in numbers])
-                transfer = self._gpu.transfer(accelerator, self._origin, partial(self._pin, accelerator), at_once=at_once)
+                transfer = self._gpu.transfer(
+                    accelerator, self._origin, partial(self._pin, accelerator), at_once=at_once
+                )
                 job = _Job(transfer, plan, numbers)
                 jobs.append(job)
                 # First, so that the GPU copies while the rest is done.
@@ -397,7 +399,9 @@ class ShardFile:
         assert self._origin is not None
         if self._origin.tiers is not None:
             self._origin.tiers.counters.fall_back(
-                "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
+                "waves",
+                "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s",
+                str(error),
             )
         self._is_private = True
         self._room = None

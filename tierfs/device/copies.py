@@ -17,9 +17,7 @@ PIECE_BYTES = 1 << 20
 THREADS = 512
 
 
-def piece_table(
-    targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]
-) -> npt.NDArray[np.uint64]:
+def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int]) -> npt.NDArray[np.uint64]:
     """Cut copies into pieces.
 
     Args:
@@ -31,10 +29,10 @@ def piece_table(
         uint64 [pieces, 3]: target, source, length of each.
     """
     sizes = np.array(lengths, np.uint64)
-    counts = (sizes + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)
+    counts = ((sizes + np.uint64(PIECE_BYTES - 1)) // np.uint64(PIECE_BYTES)).astype(np.int64)
     total = int(counts.sum())
     firsts = np.cumsum(counts) - counts
-    offsets = (np.arange(total, dtype=np.uint64) - np.repeat(firsts, counts)) * np.uint64(PIECE_BYTES)
+    offsets = ((np.arange(total) - np.repeat(firsts, counts)) * PIECE_BYTES).astype(np.uint64)
     table = np.empty((total, 3), np.uint64)
     table[:, 0] = np.repeat(np.array(targets, np.uint64), counts) + offsets
     table[:, 1] = np.repeat(np.array(sources, np.uint64), counts) + offsets
@@ -64,4 +62,6 @@ def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor],
     with torch.cuda.device(device):
         pinned = torch.empty(table.nbytes, dtype=torch.uint8, pin_memory=True)
         pinned.numpy().view(np.uint64)[:] = table.reshape(-1)
-        launch(function("copy_pieces", "copy"), len(table), THREADS, (pinned.to(device, non_blocking=True),), device=device)
+        launch(
+            function("copy_pieces", "copy"), len(table), THREADS, (pinned.to(device, non_blocking=True),), device=device
+        )

@@ -51,7 +51,11 @@ class Pins:
         return sum(region.memory.numel() for region in list(self._regions.values()) if region.memory is not None)
 
     def add(
-        self, key: str, memory: Callable[[], memoryview], is_used: Callable[[], bool], fall_back: Callable[[str, str], None]
+        self,
+        key: str,
+        memory: Callable[[], memoryview],
+        is_used: Callable[[], bool],
+        fall_back: Callable[[str, str], None],
     ) -> None:
         """Register a region unless that was done, or refused, before.
 

@@ -161,7 +161,12 @@ class Transfer:
                     for region, is_gathered in zip(regions, gathered, strict=True)
                 ]
         if self.mode is Mode.LAZY:
-            direct = [tensor for region, is_gathered in zip(regions, gathered, strict=True) if not is_gathered for _, tensor in region.parts]
+            direct = [
+                tensor
+                for region, is_gathered in zip(regions, gathered, strict=True)
+                if not is_gathered
+                for _, tensor in region.parts
+            ]
             self._kept = [(tensor, version) for tensor in direct if (version := _version(tensor)) is not None]
         self._captured = self._accelerator.record(self._accelerator.current())
         if self.generation is not None:

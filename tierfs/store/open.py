@@ -248,7 +248,11 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     tiers: Tiers | None = None
     hidden: TierfsError | None = None
     if settings.ram_bytes or settings.nvme_bytes:
-        key = (descriptor.uuid, places, replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None))
+        key = (
+            descriptor.uuid,
+            places,
+            replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None),
+        )
         tiers = _tiers.get(key)
         from tierfs.store import localtiers  # noqa: PLC0415 - brings numpy, which takes a while
 

@@ -1,0 +1,118 @@
+#!/usr/bin/env bash
+# Runs everything of tierfs that needs a GPU: the tests of tests/device on it, then integration/bench/device.py. Under 6 minutes.
+#
+#     integration/device/run.sh [ARGUMENTS OF device.py]
+#
+# Run it from the repository's root, on a machine with Python 3.12, torch 2.11+cu130, CuPy 14, pytest, pytest-timeout and hypothesis.
+# Everything goes to $OUT (/tmp/tierfs-device): device.json, bench.log, tests.log, tests.xml. The short table comes last. Where there is
+# no GPU it says so and ends with 0; otherwise its status is that of the tests.
+#
+#     OUT                where results go
+#     PYTHON             the interpreter (python3)
+#     BUDGET             seconds for the bench; what is left of 345 s by default
+#     TESTS_S            seconds for the tests at most (60)
+#     TIERFS_BENCH_DIR   where stores and stock's files go; by default $TMPDIR or /tmp, and shared memory where the disk is slow
+#     TIERFS_DEVICE_MOUNT=1   enlarge /dev/shm to 80 % of memory (root; a machine that nobody else uses)
+#
+# What such a machine lacks of tierfs's dependencies travels as wheels in .whl/ (6.2 MB), made with:
+#
+#     echo /.whl/ >> .git/info/exclude
+#     python3 -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+#         --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
+#         --platform manylinux2014_x86_64 --platform manylinux1_x86_64 -d .whl zstandard==0.25.0 fsspec==2026.9.0 xxhash==4.1.0
+#
+# zstandard is missing there; fsspec and xxhash are there, of versions that are not known to be new enough.
+set -u
+begun=$SECONDS
+OUT=${OUT:-/tmp/tierfs-device}
+PYTHON=${PYTHON:-python3}
+TESTS_S=${TESTS_S:-60}
+WHOLE_S=345
+mkdir -p "$OUT"
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
+cd "$(dirname "$0")/../.." || exit 1
+
+if compgen -G '.whl/*.whl' >/dev/null; then
+    site=${TMPDIR:-/tmp}/tierfs-site
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl || exit
+    export PYTHONPATH=$site:$PWD
+else
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+fi
+
+why=$("$PYTHON" - 2>&1 <<'PY'
+import sys
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"torch does not import: {error}")
+sys.exit(None if torch.cuda.is_available() else "torch sees no CUDA device")
+PY
+)
+if [ $? -ne 0 ]; then
+    dry=
+    for argument in "$@"; do [ "$argument" = --dry ] && dry=1; done
+    if [ -z "$dry" ]; then
+        echo "skipped: ${why##*$'\n'}"
+        exit 0
+    fi
+fi
+
+command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.max --format=csv,noheader
+if [ "${TIERFS_DEVICE_MOUNT:-}" = 1 ]; then
+    mount -o remount,size=80% /dev/shm && echo "/dev/shm was enlarged"
+fi
+df -h /dev/shm "${TMPDIR:-/tmp}" | cat
+grep -E 'MemTotal|MemAvailable' /proc/meminfo
+echo "locked memory: $(ulimit -l)"
+"$PYTHON" - <<'PY'
+import importlib
+
+for name in ("torch", "cupy", "numpy", "fsspec", "xxhash", "zstandard", "pytest"):
+    try:
+        module = importlib.import_module(name)
+        print(name, module.__version__, module.__file__)
+    except Exception as error:
+        print(name, repr(error))
+PY
+
+# -c /dev/null: pyproject.toml turns every warning into an error, also those of packages that are older or newer here.
+echo "== tests"
+timeout -k 5 "$TESTS_S" "$PYTHON" -m pytest -q --maxfail=20 -p no:cacheprovider -c /dev/null --rootdir "$PWD" -W ignore \
+    --timeout 30 --durations 5 --junitxml "$OUT/tests.xml" tests/device -k "gpu or cuda" >"$OUT/tests.log" 2>&1
+status=$?
+tail -n 40 "$OUT/tests.log"
+[ $status -eq 5 ] && echo "no test of tests/device is for a GPU"
+tests_took=$((SECONDS - begun))
+
+echo "== bench, $tests_took s after the start"
+directory=${TIERFS_BENCH_DIR:-}
+if [ -z "$directory" ]; then
+    directory=${TMPDIR:-/tmp}
+    file=$(mktemp -p "$directory")
+    speed=$("$PYTHON" - "$file" <<'PY'
+import os, sys, time
+
+piece, begin = os.urandom(16 << 20), time.perf_counter()
+with open(sys.argv[1], "wb", buffering=0) as file:
+    for _ in range(48):
+        file.write(piece)
+    os.fsync(file.fileno())
+print(int(48 * len(piece) / (time.perf_counter() - begin) / 1e6))
+PY
+)
+    rm -f "$file"
+    free=$(df --output=avail -B1 /dev/shm | tail -n 1)
+    # Twelve states are written: with less than 2 GB/s most of the time would go by in waiting for that. 4.6 states are there at once.
+    if [ "${speed:-0}" -lt 2000 ] && [ "$free" -gt 92000000000 ]; then directory=/dev/shm; fi
+    echo "one thread writes $speed MB/s to ${TMPDIR:-/tmp}; files go to $directory"
+fi
+left=$((WHOLE_S - 12 - SECONDS + begun))
+timeout -k 5 $((left + 12)) "$PYTHON" integration/bench/device.py --budget "${BUDGET:-$left}" --directory "$directory" \
+    --json "$OUT/device.json" "$@" 2>"$OUT/bench.err" | tee "$OUT/bench.log"
+bench=${PIPESTATUS[0]}
+[ "$bench" -ne 0 ] && { echo "the bench ended with $bench"; tail -n 15 "$OUT/bench.err"; }
+
+echo "tests: $(tail -n 1 "$OUT/tests.log") (status $status); all took $((SECONDS - begun)) s"
+[ $status -eq 5 ] && status=0
+exit $status
