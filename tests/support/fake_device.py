@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import xxhash
 
+from tierfs.device.accelerator import view_of
 from tierfs.errors import CapacityError, StoreError
 
 TRAINER_FIRST, DRAIN_FIRST = "trainer first", "drain first"
@@ -104,6 +105,10 @@ class FakeDevice:
     def copy(self, targets, sources):
         for target, source in zip(targets, sources, strict=True):
             self._queue(self.trainer, lambda target=target, source=source: target.copy_(source))
+
+    def gather(self, memory, parts):
+        sources = [tensor.detach() for _, tensor in parts]
+        self.copy([view_of(memory, at, tensor) for at, tensor in parts], sources)
 
     def fetch(self, stream, target, source):
         if self.fetch_error is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -134,14 +134,31 @@ class Later:
         views: As given; complete once `ready` is set, unless there is an error.
         ready: Set when nothing follows any more.
         error: Why some are missing.
+        transfers: What follows.
+        fill: Makes what follows.
     """
 
     def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
         self.views = list(views)
         self.ready = threading.Event()
         self.error: BaseException | None = None
+        self.transfers: Sequence[Transfer] = ()
+        self.fill: Callable[[], None] | None = None
         if all(view is not None for view in self.views):
             self.ready.set()
+
+    def begin(self) -> None:
+        """Have made in the background what follows. Last, since Python on two threads is slower than on one."""
+        fill, self.fill = self.fill, None
+        if fill is not None and start_daemon(fill, name="device-drain") is None:
+            fill()
+
+    def discard(self) -> None:
+        """Give up what follows and was not begun."""
+        if self.fill is not None:
+            self.fill = None
+            for transfer in self.transfers:
+                transfer.discard()
 
     def result(self) -> list[torch.Tensor]:
         """All views, waiting for those that follow. What lies there is another matter: see `ShardFile.wait_filled`.
@@ -349,9 +366,11 @@ class ShardFile:
             raise
         for number, view in zip(host, views, strict=True):
             later.views[number] = view
-        waits = all(job.transfer.mode is Mode.RAM for job in jobs)
-        if waits or start_daemon(self._fill, jobs, later, name="device-drain") is None:
+        later.transfers = [job.transfer for job in jobs]
+        if all(transfer.mode is Mode.RAM for transfer in later.transfers):
             self._fill(jobs, later, is_alone=False)
+        else:
+            later.fill = partial(self._fill, jobs, later)
         return later
 
     def _fill(self, jobs: Sequence[_Job], later: Later, *, is_alone: bool = True) -> None:

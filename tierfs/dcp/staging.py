@@ -81,21 +81,28 @@ def stage(
             else:
                 memo[number] = _unusual(names[0], tensor, locals_, memo)
     later = file.begin_tensors(parts)
-    if not later.ready.is_set() and not _is_plain_nest(state_dict):
-        later.result()
-    if later.ready.is_set():
-        remaining = iter(later.result())
-        for number, tensor in staged:
-            memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
-    else:
-        memo.update(_awaited(staged, later))
-    if left:
-        # Whoever saves an object saves what it refers to: that is copied, whoever saves the tensor by its name.
-        for key, value in state_dict.items():
-            for inner in _objects(value):
-                _copied(key, inner, memo)
-        memo.update({number: other for number, other in left.items() if number not in memo})
-    return StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, later, file)
+    try:
+        if not later.ready.is_set() and not _is_plain_nest(state_dict):
+            later.begin()
+            later.result()
+        if later.ready.is_set():
+            remaining = iter(later.result())
+            for number, tensor in staged:
+                memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
+        else:
+            memo.update(_awaited(staged, later))
+        if left:
+            # Whoever saves an object saves what it refers to: that is copied, whoever saves the tensor by its name.
+            for key, value in state_dict.items():
+                for inner in _objects(value):
+                    _copied(key, inner, memo)
+            memo.update({number: other for number, other in left.items() if number not in memo})
+        copied = StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, later, file)
+    except BaseException:
+        later.discard()
+        raise
+    later.begin()
+    return copied
 
 
 def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:

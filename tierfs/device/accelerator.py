@@ -14,11 +14,19 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tierfs.device.copies import copy_bytes
+from tierfs.device.copies import copy_bytes, copy_pieces
 from tierfs.device.digests import hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
-__all__ = ["Accelerator", "CudaAccelerator", "Event", "accelerator_of", "has_accelerator", "register_accelerator"]
+__all__ = [
+    "Accelerator",
+    "CudaAccelerator",
+    "Event",
+    "accelerator_of",
+    "has_accelerator",
+    "register_accelerator",
+    "view_of",
+]
 
 
 LARGE_BYTES = 1 << 20
@@ -73,6 +81,14 @@ class Accelerator(Protocol):
 
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         """Queue copies on the current stream, device to device, of tensors of equal dtype and shape."""
+
+    def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Queue copies on the current stream of tensors into device memory, as their elements in row-major order.
+
+        Args:
+            memory: uint8 of one dimension.
+            parts: Offset in bytes, a multiple of the element's size, and the tensor: not empty, strided, on the device.
+        """
 
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy of bytes from the device to the host: both uint8 of one dimension. Pageable targets may block."""
@@ -186,6 +202,24 @@ class CudaAccelerator:
         for to, begin in fused.values():
             torch._foreach_copy_(to, begin)
 
+    def gather(self, memory: torch.Tensor, parts: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """See `Accelerator.gather`."""
+        if not self.can_hash:
+            self.copy([view_of(memory, at, tensor) for at, tensor in parts], [tensor.detach() for _, tensor in parts])
+            return
+        base = memory.data_ptr()
+        targets: list[int] = []
+        sources: list[int] = []
+        lengths: list[int] = []
+        for at, tensor in parts:
+            if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+                targets.append(base + at)
+                sources.append(tensor.data_ptr())
+                lengths.append(tensor.nbytes)
+            else:
+                view_of(memory, at, tensor).copy_(tensor.detach(), non_blocking=True)
+        copy_pieces(targets, sources, lengths, self.device)
+
     def fetch(self, stream: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         """See `Accelerator.fetch`."""
         with torch.cuda.stream(stream):
@@ -238,6 +272,11 @@ class CudaAccelerator:
         """See `Accelerator.unpin`."""
         with torch.cuda.device(self.device):
             torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def view_of(memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same dtype and shape, contiguous, that lies at an offset of uint8 memory."""
+    return memory[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def _has_cupy() -> bool:

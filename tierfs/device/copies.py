@@ -10,7 +10,7 @@ import torch
 
 from tierfs.device.modules import function, launch
 
-__all__ = ["PIECE_BYTES", "THREADS", "copy_bytes", "piece_table"]
+__all__ = ["PIECE_BYTES", "THREADS", "copy_bytes", "copy_pieces", "piece_table"]
 
 PIECE_BYTES = 1 << 20
 """What one thread block copies at most: 20 GB make 20,000 thread blocks, far more than run at once."""
@@ -41,22 +41,35 @@ def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequenc
 
 
 def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Copy tensors byte for byte on torch's current stream of ``device``; returns before the kernel has run.
+    """Copy tensors byte for byte: see `copy_pieces`.
 
     Args:
         targets: Contiguous, on the device.
         sources: One for each, of its length; contiguous, on the device.
+        device: A CUDA device.
+    """
+    copy_pieces(
+        [target.data_ptr() for target in targets],
+        [source.data_ptr() for source in sources],
+        [target.nbytes for target in targets],
+        device,
+    )
+
+
+def copy_pieces(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
+    """Copy bytes on torch's current stream of ``device``; returns before the kernel has run.
+
+    Args:
+        targets: Addresses in the device's memory.
+        sources: Addresses, one for each target. Nothing overlaps.
+        lengths: Bytes of each.
         device: A CUDA device.
 
     Raises:
         InvalidInputError: CuPy is not installed.
         StoreError: The GPU's compiler refuses the kernel.
     """
-    table = piece_table(
-        [target.data_ptr() for target in targets],
-        [source.data_ptr() for source in sources],
-        [target.nbytes for target in targets],
-    )
+    table = piece_table(targets, sources, lengths)
     if not len(table):
         return
     with torch.cuda.device(device):

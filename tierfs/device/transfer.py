@@ -142,19 +142,17 @@ class Transfer:
             return
         if memory is None:
             gathered = [False] * len(regions)
-        targets: list[torch.Tensor] = []
-        sources: list[torch.Tensor] = []
+        parts: list[tuple[int, torch.Tensor]] = []
         for region, at, is_gathered in zip(regions, offsets, gathered, strict=True):
             if not is_gathered:
                 self._sources.append(None)
                 continue
             assert memory is not None
             self._sources.append(memory[at : at + region.length])
-            for inside, tensor in region.parts:
-                targets.append(self._view(memory, at + inside, tensor))
-                sources.append(tensor.detach())
+            parts += [(at + inside, tensor) for inside, tensor in region.parts]
         with torch.no_grad():
-            self._accelerator.copy(targets, sources)
+            if memory is not None:
+                self._accelerator.gather(memory, parts)
             if not all(gathered):
                 self._regions = [
                     region if is_gathered else region._replace(parts=[(at, _flat(one)) for at, one in region.parts])
@@ -189,11 +187,6 @@ class Transfer:
             name = "device_tier" if self.mode is Mode.DEVICE else "device_scratch"
             self._host.fall_back(name, f"tensors are copied to host memory while training waits: {error}")
             return None
-
-    def _view(self, memory: torch.Tensor, at: int, tensor: torch.Tensor) -> torch.Tensor:
-        if self.generation is not None:
-            return self.generation.view(at, tensor.dtype, tensor.shape)
-        return memory[at : at + tensor.numel() * tensor.element_size()].view(tensor.dtype).view(tensor.shape)
 
     def fence(self) -> None:
         """Order whatever is queued on the current stream from now on behind the reads in place. Needed in `Mode.LAZY`.
