@@ -152,12 +152,20 @@ class Ours:
 
 
 class KeptStager(DefaultStager):
-    """torch's own, which stays for the next save whoever closes it."""
+    """torch's own, which stays for the next save whoever closes it.
+
+    That of torch 2.11 forgets its memory after each save, and fails in the second. It is kept here as by later versions.
+    """
+
+    def __init__(self, options: StagingOptions) -> None:
+        super().__init__(options)
+        self._state_dict_stager.close = self.close
 
     def close(self) -> None:
         pass
 
     def end(self) -> None:
+        del self._state_dict_stager.close
         super().close()
 
 
