@@ -3,9 +3,9 @@
 import importlib
 import uuid
 
-import forked_flusher
 import fsspec
 import pytest
+from support import forked_flusher
 
 import tierfs
 from tierfs.store import localtiers

@@ -4,12 +4,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support import forked_flusher
 from support.fake_device import DRAIN_FIRST, TRAINER_FIRST, FakeDevice
 
 import tierfs
 from tierfs.device import accelerator as accelerators
 from tierfs.device.drain import _drains
 from tierfs.device.tier import _live
+from tierfs.store import localtiers
 
 
 class Cuda:
@@ -67,6 +69,7 @@ def fake(monkeypatch):
 @pytest.fixture
 def url(tmp_path, monkeypatch):
     """Of a store in a directory, with local tiers of its own."""
+    monkeypatch.setattr(localtiers, "spawn", forked_flusher.spawn)
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     tierfs.init(f"file://{tmp_path}/store")
     return f"tierfs::file://{tmp_path}/store"

@@ -39,6 +39,8 @@ _STORE_COUNTS = (
 # What is said of a tier: what grows only, then what it holds now.
 _TIER_COUNTERS = {
     "evicted_bytes": "Bytes of clean copies that were dropped for room.",
+    "drained_bytes": "Bytes that went from GPU memory to the ram tier.",
+    "skipped_bytes": "Bytes in GPU memory that did not have to, because the ram tier had them.",
     "waited_s": "How long writers waited for room.",
     "waits": "How often a writer waited for room.",
 }
@@ -50,10 +52,16 @@ _TIER_GAUGES = {
     "damaged": "Drafts that lack a chunk.",
     "dirty_bytes": "Bytes that the object tier does not have yet.",
     "drafts": "Drafts that the tier holds.",
+    "drain_bytes_per_s": "Bytes that go from GPU memory to the ram tier, per second.",
+    "generations": "Snapshots that there is GPU memory for.",
     "host_bytes": "Bytes that all stores of this host take of the tier.",
     "memfd_segments": "Segments of shared memory without a file.",
+    "newest_age_s": "How old the newest snapshot is.",
+    "registered_bytes": "Bytes of shared memory that are registered with a GPU.",
     "segments": "Segments of shared memory.",
+    "snapshots": "Snapshots in GPU memory.",
     "store_bytes": "Bytes that this store's segments take.",
+    "unpinned": "Regions of shared memory that could not be registered with a GPU.",
     "used_bytes": "Bytes that the tier holds.",
 }
 # What is said of what a tier was asked, by who asked and by method.

@@ -95,7 +95,7 @@ def _flusher(flusher: Mapping[str, Any]) -> str:
 
 def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
     rows = [("tier", "used", "budget", "dirty", "clean", "gives", "")]
-    for tier in _TIERS:
+    for tier in ("device", *_TIERS) if "device" in tiers else _TIERS:
         values = tiers.get(tier)
         if values is None:
             rows.append((tier, "off", "", "", "", "", ""))
@@ -107,10 +107,26 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         note = f"survives the {values['survives']}" if "survives" in values else ""
         note += ", writes are read back" if values.get("reads_back") else ""
         note = printable(values.get("problem", note))
+        if tier == "device":
+            note = _snapshots(values)
         if values.get("host_bytes"):
             note = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
         rows.append((tier, sizes[0], sizes[1], sizes[2], sizes[3], str(values.get("gives", "")), note))
     return align(rows, right=(1, 2, 3, 4))
+
+
+def _snapshots(values: Mapping[str, Any]) -> str:
+    """Of the device tier: how many snapshots, how old the newest is, how fast they drain."""
+    age = values.get("newest_age_s")
+    words = [
+        f"{values['snapshots']} of {values['generations']} snapshots"
+        + ("" if age is None else f", the newest {_age(age)} old")
+    ]
+    if values.get("drain_bytes_per_s"):
+        words.append(f"drained at {format_bytes(values['drain_bytes_per_s'])}/s")
+    if values.get("unpinned"):
+        words.append(f"{values['unpinned']} regions of shared memory are not registered with the GPU")
+    return "; ".join(words)
 
 
 def _problems(report: Mapping[str, Any]) -> Iterator[str]:

@@ -22,6 +22,7 @@ from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.local.slab import Slot, SlotKind
 from tierfs.local.slots import DATA_STATES
 from tierfs.store import Store
+from tierfs.store.devicenotes import leave_note
 from tierfs.units import parse_size
 
 __all__ = ["STAGES", "GpuStaging", "by_accelerator"]
@@ -124,6 +125,12 @@ class GpuStaging:
             snapshots = self._snapshots.pop(save, ())
         for transfer, items in snapshots:
             transfer.publish(save_id, items)
+
+    def tell(self, store: Store) -> None:
+        """Leave a note of the device tier for ``tierfs status`` in other processes. It counts while this process lives."""
+        report = self.status(store)
+        if report is not None and store.tiers is not None:
+            leave_note(store, report)
 
     def note_skipped(self, count: int) -> None:
         """Count bytes that did not cross the link."""

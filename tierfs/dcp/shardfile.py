@@ -26,7 +26,7 @@ from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorPlan, TensorRun, described, plan_tensors, unique
 from tierfs.device.accelerator import Accelerator
-from tierfs.device.transfer import Mode, Region, Transfer
+from tierfs.device.transfer import BESIDE_TRAINING, Mode, Region, Transfer
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.store import Store
 from tierfs.store.commit import part_of
@@ -540,7 +540,8 @@ class ShardFile:
         needed = {id(placed.run) for placed in lies.values() if placed.run is not None}
         runs = [run for run in self._runs if id(run) in needed]
         # First, for the flusher to begin: a header takes a while.
-        self._file.seal([run.memory for run in runs])
+        # Training goes on meanwhile where a GPU is in use: it needs a processor, and the interpreter's lock.
+        self._file.seal([run.memory for run in runs], threads_max=BESIDE_TRAINING if self._transfers else None)
         self._check_arrived()
         begins: dict[int, int] = {}
         end = 0

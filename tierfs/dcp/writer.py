@@ -365,6 +365,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._saves.end(save)
         if save.mark is not None:
             self._gpu.publish(save, save.mark.save_id)
+            self._gpu.tell((save.address or self._address).open()[0])
 
     def handed_over(self) -> Save:
         """See `tierfs.dcp.saves.Saver`."""

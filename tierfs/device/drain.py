@@ -24,7 +24,7 @@ from tierfs.units import parse_size
 
 __all__ = ["Drain", "Gate", "Piece", "drain_of"]
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 32 << 20
 FINISH_S = 30.0
 """A closed gate holds a drain up for so long in all; then the drain goes on."""
 LOOK_S = 0.02

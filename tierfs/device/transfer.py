@@ -32,10 +32,14 @@ from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.processors import processors
 
-__all__ = ["Mode", "Region", "Transfer", "fence_all"]
+__all__ = ["BESIDE_TRAINING", "Mode", "Region", "Transfer", "fence_all"]
 
 SMALL_BYTES = 1 << 20
 """Regions whose tensors are all shorter are gathered on the device, and cross the link as one."""
+
+
+BESIDE_TRAINING = 4
+"""Threads that copy or hash at once while training goes on. More of them keep its thread from the interpreter's lock."""
 
 
 class Mode(enum.Enum):
@@ -329,7 +333,7 @@ class Transfer:
                 found.add((index, begin))
 
         # Only what is found is shared out: threads that run Python keep the trainer's waiting for the interpreter's lock.
-        processors().share_out(fill, [chunk for chunk in chunks if chunk[3] in known])
+        processors().share_out(fill, [chunk for chunk in chunks if chunk[3] in known], threads_max=BESIDE_TRAINING)
         wanted: list[list[tuple[int, int]]] = [[] for _ in self._regions]
         for index, begin, end, _ in chunks:
             ranges = wanted[index]

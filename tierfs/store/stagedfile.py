@@ -116,8 +116,8 @@ class StagedFile:
         """The segments in which the runs lie; none where the memory is private."""
         return {slot.segment for slot in self._taken}
 
-    def seal(self, runs: Sequence[Run]) -> None:
-        """Hash and seal what was written into these runs, on as many threads as there are processors.
+    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None) -> None:
+        """Hash and seal what was written into these runs, on as many threads as there are processors, or as given.
 
         Where there are no local tiers `commit` does that: how a chunk is encoded depends on what lies before it.
         """
@@ -128,7 +128,7 @@ class StagedFile:
         self._writer.expect()
         ahead = self._writer.ahead()
         try:
-            processors().share_out(partial(self._seal_chunk, ahead=ahead), waiting)
+            processors().share_out(partial(self._seal_chunk, ahead=ahead), waiting, threads_max=threads_max)
         finally:
             ahead.end()
 

@@ -10,6 +10,7 @@ from tierfs.errors import StoreError
 from tierfs.flush.levels import Level
 from tierfs.objects import PromisedObjects
 from tierfs.store.asked import asked
+from tierfs.store.devicenotes import read_notes
 from tierfs.store.store import Store
 
 __all__ = ["status"]
@@ -42,6 +43,9 @@ def status(store: Store) -> dict[str, Any]:
     report["tiers"]["ram"] = {**asdict(tiers.ram.usage()), "gives": Level.STAGED.label}
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
+    device = read_notes(store)
+    if device is not None:
+        report["tiers"]["device"] = device
     pending = tiers.drafts.pending_below("")
     report["queue_files"] = len(pending)
     report["queue_bytes"] = sum(item.draft.length for item in pending.values())
