@@ -32,14 +32,6 @@ mkdir -p "$OUT"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=
 cd "$(dirname "$0")/../.." || exit 1
 
-if compgen -G '.whl/*.whl' >/dev/null; then
-    site=${TMPDIR:-/tmp}/tierfs-site
-    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl || exit
-    export PYTHONPATH=$site:$PWD
-else
-    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-fi
-
 why=$("$PYTHON" - 2>&1 <<'PY'
 import sys
 try:
@@ -56,6 +48,14 @@ if [ $? -ne 0 ]; then
         echo "skipped: ${why##*$'\n'}"
         exit 0
     fi
+fi
+
+if compgen -G '.whl/*.whl' >/dev/null; then
+    site=${TMPDIR:-/tmp}/tierfs-site
+    "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" .whl/*.whl || exit
+    export PYTHONPATH=$site:$PWD
+else
+    export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 fi
 
 command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total,pcie.link.gen.max --format=csv,noheader
