@@ -1,7 +1,9 @@
 """Saves from a GPU: of before the step that follows, in every mode, and never wrong when something fails."""
 
+import copy
 import gc
 import itertools
+import pickle
 import threading
 import time
 
@@ -379,6 +381,25 @@ def test_a_snapshot_alone_is_at_level_none(fake, url):
     assert tier["snapshots"] == 2
     gate.open()
     save(writer, staged, f"{url}/b")
+
+
+@pytest.mark.parametrize(
+    "copy_of",
+    [
+        dict,
+        lambda staged: {**staged},
+        lambda staged: staged.copy(),
+        lambda staged: pickle.loads(pickle.dumps(staged)),
+        copy.deepcopy,
+    ],
+    ids=["dict", "stars", "copy", "pickle", "deepcopy"],
+)
+def test_a_copy_of_what_was_staged_holds_its_tensors(fake, url, copy_of):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_on(fake)
+    before = copied(state)
+    found = copy_of(writer.stage(state))
+    assert is_same(copied(found), before)
 
 
 def test_saves_overlap(gpu, url):

@@ -15,7 +15,7 @@ import torch
 
 from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
 from tierfs.device.drain import Gate, drain_of
-from tierfs.device.tier import DeviceTier
+from tierfs.device.tier import DeviceTier, Spot
 from tierfs.device.transfer import Host, Mode, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
@@ -51,7 +51,7 @@ class GpuStaging:
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
-        self._snapshots: weakref.WeakKeyDictionary[object, Sequence[tuple[Transfer, dict[Any, torch.Tensor]]]] = (
+        self._snapshots: weakref.WeakKeyDictionary[object, Sequence[tuple[Transfer, dict[Any, Spot]]]] = (
             weakref.WeakKeyDictionary()
         )
         self._skipped_bytes = 0
@@ -113,7 +113,7 @@ class GpuStaging:
         for transfer in list(self._transfers):
             transfer.fence()
 
-    def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, torch.Tensor]]]) -> None:
+    def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, Spot]]]) -> None:
         """Remember where a save's items lie in the device tier, until it is known whether the save is published."""
         if snapshots:
             with self._lock:

@@ -62,7 +62,8 @@ def _copy(
     sources: list[torch.Tensor] = []
     accelerator = tier.accelerator
     for item, saved in wanted:
-        source = generation.items.get(key_of(item.storage_index)) if saved.dtype is not None else None
+        spot = generation.items.get(key_of(item.storage_index)) if saved.dtype is not None else None
+        source = None if spot is None else generation.tensor(spot)
         if source is None or source.dtype != saved.dtype or tuple(source.shape) != tuple(saved.shape):
             rest.append((item, saved))
             continue

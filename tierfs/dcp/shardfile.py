@@ -26,6 +26,7 @@ from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorPlan, TensorRun, described, plan_tensors, unique
 from tierfs.device.accelerator import Accelerator
+from tierfs.device.tier import Spot
 from tierfs.device.transfer import BESIDE_TRAINING, Mode, Region, Transfer
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.store import Store
@@ -576,22 +577,19 @@ class ShardFile:
         }
         return len(head) + end, offsets
 
-    def snapshots(
-        self, items: Iterable[tuple[Any, torch.Tensor, Placed]]
-    ) -> list[tuple[Transfer, dict[Any, torch.Tensor]]]:
-        """Where items lie in the device tier: for each snapshot, by the item's key, the tensor in GPU memory."""
+    def snapshots(self, items: Iterable[tuple[Any, torch.Tensor, Placed]]) -> list[tuple[Transfer, dict[Any, Spot]]]:
+        """Where items lie in the device tier: for each snapshot, by the item's key."""
         begins = {
             id(run): (transfer, begin)
             for transfer, runs in self._transfers
             if transfer.generation is not None
             for run, begin in zip(runs, transfer.offsets, strict=True)
         }
-        found: dict[Transfer, dict[Any, torch.Tensor]] = {}
+        found: dict[Transfer, dict[Any, Spot]] = {}
         for key, tensor, placed in items:
             transfer, begin = begins.get(id(placed.run), (None, 0))
             if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
-                views = found.setdefault(transfer, {})
-                views[key] = transfer.generation.view(begin + placed.at, tensor.dtype, tensor.shape)
+                found.setdefault(transfer, {})[key] = Spot(begin + placed.at, tensor.dtype, tensor.shape)
         return list(found.items())
 
     def _check_arrived(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -55,6 +55,10 @@ class StagedState(dict[str, Any]):
         read_here(self._file)
         return super().items()
 
+    def __iter__(self) -> Iterator[str]:
+        # Also so that `dict(...)`, `copy` and `**` come by `__getitem__` instead of the table.
+        return super().__iter__()
+
     def values(self) -> Any:
         """As a dict's."""
         self._wait()
@@ -85,6 +89,7 @@ class StagedState(dict[str, Any]):
             self._file.save.failure = error
 
     def __reduce__(self) -> tuple[Any, ...]:
+        self._wait()
         return dict, (dict(self),)
 
     def _to_a_process(self) -> tuple[Any, ...]:

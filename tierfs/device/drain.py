@@ -119,6 +119,17 @@ class Drain:
             stop: Set by whoever does not need the rest, on any thread.
             queued: Called with the event behind the last piece, when that is queued.
         """
+        try:
+            self._move(pieces, hurry, stop, queued)
+        except BaseException:
+            # The caller gives the targets back: nothing may be written there any more.
+            with contextlib.suppress(Exception):
+                self._accelerator.record(self.stream).synchronize()
+            raise
+
+    def _move(
+        self, pieces: Iterable[Piece], hurry: threading.Event, stop: threading.Event, queued: Callable[[Event], None]
+    ) -> None:
         accelerator, piece_bytes = self._accelerator, _piece_bytes()
         held_s, begun = 0.0, time.monotonic()
         for piece in pieces:

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,10 +20,18 @@ from tierfs.device.accelerator import Accelerator
 from tierfs.errors import CapacityError
 from tierfs.units import format_bytes
 
-__all__ = ["DeviceTier", "Generation", "device_tiers"]
+__all__ = ["DeviceTier", "Generation", "Spot", "device_tiers"]
 
 ALIGN_BYTES = 4096
 GENERATIONS = 2
+
+
+class Spot(NamedTuple):
+    """Where a tensor lies in a generation: offset in bytes, dtype, shape."""
+
+    at: int
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +48,6 @@ class Generation:
         digests: Of its blocks, in order, as they were before the bytes left the device; empty where CuPy is missing.
         blocks: Address and length of each block.
         items: For what was published, its place: see `DeviceTier.publish`.
-        views: Tensors in it, by offset, dtype and shape, kept from save to save.
     """
 
     memory: torch.Tensor
@@ -51,17 +58,12 @@ class Generation:
     save_id: str = ""
     digests: bytes = b""
     blocks: tuple[Any, Any] = ((), ())
-    items: dict[Any, torch.Tensor] = field(default_factory=dict)
-    views: dict[Any, torch.Tensor] = field(default_factory=dict)
+    items: dict[Any, Spot] = field(default_factory=dict)
 
-    def view(self, at: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-        """The tensor at an offset: contiguous, on the device, a view of this generation's memory."""
-        key = at, dtype, shape
-        found = self.views.get(key)
-        if found is None:
-            length = shape.numel() * dtype.itemsize
-            found = self.views[key] = self.memory[at : at + length].view(dtype).view(shape)
-        return found
+    def tensor(self, spot: Spot) -> torch.Tensor:
+        """The tensor at a place: contiguous, on the device, a view of this generation's memory."""
+        length = spot.shape.numel() * spot.dtype.itemsize
+        return self.memory[spot.at : spot.at + length].view(spot.dtype).view(spot.shape)
 
     def forget(self) -> None:
         """Note that its bytes are being replaced."""
@@ -171,8 +173,8 @@ class DeviceTier:
             if not drained:
                 generation.forget()
 
-    def publish(self, owner: object, save_id: str, items: dict[Any, torch.Tensor]) -> None:
-        """Note which save a snapshot was published as, and the tensor of each of the save's items that lies in it.
+    def publish(self, owner: object, save_id: str, items: dict[Any, Spot]) -> None:
+        """Note which save a snapshot was published as, and the place of each of the save's items that lies in it.
 
         Nothing is noted where the snapshot was replaced meanwhile.
         """

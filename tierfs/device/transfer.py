@@ -27,7 +27,7 @@ import torch
 from tierfs import digest
 from tierfs.device.accelerator import Accelerator, Event
 from tierfs.device.drain import Drain, Piece
-from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation
+from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.processors import processors
@@ -230,7 +230,7 @@ class Transfer:
         self._hurry.set()
         self._done.wait()
 
-    def publish(self, save_id: str, items: dict[Any, torch.Tensor]) -> None:
+    def publish(self, save_id: str, items: dict[Any, Spot]) -> None:
         """See `DeviceTier.publish`."""
         if self._tier is not None:
             self._tier.publish(self, save_id, items)
