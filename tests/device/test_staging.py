@@ -318,6 +318,25 @@ def test_a_state_that_is_given_up_is_not_written_to_any_more(fake, url):
     assert is_same(loaded(fake, state, f"{url}/b"), copied(state))
 
 
+@pytest.mark.parametrize("stage", ["device", "lazy", "ram"])
+def test_room_of_a_state_that_nobody_saves_is_given_back(fake, url, stage):
+    writer = TierWriter(url, stage=stage, device="64MiB")
+    save(writer, writer.stage(state_on(fake)), f"{url}/a")
+    gc.collect()
+    gc.disable()
+    try:
+        staged = writer.stage(state_on(fake, 1))
+        staged["note"]
+        ram = writer._address.open()[0].tiers.ram
+        del staged
+        ends = time.monotonic() + 20
+        while any(segment.sums().filling for segment in ram.own_segments()):
+            assert time.monotonic() < ends, "it is held"
+            time.sleep(0.02)
+    finally:
+        gc.enable()
+
+
 def test_a_closed_gate_holds_a_drain_up_for_a_bounded_time(fake, url):
     from tierfs.device.drain import drain_of
 

@@ -272,6 +272,8 @@ class Transfer:
             assert self._tier is not None
             self._tier.give(self.generation, drained=self._error is None)
         self._regions, self._sources, self._kept = (), [], []
+        # The owner of the host memory refers to us: it would live on until garbage is collected, and its memory with it.
+        self._host = Host(_pin_nothing, None, self._host.fall_back)
         _open.discard(self)
         self._queued.set()
         self._done.set()
@@ -344,6 +346,10 @@ class Transfer:
             else:
                 ranges.append((begin, end))
         return wanted
+
+
+def _pin_nothing() -> None:
+    """Stands for `Host.pin` of a transfer that is done."""
 
 
 def fence_all() -> None:
