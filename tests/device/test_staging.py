@@ -125,6 +125,22 @@ def test_optimizers_wait_for_what_is_read_in_place(gpu, url):
         assert torch.equal(found["weight"], before)
 
 
+def test_the_step_is_ordered_behind_the_reads_in_place(fake, url):
+    writer = TierWriter(url, stage="lazy")
+    state = state_on(fake)
+    (gate,) = gates_of(writer, state, url)
+    before = copied(state)
+    gate.close()
+    staged = writer.stage(state)
+    fake.may_wait.clear()  # the copies are queued, and the GPU is slow
+    writer.fence()
+    change(fake, state)
+    fake.may_wait.set()
+    gate.open()
+    save(writer, staged, f"{url}/a")
+    assert is_same(loaded(fake, state, f"{url}/a"), before)
+
+
 def test_a_tensor_changed_without_a_fence_voids_the_save(fake, url):
     writer = TierWriter(url, stage="lazy")
     state = {"weight": fake.own(torch.randn(2 * MIB))}

@@ -31,6 +31,8 @@ class Event:
         self.device, self.stream, self.at = device, stream, at
 
     def synchronize(self):
+        if threading.current_thread() is not threading.main_thread():
+            self.device.may_wait.wait()
         self.device.advance(self.stream, self.at)
 
 
@@ -55,6 +57,8 @@ class FakeDevice:
         self.capturing = False
         self.corrupt = False
         self.fetch_error = None
+        self.may_wait = threading.Event()  # cleared by tests, no thread but the trainer's gets anything done
+        self.may_wait.set()
 
     # -- for tests -----------------------------------------------------------------------------------------------------
 

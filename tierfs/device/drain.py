@@ -136,9 +136,9 @@ class Drain:
             for target, source in zip(piece.target.split(piece_bytes), piece.source.split(piece_bytes), strict=True):
                 if stop.is_set():
                     break
-                is_paced = not hurry.is_set()
-                if is_paced:
+                if not hurry.is_set():
                     held_s += self.gate.wait(self._finish_s - held_s, hurry, stop)
+                is_paced = not hurry.is_set()
                 accelerator.fetch(self.stream, target, source)
                 self.moved_bytes += target.numel()
                 if is_paced:
