@@ -141,6 +141,18 @@ def test_the_step_is_ordered_behind_the_reads_in_place(fake, url):
     assert is_same(loaded(fake, state, f"{url}/a"), before)
 
 
+def test_fence_does_not_hold_training_up_for_a_snapshot(fake, url):
+    writer = TierWriter(url, stage="device", device="64MiB")
+    state = state_on(fake)
+    (gate,) = gates_of(writer, state, url)
+    gate.close()
+    staged = writer.stage(state)
+    writer.fence()
+    assert not staged._file.transfers[0].is_done
+    gate.open()
+    save(writer, staged, f"{url}/a")
+
+
 def test_a_tensor_changed_without_a_fence_voids_the_save(fake, url):
     writer = TierWriter(url, stage="lazy")
     state = {"weight": fake.own(torch.randn(2 * MIB))}

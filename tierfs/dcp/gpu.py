@@ -19,6 +19,7 @@ from tierfs.device.tier import DeviceTier, Spot
 from tierfs.device.transfer import Host, Mode, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.forks import PerProcess
 from tierfs.local.slab import Slot, SlotKind
 from tierfs.local.slots import DATA_STATES
 from tierfs.store import Store
@@ -47,7 +48,7 @@ class GpuStaging:
             raise InvalidInputError(f"stage={stage!r}: it is one of {', '.join(map(repr, STAGES))}")
         self._stage = stage
         self._budget = None if device is None else parse_size(device)
-        self._lock = threading.Lock()
+        self._lock = PerProcess(threading.Lock)
         self._tiers: dict[int, DeviceTier] = {}
         self._accelerators: list[Accelerator] = []
         self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
@@ -92,7 +93,7 @@ class GpuStaging:
             accelerator: The GPU.
             store: Where the file is to be saved.
             pin: Registers the file's memory.
-            at_once: Whether the bytes are needed when `Transfer.begin` returns.
+            at_once: Whether the caller waits for the bytes.
         """
         budget = self._budget_of(store)
         mode, tier = Mode.RAM, None
@@ -100,7 +101,7 @@ class GpuStaging:
             mode = Mode.LAZY
         elif not at_once and budget and self._stage in {"auto", "all", "device"}:
             mode, tier = Mode.DEVICE, self._tier(accelerator, budget)
-        with self._lock:
+        with self._lock():
             if accelerator not in self._accelerators:
                 self._accelerators.append(accelerator)
         host = Host(pin, _finder(store), _fall_back(store))
@@ -116,12 +117,12 @@ class GpuStaging:
     def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, Spot]]]) -> None:
         """Remember where a save's items lie in the device tier, until it is known whether the save is published."""
         if snapshots:
-            with self._lock:
+            with self._lock():
                 self._snapshots[save] = snapshots
 
     def publish(self, save: object, save_id: str) -> None:
         """Note that a save was published: from now on it can be rolled back to."""
-        with self._lock:
+        with self._lock():
             snapshots = self._snapshots.pop(save, ())
         for transfer, items in snapshots:
             transfer.publish(save_id, items)
@@ -129,12 +130,12 @@ class GpuStaging:
     def tell(self, store: Store) -> None:
         """Leave a note of the device tier for ``tierfs status`` in other processes. It counts while this process lives."""
         report = self.status(store)
-        if report is not None and store.tiers is not None:
+        if report is not None and self._accelerators and store.tiers is not None:
             leave_note(store, report)
 
     def note_skipped(self, count: int) -> None:
         """Count bytes that did not cross the link."""
-        with self._lock:
+        with self._lock():
             self._skipped_bytes += count
 
     def status(self, store: Store) -> dict[str, Any] | None:
@@ -150,8 +151,13 @@ class GpuStaging:
             "snapshots": 0,
             "newest_age_s": None,
         }
-        for tier in list(self._tiers.values()):
-            report |= tier.status()
+        tiers = [tier.status() for tier in list(self._tiers.values())]
+        if tiers:
+            for name in ("budget_bytes", "used_bytes", "generations", "snapshots"):
+                report[name] = sum(tier[name] for tier in tiers)
+            ages = [tier["newest_age_s"] for tier in tiers if tier["newest_age_s"] is not None]
+            report["newest_age_s"] = min(ages, default=None)
+            report["device"] = ", ".join(sorted({tier["device"] for tier in tiers}))
         drains = [drain_of(accelerator) for accelerator in self._accelerators]
         moved_s = sum(drain.moved_s for drain in drains)
         report["drained_bytes"] = sum(drain.moved_bytes for drain in drains)
@@ -165,7 +171,7 @@ class GpuStaging:
         return store.device_bytes if self._budget is None else self._budget
 
     def _tier(self, accelerator: Accelerator, budget: int) -> DeviceTier:
-        with self._lock:
+        with self._lock():
             found = self._tiers.get(id(accelerator))
             if found is None:
                 found = self._tiers[id(accelerator)] = DeviceTier(budget, accelerator)

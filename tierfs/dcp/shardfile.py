@@ -402,6 +402,9 @@ class ShardFile:
             later.ready.set()
             for job in jobs:
                 job.transfer.run(job.targets)
+                self._gpu.note_skipped(job.transfer.skipped_bytes)
+            if self._origin is not None:
+                self._gpu.tell(self._origin)
         except BaseException as error:
             for job in jobs:
                 if not job.transfer.is_done:
@@ -607,7 +610,6 @@ class ShardFile:
                         "holds the right ones still: save again, and look for hardware errors (nvidia-smi -q, dmesg) if it recurs",
                         tier="device",
                     )
-            self._gpu.note_skipped(transfer.skipped_bytes)
 
     def _without_the_rest(self, wanted: Sequence[Placed]) -> dict[int, Placed]:
         """Where each wanted one (by its ``id``) lies, when packs have been packed anew without what is not wanted.

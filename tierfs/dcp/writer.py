@@ -365,7 +365,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._saves.end(save)
         if save.mark is not None:
             self._gpu.publish(save, save.mark.save_id)
-            self._gpu.tell((save.address or self._address).open()[0])
 
     def handed_over(self) -> Save:
         """See `tierfs.dcp.saves.Saver`."""
@@ -424,10 +423,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Order what is queued on the current stream from now on behind the saves that read tensors in place (``stage="lazy"``).
 
         Torch's optimizers do this before every ``step``. Call it before other code that changes what is being saved: a replay of a
-        CUDA graph that holds the optimizer's step, an optimizer that is not torch's. Blocks until the copies are queued.
-
-        Raises:
-            StoreError: A tensor was changed before; the save is void, and fails.
+        CUDA graph that holds the optimizer's step, an optimizer that is not torch's. Blocks until the copies are queued. With another
+        ``stage`` nothing has to wait, and this does nothing.
         """
         self._gpu.fence()
 

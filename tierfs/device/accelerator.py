@@ -264,8 +264,9 @@ class CudaAccelerator:
         except RuntimeError as error:
             raise StoreError(f"cudaHostRegister failed: {error}", tier="device") from error
         if int(code):
+            # The driver keeps the error for this thread, and the next launch would raise it: have one do so here.
             with contextlib.suppress(RuntimeError):
-                torch.cuda.cudart().cudaGetErrorString(code)
+                torch.zeros(1, device=self.device)
             raise StoreError(f"cudaHostRegister failed with error {int(code)}", tier="device")
 
     def unpin(self, memory: torch.Tensor) -> None:

@@ -213,7 +213,6 @@ class DeviceTier:
             "generations": len(self._generations),
             "snapshots": len(taken),
             "newest_age_s": round(now - max(taken), 3) if taken else None,
-            "level": "none",
         }
 
 

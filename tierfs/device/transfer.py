@@ -111,6 +111,7 @@ class Transfer:
         self._captured: Event | None = None
         self._last: Event | None = None
         self._is_fenced = False
+        self._checking = threading.Lock()
         self._hurry = threading.Event()
         self._stop = threading.Event()
         self._queued = threading.Event()
@@ -195,16 +196,20 @@ class Transfer:
     def fence(self) -> None:
         """Order whatever is queued on the current stream from now on behind the reads in place. Needed in `Mode.LAZY`.
 
-        Blocks until the rest of the copies is queued, not until they are done. The optimizer hook calls this.
+        Blocks until the rest of the copies is queued, not until they are done. The optimizer hook calls this. In the other modes
+        the tensors may be changed anyway, and nothing is done.
         """
-        if self._done.is_set() or self._is_fenced:
+        if self.mode is not Mode.LAZY or self._done.is_set() or self._is_fenced:
             return
         self._hurry.set()
         self._queued.wait()
         if self._last is not None:
             self._accelerator.wait(self._accelerator.current(), self._last)
-        self._check_unchanged()
-        self._is_fenced = True
+        with (
+            self._checking
+        ):  # the drain's thread may look at the same moment, and training changes tensors when this returns
+            self._check_unchanged()
+            self._is_fenced = True
 
     # -- on any thread -------------------------------------------------------------------------------------------------
 
@@ -256,8 +261,9 @@ class Transfer:
                 self._drain.move(missing, self._hurry, self._stop, self._note_queued)
             if self._stop.is_set():
                 error = StoreError("what was staged was given up: stage it again")
-            if not self._is_fenced:
-                self._check_unchanged()
+            with self._checking:
+                if not self._is_fenced:
+                    self._check_unchanged()
         except BaseException as raised:  # noqa: BLE001 - raised again by `wait`
             error = raised
         self._end(error)

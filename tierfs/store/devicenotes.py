@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tierfs.errors import TierfsError
 from tierfs.store.store import Store
 
 __all__ = ["leave_note", "read_notes"]
@@ -41,12 +42,12 @@ def leave_note(store: Store, report: Mapping[str, Any]) -> None:
     """
     assert store.tiers is not None
     host = store.tiers.ram.host
-    path = host.store_directory(store.descriptor.uuid) / f"{_PREFIX}{host.owner()}{_SUFFIX}"
-    new = path.with_suffix(".new")
     try:
+        path = host.store_directory(store.descriptor.uuid) / f"{_PREFIX}{host.owner()}{_SUFFIX}"
+        new = path.with_suffix(".new")
         new.write_text(json.dumps({**report, "written_ns": time.time_ns()}))
         os.replace(new, path)
-    except OSError as error:
+    except (OSError, TierfsError) as error:
         store.tiers.counters.fall_back(
             "no_device_note", "`tierfs status` does not show the device tier: %s", str(error)
         )
