@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from support.cuda_emulator import Emulator
 
-from tierfs.device.copies import PIECE_BYTES, copy_bytes, piece_table
+from tierfs.device.copies import PIECE_BYTES, copy_pieces, piece_table
 from tierfs.device.modules import KERNELS
 
 LENGTHS = [0, 1, 3, 4, 15, 16, 17, 4095, 4096, 100_003, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 5]
@@ -38,6 +38,7 @@ def test_every_byte_is_copied_on_a_gpu():
     pytest.importorskip("cupy")
     sources = [torch.randint(0, 256, (length,), dtype=torch.uint8, device="cuda") for length in LENGTHS]
     targets = [torch.zeros_like(source) for source in sources]
-    copy_bytes(targets, sources, torch.device("cuda", 0))
+    addresses = [[tensor.data_ptr() for tensor in tensors] for tensors in (targets, sources)]
+    copy_pieces(*addresses, LENGTHS, torch.device("cuda", 0))
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source)

@@ -16,7 +16,7 @@ import torch
 from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier, Spot
-from tierfs.device.transfer import Host, Mode, Transfer
+from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.forks import PerProcess
@@ -96,15 +96,15 @@ class GpuStaging:
             at_once: Whether the caller waits for the bytes.
         """
         budget = self._budget_of(store)
-        mode, tier = Mode.RAM, None
+        mode, tier = CaptureMode.RAM, None
         if not at_once and self._stage == "lazy":
-            mode = Mode.LAZY
+            mode = CaptureMode.LAZY
         elif not at_once and budget and self._stage in {"auto", "all", "device"}:
-            mode, tier = Mode.DEVICE, self._tier(accelerator, budget)
+            mode, tier = CaptureMode.DEVICE, self._tier(accelerator, budget)
         with self._lock():
             if accelerator not in self._accelerators:
                 self._accelerators.append(accelerator)
-        host = Host(pin, _finder(store), _fall_back(store))
+        host = HostMemory(pin, _finder(store), _fall_back(store))
         found = Transfer(mode, accelerator, drain_of(accelerator), tier, host)
         self._transfers.add(found)
         return found

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,15 +19,15 @@ import numpy as np
 import torch
 
 from tierfs.codec.safetensors import METADATA_NAME, Entry
-from tierfs.daemons import start_daemon
 from tierfs.dcp.copying import Batch, copy_tensors
 from tierfs.dcp.gpu import GpuStaging, by_accelerator, pin_segments
+from tierfs.dcp.later import Later
 from tierfs.dcp.saves import Save
 from tierfs.dcp.shardlayout import Piece, cut, header, plan_runs
 from tierfs.dcp.tensorplan import TensorPlan, TensorRun, described, plan_tensors, unique
 from tierfs.device.accelerator import Accelerator
 from tierfs.device.tier import Spot
-from tierfs.device.transfer import BESIDE_TRAINING, Mode, Region, Transfer
+from tierfs.device.transfer import BESIDE_TRAINING, CaptureMode, MemoryRegion, Transfer
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.store import Store
 from tierfs.store.commit import part_of
@@ -125,55 +125,7 @@ class LentShard:
     entries: tuple[tuple[Entry, ...], ...]
 
 
-class Later:
-    """Views of what is staged, some of which follow.
-
-    Args:
-        views: In order; ``None`` for those that follow.
-
-    Attributes:
-        views: As given; complete once `ready` is set, unless there is an error.
-        ready: Set when nothing follows any more.
-        error: Why some are missing.
-        transfers: What follows.
-        fill: Makes what follows.
-    """
-
-    def __init__(self, views: Sequence[torch.Tensor | None]) -> None:
-        self.views = list(views)
-        self.ready = threading.Event()
-        self.error: BaseException | None = None
-        self.transfers: Sequence[Transfer] = ()
-        self.fill: Callable[[], None] | None = None
-        if all(view is not None for view in self.views):
-            self.ready.set()
-
-    def begin(self) -> None:
-        """Have made in the background what follows. Last, since Python on two threads is slower than on one."""
-        fill, self.fill = self.fill, None
-        if fill is not None and start_daemon(fill, name="device-drain") is None:
-            fill()
-
-    def discard(self) -> None:
-        """Give up what follows and was not begun."""
-        if self.fill is not None:
-            self.fill = None
-            for transfer in self.transfers:
-                transfer.discard()
-
-    def result(self) -> list[torch.Tensor]:
-        """All views, waiting for those that follow. What lies there is another matter: see `ShardFile.wait_filled`.
-
-        Raises:
-            TierfsError: They could not be made.
-        """
-        self.ready.wait()
-        if self.error is not None:
-            raise self.error
-        return [view for view in self.views if view is not None]
-
-
-class _Job:
+class _GpuPart:
     """What comes from one GPU.
 
     Args:
@@ -189,10 +141,10 @@ class _Job:
         self.runs: list[_Run] = []
         self.targets: list[torch.Tensor] = []
 
-    def regions(self, tensors: Sequence[torch.Tensor]) -> list[Region]:
+    def regions(self, tensors: Sequence[torch.Tensor]) -> list[MemoryRegion]:
         """For `Transfer.capture`."""
         return [
-            Region(
+            MemoryRegion(
                 sum(run.lengths),
                 [(entry.at, tensors[number]) for number, entry in zip(run.numbers, run.entries, strict=True)],
             )
@@ -347,7 +299,7 @@ class ShardFile:
         if not devices:
             return Later(self._add_from_host(tensors))
         assert self._origin is not None
-        jobs: list[_Job] = []
+        jobs: list[_GpuPart] = []
         later = Later([None] * len(tensors))
         try:
             for accelerator, numbers in devices.values():
@@ -355,7 +307,7 @@ class ShardFile:
                 transfer = self._gpu.transfer(
                     accelerator, self._origin, partial(self._pin, accelerator), at_once=at_once
                 )
-                job = _Job(transfer, plan, numbers)
+                job = _GpuPart(transfer, plan, numbers)
                 jobs.append(job)
                 # First, so that the GPU copies while the rest is done.
                 transfer.capture(job.regions([tensors[number][1] for number in numbers]))
@@ -368,13 +320,13 @@ class ShardFile:
         for number, view in zip(host, views, strict=True):
             later.views[number] = view
         later.transfers = [job.transfer for job in jobs]
-        if all(transfer.mode is Mode.RAM for transfer in later.transfers):
+        if all(transfer.mode is CaptureMode.RAM for transfer in later.transfers):
             self._fill(jobs, later, is_alone=False)
         else:
             later.fill = partial(self._fill, jobs, later)
         return later
 
-    def _fill(self, jobs: Sequence[_Job], later: Later, *, is_alone: bool = True) -> None:
+    def _fill(self, jobs: Sequence[_GpuPart], later: Later, *, is_alone: bool = True) -> None:
         """Make room for what was captured, and have it moved there.
 
         Args:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from tierfs.dcp.later import Later
 from tierfs.dcp.saves import Save, read_here
-from tierfs.dcp.shardfile import Later, LentShard, ShardFile
+from tierfs.dcp.shardfile import LentShard, ShardFile
 
 __all__ = ["StagedState", "UnstagedState"]
 

@@ -15,9 +15,10 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
+from tierfs.dcp.later import Later
 from tierfs.dcp.refused import refused
 from tierfs.dcp.replicas import placeholder
-from tierfs.dcp.shardfile import Later, ShardFile
+from tierfs.dcp.shardfile import ShardFile
 from tierfs.dcp.stagedstate import Awaited, StagedState
 from tierfs.dcp.tensorbytes import has_no_copy, lies_nowhere, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tierfs.device.copies import copy_bytes, copy_pieces
+from tierfs.device.copies import copy_pieces
 from tierfs.device.digests import hash_blocks
 from tierfs.errors import CapacityError, StoreError
 
@@ -186,7 +186,12 @@ class CudaAccelerator:
             else:
                 target.copy_(source, non_blocking=True)
         if self.can_hash:
-            copy_bytes([target for target, _ in plain], [source for _, source in plain], self.device)
+            copy_pieces(
+                [target.data_ptr() for target, _ in plain],
+                [source.data_ptr() for _, source in plain],
+                [target.nbytes for target, _ in plain],
+                self.device,
+            )
             return
         fused: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for target, source in plain:

@@ -10,7 +10,7 @@ import torch
 
 from tierfs.device.modules import function, launch
 
-__all__ = ["PIECE_BYTES", "THREADS", "copy_bytes", "copy_pieces", "piece_table"]
+__all__ = ["PIECE_BYTES", "THREADS", "copy_pieces", "piece_table"]
 
 PIECE_BYTES = 1 << 20
 """What one thread block copies at most: 20 GB make 20,000 thread blocks, far more than run at once."""
@@ -38,22 +38,6 @@ def piece_table(targets: Sequence[int], sources: Sequence[int], lengths: Sequenc
     table[:, 1] = np.repeat(np.array(sources, np.uint64), counts) + offsets
     table[:, 2] = np.minimum(np.repeat(sizes, counts) - offsets, np.uint64(PIECE_BYTES))
     return table
-
-
-def copy_bytes(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], device: torch.device) -> None:
-    """Copy tensors byte for byte: see `copy_pieces`.
-
-    Args:
-        targets: Contiguous, on the device.
-        sources: One for each, of its length; contiguous, on the device.
-        device: A CUDA device.
-    """
-    copy_pieces(
-        [target.data_ptr() for target in targets],
-        [source.data_ptr() for source in sources],
-        [target.nbytes for target in targets],
-        device,
-    )
 
 
 def copy_pieces(targets: Sequence[int], sources: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:

@@ -22,7 +22,7 @@ from tierfs.device.pins import Pins
 from tierfs.errors import InvalidInputError
 from tierfs.units import parse_size
 
-__all__ = ["Drain", "Gate", "Piece", "drain_of"]
+__all__ = ["Drain", "DrainPiece", "Gate", "drain_of"]
 
 PIECE_BYTES = 32 << 20
 FINISH_S = 30.0
@@ -31,7 +31,7 @@ LOOK_S = 0.02
 """How often a drain at a closed gate looks whether somebody is in a hurry."""
 
 
-class Piece(NamedTuple):
+class DrainPiece(NamedTuple):
     """Bytes to move.
 
     Attributes:
@@ -109,7 +109,11 @@ class Drain:
             yield
 
     def move(
-        self, pieces: Iterable[Piece], hurry: threading.Event, stop: threading.Event, queued: Callable[[Event], None]
+        self,
+        pieces: Iterable[DrainPiece],
+        hurry: threading.Event,
+        stop: threading.Event,
+        queued: Callable[[Event], None],
     ) -> None:
         """Move bytes, one piece in flight, as the gate allows. In a hurry, queue all that is left at once.
 
@@ -128,7 +132,11 @@ class Drain:
             raise
 
     def _move(
-        self, pieces: Iterable[Piece], hurry: threading.Event, stop: threading.Event, queued: Callable[[Event], None]
+        self,
+        pieces: Iterable[DrainPiece],
+        hurry: threading.Event,
+        stop: threading.Event,
+        queued: Callable[[Event], None],
     ) -> None:
         accelerator, piece_bytes = self._accelerator, _piece_bytes()
         held_s, begun = 0.0, time.monotonic()

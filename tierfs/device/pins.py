@@ -20,7 +20,7 @@ PIN_BYTES_MAX = 64 << 30
 """Registrations of more than this in one call fail on some drivers."""
 
 
-class _Region(NamedTuple):
+class _Pin(NamedTuple):
     memory: torch.Tensor | None  # None: it is pageable, or somebody else registered it
     is_used: Callable[[], bool]
 
@@ -39,7 +39,7 @@ class Pins:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._regions: dict[str, _Region] = {}
+        self._regions: dict[str, _Pin] = {}
         self.failed = 0
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class Pins:
                 "host memory cannot be registered with the GPU, so copies to it are slow and block their thread: "
                 f"{error}; raise the limit on locked memory (ulimit -l)",
             )
-        self._regions[key] = _Region(pinned, is_used)
+        self._regions[key] = _Pin(pinned, is_used)
 
     def sweep(self) -> None:
         """Release the regions that nobody uses any more."""

@@ -26,13 +26,13 @@ import torch
 
 from tierfs import digest
 from tierfs.device.accelerator import Accelerator, Event
-from tierfs.device.drain import Drain, Piece
+from tierfs.device.drain import Drain, DrainPiece
 from tierfs.device.tier import ALIGN_BYTES, DeviceTier, Generation, Spot
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
 from tierfs.processors import processors
 
-__all__ = ["BESIDE_TRAINING", "Mode", "Region", "Transfer", "fence_all"]
+__all__ = ["BESIDE_TRAINING", "CaptureMode", "MemoryRegion", "Transfer", "fence_all"]
 
 SMALL_BYTES = 1 << 20
 """Regions whose tensors are all shorter are gathered on the device, and cross the link as one."""
@@ -42,7 +42,7 @@ BESIDE_TRAINING = 4
 """Threads that copy or hash at once while training goes on. More of them keep its thread from the interpreter's lock."""
 
 
-class Mode(enum.Enum):
+class CaptureMode(enum.Enum):
     """How a transfer makes tensors safe to change. See the module."""
 
     DEVICE = "device"
@@ -50,7 +50,7 @@ class Mode(enum.Enum):
     RAM = "ram"
 
 
-class Region(NamedTuple):
+class MemoryRegion(NamedTuple):
     """Bytes that lie side by side in host memory.
 
     Attributes:
@@ -62,7 +62,7 @@ class Region(NamedTuple):
     parts: Sequence[tuple[int, torch.Tensor]]
 
 
-class Host(NamedTuple):
+class HostMemory(NamedTuple):
     """What a transfer asks of the owner of the host memory.
 
     Attributes:
@@ -84,18 +84,20 @@ class Transfer:
         mode: How tensors are made safe.
         accelerator: The GPU on which they lie.
         drain: Its drain.
-        tier: The device tier; needed for `Mode.DEVICE`.
-        host: See `Host`.
+        tier: The device tier; needed for `CaptureMode.DEVICE`.
+        host: See `HostMemory`.
 
     Attributes:
         mode: What it came to: ``ram`` where the device tier has no room.
-        generation: Where the snapshot lies, in `Mode.DEVICE`.
+        generation: Where the snapshot lies, in `CaptureMode.DEVICE`.
         offsets: Of each region, where it begins in the generation.
         digests: Of each region, the digest of each of its chunks, as of before the bytes left the device; empty without CuPy.
         skipped_bytes: How many bytes did not cross the link, because the host had equal chunks.
     """
 
-    def __init__(self, mode: Mode, accelerator: Accelerator, drain: Drain, tier: DeviceTier | None, host: Host) -> None:
+    def __init__(
+        self, mode: CaptureMode, accelerator: Accelerator, drain: Drain, tier: DeviceTier | None, host: HostMemory
+    ) -> None:
         self.mode = mode
         self.generation: Generation | None = None
         self.offsets: list[int] = []
@@ -105,7 +107,7 @@ class Transfer:
         self._drain = drain
         self._tier = tier
         self._host = host
-        self._regions: Sequence[Region] = ()
+        self._regions: Sequence[MemoryRegion] = ()
         self._sources: list[torch.Tensor | None] = []  # per region, where it was gathered on the device
         self._kept: list[tuple[torch.Tensor, int]] = []  # what is read in place, and its version
         self._captured: Event | None = None
@@ -123,7 +125,7 @@ class Transfer:
 
     # -- on the trainer's thread ---------------------------------------------------------------------------------------
 
-    def capture(self, regions: Sequence[Region]) -> None:
+    def capture(self, regions: Sequence[MemoryRegion]) -> None:
         """Make the tensors safe to change, on the current stream, as far as the mode does that.
 
         Raises:
@@ -134,15 +136,15 @@ class Transfer:
                 "a state cannot be staged while a CUDA graph is captured: stage before or after the capture"
             )
         self._regions = regions
-        gathered = [self.mode is Mode.DEVICE or _is_small(region) for region in regions]
+        gathered = [self.mode is CaptureMode.DEVICE or _is_small(region) for region in regions]
         offsets, total = [], 0
         for region, is_gathered in zip(regions, gathered, strict=True):
             offsets.append(total)
             total += -(-region.length // ALIGN_BYTES) * ALIGN_BYTES if is_gathered else 0
         self.offsets = offsets
         memory = self._take(total)
-        if memory is None and self.mode is Mode.DEVICE:
-            self.mode = Mode.RAM
+        if memory is None and self.mode is CaptureMode.DEVICE:
+            self.mode = CaptureMode.RAM
             self.capture(regions)
             return
         if memory is None:
@@ -163,7 +165,7 @@ class Transfer:
                     region if is_gathered else region._replace(parts=[(at, _flat(one)) for at, one in region.parts])
                     for region, is_gathered in zip(regions, gathered, strict=True)
                 ]
-        if self.mode is Mode.LAZY:
+        if self.mode is CaptureMode.LAZY:
             direct = [
                 tensor
                 for region, is_gathered in zip(regions, gathered, strict=True)
@@ -174,32 +176,32 @@ class Transfer:
         self._captured = self._accelerator.record(self._accelerator.current())
         if self.generation is not None:
             self.generation.taken_s = time.monotonic()
-        if self.mode is Mode.LAZY:
+        if self.mode is CaptureMode.LAZY:
             _open.add(self)
             _hook_optimizers()
-        if self.mode is Mode.RAM:
+        if self.mode is CaptureMode.RAM:
             self._hurry.set()
 
     def _take(self, total: int) -> torch.Tensor | None:
         """Device memory for what is gathered; ``None`` where there is none, which is said."""
         try:
-            if self.mode is Mode.DEVICE:
+            if self.mode is CaptureMode.DEVICE:
                 assert self._tier is not None
                 self.generation = self._tier.take(total, self)
                 return self.generation.memory
             return self._accelerator.allocate(total)
         except CapacityError as error:
-            name = "device_tier" if self.mode is Mode.DEVICE else "device_scratch"
+            name = "device_tier" if self.mode is CaptureMode.DEVICE else "device_scratch"
             self._host.fall_back(name, f"tensors are copied to host memory while training waits: {error}")
             return None
 
     def fence(self) -> None:
-        """Order whatever is queued on the current stream from now on behind the reads in place. Needed in `Mode.LAZY`.
+        """Order whatever is queued on the current stream from now on behind the reads in place. Needed in `CaptureMode.LAZY`.
 
         Blocks until the rest of the copies is queued, not until they are done. The optimizer hook calls this. In the other modes
         the tensors may be changed anyway, and nothing is done.
         """
-        if self.mode is not Mode.LAZY or self._done.is_set() or self._is_fenced:
+        if self.mode is not CaptureMode.LAZY or self._done.is_set() or self._is_fenced:
             return
         self._hurry.set()
         self._queued.wait()
@@ -279,7 +281,7 @@ class Transfer:
             self._tier.give(self.generation, drained=self._error is None)
         self._regions, self._sources, self._kept = (), [], []
         # The owner of the host memory refers to us: it would live on until garbage is collected, and its memory with it.
-        self._host = Host(_pin_nothing, None, self._host.fall_back)
+        self._host = HostMemory(_pin_nothing, None, self._host.fall_back)
         _open.discard(self)
         self._queued.set()
         self._done.set()
@@ -293,7 +295,7 @@ class Transfer:
                 "stage='device' or stage='ram'"
             )
 
-    def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[Piece]:
+    def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:
         """What has to cross the link."""
         wanted = [[(0, region.length)] for region in self._regions]
         if self.generation is not None and self._accelerator.can_hash:
@@ -301,10 +303,10 @@ class Transfer:
         for region, source, target, ranges in zip(self._regions, self._sources, targets, wanted, strict=True):
             if source is not None:
                 for begin, end in ranges:
-                    yield Piece(target[begin:end], source[begin:end])
+                    yield DrainPiece(target[begin:end], source[begin:end])
             else:
                 for at, tensor in region.parts:
-                    yield Piece(target[at : at + tensor.numel()], tensor)
+                    yield DrainPiece(target[at : at + tensor.numel()], tensor)
 
     def _without_known(self, targets: Sequence[torch.Tensor]) -> list[list[tuple[int, int]]]:
         """Hash the snapshot on the device; fill in the chunks that the host has; return the other ranges of each region."""
@@ -355,7 +357,7 @@ class Transfer:
 
 
 def _pin_nothing() -> None:
-    """Stands for `Host.pin` of a transfer that is done."""
+    """Stands for `HostMemory.pin` of a transfer that is done."""
 
 
 def fence_all() -> None:
@@ -378,7 +380,7 @@ def _hook_optimizers() -> None:
             _hooks.append(register_optimizer_step_pre_hook(lambda *_: fence_all()))
 
 
-def _is_small(region: Region) -> bool:
+def _is_small(region: MemoryRegion) -> bool:
     return all(tensor.numel() * tensor.element_size() < SMALL_BYTES for _, tensor in region.parts)
 
 
