@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +62,9 @@ def left(tmp_path, root, descriptor):
             (tmp_path / "names").write_text("\n".join(names))
             (tmp_path / "folder").write_text(str(host.tiers.ram.host.segments))
             failed = int(len(names) < 2)
+            print(f"segments of the child: {names}", flush=True)
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(failed)
     assert os.waitpid(child, 0)[1] == 0
