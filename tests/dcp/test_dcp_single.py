@@ -241,6 +241,18 @@ def test_a_whole_object_goes_through_torch_save_and_load(any_root):
     assert fingerprint(loaded) == fingerprint(state)
 
 
+def test_a_whole_object_goes_through_torch_in_its_old_format(any_root):
+    state = {"weight": torch.arange(300_000.0), "twice": [torch.ones(3, dtype=torch.bfloat16)], "step": 3}
+    fs, path = fsspec.url_to_fs(f"{any_root}/old.pt")
+    with fs.open(path, "wb") as file:
+        torch.save(state, file, _use_new_zipfile_serialization=False)
+    with fs.open(path) as file:
+        found = torch.load(file)
+    assert torch.equal(found["weight"], state["weight"])
+    assert torch.equal(found["twice"][0], state["twice"][0])
+    assert found["step"] == 3
+
+
 def test_a_training_loop_finds_its_last_complete_step(root):
     for step in (10, 20):
         dcp.save(state_of(step), checkpoint_id=f"{root}/run/step-{step}")

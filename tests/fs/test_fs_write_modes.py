@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import io
 import os
 import re
 import subprocess
@@ -12,7 +13,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError
+from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, StoreError
 
 MIB = 1 << 20
 CHUNK = 16 * MIB
@@ -307,27 +308,110 @@ def test_the_descriptor_of_a_write_handle_is_gone_after_close(place):
         os.fstat(descriptor)
 
 
-def test_writing_to_the_descriptor_fails_rather_than_losing_bytes(place):
-    with place.fs.open(place / "a", "wb") as file, pytest.raises(OSError):
-        os.write(file.fileno(), b"lost?")
-
-
-def test_a_subprocess_that_writes_to_the_handle_fails_rather_than_losing_bytes(place):
+def test_bytes_written_to_the_descriptor_arrive_in_order(place):
     with place.fs.open(place / "a", "wb") as file:
-        done = subprocess.run(["cat"], input=b"lost?", stdout=file, stderr=subprocess.DEVNULL, check=False)
-    assert done.returncode != 0
+        file.write(b"one,")
+        os.write(file.fileno(), b"two,")
+        assert file.tell() == 8
+        file.write(b"three,")
+        os.write(file.fileno(), b"four")
+    assert place.fs.cat(place / "a") == b"one,two,three,four"
+
+
+def test_bytes_written_to_the_descriptor_are_appended(place):
+    place.fs.pipe(place / "a", b"one,")
+    with place.fs.open(place / "a", "ab") as file:
+        os.write(file.fileno(), b"two")
+    assert place.fs.cat(place / "a") == b"one,two"
+
+
+def test_a_descriptor_writes_more_than_a_chunk(place, random_bytes):
+    data = random_bytes(CHUNK + MIB + 5, 12)
+    with place.fs.open(place / "a", "wb") as file:
+        file.write(b"-")
+        descriptor = file.fileno()
+        for start in range(0, len(data), 5 * MIB):
+            os.write(descriptor, data[start : start + 5 * MIB])
+            assert file.fileno() == descriptor
+        file.write(data)
+    assert place.fs.cat(place / "a") == b"-" + data * 2
+
+
+def test_a_subprocess_writes_to_the_handle(place):
+    with place.fs.open(place / "a", "wb") as file:
+        file.write(b"one,")
+        for text in (b"two,", b"three,"):
+            subprocess.run(["cat"], input=text, stdout=file, check=True)
+        file.write(b"four")
+    assert place.fs.cat(place / "a") == b"one,two,three,four"
+
+
+def test_a_subprocess_that_outlives_the_handle_is_told(place):
+    with place.fs.open(place / "a", "wb") as file:
+        command = "echo early; read line; echo late"
+        child = subprocess.Popen(
+            ["sh", "-c", f"{command} || exit 3"], stdin=subprocess.PIPE, stdout=file, stderr=subprocess.DEVNULL
+        )
+        while file.tell() < len("early\n"):
+            assert child.poll() is None
+    child.communicate(b"go on\n", timeout=30)
+    assert child.returncode == 3
+    assert place.fs.cat(place / "a") == b"early\n"
+
+
+def test_a_subprocess_writes_behind_text(place):
+    with place.fs.open(place / "a", "w") as file:
+        file.write("one\n")
+        file.flush()
+        subprocess.run(["echo", "two"], stdout=file, check=True)
+        file.write("three\n")
+    assert place.fs.cat(place / "a") == b"one\ntwo\nthree\n"
 
 
 @pytest.mark.parametrize("count", [10, 1_000_000])
-def test_numpy_tofile_fails_rather_than_losing_bytes(place, count):
-    with pytest.raises(OSError), place.fs.open(place / "a", "wb") as file:
-        np.arange(count).tofile(file)
+def test_numpy_tofile_writes_to_the_handle(place, count):
+    array_ = np.arange(count)
+    with place.fs.open(place / "a", "wb") as file:
+        file.write(b"head")
+        array_.tofile(file)
+        array_[:3].tofile(file)
+        file.write(b"tail")
+    assert place.fs.cat(place / "a") == b"head" + array_.tobytes() + array_[:3].tobytes() + b"tail"
+
+
+def test_a_descriptor_may_change_what_was_written_to_it_since(place):
+    with place.fs.open(place / "a", "wb") as file:
+        descriptor = file.fileno()
+        os.write(descriptor, b"0000data")
+        os.pwrite(descriptor, b"4", 3)
+    assert place.fs.cat(place / "a") == b"0004data"
+
+
+@pytest.mark.parametrize("change", [lambda fd: os.pwrite(fd, b"X", 5000), lambda fd: os.ftruncate(fd, 5000)])
+@pytest.mark.parametrize("end", [lambda file: None, lambda file: file.write(b"more"), lambda file: file.fileno()])
+def test_a_descriptor_that_changes_what_was_written_before_is_refused(place, change, end):
+    with pytest.raises(StoreError, match="from start to end"), place.fs.open(place / "a", "wb") as file:
+        file.write(b"x" * 10_000)
+        change(file.fileno())
+        end(file)
     assert not place.fs.exists(place / "a")
+
+
+def test_bytes_written_to_the_descriptor_are_not_published_after_an_exception(place):
+    with pytest.raises(KeyError), place.fs.open(place / "a", "wb") as file:
+        os.write(file.fileno(), b"lost")
+        raise KeyError
+    assert not place.fs.exists(place / "a")
+
+
+def test_a_compressed_handle_has_no_descriptor(place):
+    with place.fs.open(place / "a.gz", "wb", compression="gzip") as file, pytest.raises(io.UnsupportedOperation):
+        file.fileno()
 
 
 def test_a_read_handle_has_no_descriptor(place):
     place.fs.pipe(place / "a", b"x")
-    with place.fs.open(place / "a") as file, pytest.raises(OSError):
+    with place.fs.open(place / "a") as file, pytest.raises(io.UnsupportedOperation, match=r"fs\.get"):
         file.fileno()
 
 

@@ -100,6 +100,11 @@ class _RawReader(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
+    def fileno(self) -> int:
+        raise io.UnsupportedOperation(
+            f"{self.name} has no descriptor to read from: use read(), or copy the file with fs.get(path, local) and open that"
+        )
+
     def tell(self) -> int:
         return self._at
 

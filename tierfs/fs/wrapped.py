@@ -85,6 +85,14 @@ class CompressedFile(io.BufferedIOBase):
         """Position in the decompressed bytes."""
         return int(self._outer.tell())
 
+    def fileno(self) -> int:
+        """There is none, because bytes written to it would not be compressed.
+
+        Raises:
+            io.UnsupportedOperation: Always.
+        """
+        raise io.UnsupportedOperation(f"{self.path} is compressed and has no descriptor: use read() and write()")
+
     def close(self) -> None:
         """Close the compressor, then the handle below, which publishes unless the compressor failed."""
         if self.closed:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import io
 import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
 from tierfs.errors import StoreError
+from tierfs.fs.descriptor import Descriptor
 from tierfs.store import Writer
 
 __all__ = ["WriteFile"]
@@ -43,7 +45,7 @@ class WriteFile(io.BufferedIOBase):
         self.autocommit = autocommit
         self._writer: Writer | None = writer  # None once it is clear what is published
         self._failure: BaseException | None = None
-        self._memory_file: int | None = None
+        self._descriptor: Descriptor | None = None
         self._process = os.getpid()
         self._error_at_open = sys.exc_info()[1]
         self._settled = False  # whether it is published, or whoever writes it knows that it is not
@@ -77,34 +79,54 @@ class WriteFile(io.BufferedIOBase):
             raise ValueError(f"{self.path} is being written by the process that this one was forked from")
         self._raise_failure()
         view = view.cast("B")
-        try:
-            return self._writer.write(view)
-        except BaseException as error:
-            self._failure = error
-            raise
+        with self._keeping_failure():
+            if self._descriptor is None:
+                return self._writer.write(view)
+            self._descriptor.write(view, self._writer.write)
+        return view.nbytes
 
     def tell(self) -> int:
         """Bytes of the file so far; for an appending handle, with what was there."""
         self._check_open()
-        return self._writer.length if self._writer is not None else 0
+        if self._writer is None:
+            return 0
+        return self._writer.length if self._descriptor is None else self._descriptor.length
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Stay at the end, where every write goes. Nothing else can be asked for.
+
+        An offset from the start is taken only from code that has the descriptor. NumPy says where the file ends after it
+        wrote to that. `zipfile` takes it for leave to go back to what was written.
+
+        Raises:
+            io.UnsupportedOperation: It is another place.
+        """
+        end = self.tell()
+        if whence not in (os.SEEK_SET, os.SEEK_CUR, os.SEEK_END):
+            raise ValueError(f"whence must be 0, 1 or 2, not {whence}")
+        if offset != (end if whence == os.SEEK_SET else 0) or (whence == os.SEEK_SET and self._descriptor is None):
+            raise io.UnsupportedOperation(f"{self.path} is written from start to end: it cannot seek")
+        if self._descriptor is not None:
+            self._descriptor.go_to_end()
+        return end
 
     def flush(self) -> None:
         """Nothing: bytes become visible, and durable, when the file is closed."""
         self._check_open()
 
     def fileno(self) -> int:
-        """A descriptor on which ``os.fsync`` succeeds and does nothing, because ``close`` is what makes bytes durable.
+        """A descriptor for C code and child processes. The bytes they write become the file's.
 
-        Code that flushes what it wrote, as DCP does, would otherwise flush every filesystem of the machine. The file
-        behind it is sealed: writing to the descriptor directly fails rather than losing bytes.
+        It can be written from start to end, not read. Its bytes lie in memory until the next call of ``write``,
+        ``fileno`` or ``close``. A child that still writes to it after ``close`` gets an error. ``os.fsync`` succeeds
+        and does nothing, because ``close`` makes bytes durable.
         """
         self._check_open()
-        if self._memory_file is None:
-            self._memory_file = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            fcntl.fcntl(
-                self._memory_file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
-            )
-        return self._memory_file
+        if self._descriptor is None:
+            self._descriptor = Descriptor(self.path, self.tell())
+        else:
+            self._collect()
+        return self._descriptor.number
 
     def close(self) -> None:
         """Publish the file, or in a transaction leave it to `commit`. A second call does nothing.
@@ -128,6 +150,7 @@ class WriteFile(io.BufferedIOBase):
                     path=self.path,
                 ) from error
             return
+        self._collect_rest()
         if self._writer is not None and self._failure is not None:
             self.discard()
             self._raise_failure()
@@ -137,6 +160,7 @@ class WriteFile(io.BufferedIOBase):
 
     def commit(self) -> None:
         """Publish what was written. Raises as `close` does."""
+        self._collect_rest()
         self._close_handle()
         writer, self._writer = self._writer, None
         if writer is not None and self._is_ours():
@@ -216,10 +240,39 @@ class WriteFile(io.BufferedIOBase):
         if self._failure is not None:
             raise StoreError(f"{self.path}: a write was interrupted: write the file again") from self._failure
 
+    @contextlib.contextmanager
+    def _keeping_failure(self) -> Iterator[None]:
+        """Remember an error: a write that failed leaves a hole."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _collect(self) -> None:
+        """Take over the bytes that were written to the descriptor."""
+        if self._descriptor is not None and self._writer is not None and self._is_ours():
+            self._raise_failure()
+            with self._keeping_failure():
+                self._descriptor.collect(self._writer.write)
+
+    def _collect_rest(self) -> None:
+        """Take over the last of them, and let a child that still has the descriptor write no more."""
+        if self._descriptor is not None and self._writer is not None and self._is_ours() and self._failure is None:
+            try:
+                self._descriptor.collect(self._writer.write)
+                self._descriptor.seal()
+                self._descriptor.collect(self._writer.write)
+            except BaseException:
+                self.discard()
+                raise
+
     def _abort(self) -> bool:
         writer, self._writer = self._writer, None
         if writer is None or not self._is_ours():
             return False
+        if self._descriptor is not None:
+            self._descriptor.seal()
         writer.abort()
         return True
 
@@ -232,9 +285,9 @@ class WriteFile(io.BufferedIOBase):
         super().close()
 
     def _close_descriptor(self) -> None:
-        if self._memory_file is not None:
-            os.close(self._memory_file)
-            self._memory_file = None
+        if self._descriptor is not None:
+            self._descriptor.close()
+            self._descriptor = None
 
 
 def _is_leaving_a_with() -> bool:

@@ -1,0 +1,104 @@
+"""The descriptor of a file that is written, for code that does not call ``write``: torch, NumPy, child processes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import StoreError
+from tierfs.local.allocate import give_up
+
+__all__ = ["Descriptor"]
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
+
+
+class Descriptor:
+    """A file in memory whose bytes are collected and then released.
+
+    Offsets in it are offsets in the file that is written. Bytes that were collected are a hole, so memory holds only
+    the bytes since. The descriptor that users get is open for writing only, because a hole would read as zeros.
+
+    Args:
+        path: Of the file that is written, for errors.
+        length: Bytes that the file has already.
+
+    Attributes:
+        number: The descriptor.
+    """
+
+    def __init__(self, path: str, length: int) -> None:
+        self._path = path
+        self._collected = length
+        self._is_sealed = False
+        self._memory = os.memfd_create("tierfs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self._memory, length)
+            self.number = os.open(f"/proc/self/fd/{self._memory}", os.O_WRONLY | os.O_CLOEXEC)
+        except BaseException:
+            os.close(self._memory)
+            raise
+        os.lseek(self.number, length, os.SEEK_SET)
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file with those that are not collected yet."""
+        return os.fstat(self._memory).st_size
+
+    def go_to_end(self) -> None:
+        """Set the offset, which code that wrote to a duplicate may have left elsewhere."""
+        os.lseek(self.number, 0, os.SEEK_END)
+
+    def write(self, data: memoryview, store: Callable[[memoryview], object]) -> None:
+        """Add bytes at the end, after those that others wrote, and collect all."""
+        self.go_to_end()
+        for start in range(0, len(data), BLOCK_BYTES):
+            piece = data[start : start + BLOCK_BYTES]
+            while piece:
+                piece = piece[os.write(self.number, piece) :]
+            self.collect(store)
+
+    def collect(self, store: Callable[[memoryview], object]) -> None:
+        """Hand over the bytes that were written since the last call, in order.
+
+        Raises:
+            StoreError: Bytes that were handed over before have been changed or cut off: they cannot be taken back.
+        """
+        length = self.length
+        if length < self._collected or self._is_changed():
+            raise StoreError(
+                f"{self._path}: bytes before offset {self._collected} were changed through the file's descriptor, which "
+                "can only be written from start to end: write the file locally and copy it with fs.put",
+                path=self._path,
+            )
+        while self._collected < length:
+            piece = os.pread(self._memory, min(BLOCK_BYTES, length - self._collected), self._collected)
+            store(memoryview(piece))
+            if not self._is_sealed:
+                give_up(self._memory, 0, self._collected + len(piece))
+            self._collected += len(piece)
+
+    def seal(self) -> None:
+        """Let no process write any more. A child that still holds the descriptor gets an error from then on."""
+        fcntl.fcntl(self._memory, fcntl.F_ADD_SEALS, _SEALS)
+        self._is_sealed = True
+
+    def close(self) -> None:
+        """Close it in this process."""
+        os.close(self.number)
+        os.close(self._memory)
+
+    def _is_changed(self) -> bool:
+        """Whether a byte other than zero lies in the hole."""
+        try:
+            at = os.lseek(self._memory, 0, os.SEEK_DATA)
+        except OSError:
+            return False  # ENXIO: it is a hole to its end
+        while at < self._collected:
+            piece = os.pread(self._memory, min(BLOCK_BYTES, self._collected - at), at)
+            if piece.count(0) != len(piece):
+                return True
+            at += len(piece)
+        return False
