@@ -243,15 +243,21 @@ def test_writelines_writes_each(place):
     assert place.fs.cat(place / "a") == b"one\ntwo\n"
 
 
-def test_a_write_handle_neither_reads_nor_seeks(place):
-    with place.fs.open(place / "a", "wb") as file:
+@pytest.mark.parametrize("mode", ["wb", "xb", "ab"])
+def test_a_write_handle_neither_reads_nor_leaves_its_end(place, mode):
+    with place.fs.open(place / "a", mode) as file:
+        file.write(b"12345")
         assert file.writable()
         assert not file.readable()
-        assert not file.seekable()
+        assert file.seek(0, os.SEEK_END) == file.seek(0, os.SEEK_CUR) == file.tell() == 5
         with pytest.raises(OSError):
             file.read()
-        with pytest.raises(OSError):
-            file.seek(0)
+        for place_ in [(0,), (5,), (1, os.SEEK_CUR), (-1, os.SEEK_END), (1, os.SEEK_END)]:
+            with pytest.raises(io.UnsupportedOperation, match="from start to end"):
+                file.seek(*place_)
+        with pytest.raises(ValueError, match="whence"):
+            file.seek(0, 7)
+    assert place.fs.cat(place / "a") == b"12345"
 
 
 @pytest.mark.parametrize("method", ["write", "flush", "tell", "fileno"])
@@ -418,7 +424,10 @@ def test_a_read_handle_has_no_descriptor(place):
 # -- text --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16-le", "latin-1"])
+MARKED = ["utf-8-sig", "utf-16", "utf-32"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", *MARKED, "utf-16-le", "latin-1"])
 def test_text_is_encoded_and_decoded(place, encoding):
     text = TEXT if encoding != "latin-1" else TEXT.replace("€", "$")
     with place.fs.open(place / "a", "w", encoding=encoding) as file:
@@ -426,6 +435,49 @@ def test_text_is_encoded_and_decoded(place, encoding):
     assert place.fs.cat(place / "a") == text.encode(encoding)
     with place.fs.open(place / "a", "r", encoding=encoding) as file:
         assert file.read() == text
+
+
+@pytest.fixture(params=["fs.open", "fsspec.open"])
+def open_text(request, place):
+    """``open_text(path, mode, **kwargs)`` by either door."""
+    if request.param == "fs.open":
+        return place.fs.open
+    return lambda path, mode, **kwargs: fsspec.open(f"tierfs::{place.protocol}://{path}", mode, **kwargs)
+
+
+@pytest.mark.parametrize("encoding", MARKED)
+def test_a_byte_order_mark_begins_a_file_once(place, open_text, encoding):
+    for mode, text in (("w", "one\n"), ("a", "zwö\n"), ("a", "€\n")):
+        with open_text(place / "a", mode, encoding=encoding, newline="\r\n") as file:
+            file.write(text[:1])
+            file.write(text[1:])
+    assert place.fs.cat(place / "a") == "one\r\nzwö\r\n€\r\n".encode(encoding)
+    with open_text(place / "a", "r", encoding=encoding) as file:
+        assert file.read() == "one\nzwö\n€\n"
+
+
+@pytest.mark.parametrize("encoding", MARKED)
+def test_a_byte_order_mark_begins_what_is_appended_to_nothing(place, open_text, encoding):
+    with open_text(place / "a", "a", encoding=encoding) as file:
+        file.write("one")
+    assert place.fs.cat(place / "a") == "one".encode(encoding)
+
+
+@pytest.mark.parametrize("encoding", MARKED)
+def test_a_byte_order_mark_begins_a_compressed_file_once(place, compression, encoding):
+    for mode, text in (("w", "one,"), ("a", "two")):
+        with place.fs.open(place / "a", mode, compression=compression[0], encoding=encoding) as file:
+            file.write(text)
+    with place.fs.open(place / "a", "rb", compression=compression[0]) as file:
+        assert file.read() == "one,two".encode(encoding)
+
+
+def test_a_text_handle_says_how_far_it_is(place):
+    with place.fs.open(place / "a", "w", encoding="utf-16") as file:
+        file.write("one")
+        assert file.tell() == file.seek(0, os.SEEK_END) == 8
+        file.write("two")
+    assert place.fs.cat(place / "a") == "onetwo".encode("utf-16")
 
 
 def test_text_that_the_encoding_lacks_is_an_error_or_replaced_as_asked(place):

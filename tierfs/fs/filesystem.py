@@ -120,8 +120,7 @@ class TierFileSystem(Tiering):
             io.TextIOWrapper(io.BytesIO(), **text).close()  # refuses bad arguments before anything is opened
             return TextFile(self.open(path, f"{mode}b", compression=compression, **kwargs), **text)
         if compression is not None and (name := get_compression(self._strip(path), compression)) is not None:
-            inner = self.open(path, mode, **kwargs)
-            return CompressedFile(compr[name](inner, mode=mode[0]), inner)
+            return CompressedFile(compr[name], self.open(path, mode, **kwargs), mode[0])
         return super().open(path, mode, **kwargs)
 
     def _open(

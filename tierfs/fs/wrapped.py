@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,6 +18,13 @@ __all__ = ["CompressedFile", "TextFile"]
 
 class TextFile(io.TextIOWrapper):
     """A handle in text mode, which passes on that an exception, or being dropped, is to publish nothing."""
+
+    def __init__(self, buffer: Any, **text: Any) -> None:
+        if isinstance(buffer, CompressedFile) and buffer.writable():
+            with buffer.telling_start():
+                super().__init__(buffer, **text)
+        else:
+            super().__init__(buffer, **text)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -40,10 +49,17 @@ class TextFile(io.TextIOWrapper):
 class CompressedFile(io.BufferedIOBase):
     """A handle behind a compressor, whose ``close`` also closes what lies below it, as compressors leave undone."""
 
-    def __init__(self, outer: Any, inner: ReadFile | WriteFile) -> None:
-        self._outer = outer
+    def __init__(self, compressor: Callable[..., Any], inner: ReadFile | WriteFile, mode: str) -> None:
+        self._begin = inner.tell()  # before the compressor writes its header
+        self._outer = compressor(inner, mode=mode)
         self._inner = inner
+        self._start: int | None = None
         self.path = inner.path
+
+    @property
+    def name(self) -> str:
+        """The path."""
+        return self.path
 
     def readable(self) -> bool:
         """Whether the handle below is."""
@@ -55,7 +71,7 @@ class CompressedFile(io.BufferedIOBase):
 
     def seekable(self) -> bool:
         """Whether the compressor can seek."""
-        return bool(self._outer.seekable())
+        return self._start is not None or bool(self._outer.seekable())
 
     def read(self, size: int | None = -1) -> bytes:
         """Read and decompress."""
@@ -83,7 +99,20 @@ class CompressedFile(io.BufferedIOBase):
 
     def tell(self) -> int:
         """Position in the decompressed bytes."""
-        return int(self._outer.tell())
+        return int(self._outer.tell()) if self._start is None else self._start
+
+    @contextlib.contextmanager
+    def telling_start(self) -> Iterator[None]:
+        """Meanwhile, ``tell`` answers for the file below.
+
+        `io.TextIOWrapper` asks once, when it is made, and writes a byte order mark only at the start of a file.
+        Compressors answer 0 where they append, or cannot be asked.
+        """
+        self._start = self._begin
+        try:
+            yield
+        finally:
+            self._start = None
 
     def fileno(self) -> int:
         """There is none, because bytes written to it would not be compressed.

@@ -69,6 +69,10 @@ class WriteFile(io.BufferedIOBase):
         """True."""
         return True
 
+    def seekable(self) -> bool:
+        """True, as ``tell`` works: `io.TextIOWrapper` writes a byte order mark only where it can ask for the position."""
+        return True
+
     def write(self, data: Any) -> int:
         """Add bytes at the end. They are copied, so ``data`` may change afterwards."""
         view = memoryview(data)
