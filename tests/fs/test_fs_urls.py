@@ -266,6 +266,60 @@ def test_a_store_that_is_made_at_a_write_is_not_put_inside_another(place, monkey
         init(f"{place.bare}/run")
 
 
+HINTS = {
+    "default_cache": "none",
+    "fill_cache": False,
+    "default_block_size": 5,
+    "cache_options": {},
+    "precache_options": {},
+}
+HINTS |= {
+    "size": 1,
+    "buffering": 0,
+    "max_gap": 5,
+    "prefetch": True,
+    "max_concurrency": 3,
+    "blocksize": 5,
+    "readahead": 0,
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_a_hint_that_tierfs_does_not_know_is_passed_over(place, name):
+    hint = {name: HINTS[name]}
+    with place.fs.open(place / "a", "wb", **hint) as file:
+        file.write(b"x")
+    with place.fs.open(place / "a", "r", **hint) as file:
+        assert file.read() == "x"
+    place.fs.pipe_file(place / "b", b"x", **hint)
+    assert place.fs.cat(place / "b", **hint) == b"x"
+    with fsspec.open(f"{place.url}/a", **hint) as file:
+        assert file.read() == b"x"
+
+
+@pytest.mark.parametrize("name", ["colour", "acks", "encoding"])
+def test_an_option_of_a_write_that_tierfs_does_not_know_is_refused(place, name, tmp_path):
+    (tmp_path / "local").write_bytes(b"x")
+    for write in (
+        lambda **options: place.fs.open(place / "a", "wb", **options),
+        lambda **options: place.fs.pipe_file(place / "a", b"x", **options),
+        lambda **options: place.fs.put_file(str(tmp_path / "local"), place / "a", **options),
+        lambda **options: place.fs.touch(place / "a", **options),
+    ):
+        with pytest.raises(InvalidInputError, match=name):
+            write(**{name: "object"})
+    assert place.names() == []
+
+
+def test_what_is_kept_with_a_file_may_be_given_to_every_write(place, tmp_path):
+    (tmp_path / "local").write_bytes(b"x")
+    place.fs.pipe_file(place / "piped", b"x", metadata={"step": 1}, ack="object")
+    place.fs.put_file(str(tmp_path / "local"), place / "put", metadata={"step": 1}, ack="object")
+    assert [place.fs.info(place / name)["metadata"] for name in ("piped", "put")] == [{"step": 1}] * 2
+    with pytest.raises(InvalidInputError, match="level"):
+        place.fs.pipe_file(place / "piped", b"x", ack="sometime")
+
+
 @pytest.mark.parametrize("options", [{"colour": "red"}, {"create": "maybe"}])
 def test_an_option_that_tierfs_does_not_know_is_refused(options):
     with pytest.raises(InvalidInputError, match=next(iter(options))):

@@ -22,6 +22,7 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 from tierfs.flush.levels import Level
 from tierfs.fs.looking import describe
+from tierfs.fs.paths import is_hint
 from tierfs.fs.readfile import ReadFile
 from tierfs.fs.threads import run_in_thread
 from tierfs.fs.tiering import Tiering
@@ -60,33 +61,32 @@ class TierFileSystem(Tiering):
     """
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
-        await run_in_thread(self._write_now, path, [value], mode)
+        await run_in_thread(self._write_now, path, [value], mode, **kwargs)
 
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
     ) -> None:
-        await run_in_thread(self._put_now, lpath, rpath, callback, mode)
+        await run_in_thread(self._put_now, lpath, rpath, callback, mode, **kwargs)
 
-    def _put_now(self, lpath: str, rpath: str, callback: Any, mode: str) -> None:
+    def _put_now(self, lpath: str, rpath: str, callback: Any, mode: str, **kwargs: Any) -> None:
         if os.path.isdir(lpath):
             store, relative = self._locate(rpath, write=True)
             verbs.make_directory(store, relative, exist_ok=True)
             return
         with open(lpath, "rb", buffering=0) as file:
             callback.set_size(os.fstat(file.fileno()).st_size)
-            self._write_now(rpath, _pieces(file, callback), mode)
+            self._write_now(rpath, _pieces(file, callback), mode, **kwargs)
 
-    def _write_now(self, path: str, pieces: Iterable[Any], mode: str) -> None:
+    def _write_now(self, path: str, pieces: Iterable[Any], mode: str, **kwargs: Any) -> None:
         if mode not in ("overwrite", "create"):
             raise InvalidInputError(f"mode is 'overwrite' or 'create', not {mode!r}")
-        handle = self.open(path, "xb" if mode == "create" else "wb")
-        with handle:
+        with self.open(path, "xb" if mode == "create" else "wb", **kwargs) as handle:
             for piece in pieces:
                 handle.write(piece)
 
     def touch(self, path: str, truncate: bool = True, **kwargs: Any) -> None:
         """Make an empty file, or empty what is there; without ``truncate``, only mark it as modified now."""
-        with self.open(path, "wb" if truncate else "ab"):
+        with self.open(path, "wb" if truncate else "ab", **kwargs):
             pass
 
     def open(
@@ -104,7 +104,7 @@ class TierFileSystem(Tiering):
             path: Where.
             mode: As for the builtin ``open``.
             block_size: Not used; accepted as other filesystems do.
-            cache_options: Not used; accepted as other filesystems do. So are ``cache_type`` and ``size``.
+            cache_options: Not used; accepted as other filesystems do. So are other hints on how to read, ``fill_cache`` for one.
             compression: Name of an fsspec compression, or ``"infer"``.
             **kwargs: ``encoding``, ``errors``, ``newline`` in text mode; for a file that is written, ``metadata``, JSON
                 values to keep with it, and ``ack``, the level at which ``close`` returns.
@@ -130,14 +130,13 @@ class TierFileSystem(Tiering):
         block_size: int | None = None,
         autocommit: bool = True,
         cache_options: dict[str, Any] | None = None,
-        cache_type: str | None = None,
-        size: int | None = None,
         metadata: dict[str, Any] | None = None,
         ack: str | None = None,
         **kwargs: Any,
     ) -> ReadFile | WriteFile:
-        if kwargs:
-            raise InvalidInputError(f"open takes no {min(kwargs)!r}")
+        unknown = sorted(name for name in kwargs if not is_hint(name))
+        if unknown:
+            raise InvalidInputError(f"open takes no {unknown[0]!r}")
         level = None if ack is None else Level.parse(ack)
         if mode == "rb":
             store, relative = self._locate(path)

@@ -7,6 +7,7 @@ stores; every method takes a full URL in its place. Which store a path lies in i
 from __future__ import annotations
 
 import os
+import re
 import threading
 import weakref
 from dataclasses import replace
@@ -24,12 +25,23 @@ from tierfs.fs.writefile import WriteFile
 from tierfs.store import Location, Store, TierOptions
 from tierfs.store.url import TRUE, asks_to_create, named_location, split_url, strip
 
-__all__ = ["PathSpace"]
+__all__ = ["PathSpace", "is_hint"]
 
 _FALSE = ("", "0", "false", "no", "off")
 _FSSPEC_OPTIONS = frozenset(
-    {"use_listings_cache", "listings_expiry_time", "max_paths", "add_docs", "add_aliases", "protocol", "fs"}
+    {
+        "use_listings_cache",
+        "listings_expiry_time",
+        "max_paths",
+        "add_docs",
+        "add_aliases",
+        "protocol",
+        "fs",
+        "auto_mkdir",
+    }
 )
+# How fast a file is read, as fsspec's callers and other filesystems name it: ``fill_cache``, ``default_block_size``, ``max_gap``.
+_HINT = re.compile("cache|caching|block|buffer|ahead|prefetch|concurren|size|gap")
 
 
 class PathSpace(AsyncFileSystem, ChainedFileSystem):
@@ -62,7 +74,7 @@ class PathSpace(AsyncFileSystem, ChainedFileSystem):
         batch_size: int | None = None,
         **options: Any,
     ) -> None:
-        unknown = sorted(set(options) - _FSSPEC_OPTIONS)
+        unknown = sorted(name for name in set(options) - _FSSPEC_OPTIONS if not is_hint(name))
         if unknown:
             raise InvalidInputError(
                 f"unknown option {unknown[0]!r} for tierfs: it takes 'create', "
@@ -167,6 +179,11 @@ class _Opened(threading.local):
 
     def __init__(self) -> None:
         self.handles: weakref.WeakSet[WriteFile] = weakref.WeakSet()
+
+
+def is_hint(name: str) -> bool:
+    """Whether a keyword only says how to read faster. tierfs does without it: it has caches of its own."""
+    return _HINT.search(name) is not None
 
 
 def _flag(value: bool | str | None) -> bool | None:
