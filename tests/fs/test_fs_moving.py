@@ -104,11 +104,10 @@ def test_moving_a_directory_onto_a_directory_puts_it_inside(place):
 
 def test_a_directory_cannot_be_moved_into_itself(place):
     place.fs.pipe(place / "d/1", b"one")
-    for target in ("d", "d/sub/"):
-        with pytest.raises(InvalidInputError, match="into itself"):
-            place.fs.mv(place / "d", place / target)
     with pytest.raises(InvalidInputError, match="into itself"):
         place.fs.mv(place / "d", place / "d/new")
+    with pytest.raises(InvalidInputError, match="into itself"):
+        place.fs.mv(place / "d", place / "d/sub/")
     assert place.names() == ["d/1"]
 
 

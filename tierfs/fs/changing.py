@@ -42,7 +42,16 @@ class Changing(Reading):
         verbs.remove_directory(store, relative)
 
     async def _rm_file(self, path: str, **kwargs: Any) -> None:
-        await run_in_thread(lambda: verbs.delete(*self._locate(path)))
+        await run_in_thread(self._rm_file_now, path)
+
+    def _rm_file_now(self, path: str) -> None:
+        store, relative = self._locate(path)
+        try:
+            verbs.delete(store, relative)
+        except NotFoundError:
+            if verbs.is_directory(store, relative):
+                raise IsADirectoryError(f"{path} is a directory: delete it with rm(..., recursive=True)") from None
+            raise
 
     def rm(self, path: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any) -> None:
         """Delete files, and with ``recursive`` directories.
@@ -125,8 +134,11 @@ class Changing(Reading):
             for pair in zip(path1, path2, strict=True):
                 self.mv(*pair)
             return
-        into = str(path2).endswith("/") or self.isdir(path2)
         sources = [path1] if isinstance(path1, str) and self.lexists(path1) else self.expand_path(path1)
+        if isinstance(path1, str) and self._strip(path1) == self._strip(path2):
+            self._info_now(path1)
+            return
+        into = str(path2).endswith("/") or self.isdir(path2)
         if len(sources) > 1 and not into:
             raise InvalidInputError(f"{path2!r} is no directory, so {len(sources)} files cannot be moved there")
         for source in map(self._strip, sources):

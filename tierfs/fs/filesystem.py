@@ -19,7 +19,7 @@ from fsspec.core import get_compression
 
 from tierfs import store as verbs
 from tierfs.digest import BLOCK_BYTES
-from tierfs.errors import InvalidInputError
+from tierfs.errors import AlreadyExistsError, InvalidInputError
 from tierfs.flush.levels import Level
 from tierfs.fs.looking import describe
 from tierfs.fs.paths import is_hint
@@ -62,6 +62,28 @@ class TierFileSystem(Tiering):
 
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
         await run_in_thread(self._write_now, path, [value], mode, **kwargs)
+
+    async def open_async(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
+        """There are no asynchronous handles.
+
+        Raises:
+            NotImplementedError: Always; says what to call.
+        """
+        raise NotImplementedError(
+            "tierfs has no asynchronous file handles: await fs._cat_file(path, start, end), fs._cat_ranges(...) or "
+            "fs._pipe_file(path, data), or use fs.open(path, mode) in a thread"
+        )
+
+    def sign(self, path: str, expiration: int = 100, **kwargs: Any) -> str:
+        """There are no links to share, because a file is several encoded objects.
+
+        Raises:
+            NotImplementedError: Always; says what to do.
+        """
+        raise NotImplementedError(
+            "tierfs cannot sign links: a file lies in the object tier as several encoded chunks. Copy it out of the store "
+            "(fs.get, tierfs cp) and sign the copy"
+        )
 
     async def _put_file(
         self, lpath: str, rpath: str, callback: Any = DEFAULT_CALLBACK, mode: str = "overwrite", **kwargs: Any
@@ -112,6 +134,7 @@ class TierFileSystem(Tiering):
         Raises:
             NotFoundError: Reading, and nothing is there.
             AlreadyExistsError: ``xb``, and something is there.
+            IsADirectoryError: A directory is there. In a bucket, a new file may have the name of a directory.
             InvalidInputError: The mode or an option is not supported, or the path is no good.
         """
         mode = _known(mode)
@@ -139,11 +162,8 @@ class TierFileSystem(Tiering):
             raise InvalidInputError(f"open takes no {unknown[0]!r}")
         level = None if ack is None else Level.parse(ack)
         if mode == "rb":
-            store, relative = self._locate(path)
-            entry = verbs.stat(store, relative)
-            if entry.is_directory:
-                raise IsADirectoryError(f"{path} is a directory")
-            return ReadFile(self, path, verbs.open_entry(store, entry), describe(path, entry))
+            reader, entry = self._reader(path)
+            return ReadFile(self, path, reader, describe(path, entry))
         write_mode = WriteMode(mode)
         if not autocommit:
             self.transaction.check(path, mode)
@@ -151,6 +171,11 @@ class TierFileSystem(Tiering):
         if not relative:
             raise IsADirectoryError(f"{path} is the root of a store")
         writer = Writer(store, relative, mode=write_mode, metadata=metadata, level=level)
+        if not writer.is_replacing and verbs.is_directory_nearby(store, relative):
+            writer.abort()
+            if write_mode is WriteMode.CREATE:
+                raise AlreadyExistsError(f"{path} is a directory", path=path)
+            raise IsADirectoryError(f"{path} is a directory")
         handle = WriteFile(self, path, writer, mode, autocommit=autocommit)
         self._opened.handles.add(handle)
         return handle

@@ -85,7 +85,6 @@ class Looking(PathSpace):
                 raise
             if callable(on_error):
                 on_error(error)
-            yield (path, {}, {}) if detail else (path, [], [])
             return
         base = path.rstrip("/")
         dirs: Any = {info["name"][len(base) + 1 :]: info for info in listing if info["type"] == "directory"}

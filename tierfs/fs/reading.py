@@ -17,6 +17,7 @@ from tierfs.errors import TierfsError
 from tierfs.fs.looking import Looking
 from tierfs.fs.threads import run_in_thread
 from tierfs.localfile import replacing, write_all
+from tierfs.store import Entry, Reader
 
 __all__ = ["Reading"]
 
@@ -29,9 +30,15 @@ class Reading(Looking):
     async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **kwargs: Any) -> bytes:
         return await run_in_thread(self._cat_now, path, start, end)
 
-    def _cat_now(self, path: str, start: int | None, end: int | None) -> bytes:
+    def _reader(self, path: str) -> tuple[Reader, Entry]:
         store, relative = self._locate(path)
-        reader = verbs.open_entry(store, verbs.stat(store, relative))
+        entry = verbs.stat(store, relative)
+        if entry.is_directory:
+            raise IsADirectoryError(f"{path} is a directory")
+        return verbs.open_entry(store, entry), entry
+
+    def _cat_now(self, path: str, start: int | None, end: int | None) -> bytes:
+        reader, _ = self._reader(path)
         begin, stop, _ = slice(start, end).indices(reader.length)
         out = bytearray(max(0, stop - begin))
         reader.read_into(begin, memoryview(out))
@@ -74,8 +81,7 @@ class Reading(Looking):
 
     def _cat_ranges_now(self, path: str, ranges: list[tuple[int | None, int | None]]) -> list[Any]:
         try:
-            store, relative = self._locate(path)
-            reader = verbs.open_entry(store, verbs.stat(store, relative))
+            reader, _ = self._reader(path)
         except (TierfsError, OSError) as error:
             return [error] * len(ranges)
 
@@ -102,11 +108,11 @@ class Reading(Looking):
         await run_in_thread(self._get_now, rpath, lpath, callback)
 
     def _get_now(self, rpath: str, lpath: Any, callback: Any) -> None:
+        if isfilelike(lpath):
+            self._download(self._reader(rpath)[0], lpath, callback)
+            return
         store, relative = self._locate(rpath)
         entry = verbs.stat(store, relative)
-        if isfilelike(lpath):
-            self._download(verbs.open_entry(store, entry), lpath, callback)
-            return
         target = os.fspath(lpath)
         if entry.is_directory:
             os.makedirs(target, exist_ok=True)

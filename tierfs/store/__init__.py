@@ -3,8 +3,8 @@
 from tierfs.store.copy import copy, rename, transfer
 from tierfs.store.delete import delete
 from tierfs.store.directory import make_directory, remove_directory
-from tierfs.store.kind import kind_of
-from tierfs.store.listing import Entry, find, list_directory, stat
+from tierfs.store.kind import is_directory_nearby, kind_of
+from tierfs.store.listing import Entry, find, is_directory, list_directory, stat
 from tierfs.store.load import Reader, load, open_entry
 from tierfs.store.open import init, open_store
 from tierfs.store.prefetch import evict, prefetch
@@ -34,6 +34,8 @@ __all__ = [
     "evict",
     "find",
     "init",
+    "is_directory",
+    "is_directory_nearby",
     "kind_of",
     "level_of",
     "list_directory",

@@ -8,11 +8,12 @@ from tierfs.errors import NotFoundError, StoreError
 from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
 from tierfs.store.away import ask_briefly
-from tierfs.store.listing import stat
+from tierfs.store.listing import has_below, stat
 from tierfs.store.records import last_seen
 from tierfs.store.store import Store
+from tierfs.store.url import LOCAL
 
-__all__ = ["Kind", "kind_of"]
+__all__ = ["Kind", "is_directory_nearby", "kind_of"]
 
 Kind = Literal["file", "directory"]
 
@@ -44,6 +45,29 @@ def kind_of(store: Store, path: str) -> Kind | None:
         )
         is_gone = store.tiers.drafts.pending(path) is not None
         return None if is_gone or last_seen(store, path).manifest is None else "file"
+
+
+def is_directory_nearby(store: Store, path: str) -> bool:
+    """Whether a directory is at ``path``, where no file is, as far as that takes no request to a server.
+
+    A bucket is not asked, because that would cost a request or two for each new file. There, as with any tool, a file
+    can get the name of a directory. The same goes for a directory that is not mounted just now.
+
+    Raises:
+        CorruptionError, FormatError, StoreError, ReadOnlyError: The directory cannot be read.
+    """
+    if store.tiers is not None and _pending_kind(store, path) == "directory":
+        return True
+    if store.url.partition("://")[0] not in LOCAL:
+        return False
+    if store.tiers is None:
+        return has_below(store, path)
+    try:
+        return ask_briefly(store, lambda: has_below(store, path))
+    except StoreError as error:
+        if not error.transient:
+            raise
+        return False
 
 
 def _look(store: Store, path: str) -> Kind | None:

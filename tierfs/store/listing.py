@@ -26,6 +26,7 @@ __all__ = [
     "Entry",
     "find",
     "foreign_objects",
+    "has_below",
     "is_directory",
     "list_directory",
     "live_records",
@@ -89,7 +90,7 @@ def stat(store: Store, path: str) -> Entry:
     except NotFoundError:
         pass
     marker = observe_marker(store, path).manifest
-    if marker is not None or _has_live(store, path, _pending(store, path)) or _has_foreign(store, path):
+    if marker is not None or has_below(store, path):
         return Entry(path, is_directory=True, manifest=marker)
     raise NotFoundError(f"{store.where(path)} is not there", path=path)
 
@@ -100,6 +101,11 @@ def is_directory(store: Store, path: str) -> bool:
         return stat(store, path).is_directory
     except NotFoundError:
         return False
+
+
+def has_below(store: Store, path: str) -> bool:
+    """Whether something lies below ``path``, its marker as a directory included. Raises as `stat` does."""
+    return _has_live(store, path, _pending(store, path)) or _has_foreign(store, path)
 
 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:

@@ -79,6 +79,9 @@ class Writer:
         is_new: No record is there, because the path was drawn at random or was looked at before. It is not asked for: should there
             be one after all, the commit is a conflict.
 
+    Attributes:
+        is_replacing: Whether a file was there when the path was observed.
+
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
         ReadOnlyError: The file there was not written by tierfs.
@@ -115,6 +118,7 @@ class Writer:
         self._sink: ObjectSink | SlabSink | None = None
         self._kept: list[Row] = []
         self._kept_slots: list[SlotRef | None] = []
+        self.is_replacing = self._observed.manifest is not None
         self._done = False
         self._is_done = self._is_sealing = False
         self.length = 0

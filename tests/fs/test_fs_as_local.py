@@ -1,0 +1,172 @@
+"""What calls answer, and what they leave, next to fsspec's filesystem of local files."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+
+import tierfs
+
+FILES = {"f": b"12345", "d/g": b"6", "d/e/h": b"7"}
+PATHS = ["missing", "f", "d", "empty"]
+
+# A call each, with `{}` for the path. All answer, or raise, as the filesystem of local files does.
+LOOKS = [
+    *[
+        (name, ("{}",), {})
+        for name in ("exists", "lexists", "isfile", "isdir", "find", "du", "cat_file", "tail", "head")
+    ],
+    *[("glob", (pattern,), {}) for pattern in ("{}", "{}/*", "{}*", "{}/**")],
+    *[("walk", ("{}",), options) for options in ({}, {"topdown": False}, {"on_error": "raise"}, {"maxdepth": 1})],
+    *[("find", ("{}",), options) for options in ({"withdirs": True}, {"maxdepth": 1})],
+    ("ls", ("{}",), {"detail": False}),
+    ("du", ("{}",), {"total": False}),
+    ("expand_path", ("{}",), {"recursive": True}),
+]
+CHANGES = [
+    *[("open", ("{}", mode), {}) for mode in ("rb", "wb", "xb", "ab", "r", "w", "x", "a")],
+    *[(name, ("{}",), {}) for name in ("mkdir", "makedirs", "rm_file", "touch")],
+    *[("pipe_file", ("{}", b"x"), options) for options in ({}, {"mode": "create"})],
+    ("makedirs", ("{}",), {"exist_ok": True}),
+    ("mkdir", ("missing/new",), {"create_parents": False}),
+    ("rm", ("{}",), {"recursive": True}),
+    *[(name, ("{}", "{}"), options) for name in ("mv", "move", "rename") for options in ({}, {"recursive": True})],
+    ("mv", ("{}", "{}/"), {"recursive": True}),
+    ("mv", ("{}/", "{}"), {"recursive": True}),
+    ("mv_file", ("{}", "{}"), {}),
+    *[(name, ("{}", target), {"recursive": True}) for name in ("mv", "cp") for target in ("new", "empty", "d")],
+    *[(name, ("{}", target), {}) for name in ("mv", "cp") for target in ("new", "d/g")],
+    ("get_file", ("{}", "/dev/null"), {}),
+]
+# A local file cannot be copied onto itself; here, as in buckets, it is left alone.
+SELF_COPIES = [(name, ("{}", "{}"), {}) for name in ("cp", "cp_file")]
+
+
+class _Side:
+    """A filesystem, and a directory in it."""
+
+    def __init__(self, fs: fsspec.AbstractFileSystem, root: str) -> None:
+        self.fs, self.root = fs, root
+        fs.makedirs(f"{root}/d/e", exist_ok=True)
+        fs.makedirs(f"{root}/empty")
+        for name, data in FILES.items():
+            fs.pipe_file(f"{root}/{name}", data)
+
+    def ask(self, call: tuple[str, tuple[Any, ...], dict[str, Any]], path: str) -> Any:
+        """What a call answers: a value without the directory in its names, or the kind of the error."""
+        name, arguments, options = call
+        texts = [item.format(path) if isinstance(item, str) else item for item in arguments]
+        here = [item if not isinstance(item, str) or item.startswith("/") else f"{self.root}/{item}" for item in texts]
+        if name == "open":
+            here[1] = texts[1]
+        try:
+            answer = getattr(self.fs, name)(*here, **options)
+            if name == "open":
+                answer.close()
+                return None
+            return self._plain(list(answer) if isinstance(answer, Iterator) else answer)
+        except Exception as error:
+            return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+    def left(self) -> dict[str, Any]:
+        found = self.fs.find(self.root, withdirs=True, detail=True)
+        return {self._plain(name): info["type"] for name, info in found.items() if name != self.root}
+
+    def _plain(self, answer: Any) -> Any:
+        match answer:
+            case str():
+                return answer.replace(self.root, "")
+            case dict():
+                return {self._plain(key): self._plain(value) for key, value in answer.items()}
+            case list():
+                return sorted((self._plain(item) for item in answer), key=repr)
+            case tuple():
+                return tuple(self._plain(item) for item in answer)
+        return answer
+
+
+@pytest.fixture(scope="module")
+def looked_at(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("as-local")
+    tierfs.init(f"file://{directory}/store")
+    ours = tierfs.TierFileSystem(target_protocol="file", skip_instance_cache=True)
+    return _Side(ours, f"{directory}/store/at"), _Side(LocalFileSystem(), f"{directory}/at")
+
+
+@pytest.fixture
+def changed(directory_place, tmp_path):
+    (tmp_path / "at").mkdir()
+    return _Side(directory_place.fs, directory_place / "at"), _Side(LocalFileSystem(), f"{tmp_path}/at")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_looks_answer_as_local_files_do(looked_at, path):
+    ours, local = looked_at
+    answers = {repr(call): (ours.ask(call, path), local.ask(call, path)) for call in LOOKS}
+    assert {call: pair for call, pair in answers.items() if pair[0] != pair[1]} == {}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("call", CHANGES, ids=repr)
+def test_changes_answer_and_leave_what_local_files_do(changed, call, path):
+    ours, local = changed
+    assert ours.ask(call, path) == local.ask(call, path)
+    assert ours.left() == local.left()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("call", SELF_COPIES, ids=repr)
+def test_what_is_copied_onto_itself_is_left_alone(changed, call, path):
+    ours, _ = changed
+    before = ours.left()
+    assert ours.ask(call, path) == ("FileNotFoundError" if path == "missing" else None)
+    assert ours.left() == before
+    assert ours.fs.cat_file(f"{ours.root}/f") == FILES["f"]
+
+
+@pytest.mark.parametrize("mode", ["rb", "wb", "xb", "ab", "r", "w", "x", "a"])
+def test_a_directory_is_not_opened(place, mode):
+    place.fs.pipe(place / "d/g", b"1")
+    place.fs.mkdir(place / "marked")
+    nearby = place.protocol == "file" or mode in ("rb", "r")
+    for name in ("d", "marked"):
+        if nearby:
+            with pytest.raises(FileExistsError if mode.startswith("x") else IsADirectoryError, match="directory"):
+                place.fs.open(place / name, mode)
+    assert place.fs.isdir(place / "d")
+
+
+def test_a_directory_of_files_that_tierfs_did_not_write_is_not_opened(directory_place):
+    os.makedirs(directory_place / "theirs")
+    with open(directory_place / "theirs/x", "wb") as file:
+        file.write(b"x")
+    with pytest.raises(IsADirectoryError):
+        directory_place.fs.open(directory_place / "theirs", "wb")
+
+
+def test_a_file_takes_the_place_of_a_directory_that_was_deleted(place):
+    place.fs.pipe({place / "d/g": b"1", place / "d/e/h": b"2"})
+    place.fs.rm(place / "d", recursive=True)
+    place.fs.pipe(place / "d", b"file")
+    assert place.fs.cat(place / "d") == b"file"
+
+
+def test_a_file_above_others_is_written_again(place):
+    place.fs.pipe(place / "a", b"old")
+    place.fs.pipe(place / "a/b", b"below")
+    place.fs.pipe(place / "a", b"new")
+    assert place.fs.cat(place / "a") == b"new"
+
+
+def test_what_there_is_not_says_what_to_call(place):
+    place.fs.pipe(place / "a", b"x")
+    with pytest.raises(NotImplementedError, match=r"fs\.get"):
+        place.fs.sign(place / "a")
+    with pytest.raises(NotImplementedError, match="_cat_file"):
+        asyncio.run(place.fs.open_async(place / "a"))
