@@ -41,7 +41,7 @@ CHANGES = [
     ("mv", ("{}/", "{}"), {"recursive": True}),
     ("mv_file", ("{}", "{}"), {}),
     *[(name, ("{}", target), {"recursive": True}) for name in ("mv", "cp") for target in ("new", "empty", "d")],
-    *[(name, ("{}", target), {}) for name in ("mv", "cp") for target in ("new", "d/g")],
+    *[(name, ("{}", target), {}) for name, target in (("mv", "new"), ("cp", "new"), ("cp", "d/g"))],
     ("get_file", ("{}", "/dev/null"), {}),
 ]
 # A local file cannot be copied onto itself; here, as in buckets, it is left alone.
