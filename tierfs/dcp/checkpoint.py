@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tierfs.dcp.address import inside
+from tierfs.dcp.coverage import boxes_in, problem_of
 from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
 from tierfs.dcp.stock import decode_pickle
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
@@ -128,7 +129,8 @@ class Checkpoint:
 
     def problem_of(self, fqn: str) -> str:
         """What keeps a tensor's shards from making up the whole of it, in words; empty for nothing."""
-        return _gap_or_overlap(self.shards(fqn), tuple(self.metadata.state_dict_metadata[fqn].size))
+        item = self.metadata.state_dict_metadata[fqn]
+        return problem_of(boxes_in(item), tuple(item.size))
 
     def check_whole(self, names: Iterable[str] | None = None) -> None:
         """Check that the shards of tensors make up the whole of them, each element once.
@@ -209,6 +211,8 @@ def read_checkpoint(store: Store, path: str, directory: str, rank: int | None) -
     """The same from a file of any name. Raises as `open_checkpoint` does."""
     where = store.where(path)
     entry = stat(store, path)
+    if entry.is_directory:
+        raise CorruptionError(f"{where}: is a directory, and no checkpoint's metadata: move it away", path=path)
     reader = open_entry(store, entry)
     if reader.length > METADATA_BYTES_MAX:
         raise FormatError(f"{where}: {reader.length} bytes are too many for a checkpoint's metadata", path=path)
@@ -242,36 +246,4 @@ def _missing(store: Store, directory: str, rank: int | None) -> InvalidInputErro
         f"no checkpoint is at {store.where(directory)}: {metadata_file(rank)} is not there; a save that has not come to its "
         "end has none, and `tierfs checkpoint ls` shows what is there",
         path=directory,
-    )
-
-
-def _gap_or_overlap(shards: Sequence[Shard], shape: tuple[int, ...]) -> str:
-    """What keeps boxes from making up a tensor, in words; empty for nothing."""
-    full = [shard for shard in shards if 0 not in shard.sizes]
-    if any(
-        offset + size > whole
-        for shard in full
-        for offset, size, whole in zip(shard.offsets, shard.sizes, shape, strict=True)
-    ):
-        return f"a shard does not lie in {list(shape)}"
-    missing = math.prod(shape) - sum(math.prod(shard.sizes) for shard in full)
-    # Swept along the dimension that tells most of them apart, so that few are held against each other.
-    along = max(range(len(shape)), key=lambda axis: len({shard.offsets[axis] for shard in full}), default=None)
-    open_: list[Shard] = []
-    for shard in sorted(full, key=lambda shard: 0 if along is None else shard.offsets[along]):
-        if along is not None:
-            open_ = [other for other in open_ if other.offsets[along] + other.sizes[along] > shard.offsets[along]]
-        for other in open_:
-            if _meet(shard, other):
-                return f"its shards at {list(other.offsets)} and {list(shard.offsets)} overlap"
-        open_.append(shard)
-    return f"{missing} of its elements are in no shard" if missing else ""
-
-
-def _meet(one: Shard, other: Shard) -> bool:
-    return all(
-        first < second + second_size and second < first + first_size
-        for first, first_size, second, second_size in zip(
-            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-        )
     )

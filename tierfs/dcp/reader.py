@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, full_url, inside
 from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
+from tierfs.dcp.coverage import Absent, mark_absent
 from tierfs.dcp.items import Saved
 from tierfs.dcp.metadatafile import CheckpointNote, Place
 from tierfs.dcp.planning import begin_planning, end_planning
@@ -38,6 +39,20 @@ __all__ = ["TierReader"]
 
 LOAD_ID_BYTES = 16
 _logger = logging.getLogger("tierfs.dcp")
+
+
+class _Unreadable:
+    """In place of metadata that could not be read, for torch's loader, which catches the reason and passes it over.
+
+    Attributes:
+        failure: The reason. All that is asked of metadata raises it.
+    """
+
+    def __init__(self, failure: Exception) -> None:
+        self.failure = failure
+
+    def __getattr__(self, name: str) -> Any:
+        raise self.failure
 
 
 class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are untyped here
@@ -64,6 +79,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._address = Address.of(path, options)
         self.load_id = secrets.token_hex(LOAD_ID_BYTES)
         self._metadata: Any = None
+        self._rank: int | None = None
+        self._failure: Exception | None = None
         self._note: CheckpointNote | None = None
         self._shared: str | None = None
         self.device_bytes = 0
@@ -95,7 +112,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             parse_url(full_url(checkpoint_id))
             self._address = self._address.at(checkpoint_id)
         self.load_id = secrets.token_hex(LOAD_ID_BYTES)
-        self._metadata = self._note = self._shared = None
+        self._metadata = self._note = self._shared = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
         """What is in the checkpoint: torch's `Metadata`.
@@ -103,7 +120,8 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         Args:
             *args: Not used.
             **kwargs: ``rank``, for what one rank saved without collectives. torch asks for that whenever it did not get what all ranks saved
-                together, for whatever reason.
+                together, for whatever reason, and would forget the reason. So if this call fails as well, it returns an object that
+                raises the reason at the first use.
 
         Raises:
             NotFoundError: No checkpoint is there.
@@ -112,15 +130,29 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: Its metadata is a pickle with more in it than torch's.
             TierfsError: It failed.
         """
+        rank, first = kwargs.get("rank"), self._failure
+        self._failure = None
+        try:
+            return self._read_metadata(rank)
+        except Exception as error:
+            if rank is None:
+                self._failure = error
+                raise
+            if first is None:
+                raise
+            is_there = isinstance(first, NotFoundError) and not isinstance(error, NotFoundError)
+            return _Unreadable(error if is_there else first)
+
+    def _read_metadata(self, rank: int | None) -> Any:
         store, directory = self._address.open()
-        name = metadata_file(kwargs.get("rank"))
+        name = metadata_file(rank)
         path = inside(directory, name)
         where = store.where(path)
         if name != ROOT:
             self._check_root_is_absent(store, directory, path)
         waiting = self._commit(store, directory) if name == ROOT else []
         try:
-            found = read_checkpoint(store, path, directory, kwargs.get("rank"))
+            found = read_checkpoint(store, path, directory, rank)
         except NotFoundError as error:
             why = "; ".join(map(str, waiting)) or "a save that has not come to its end has none"
             raise NotFoundError(
@@ -129,10 +161,12 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             ) from error
         for save in waiting:
             _logger.warning("%s: a later save is not complete, and not loaded: %s", self.checkpoint_id, save)
+        self._rank = rank
         self._note = note = found.note
         self._shared = note.save_id if note is not None and name == ROOT else None
-        meta = found.metadata.storage_meta or StorageMeta()
-        return replace(found.metadata, storage_meta=replace(meta, load_id=self.load_id))
+        metadata = mark_absent(found.metadata)
+        meta = metadata.storage_meta or StorageMeta()
+        return replace(metadata, storage_meta=replace(meta, load_id=self.load_id))
 
     def _commit(self, store: Store, directory: str) -> list[Waiting]:
         """See that a save whose last file has arrived is the checkpoint, and say which have to wait."""
@@ -164,12 +198,26 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         )
 
     def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Take note of what `read_metadata` gave."""
+        """Take note of what `read_metadata` gave.
+
+        Raises:
+            Exception: What kept the metadata from being read, where torch went on all the same.
+        """
+        if isinstance(metadata, _Unreadable):
+            raise metadata.failure
         begin_planning()
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say of which save the metadata is that this rank shares with the others."""
+        """Check that all that is asked for was saved, and say of which save the metadata is that this rank shares with the others.
+
+        Raises:
+            CorruptionError: The metadata does not say where something is. No rank has been given anything yet.
+            InvalidInputError: The same of what one rank saved on its own.
+        """
+        if self._metadata is not None:
+            for item in plan.items:
+                self._place(item.storage_index)
         return replace(plan, storage_data=self._shared)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -215,17 +263,36 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         found = []
         for item in plan.items:
             fqn = item.storage_index.fqn
-            place = self._metadata.storage_data.get(item.storage_index)
+            place = self._place(item.storage_index)
             described = self._metadata.state_dict_metadata.get(fqn)
-            if isinstance(place, Place) and item.type == LoadItemType.BYTE_IO:
+            if item.type == LoadItemType.BYTE_IO:
                 found.append((item, Saved(place)))
                 continue
             if fqn not in shapes and isinstance(described, TensorStorageMetadata):
                 shapes[fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in described.chunks}
             shape = shapes.get(fqn, {}).get(tuple(item.storage_index.offset or ()))
-            if not isinstance(place, Place) or shape is None:
-                raise CorruptionError(
-                    f"{self.checkpoint_id}: the metadata does not say where {fqn!r} at {item.storage_index.offset} is"
-                )
+            if shape is None:
+                raise self._not_said(item.storage_index)
             found.append((item, Saved(place, described.properties.dtype, shape)))
         return found
+
+    def _place(self, index: Any) -> Place:
+        """Where a chunk or an object lies."""
+        place = self._metadata.storage_data.get(index)
+        if isinstance(place, Absent) and self._rank is not None:
+            raise InvalidInputError(
+                f"{self.checkpoint_id}: {index.fqn!r}: {place.why}: rank {self._rank} saved no more of it, on its own; load it with as "
+                "many ranks and use_collectives=False"
+            )
+        if isinstance(place, Absent):
+            raise CorruptionError(
+                f"{self.checkpoint_id}: {index.fqn!r} cannot be loaded: {place.why}; nothing was changed, and `tierfs checkpoint verify` "
+                "names every tensor that is damaged"
+            )
+        if not isinstance(place, Place):
+            raise self._not_said(index)
+        return place
+
+    def _not_said(self, index: Any) -> CorruptionError:
+        at = "" if index.offset is None else f" at {list(index.offset)}"
+        return CorruptionError(f"{self.checkpoint_id}: the metadata does not say where {index.fqn!r}{at} is")

@@ -1,0 +1,166 @@
+"""Whether the chunks of a tensor make up the whole of it, each element once; and if not, which boxes of it are in no chunk.
+
+torch's planners ask a reader for what saved chunks and the caller's tensors have in common. They never notice an element that no chunk
+has: it would keep the caller's value. `mark_absent` describes such elements as chunks of their own, so a plan that wants one asks for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+__all__ = ["Absent", "Box", "boxes_in", "gaps_of", "mark_absent", "problem_of"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes, in elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Stands in ``storage_data`` for a chunk that was not saved, or whose content is ambiguous.
+
+    Attributes:
+        why: What is wrong with the tensor, in words.
+    """
+
+    why: str
+
+
+WORK_MIN = 4096
+WORK_PER_BOX = 64
+"""Boxes looked at for each box of a tensor until `gaps_of` gives up: the chunks of any real mesh need fewer, and a hostile document
+could ask for the square."""
+
+
+def mark_absent(metadata: Any) -> Any:
+    """Describe what no chunk of a tensor has as further chunks, with `Absent` as their place.
+
+    A plan for other parts of the tensor is as before. Where chunks overlap, or the gaps are too many, one chunk of this kind stands for the
+    whole tensor.
+
+    Args:
+        metadata: torch's `Metadata`.
+
+    Returns:
+        The same object where every tensor is whole, else another one.
+    """
+    items: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    for fqn, item in metadata.state_dict_metadata.items():
+        if not isinstance(item, TensorStorageMetadata):
+            continue
+        shape, boxes = tuple(item.size), boxes_in(item)
+        problem = problem_of(boxes, shape)
+        if not problem:
+            continue
+        chunks = [chunk for chunk, (_, sizes) in zip(item.chunks, boxes, strict=True) if 0 not in sizes]
+        whole = sum(math.prod(chunk.sizes) for chunk in chunks)
+        gaps = gaps_of(boxes, shape) if whole <= math.prod(shape) else None
+        if gaps is None or whole + sum(math.prod(sizes) for _, sizes in gaps) != math.prod(shape):
+            chunks, gaps = [], [((0,) * len(shape), shape)]
+        for offsets, sizes in gaps:
+            places[MetadataIndex(fqn, offsets)] = Absent(problem)
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        items[fqn] = replace(item, chunks=chunks)
+    if not items:
+        return metadata
+    marked = replace(
+        metadata,
+        state_dict_metadata={**metadata.state_dict_metadata, **items},
+        storage_data={**metadata.storage_data, **places},
+    )
+    marked.version = getattr(metadata, "version", None)
+    return marked
+
+
+def boxes_in(item: Any) -> list[Box]:
+    """The chunks of torch's `TensorStorageMetadata`."""
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in item.chunks]
+
+
+def problem_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
+    """What keeps boxes from making up a tensor, in words; empty for nothing."""
+    if len(boxes) == 1 and boxes[0][1] == shape and not any(boxes[0][0]):  # as nearly all are
+        return ""
+    full = [box for box in boxes if 0 not in box[1]]
+    if any(
+        offset + size > whole
+        for offsets, sizes in full
+        for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+    ):
+        return f"a shard does not lie in {list(shape)}"
+    # Swept along the dimension that tells most of them apart, so that few are held against each other.
+    along = max(range(len(shape)), key=lambda axis: len({offsets[axis] for offsets, _ in full}), default=None)
+    open_: list[Box] = []
+    for box in sorted(full, key=lambda box: 0 if along is None else box[0][along]):
+        if along is not None:
+            open_ = [other for other in open_ if other[0][along] + other[1][along] > box[0][along]]
+        for other in open_:
+            if _meet(box, other):
+                return f"its shards at {list(other[0])} and {list(box[0])} overlap"
+        open_.append(box)
+    missing = math.prod(shape) - sum(math.prod(sizes) for _, sizes in full)
+    return f"{missing} of its elements are in no shard" if missing else ""
+
+
+def gaps_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box] | None:
+    """The parts of a tensor that no box covers, as boxes that do not overlap.
+
+    Args:
+        boxes: Inside of the tensor, without overlaps.
+        shape: Of the tensor.
+
+    Returns:
+        The gaps, or ``None`` where there are too many to say.
+    """
+    full = [box for box in boxes if 0 not in box[1]]
+    try:
+        return list(_gaps(full, shape, 0, _Work(WORK_MIN + WORK_PER_BOX * len(full))))
+    except _TooMuchWorkError:
+        return None
+
+
+class _TooMuchWorkError(Exception):
+    pass
+
+
+class _Work:
+    def __init__(self, left: int) -> None:
+        self._left = left
+
+    def take(self, count: int) -> None:
+        self._left -= count
+        if self._left < 0:
+            raise _TooMuchWorkError
+
+
+def _gaps(boxes: Iterable[Box], shape: tuple[int, ...], axis: int, work: _Work) -> Iterator[Box]:
+    """Gaps in the dimensions from ``axis`` on."""
+    waiting = sorted(boxes, key=lambda box: box[0][axis] if axis < len(shape) else 0, reverse=True)
+    if not waiting:
+        yield (0,) * (len(shape) - axis), shape[axis:]
+        return
+    if axis == len(shape):
+        return
+    cuts = {0, shape[axis], *(box[0][axis] for box in waiting), *(box[0][axis] + box[1][axis] for box in waiting)}
+    there: list[Box] = []
+    for start, stop in pairwise(sorted(cuts)):
+        there = [box for box in there if box[0][axis] + box[1][axis] > start]
+        while waiting and waiting[-1][0][axis] <= start:
+            there.append(waiting.pop())
+        work.take(1 + len(there))
+        for offsets, sizes in _gaps(there, shape, axis + 1, work):
+            yield (start, *offsets), (stop - start, *sizes)
+
+
+def _meet(one: Box, other: Box) -> bool:
+    return all(
+        first < second + second_size and second < first + first_size
+        for first, first_size, second, second_size in zip(*one, *other, strict=True)
+    )
