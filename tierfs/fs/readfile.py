@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
+import re
+import sys
 import threading
 from typing import Any
 
 from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import InvalidInputError
 from tierfs.store import Reader
 
 __all__ = ["ReadFile"]
@@ -15,6 +19,8 @@ __all__ = ["ReadFile"]
 READ_AHEAD_BLOCKS = 4
 SMALL_READ_BYTES_MAX = READ_AHEAD_BLOCKS * BLOCK_BYTES
 CACHED_BLOCKS_MAX = 8
+METADATA_HEAD = b'{"checksum":"'
+SHARD_NAME = re.compile(r"rank-[0-9]+-[0-9a-f]+\.safetensors")
 
 
 class ReadFile(io.BufferedReader):
@@ -59,6 +65,31 @@ class ReadFile(io.BufferedReader):
     @closed.setter
     def closed(self, value: bool) -> None:
         """What ``blockcache::`` says after it closed the handle."""
+
+    def close(self) -> None:
+        """Close the handle. A second call does nothing.
+
+        Raises:
+            InvalidInputError: A ``with`` is left because this is a file of `TierWriter`, and something took it for a pickle: says what
+                reads it.
+        """
+        error = sys.exc_info()[1]
+        is_misread = not self.closed and isinstance(error, pickle.UnpicklingError) and self._is_of_a_checkpoint()
+        super().close()
+        if is_misread:
+            raise InvalidInputError(
+                f"{self.path} is no pickle: it belongs to a checkpoint in tierfs' own format, which torch.load and torch's own readers cannot "
+                "read. Load the checkpoint's directory by dcp.load(state, storage_reader=tierfs.dcp.TierReader(URL)), or set TIERFS_DCP=1, and "
+                "dcp.load(state, checkpoint_id=URL) does it. `tierfs checkpoint export` makes torch's formats of it",
+                path=self.path,
+            ) from error
+
+    def _is_of_a_checkpoint(self) -> bool:
+        """Whether `TierWriter` made it."""
+        name = self.path.rpartition("/")[2]
+        if name.endswith(".metadata"):
+            return self._fetch_range(0, len(METADATA_HEAD)) == METADATA_HEAD
+        return SHARD_NAME.fullmatch(name) is not None
 
     def _fetch_range(self, start: int, end: int) -> bytes:
         out = bytearray(max(0, min(end, self.size) - start))
