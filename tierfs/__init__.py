@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tierfs.dcp.guard import guard
 from tierfs.errors import TierfsError
 
 if TYPE_CHECKING:
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["TierFileSystem", "TierfsError", "__version__", "init"]
 
 __version__ = "0.1.0"
+
+guard()
 
 _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.store"}
 
