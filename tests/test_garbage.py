@@ -1,14 +1,25 @@
 """Garbage is collected later, and never not at all."""
 
+import contextlib
+import errno
 import gc
 import os
 import threading
 import time
+import traceback
+import weakref
 
 import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tierfs import garbage
+from tierfs.errors import TierfsError
 from tierfs.garbage import Uncollected
+from tierfs.local.arena import Arena
+from tierfs.local.extentpage import GRANULE, ExtentKind, ExtentPage
+from tierfs.local.index import Index
+from tierfs.objects import FsspecObjects, LocalObjects
 
 
 @pytest.fixture(autouse=True)
@@ -131,3 +142,110 @@ def test_a_forked_child_collects_whatever_its_parent_put_off():
         os._exit(0 if found and gc.isenabled() else 1)
     one.end()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Lent(bytearray):
+    """A buffer that can be asked whether it is there still."""
+
+
+def _fail(*_, **__):
+    raise OSError(errno.EIO, "the disk is on fire")
+
+
+def _read_by_the_system(lent, path, patch):
+    objects = LocalObjects(path)
+    objects.put("a", [bytes(8)])
+    patch.setattr(os, "preadv", _fail)
+    objects.get("a", [(0, memoryview(lent))])
+
+
+def _read_by_fsspec(lent, path, patch):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    objects = FsspecObjects(fs, "bucket")
+    objects.put("a", [bytes(8)])
+    patch.setattr(fs, "cat_file", _fail)
+    objects.get("a", [(0, memoryview(lent))])
+
+
+def _read_by_an_asynchronous_fsspec(lent, path, patch):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    objects = FsspecObjects(AsyncFileSystemWrapper(fs, asynchronous=False, skip_instance_cache=True), "bucket")
+    objects.put("a", [bytes(8)])
+    patch.setattr(fs, "cat_file", _fail)
+    objects.get("a", [(0, memoryview(lent))])
+
+
+def _written_by_fsspec(lent, path, patch):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    patch.setattr(fs, "pipe_file", _fail)
+    patch.setattr(fs, "open", _fail)
+    FsspecObjects(fs, "bucket").put("a", [lent])
+
+
+def _streamed_by_the_system(lent, path, patch):
+    objects = LocalObjects(path)
+    objects.put("a", [bytes(8)])
+
+    def use(_, take):
+        lent.extend(take(8))
+        _fail()
+
+    objects.stream("a", 8, use)
+
+
+def _indexed(lent, path, patch):
+    Index.create(path / "nvme.db", epoch=bytes(16))
+    index = Index(path / "nvme.db")
+    try:
+        with index.transaction() as database:
+            database.execute("SELECT ?", [lent, lent])
+    finally:
+        index.close()
+
+
+def _written_to_the_arena(lent, path, patch):
+    arena = Arena.create(path / "arena", 1 << 20, epoch=bytes(16))
+    patch.setattr(os, "pwritev", _fail)
+    try:
+        arena.write(ExtentPage(ExtentKind.CHUNK, bytes(16), 1, GRANULE, len(lent), bytes(17)), memoryview(lent))
+    finally:
+        arena.close()
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        _read_by_the_system,
+        _streamed_by_the_system,
+        _read_by_fsspec,
+        _read_by_an_asynchronous_fsspec,
+        _written_by_fsspec,
+        _indexed,
+        _written_to_the_arena,
+    ],
+)
+def test_a_translated_error_gives_lent_memory_back(fails, tmp_path, monkeypatch):
+    lent = Lent(8)
+    alive = weakref.ref(lent)
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch, pytest.raises(TierfsError):
+            fails(lent, tmp_path, patch)
+        del lent
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_frames_that_raised_stay_in_a_traceback():
+    @contextlib.contextmanager
+    def translating():
+        try:
+            yield
+        except OSError as error:
+            raise ValueError from garbage.untied(error)
+
+    with pytest.raises(ValueError) as caught, translating():
+        _fail()
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+    assert names == ["test_the_frames_that_raised_stay_in_a_traceback", "_fail"]

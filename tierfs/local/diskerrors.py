@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 
 from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreError, TierfsError
+from tierfs.garbage import untied
 from tierfs.local.private import explain
 
 __all__ = ["disk_errors"]
@@ -34,9 +35,9 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     except TierfsError:
         raise
     except sqlite3.Error as error:
-        raise _from_sqlite(error, os.fspath(path)) from error
+        raise _from_sqlite(error, os.fspath(path)) from untied(error)
     except OSError as error:
-        raise _from_system(error, os.fspath(path)) from error
+        raise _from_system(error, os.fspath(path)) from untied(error)
 
 
 def _from_system(error: OSError, path: str) -> TierfsError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -173,13 +174,19 @@ class FsspecObjects:
         starts, ends = [span.start for span in spans], [span.end for span in spans]
         with self._asking(key):
             pieces = self.fs.cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
-        for span, piece in zip(spans, pieces, strict=True):
-            if isinstance(piece, BaseException):
-                raise translate_client_error(piece, key) from cause_of(piece)
-            if len(piece) != span.end - span.start:
-                raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
-            span.take(span.start, piece)
-        return info
+        piece = None
+        try:
+            for span, piece in zip(spans, pieces, strict=True):
+                if isinstance(piece, BaseException):
+                    # fsspec's frame has the list with this error, which has the frame: it would keep what was lent.
+                    traceback.clear_frames(piece.__traceback__)
+                    raise translate_client_error(piece, key) from cause_of(piece)
+                if len(piece) != span.end - span.start:
+                    raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
+                span.take(span.start, piece)
+            return info
+        finally:
+            del piece, pieces  # as does this frame
 
     def stream(self, key: str, length: int, use: Use) -> None:
         """See `ObjectTier.stream`. Most filesystems give all that is asked for at once."""

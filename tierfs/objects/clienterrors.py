@@ -24,6 +24,7 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
+from tierfs.garbage import untied
 from tierfs.objects._answers import (
     BY_CLASS,
     BY_CODE,
@@ -110,7 +111,7 @@ def translated_client(key: str, *, bucket: str = "") -> Iterator[None]:
         try:
             if translation is error:
                 raise
-            raise translation from cause_of(error)
+            raise translation from cause_of(untied(error))
         finally:
             del translation  # it holds this frame, which would hold it, and all that was lent, until collected
 

@@ -14,6 +14,7 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
+from tierfs.garbage import untied
 
 __all__ = ["translate_os_error", "translated"]
 
@@ -44,7 +45,7 @@ def translated(key: str) -> Iterator[None]:
     except TierfsError:
         raise
     except OSError as error:
-        raise translate_os_error(error, key) from error
+        raise translate_os_error(error, key) from untied(error)
 
 
 def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsError:
