@@ -259,11 +259,14 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         root = inside(path, self._metadata_name())
         if not self._overwrite and kind_of(store, root) is not None:
             raise AlreadyExistsError(
-                f"{self._here.url} holds a checkpoint: save to another directory, or give overwrite=True", path=path
+                # Begins with what torch's own writers say, which programs look for.
+                f"Checkpoint already exists and self.overwrite=False: {self._here.url} holds a checkpoint: save to another directory, or "
+                "give overwrite=True",
+                path=path,
             )
         if not self._save.use_collectives and kind_of(store, inside(path, metadata_file())) is not None:
             raise AlreadyExistsError(
-                f"{self._here.url} holds a checkpoint that ranks saved together, which would be loaded in place of what each saves "
+                f"Checkpoint already exists: {self._here.url} holds a checkpoint that ranks saved together, which would be loaded in place of what each saves "
                 f"with use_collectives=False: save to another directory, or remove {metadata_file()} there",
                 path=path,
             )
