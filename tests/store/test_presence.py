@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tierfs.clock import ManualClock
-from tierfs.digest import DigestKind
+from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
@@ -178,15 +178,27 @@ def test_what_was_learned_in_an_expired_lease_is_looked_up_again(store, tier, cl
     assert load(store, "b") == CONTENT
 
 
-def test_what_was_learned_in_a_continuous_lease_costs_no_request(tier, clock):
-    faulty = FaultyObjects(tier)
-    store = open_on(faulty, clock)
+def test_what_is_reused_is_read_back_once_in_the_duration_of_a_lease(tier, clock):
+    measured = MeasuredObjects(tier)
+    store = open_on(measured, clock)
     save(store, "a", CONTENT)
-    faulty.inject(Fault.REFUSED, key_part="/chunks/")
+    gets = []
     for number in range(5):
-        clock.sleep(40)
-        save(store, f"b{number}", CONTENT)
-    assert faulty.pending == 1
+        clock.sleep(20)
+        gets.append(chunk_requests(measured, lambda number=number: save(store, f"b{number}", CONTENT))[0])
+    assert gets == [1, 0, 0, 1, 0]
+
+
+def test_what_this_writer_put_beyond_a_network_is_read_back_by_one_block(tier, clock):
+    measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, host_local=False)))
+    store = open_on(measured, clock)
+    save(store, "a", chunks(1, 0))
+    before = measured.snapshot()["get"]
+    save(store, "b", chunks(1, 0))
+    save(store, "c", chunks(1, 0))
+    after = measured.snapshot()["get"]
+    assert after["requests"] - before["requests"] <= 2
+    assert after["bytes"] - before["bytes"] < 2 * BLOCK_BYTES
 
 
 def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(store, tier, clock):
@@ -388,7 +400,7 @@ def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
     assert looks == 2, "nothing was there, so nobody went on looking"
     assert puts == 6 + 2  # the record, and the lease
     looks, puts = chunk_requests(measured, lambda: save(other, "b", chunks(6, 0)))
-    assert (looks, puts) == (6, 2), "each find pays for the next look, so nothing is sent that is there"
+    assert (looks, puts) == (6 * 2, 2), "each find pays for the next look, so nothing is sent that is there"
 
 
 @pytest.mark.usefixtures("one_at_a_time")
@@ -398,7 +410,8 @@ def test_a_chunk_that_was_sent_in_vain_has_the_next_ones_looked_for(tier, clock)
     save(first, "a", chunks(4, 1))
     save(other, "b", chunks(4, 2))  # uses up the looks
     looks, puts = chunk_requests(measured, lambda: save(other, "a2", chunks(4, 1)))
-    assert looks == 1 + 3  # at the one that was sent and refused, and for the others
+    # At the one that was sent and refused, and for the others; each is then read back.
+    assert looks == (1 + 3) * 2
     assert puts == 1 + 1
     assert load(other, "a2") == chunks(4, 1)
 
@@ -422,8 +435,8 @@ def test_little_is_sent_without_a_look(tier, clock, length, expected):
     measured, content = MeasuredObjects(tier), chunks(1, 3)[:length]
     first, again = open_on(measured, clock), open_on(measured, clock)
     assert chunk_requests(measured, lambda: save(first, "a", content)) == (expected, 1 + 2)
-    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1, 1 + 2 - expected), (
-        "sent in vain, or found"
+    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1 + 1, 1 + 2 - expected), (
+        "sent in vain, or found, and read back"
     )
     assert load(again, "b") == content
 
@@ -434,5 +447,7 @@ def test_little_is_looked_for_where_a_put_does_not_say_that_it_found_something(t
     content = chunks(1, 3)[: LOOK_BYTES_MIN - 1]
     save(open_on(measured, clock), "a", content)
     again = open_on(measured, clock)
-    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1, 2), "looked for, and not put"
+    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1 + 1, 2), (
+        "looked for, read back, and not put"
+    )
     assert load(again, "b") == content

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from tierfs.flush.draft import Draft
@@ -54,12 +54,15 @@ class Hint:
         save: How many saves of its file there were before: tells how old a choice is.
         base: The chunk at its place in the keyframe, of the same length.
         sources: What it may be derived from, of twice its length in all.
+        unread: Digests of chunks of the file that is replaced, to be read back: see `tierfs.store.chunks.store_chunk`. All chunks
+            of a file share one set.
     """
 
     tensors: tuple[Tensor, ...] = ()
     save: int = 0
     base: Row | None = None
     sources: tuple[Part, ...] = ()
+    unread: set[bytes] | None = field(default=None, compare=False)
 
 
 NO_HINT = Hint()

@@ -22,6 +22,7 @@ from tierfs.objects.protocol import CREATE
 from tierfs.store.encoding import Encoded, Sending, blocks_of
 from tierfs.store.fetching import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.room import Room, lend_room
+from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
 
 __all__ = ["Alone", "rescue", "store_chunk"]
@@ -55,27 +56,43 @@ class Alone:
         fetch(self._store, row, [(start, out)], self._store.url)
 
 
-def store_chunk(store: Store, raw: memoryview, sending: Sending | None = None, *, room: Room | None = None) -> Row:
+def store_chunk(
+    store: Store,
+    raw: memoryview,
+    sending: Sending | None = None,
+    *,
+    room: Room | None = None,
+    unread: set[bytes] | None = None,
+) -> Row:
     """Make sure that the store holds these bytes, and say under which name. Identical bytes travel once.
+
+    Of what is in the store already, `tierfs.store.soundness` says how much is read back. What is damaged is stored again.
 
     Args:
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         sending: How to encode them, if they have to travel; by themselves unless it is given.
         room: Where they lie: then they are overwritten. Without one they are left as they are.
+        unread: Digests of chunks of the file that is replaced, which are read back whatever was read of them before. Each is
+            taken out when that was done.
 
     Raises:
         StoreError, CapacityError, ReadOnlyError: The object tier failed.
     """
     digests, name = _digests_of(store, raw)
+    reread = unread is not None and name in unread
     term = store.presence.ensure()
     row = store.presence.find(name)
+    if row is not None and not is_sound(store, row, reread=reread):
+        row = None
     if row is None:
         row = _find_heard(store, name, len(raw))
         if row is None:
             with contextlib.nullcontext(room) if room is not None else lend_room() as place:
-                row = _find_or_put(store, name, raw, digests, sending or Alone(store), place)
+                row = _find_or_put(store, name, raw, digests, sending or Alone(store), place, reread=reread)
         store.presence.learn(term, [row])
+    if unread is not None:
+        unread.discard(name)
     return row
 
 
@@ -94,18 +111,27 @@ def _find_heard(store: Store, digest: bytes, raw_length: int) -> Row | None:
     lost = [name for name in found.bases if not are_there(store, [name])]
     for name in [heard.name] if found is DAMAGED else lost:
         store.distrust(name)
-    return None if found is DAMAGED or lost else found
+    return found if found is not DAMAGED and not lost and is_sound(store, found) else None
 
 
 def _find_or_put(
-    store: Store, name: bytes, raw: memoryview, digests: Sequence[bytes], sending: Sending, room: Room
+    store: Store,
+    name: bytes,
+    raw: memoryview,
+    digests: Sequence[bytes],
+    sending: Sending,
+    room: Room,
+    *,
+    reread: bool = False,
 ) -> Row:
     encoded: Encoded | None = None
     for generation in range(GENERATIONS_MAX):
         standing = _look(store, ChunkName(name, generation), len(raw))
         if standing is not None and standing is not DAMAGED:
             store.presence.earn_looks()
-            return standing
+            if is_sound(store, standing, reread=reread):
+                return standing
+            standing = DAMAGED
         if encoded is None:
             encoded = sending.encode(raw, name, room)
             table = [
@@ -160,10 +186,15 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row
         found = inspect(store, row.name, row.raw_length)
         if found is None:
             raise
-        if found is not DAMAGED and isinstance(store.objects, PromisedObjects) and store.objects.reads_back:
+        if found is DAMAGED:
+            return found
+        if isinstance(error, AlreadyExistsError):
+            return found if is_sound(store, found) else DAMAGED
+        if isinstance(store.objects, PromisedObjects) and store.objects.reads_back:
             # What is acknowledged is read back, and nobody has read this.
             return _read_back(store, found)
         return found
+    store.presence.note_put(row.name)
     return row
 
 
@@ -201,7 +232,8 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, room: Room
     try:
         if not any(store.presence.is_unusable(name) for name in (row.name, *row.bases)):
             found = inspect(store, row.name, row.raw_length)
-            if found is not None and found.stored_length == row.stored_length and are_there(store, found.bases):
+            is_it = found is not None and found.stored_length == row.stored_length
+            if found is not None and is_it and are_there(store, found.bases) and is_sound(store, found):
                 store.presence.learn(term, [found], named=True)
                 return found
             if row.bases:

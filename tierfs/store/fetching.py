@@ -159,7 +159,7 @@ def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, d
         except CorruptionError:
             store.distrust(row.name)
             raise
-    store.presence.see(row.name)
+    store.presence.see(row.name, is_whole=len(digests) == block_count(row.raw_length))
     return digests
 
 

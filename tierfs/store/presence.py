@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Set as AbstractSet
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from tierfs.clock import Clock
 from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError, TierfsError
@@ -27,7 +27,7 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version
 
-__all__ = ["Presence"]
+__all__ = ["Check", "Presence"]
 
 KNOWN_MAX = 200_000
 LOOKS_AT_FIRST = 2
@@ -38,6 +38,13 @@ _logger = logging.getLogger("tierfs.store")
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
+
+
+class Check(NamedTuple):
+    """When this writer last read a chunk object back and found it right, and whether it ever read all of it."""
+
+    at: float
+    is_whole: bool
 
 
 class Presence:
@@ -71,6 +78,8 @@ class Presence:
         self._damaged: set[ChunkName] = set()
         self._lost: dict[ChunkName, None] = {}
         self._seen: dict[ChunkName, None] = {}  # at any time, by this writer
+        self._own: dict[ChunkName, None] = {}  # put by this writer
+        self._checks: dict[ChunkName, Check] = {}
         self._looks = LOOKS_AT_FIRST
 
     def __repr__(self) -> str:
@@ -133,12 +142,14 @@ class Presence:
             _trim(self._named)
             _trim(self._known)
 
-    def see(self, name: ChunkName) -> None:
-        """Note that this chunk object was read just now: if a manifest names it, it need not be looked for any more."""
+    def see(self, name: ChunkName, *, is_whole: bool = False) -> None:
+        """Note that this chunk object, or all of it, was read just now: if a manifest names it, it need not be looked for any more."""
         # Whoever reads waits for no lease: the lock is held while one is renewed, and in a forked child perhaps for ever.
         if name.digest not in self._heard or not self._lock.acquire(blocking=False):
             return
         try:
+            if is_whole:
+                self._note_check(name, self._clock.monotonic(), is_whole=True)
             heard = self._heard.get(name.digest)
             if heard is not None and heard.name == name and not heard.bases:
                 self._known.setdefault(name.digest, heard)
@@ -165,6 +176,28 @@ class Presence:
             _trim(self._named)
             _trim(self._seen)
 
+    def note_put(self, name: ChunkName) -> None:
+        """Note that this writer has just put this chunk object."""
+        with self._lock:
+            self._checks.pop(name, None)  # of one that was there before, and was removed
+            self._own[name] = None
+            _trim(self._own)
+
+    def is_own(self, name: ChunkName) -> bool:
+        """Whether this writer put this chunk object, at any time."""
+        with self._lock:
+            return name in self._own
+
+    def note_check(self, name: ChunkName, at: float, *, is_whole: bool) -> None:
+        """Note that this chunk object was read back at a time of the clock, and was right."""
+        with self._lock:
+            self._note_check(name, at, is_whole=is_whole)
+
+    def checked(self, name: ChunkName) -> Check | None:
+        """What this writer has read back of this chunk object, if it did."""
+        with self._lock:
+            return self._checks.get(name)
+
     def is_unusable(self, name: ChunkName) -> bool:
         """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
         with self._lock:
@@ -174,6 +207,8 @@ class Presence:
         """Note that this chunk object is damaged or missing, so that its bytes are stored again if they come by."""
         with self._lock:
             self._damaged.add(name)
+            self._own.pop(name, None)
+            self._checks.pop(name, None)
             self._forget({name})
             # Another object with the same bytes is not looked for before this one, which may have been removed.
             self._known.pop(name.digest, None)
@@ -226,6 +261,11 @@ class Presence:
         self._known.clear()
         self._heard.clear()
         self._named.clear()
+
+    def _note_check(self, name: ChunkName, at: float, *, is_whole: bool) -> None:
+        before = self._checks.pop(name, None)
+        self._checks[name] = Check(at, is_whole or (before is not None and before.is_whole))
+        _trim(self._checks)
 
     def _is_bad(self, row: Row) -> bool:
         return any(name in self._condemned or name in self._damaged for name in (row.name, *row.bases))

@@ -7,12 +7,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tierfs.codec.workers import encode_workers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.flush.draft import Draft
-from tierfs.flush.publisher import Fill, Hint, ReadRow
+from tierfs.flush.publisher import NO_HINT, Fill, Hint, ReadRow
 from tierfs.format import keys
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Manifest, Row, Tombstone
@@ -27,6 +28,7 @@ from tierfs.store.lineage import Lineages, Plan
 from tierfs.store.records import Observed, observe, publish
 from tierfs.store.room import Room, lend_room
 from tierfs.store.save import settle
+from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 
 __all__ = ["PLANS_MAX", "StorePublisher"]
@@ -61,13 +63,17 @@ class StorePublisher:
         store = self._open()
         assert self._lineages is not None
         plan = self._lineages.plan(draft, read, derives=store.encoder.derives(draft.length))
-        if plan is None:
-            return ()
-        with self._lock:
-            self._plans[draft.write_id] = plan
-            while len(self._plans) > PLANS_MAX:
-                del self._plans[next(iter(self._plans))]
-        return plan.hints
+        if plan is not None:
+            with self._lock:
+                self._plans[draft.write_id] = plan
+                while len(self._plans) > PLANS_MAX:
+                    del self._plans[next(iter(self._plans))]
+        hints = [] if plan is None else plan.hints
+        unread = replaced_chunks(store, draft.path)
+        if unread and isinstance(draft.record, Manifest):
+            given = [*hints, *[NO_HINT] * (len(draft.record.rows) - len(hints))]
+            hints = [replace(hint, unread=unread) for hint in given]
+        return hints
 
     def put_chunk(
         self,
@@ -83,12 +89,18 @@ class StorePublisher:
         store = self._open()
         with lend_room() as room:
             raw = room.memory[:length]
-            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=room) if fill(raw) else None
+            if not fill(raw):
+                return None
+            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=room, unread=hint.unread)
 
     def find_chunk(self, row: Row) -> Row:
         """See `Publisher.find_chunk`."""
         store = self._open()
-        return find_chunk(store, row, store.url)
+        while True:
+            # One that is not sound is passed over the next time.
+            found = find_chunk(store, row, store.url)
+            if is_sound(store, found, reread=True):
+                return found
 
     def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
         """See `Publisher.publish`."""
@@ -218,7 +230,12 @@ class _Sending(Alone):
         if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
             hint = replace(hint, base=None)
         sources = self._sources(hint, digest)
-        return self._store.encoder.encode(raw, hint, sources, room=room, read=self._read, fetch=self._fetch)
+        read = self._read if hint.base is None else partial(self._read_base, hint.base)
+        return self._store.encoder.encode(raw, hint, sources, room=room, read=read, fetch=self._fetch)
+
+    def _read_base(self, base: Row, row: Row, start: int, out: memoryview) -> bool:
+        """See `ReadRow`. A copy of the base on this host says nothing of the object that the chunk is going to need."""
+        return self._read(row, start, out) and (row.name != base.name or is_sound_base(self._store, base))
 
     @contextlib.contextmanager
     def putting(self, row: Row) -> Iterator[None]:

@@ -270,7 +270,9 @@ class Writer:
                 )
                 tiers = None
             if tiers is None:
-                self._sink = ObjectSink(self._store, self.path, cutter)
+                old = self._observed.manifest
+                unread = {row.name.digest for row in old.rows} if old is not None and not old.indirect else None
+                self._sink = ObjectSink(self._store, self.path, cutter, unread)
             else:
                 self._sink = SlabSink(tiers, self._write_id, cutter, timeout_s=self._store.timeout_s)
             self._sink.write(memoryview(self._small))

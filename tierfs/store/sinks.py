@@ -58,11 +58,13 @@ class ObjectSink:
         store: The store.
         path: Of the file.
         cutter: Says where chunks end, and what is in them.
+        unread: See `store_chunk`.
     """
 
-    def __init__(self, store: Store, path: str, cutter: Cutter) -> None:
+    def __init__(self, store: Store, path: str, cutter: Cutter, unread: set[bytes] | None = None) -> None:
         self._store = store
         self._cutter = cutter
+        self._unread = unread
         self._group = group_of(path)
         self._save = store.encoder.count_save(self._group)
         self._sent = 0
@@ -120,7 +122,7 @@ class ObjectSink:
 
         def store_it(buffer: memoryview) -> Row:
             try:
-                row = store_chunk(self._store, buffer[:filled], sending)
+                row = store_chunk(self._store, buffer[:filled], sending, unread=self._unread)
                 tiers = self._store.tiers
                 if tiers is not None and tiers.cache.keeps_reads:
                     tiers.cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), buffer[:filled])

@@ -31,6 +31,7 @@ from tierfs.store.layout import layout_of, places
 from tierfs.store.lentfile import BorrowedFile, LentChunk, LentFile, LentSegment
 from tierfs.store.save import Writer
 from tierfs.store.series import group_of
+from tierfs.store.soundness import replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -140,8 +141,10 @@ class StagedFile:
         layout = layout_of(partial(_read_from, views), sum(lengths))
         hints = [Hint(tensors, save) for _, tensors in places(layout, lengths, group)]
 
+        unread = replaced_chunks(self._store, path)
+
         def put(number: int) -> Row:
-            return store_chunk(self._store, views[number], Alone(self._store, hints[number]))
+            return store_chunk(self._store, views[number], Alone(self._store, hints[number]), unread=unread)
 
         missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
         for number, row in zip(missing, transfers().map(put, missing), strict=True):
