@@ -9,7 +9,7 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.store import save
+from tierfs.store import copy, save
 
 BIG = random.Random(3).randbytes(300_000)
 
@@ -45,6 +45,25 @@ def test_a_sound_store_passes(root, capsys):
         "raw_bytes": 2 * len(BIG),
         "damage": [],
     }
+
+
+def test_damage_is_named_for_each_file_that_shares_the_chunk(root, capsys):
+    store = tierfs.init(str(root))
+    for path in ("run2/same", "run2/twice", "elsewhere"):
+        save(store, path, BIG)
+    copy(store, "run/big", "run/copy")
+    chunk = root / chunk_of(f"{root}/run/big", capsys)
+    chunk.unlink()
+    for below, paths in (
+        ("", ["elsewhere", "run/big", "run/copy", "run2/same", "run2/twice"]),
+        ("/run", ["run/big", "run/copy"]),
+    ):
+        assert main(["verify", f"{root}{below}", "--json"]) == 6
+        damage = json.loads(capsys.readouterr().out)["damage"]
+        assert [each["path"] for each in damage] == paths
+        assert all(f"{root}/{each['path']}: chunk" in each["problem"] for each in damage)
+    assert main(["verify", str(root)]) == 6
+    assert "2 chunks" in capsys.readouterr().out, "it is read once"
 
 
 def test_a_truncated_chunk_is_found_and_named(root, capsys):

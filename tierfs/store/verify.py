@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
@@ -107,6 +107,7 @@ def verify(store: Store, path: str = "", *, progress: Callable[[int], object] | 
             transfers().map(check_chunk, jobs)
             jobs = []
     transfers().map(check_chunk, jobs)
+    _name_others(store, bare, path, report)
     if not path:
         _check_rest(bare, seen, report)
     report.damage.sort(key=lambda damage: (damage.path, damage.key))
@@ -130,6 +131,22 @@ def _files(store: Store, bare: Store, path: str, report: VerifyReport) -> Iterat
             report.damage.append(Damage(where, key, error.kind, str(error)))
         else:
             yield where, (*(record.rows if record.indirect else ()), *rows)
+
+
+def _name_others(store: Store, bare: Store, path: str, report: VerifyReport) -> None:
+    """Report damage of a chunk for each file that names the chunk: it was read for the first of them alone.
+
+    The records are read once more for that, instead of keeping in memory which file names what.
+    """
+    damaged = {damage.key: damage for damage in report.damage if damage.key.startswith(keys.CHUNKS)}
+    if not damaged:
+        return
+    for where, rows in _files(store, bare, path, VerifyReport()):
+        for key in dict.fromkeys(keys.chunk_key(row.name) for row in rows):
+            found = damaged.get(key)
+            if found is not None and found.path != where:
+                problem = found.problem.replace(store.where(found.path), store.where(where), 1)
+                report.damage.append(replace(found, path=where, problem=problem))
 
 
 def _check_sizes(rows: Iterable[Row], manifest: Manifest, where: str) -> None:
