@@ -9,8 +9,10 @@ import tracemalloc
 import zipfile
 
 import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
 import safetensors.torch
-import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -6,8 +6,10 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
 import safetensors.torch
-import torch
 
 import tierfs
 from tierfs.codec import Codec, Reason

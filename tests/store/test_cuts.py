@@ -7,8 +7,10 @@ import json
 import random
 
 import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
 import safetensors.torch
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import datetime as dt
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+from fsspec.asyn import sync
 from fsspec.utils import tokenize
 
 from tierfs import store as verbs
@@ -101,6 +102,15 @@ class Looking(PathSpace):
                     yield item
         if not topdown:
             yield path, dirs, files
+
+    def walk(
+        self, path: str, maxdepth: int | None = None, topdown: bool = True, on_error: Any = "omit", **kwargs: Any
+    ) -> Iterator[tuple[str, Any, Any]]:
+        """As in fsspec, but ``on_error="omit"`` passes over what is not there, never over damage or a failing tier."""
+        found = self._walk(path, maxdepth, topdown, on_error, **kwargs)
+        with contextlib.suppress(StopAsyncIteration):
+            while True:
+                yield sync(self.loop, found.__anext__)
 
     async def _exists(self, path: str, **kwargs: Any) -> bool:
         return await run_in_thread(self._kind_of, path) is not None

@@ -13,13 +13,13 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-from fsspec.asyn import AsyncFileSystem, get_loop
-from fsspec.implementations.chained import ChainedFileSystem
+from fsspec.asyn import get_loop
 from fsspec.utils import stringify_path
 
 from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, StoreNotFoundError
 from tierfs.flush.levels import Level
+from tierfs.fs.chaining import Chained
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import Location, Store, TierOptions
@@ -44,15 +44,13 @@ _FSSPEC_OPTIONS = frozenset(
 _HINT = re.compile("cache|caching|block|buffer|ahead|prefetch|concurren|size|gap")
 
 
-class PathSpace(AsyncFileSystem, ChainedFileSystem):
+class PathSpace(Chained):
     """The lowest part of `TierFileSystem`, which describes the arguments."""
 
     protocol = "tierfs"
     root_marker = ""
     transaction_type = TierTransaction
     _pid: int
-    # One instance serves every URL of an object tier, so that they share stores and caches.
-    _strip_tokenize_options = ("fo",)
 
     def __init__(
         self,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsspec.transaction import Transaction
 
 from tierfs.errors import AlreadyExistsError, InvalidInputError
@@ -14,6 +16,8 @@ class TierTransaction(Transaction):
 
     Each file is published whole, one after the other; where one cannot be, those after it are discarded.
     """
+
+    fs: Any
 
     def check(self, path: str, mode: str) -> None:
         """Refuse what would need a file that this transaction has not published yet.
@@ -40,7 +44,13 @@ class TierTransaction(Transaction):
         for file in self.files:
             if last.get(file.path) is not file:
                 file.discard()
-        super().complete(commit=commit and unclosed is None)
+        fs = self.fs
+        try:
+            super().complete(commit=commit and unclosed is None)
+        finally:  # which fsspec before 2026.9 leaves out where a file fails
+            while self.files:
+                self.files.popleft().discard()
+            fs._intrans, fs._transaction, self.fs = False, None, None
         if commit and unclosed is not None:
             raise InvalidInputError(
                 f"{unclosed} was not closed before the end of the transaction: nothing of it is published",
