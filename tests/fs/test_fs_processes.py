@@ -174,8 +174,25 @@ def test_an_unpickled_read_handle_goes_on_where_the_pickled_one_was(place, rando
         assert again.read() == "first\nsecond\n"
 
 
-def test_a_write_handle_cannot_be_pickled(place):
-    with place.fs.open(place / "a", "wb") as file, pytest.raises(TypeError, match="close it first"):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16"])
+def test_an_unpickled_text_handle_goes_on_behind_the_line_that_was_read(place, encoding):
+    place.fs.pipe(place / "a", "first\r\nsécond\r\nthird".encode(encoding))
+    with fsspec.open(f"{place.url}/a", "r", encoding=encoding) as text:
+        assert text.readline() == "first\n"
+        with pickle.loads(pickle.dumps(text)) as again:
+            assert again.read() == "sécond\nthird"
+        assert text.read() == "sécond\nthird"
+
+
+def test_text_handles_of_other_filesystems_are_pickled_as_fsspec_says(tmp_path):
+    (tmp_path / "a").write_text("text")
+    with fsspec.open(f"file://{tmp_path}/a", "r") as text, pickle.loads(pickle.dumps(text)) as again:
+        assert again.read() == "text"
+
+
+@pytest.mark.parametrize("mode", ["wb", "w"])
+def test_a_write_handle_cannot_be_pickled(place, mode):
+    with fsspec.open(f"{place.url}/a", mode) as file, pytest.raises(TypeError, match="close it first"):
         pickle.dumps(file)
     assert place.fs.cat(place / "a") == b""
 

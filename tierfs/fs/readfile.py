@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import io
 import os
 import pickle
@@ -9,6 +10,8 @@ import re
 import sys
 import threading
 from typing import Any
+
+from fsspec.core import PickleableTextIOWrapper
 
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
@@ -105,6 +108,23 @@ def _reopen(fs: Any, path: str, position: int) -> Any:
     file = fs.open(path, "rb")
     file.seek(position)
     return file
+
+
+def _reduce_text(file: Any) -> Any:
+    """Do for a handle that fsspec opened in text mode what `ReadFile` does for one that is binary."""
+    if not isinstance(file.buffer, ReadFile):
+        return file.__reduce__()
+    return _reopen_text, (file.args, file.tell())
+
+
+def _reopen_text(args: Any, position: int) -> Any:
+    file = PickleableTextIOWrapper(*args)
+    file.seek(position)
+    return file
+
+
+# fsspec's own way forgets what was read ahead, and from Python 3.12 on pickle does not ask for it: it asks io.TextIOWrapper.
+copyreg.pickle(PickleableTextIOWrapper, _reduce_text)
 
 
 class _RawReader(io.RawIOBase):
