@@ -8,6 +8,8 @@ import fsspec
 import pytest
 
 import tierfs
+from tierfs.objects.protocol import Version
+from tierfs.store import stat
 from tierfs.store.store import RecordCache
 
 COUNTS = {"memory": 10_000, "file": 2_000}
@@ -63,10 +65,47 @@ def test_who_did_not_write_them_reads_each_once(crowded, monkeypatch):
     assert set(asked(place, lambda: place.fs.ls(place / "many", detail=True))) == {"list"}
 
 
-def test_names_alone_are_listed_without_reading_any(crowded, monkeypatch):
-    place, _ = crowded
+@pytest.mark.parametrize(
+    ("call", "count"),
+    [
+        (lambda place: place.fs.ls(place / "many", detail=False), 1),
+        (lambda place: place.fs.find(place / "many"), 1),
+        (lambda place: place.fs.find(place / "many", withdirs=True), 1),
+        (lambda place: next(place.fs.walk(place / "many"))[2], 1),
+        (lambda place: next(iter(place.fs.walk(place / "many", topdown=False)))[2], 1),
+        (lambda place: place.fs.glob(place / "many/*99"), 0.01),
+        (lambda place: place.fs.glob(place / "**/*99"), 0.01),
+        (lambda place: place.fs.expand_path(place / "many", recursive=True), 1),
+        (lambda place: list(place.fs.get_mapper(place / "many")), 1),
+    ],
+)
+def test_names_alone_are_listed_without_reading_any(crowded, monkeypatch, call, count):
+    place, files = crowded
     forget(place, monkeypatch)
-    assert set(asked(place, lambda: place.fs.ls(place / "many", detail=False))) == {"list"}
+    names: list[str] = []
+    requests = asked(place, lambda: names.extend(call(place)))
+    assert len(set(names) - {place / "many"}) == len(files) * count
+    assert requests.pop("list") <= 6
+    # Those of the directory itself, which might be a file.
+    assert sum(requests.values()) <= 4
+
+
+def test_a_glob_with_details_has_them(crowded):
+    place, files = crowded
+    found = place.fs.glob(place / "many/*99", detail=True)
+    assert {name: info["size"] for name, info in found.items()} == {
+        name: len(data) for name, data in files.items() if name.endswith("99")
+    }
+
+
+def test_records_of_100_000_small_files_are_remembered(memory_place):
+    memory_place.fs.pipe(memory_place / "a", b"x" * 100)
+    manifest = stat(memory_place.store, "a").manifest
+    assert manifest is not None
+    cache = RecordCache()
+    for number in range(100_000):
+        cache.remember(f"{number}", Version("1"), manifest, len(manifest.encode("a")))
+    assert cache.get("0") == ("1", manifest)
 
 
 def test_only_what_changed_is_read_again(crowded, monkeypatch):

@@ -100,10 +100,11 @@ class Cursor:
 
     def take(self, count: int) -> memoryview:
         """The next ``count`` bytes, not copied."""
-        if count > self.remaining:
+        end = self._at + count
+        if end > len(self._data):
             raise self.malformed(f"a field of {count} bytes where {self.remaining} are left")
-        piece = self._data[self._at : self._at + count]
-        self._at += count
+        piece = self._data[self._at : end]
+        self._at = end
         return piece
 
     def bytes(self, count: int) -> bytes:

@@ -6,6 +6,7 @@ directory of one name never collide, not even on a backend whose keys are real f
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -47,6 +48,8 @@ NO_RECIPE = bytes(8)
 GENERATION_MAX = (1 << 32) - 1
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.=+,@")
+_PLAIN_COMPONENT = re.compile(r"[A-Za-z0-9\-_.=+,@]*")
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9\-_.=+,@]+!")
 _ESCAPE = re.compile(r"!([0-9a-f]{2})")
 _CONDEMNED = re.compile(r"[0-9a-f]{16}")
 _CHUNK = re.compile(r"([0-9a-f]{2})/([0-9a-f]{32}|[0-9a-f]{64})\.(0|[1-9][0-9]{0,9})(?:-([0-9a-f]{16}))?")
@@ -61,6 +64,8 @@ class ChunkName(NamedTuple):
 
 
 def _encode(component: str) -> str:
+    if _PLAIN_COMPONENT.fullmatch(component):
+        return component
     return "".join(chr(byte) if byte in _PLAIN else f"!{byte:02x}" for byte in component.encode())
 
 
@@ -122,7 +127,15 @@ def parse_record_key(key: str) -> str:
     Raises:
         FormatError: No path's record lies there.
     """
-    *parents, last = key.removeprefix(TREE).split("/")
+    inside = key.removeprefix(TREE)
+    above, slash, last = inside.rpartition("/")
+    if _PLAIN_NAME.fullmatch(last) and len(last) <= COMPONENT_BYTES_MAX and len(inside) <= PATH_BYTES_MAX:
+        # By far most names. The directory is looked at once for all of them.
+        parent = _parse_directory(above) if slash else ""
+        name = last[:-1]
+        if parent is not None and name not in (".", "..") and (parent or name != PRIVATE):
+            return f"{parent}/{name}" if parent else name
+    *parents, last = inside.split("/")
     if not last.endswith("!"):
         raise FormatError(f"{key!r} is no key of a record: not written by tierfs", path=key)
     names = [parse_component(part) for part in parents]
@@ -133,6 +146,15 @@ def parse_record_key(key: str) -> str:
     except InvalidInputError as error:
         raise FormatError(f"{key!r} is no key of a record: {error}", path=key) from None
     return path
+
+
+@functools.lru_cache(maxsize=1024)
+def _parse_directory(encoded: str) -> str | None:
+    """The path of the directory whose records lie there; ``None`` if it is none."""
+    try:
+        return validate_path("/".join(map(parse_component, encoded.split("/"))))
+    except (FormatError, InvalidInputError):
+        return None
 
 
 def parse_component(encoded: str) -> str:

@@ -36,18 +36,32 @@ class Looking(PathSpace):
     def _ls_now(self, path: str, *, detail: bool) -> list[Any]:
         store, relative = self._locate(path)
         entries = verbs.list_directory(store, relative, detail=detail)
-        names = [self._name(path, relative, entry.path) for entry in entries]
+        names = self._names(path, relative, (entry.path for entry in entries))
         return [describe(*pair) for pair in zip(names, entries, strict=True)] if detail else names
+
+    def _kinds_now(self, path: str) -> list[dict[str, Any]]:
+        """What lies in a directory, with names and types alone, for which no record is read."""
+        store, relative = self._locate(path)
+        entries = verbs.list_directory(store, relative, detail=False)
+        names = self._names(path, relative, (entry.path for entry in entries))
+        return [_kind(*pair) for pair in zip(names, entries, strict=True)]
 
     async def _find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **kwargs: Any
     ) -> Any:
         if maxdepth is not None and maxdepth < 1:
             raise ValueError("maxdepth must be at least 1")
-        found = await run_in_thread(self._find_now, path, maxdepth, withdirs=withdirs, detail=detail)
-        return found if detail else sorted(found)
+        kinds_alone = bool(kwargs.get("kinds_alone")) or not detail
+        found = await run_in_thread(self._find_now, path, maxdepth, withdirs=withdirs, detail=not kinds_alone)
+        return found if detail else list(found)
+
+    async def _glob(self, path: str, maxdepth: int | None = None, **kwargs: Any) -> Any:
+        """As in fsspec, whose own asks `_find` for details, of which names alone need none but the type."""
+        detail = kwargs.get("detail", False)
+        return await super()._glob(path, maxdepth, **kwargs, kinds_alone=not detail)
 
     def _find_now(self, path: str, maxdepth: int | None, *, withdirs: bool, detail: bool) -> dict[str, dict[str, Any]]:
+        """What lies below a path, by name; without ``detail`` with names and types alone."""
         try:
             store, relative = self._locate(path)
             if maxdepth == 1:
@@ -61,14 +75,14 @@ class Looking(PathSpace):
         if withdirs and self._strip(path) and not (len(entries) == 1 and entries[0].path == relative):
             with contextlib.suppress(NotFoundError):
                 found[self._strip(path)] = self._info_now(path)
-        for entry in entries:
+        names = self._names(path, relative, (entry.path for entry in entries))
+        for name, entry in zip(names, entries, strict=True):
             if entry.is_directory and not withdirs:
                 continue
             if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
                 continue
-            name = self._name(path, relative, entry.path)
             if not (entry.is_directory and name in found):  # of what is both, the file, as `info` has it
-                found[name] = describe(name, entry) if detail else {}
+                found[name] = describe(name, entry) if detail else _kind(name, entry)
         return dict(sorted(found.items()))
 
     async def _walk(
@@ -80,7 +94,7 @@ class Looking(PathSpace):
         detail = kwargs.pop("detail", False)
         path = self._strip(path)
         try:
-            listing = await self._ls(path, detail=True)
+            listing = await (self._ls(path, detail=True) if detail else run_in_thread(self._kinds_now, path))
         except NotFoundError as error:
             if on_error == "raise":
                 raise
@@ -157,6 +171,10 @@ class Looking(PathSpace):
     def checksum(self, path: str) -> int:
         """The content digest as a number."""
         return int.from_bytes(self.ukey(path).encode(), "big")
+
+
+def _kind(name: str, entry: Entry) -> dict[str, Any]:
+    return {"name": name, "type": "directory" if entry.is_directory else "file"}
 
 
 def describe(name: str, entry: Entry) -> dict[str, Any]:

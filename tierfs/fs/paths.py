@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -165,11 +166,11 @@ class PathSpace(Chained):
             return self._create
         return asks_to_create(location)
 
-    def _name(self, path: str, relative: str, found: str) -> str:
-        """The name to show for what was found at ``found`` in the store, when ``path`` is ``relative`` in it."""
-        stripped = self._strip(path)
-        below = found[len(relative) :].strip("/")
-        return f"{stripped.rstrip('/')}/{below}" if below else str(stripped)
+    def _names(self, path: str, relative: str, found: Iterable[str]) -> list[str]:
+        """The names to show for what was found at these paths in the store, when ``path`` is ``relative`` in it."""
+        stripped = str(self._strip(path))
+        above, start = stripped.rstrip("/"), len(relative)
+        return [f"{above}/{below}" if (below := item[start:].strip("/")) else stripped for item in found]
 
 
 class _Opened(threading.local):

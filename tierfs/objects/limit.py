@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -12,7 +13,7 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
-from tierfs.objects.wrapper import Answer, Request, WrappedObjects
+from tierfs.objects.wrapper import Answer, Request, WrappedObjects, batch_sizes
 from tierfs.units import format_bytes
 
 __all__ = ["LimitedObjects"]
@@ -91,12 +92,12 @@ class LimitedObjects(WrappedObjects):
     def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
         with self._place():
             listing = send()
-        while True:
+        for size in batch_sizes():
             with self._place():
-                listed = next(listing, None)
-            if listed is None:
+                batch = list(itertools.islice(listing, size))
+            if not batch:
                 return
-            yield listed
+            yield from batch
 
     @contextlib.contextmanager
     def _place(self) -> Iterator[None]:

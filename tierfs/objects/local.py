@@ -29,7 +29,7 @@ from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.checksums import verify_checksum
-from tierfs.objects.oserrors import translated
+from tierfs.objects.oserrors import translate_os_error, translated
 from tierfs.objects.protocol import (
     OVERWRITE,
     Checksum,
@@ -162,7 +162,8 @@ class LocalObjects:
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""
-        with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
+        name = self._name(key)
+        with translated(name), open(name, "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
             if info.size > limit:
                 raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
@@ -214,11 +215,13 @@ class LocalObjects:
     def _file(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
         """The object that an entry of a directory is; none where it is no file, or leads nowhere that may be looked into."""
         try:
-            with translated(self._name(key)):
-                status = entry.stat()
-        except (ReadOnlyError, StoreError) as error:
+            status = entry.stat()
+        except OSError as caught:
+            error = translate_os_error(caught, self._name(key))
+            if not isinstance(error, ReadOnlyError | StoreError):
+                raise error from caught
             if key.partition("/")[0] == _PRIVATE or getattr(error, "transient", False):
-                raise
+                raise error from caught
             _logger.warning("%s is passed over: %s", self._name(key), error)  # somebody else's link
             return None
         return _info(key, status) if stat.S_ISREG(status.st_mode) else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -10,7 +11,7 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
 from tierfs.forks import renew_in_children
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
-from tierfs.objects.wrapper import METHODS, Answer, Request, WrappedObjects
+from tierfs.objects.wrapper import METHODS, Answer, Request, WrappedObjects, batch_sizes
 
 __all__ = ["MeasuredObjects"]
 
@@ -76,18 +77,18 @@ class MeasuredObjects(WrappedObjects):
     def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
         self._count("list", requests=1)
         listing: Iterator[Listed] | None = None
-        while True:
+        for size in batch_sizes():
             started_s = self._clock.monotonic()
             errors = 1
             try:
                 listing = listing or send()
-                listed = next(listing, None)
+                batch = list(itertools.islice(listing, size))
                 errors = 0
             finally:
                 self._count("list", errors=errors, seconds=self._clock.monotonic() - started_s)
-            if listed is None:
+            if not batch:
                 return
-            yield listed
+            yield from batch
 
     def _count(self, method: str, *, requests: int = 0, errors: int = 0, size: int = 0, seconds: float = 0.0) -> None:
         with self._lock:

@@ -10,9 +10,12 @@ from tierfs.digest import Buffer
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects.protocol import OVERWRITE, Checksum, Listed, ObjectInfo, ObjectTier, PutMode, Range, Use, Version
 
-__all__ = ["METHODS", "Request", "WrappedObjects"]
+__all__ = ["METHODS", "Request", "WrappedObjects", "batch_sizes"]
 
 Answer = TypeVar("Answer")
+
+# A listing is handed on in batches that double up to this many: whoever wants the first object alone gets it alone.
+BATCH_MAX = 1024
 
 METHODS = ("put", "get", "read", "head", "list", "delete", "delete_version")
 """The methods of an object tier that cost a request; ``get`` stands for ``stream`` as well."""
@@ -31,6 +34,14 @@ class Request:
     method: str
     key: str
     size: int = 0
+
+
+def batch_sizes() -> Iterator[int]:
+    """How many objects of a listing to take at a time."""
+    size = 1
+    while True:
+        yield size
+        size = min(2 * size, BATCH_MAX)
 
 
 class WrappedObjects:

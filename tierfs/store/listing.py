@@ -35,6 +35,7 @@ __all__ = [
     "stat",
 ]
 
+ERRAND_RECORDS_MAX = 64
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -276,9 +277,15 @@ def read_manifests(
         return None if manifest is None else (path, info, manifest)
 
     recall(store, [item for item in listed if not _is_known(store, item[1])])
-    known = [item for item in listed if _is_known(store, item[1])]
-    unknown = [item for item in listed if not _is_known(store, item[1])]
-    return [found for found in (*map(read, known), *transfers().map(read, unknown)) if found is not None]
+    known: list[tuple[str, ObjectInfo]] = []
+    unknown: list[tuple[str, ObjectInfo]] = []
+    for item in listed:
+        (known if _is_known(store, item[1]) else unknown).append(item)
+    # Several to an errand, where there are many: an errand takes longer than a look into a local directory.
+    size = max(1, min(ERRAND_RECORDS_MAX, len(unknown) // (4 * transfers().workers)))
+    errands = [unknown[start : start + size] for start in range(0, len(unknown), size)]
+    read_unknown = itertools.chain.from_iterable(transfers().map(lambda errand: list(map(read, errand)), errands))
+    return [found for found in (*map(read, known), *read_unknown) if found is not None]
 
 
 def _read_all(store: Store, records: list[_Live], *, detail: bool) -> list[Entry]:

@@ -17,7 +17,7 @@ from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.format.keys import ChunkName
-from tierfs.format.manifest import Record
+from tierfs.format.manifest import Manifest, Record
 from tierfs.local.host import state_directory
 from tierfs.objects.protocol import ObjectTier, Version
 from tierfs.store.away import ask_briefly
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
 __all__ = ["Store"]
 
-RECORDS_MAX = 50_000
-RECORD_BYTES_MAX = 64 << 20
-# What a record takes in memory, measured: so much for itself, and so many times its encoded length (rows, metadata).
-OVERHEAD_BYTES = 600
+RECORDS_MAX = 200_000
+RECORD_BYTES_MAX = 128 << 20
+# Memory of a record, measured: so much with its fixed fields, which are encoded in so many bytes; inline bytes once; and
+# so many times the encoded length of rows and metadata.
+OVERHEAD_BYTES = 800
+FIXED_BYTES = 120
 OBJECT_FACTOR = 6
 
 
@@ -203,7 +205,8 @@ class RecordCache:
 
     def remember(self, key: str, version: Version, record: Record, encoded_bytes: int) -> None:
         """Note what this version of the key is, and how long its record is."""
-        size = OVERHEAD_BYTES + OBJECT_FACTOR * encoded_bytes
+        inline = len(record.inline or b"") if isinstance(record, Manifest) else 0
+        size = OVERHEAD_BYTES + inline + OBJECT_FACTOR * max(0, encoded_bytes - inline - FIXED_BYTES)
         with self._lock:
             self._drop(key)
             self._entries[key] = (version, record, size)
