@@ -6,7 +6,9 @@ code wherever it is loaded.
 
 from __future__ import annotations
 
+import contextlib
 import io
+import pickle
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -17,12 +19,16 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
+from tierfs.dcp import objects
+from tierfs.dcp.objects import ALLOWED, aliases, globals_in, with_parts
 from tierfs.errors import InvalidInputError
 from tierfs.forks import PerProcess
 
 __all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)|`add_safe_globals`,? but got <class '([\w.]+)'>")
+_LACKING = re.compile(r"Can only (append|extend|SETITEM)|Unsupported operand 139\b")
+"""torch's unpickler does not fill such a container, or does not read so long an integer; `objects` does."""
 _TORCHS_OWN = frozenset({DefaultLoadPlanner, _EmptyStateDictLoadPlanner})
 _allowing = PerProcess(threading.RLock)
 """Held while torch's list, of which there is one in a process, has what is allowed for one value."""
@@ -47,8 +53,7 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
         allow: Sequence[type | Callable[..., object]] = (),
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
-        # An empty `bytes` is pickled as a call of its class.
-        self._allow = [bytes, *allow]
+        self._allow = [*ALLOWED, *allow]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put one value into the state.
@@ -66,16 +71,14 @@ def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
     what a checkpoint brings along. A class derived from them is somebody's choice.
     """
     if type(planner) in _TORCHS_OWN:
-        return lambda read_item, value: _load_object(planner, read_item, value, [bytes])
+        return lambda read_item, value: _load_object(planner, read_item, value, ALLOWED)
     load: Callable[[ReadItem, io.BytesIO], None] = planner.load_bytes
     return load
 
 
-def _load_object(
-    planner: Any, read_item: ReadItem, value: io.BytesIO, allow: Sequence[type | Callable[..., object]]
-) -> None:
+def _load_object(planner: Any, read_item: ReadItem, value: io.BytesIO, allow: Sequence[Any]) -> None:
     fqn = read_item.dest_index.fqn
-    hint = "if you trust what wrote this checkpoint, import it and load with planner=TierLoadPlanner(allow=[{name}])"
+    hint = "if you trust what wrote this checkpoint, import {modules}, and load with planner=TierLoadPlanner(allow=[{name}])"
     loaded = unpickle_safely(repr(fqn), value, allow=allow, hint=hint)
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[fqn], loaded)
@@ -87,7 +90,7 @@ def unpickle_safely(
     where: str,
     source: io.BytesIO | str,
     *,
-    allow: Sequence[type | Callable[..., object]] = (bytes,),
+    allow: Sequence[Any] = ALLOWED,
     hint: str = "if you trust who wrote it, load it with torch and save it as what it consists of",
     map_location: str | None = None,
     mmap: bool = False,
@@ -108,15 +111,43 @@ def unpickle_safely(
     try:
         with _allowing():
             # What is there already the program put there, and needs it afterwards.
-            added = set(allow).difference(torch.serialization.get_safe_globals())
+            added = set(with_parts(allow)).difference(torch.serialization.get_safe_globals())
             with torch.serialization.safe_globals(list(added)):
-                return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
+                return _load_allowed(source, map_location, allow, mmap=mmap)
     except Exception as error:  # what a pickle that somebody else made may raise has no end
         refused = _REFUSED.search(str(error))
         if refused is None:
             raise InvalidInputError(f"{where} cannot be loaded with weights_only=True: {error}") from error
-        name = refused[1] or refused[2]
+        first = refused[1] or refused[2]
+        names = _names_in(source, allow) or {first: first.rpartition(".")[0]}
+        listed, modules = ", ".join(names), ", ".join(dict.fromkeys(names.values()))
         raise InvalidInputError(
-            f"{where} is made with {name}, which a checkpoint may not bring in by itself, so it was not run: "
-            f"{hint.format(name=name)}"
+            f"{where} is made with {listed}, which a checkpoint may not bring in by itself, so it was not run: "
+            f"{hint.format(name=listed, modules=modules)}"
         ) from error
+
+
+def _load_allowed(source: io.BytesIO | str, map_location: str | None, allow: Sequence[Any], *, mmap: bool) -> Any:
+    try:
+        return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        if _LACKING.search(str(error)) is None and _REFUSED.search(str(error)) is None:
+            raise
+    other_names: list[Any] = []
+    if not isinstance(source, str):
+        source.seek(0)
+        with contextlib.suppress(ValueError):  # no archive: it has the names that it has
+            other_names = aliases(source.getvalue(), allow)
+    with torch.serialization.safe_globals(other_names):
+        return torch.load(source, map_location=map_location, weights_only=False, mmap=mmap, pickle_module=objects)
+
+
+def _names_in(source: io.BytesIO | str, allow: Sequence[Any]) -> dict[str, str]:
+    """All that would have to be allowed, each with its module; empty where that cannot be said."""
+    if isinstance(source, str):
+        return {}
+    given = {f"{value.__module__}.{value.__qualname__}" for value in allow if not isinstance(value, tuple)}
+    try:
+        return {name: module for name, module in globals_in(source.getvalue()).items() if name not in given}
+    except ValueError:
+        return {}

@@ -26,6 +26,7 @@ from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.gpu import GpuStaging
 from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
+from tierfs.dcp.objects import check_object
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.refused import Refused
 from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
@@ -283,7 +284,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         Raises:
             StoreError, CapacityError, ConflictError, TimeoutError: It could not be saved.
-            InvalidInputError: A tensor has no elements that could be; names it.
+            InvalidInputError: A tensor has no elements that could be, or an object could not be loaded again; names it.
         """
         end_planning()
         store, path = self._here.open(write=True)
@@ -303,6 +304,9 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
     def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]) -> list[WriteResult]:
         rank, unique = self._rank_here(), secrets.token_hex(4)
+        for item, data in () if self._is_stock else items:
+            if item.type is WriteItemType.BYTE_IO:
+                check_object(item.index.fqn, data.getbuffer())
         if self._is_stock:
             _check_archived(items)
             name = f"__{rank}_{unique}{SUFFIX}"

@@ -1,0 +1,345 @@
+"""Values that are no tensors: which load by themselves, what is said of those that do not, and that the advice can be followed."""
+
+import array
+import collections
+import copy
+import dataclasses
+import datetime as dt
+import decimal
+import enum
+import fractions
+import functools
+import io
+import logging
+import os
+import pathlib
+import pickle
+import random
+import re
+import types
+import uuid
+from typing import NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import numpy as np
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, objects
+from tierfs.dcp.objects import Unpickler, check_object
+from tierfs.dcp.planner import unpickle_safely
+from tierfs.errors import InvalidInputError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+
+class Pair(NamedTuple):
+    a: object
+    b: object
+
+
+@dataclasses.dataclass
+class Point:
+    x: int = 1
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    x: int = 1
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Flags(enum.IntFlag):
+    A = 1
+    B = 2
+
+
+class Listed(list):
+    """A list of one's own."""
+
+
+class Mapped(dict):
+    """A dict of one's own."""
+
+
+class Outer:
+    class Inner:
+        def __eq__(self, other):
+            return type(other) is type(self)
+
+        __hash__ = None
+
+
+def filled(kind, value):
+    kind.append(value) if hasattr(kind, "append") else kind.update(value)
+    return kind
+
+
+def nested(depth):
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+BY_THEMSELVES = {
+    "bytesio": io.BytesIO(b"abc"),
+    "bytesio inside": {"a": [io.BytesIO(b"abc")]},
+    "long integer": 2**4000,
+    "long negative": -(2**4000),
+    "just too long": 2**2040,
+    "just short enough": 2**2039 - 1,
+    "integers": [0, -1, 2**31, 2**63, 2**64],
+    "ordered": collections.OrderedDict(a=1),
+    "counter": collections.Counter("abca"),
+    "set": {1, 2},
+    "complex": 1 + 2j,
+    "size": torch.Size([1, 2]),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "layout": torch.strided,
+    "random": random.Random(1).getstate(),
+    "bytes": b"ab",
+    "no bytes": b"",
+    "bytearray": bytearray(b"ab"),
+    "bool": True,
+    "none": None,
+    "ellipsis": ...,
+    "not implemented": (NotImplemented,),
+    "long text": "x" * 100_000,
+    "surrogate": "\ud800",
+    "deep": nested(100),
+    "float": float("inf"),
+}
+ALLOWED = {
+    "namespace": types.SimpleNamespace(a=1),
+    "deque": collections.deque([1, 2]),
+    "deque with an end": collections.deque([1, 2], maxlen=2),
+    "no deque": collections.deque(),
+    "deque inside": {"a": [collections.deque([collections.deque([1])])]},
+    "deque of long integers": collections.deque([2**4000]),
+    "defaultdict": collections.defaultdict(list, {1: [2]}),
+    "defaultdict of ints": collections.defaultdict(int, a=1, b=2),
+    "defaultdict without default": collections.defaultdict(None, a=1),
+    "list of one's own": filled(Listed(), 1),
+    "dict of one's own": filled(Mapped(), {"a": 1}),
+    "namedtuple": Pair(1, [2]),
+    "dataclass": Point(3),
+    "slots": Slotted(3),
+    "enum": Colour.RED,
+    "flags": Flags.A | Flags.B,
+    "inner class": Outer.Inner(),
+    "datetime": dt.datetime(2026, 1, 2, tzinfo=dt.timezone.utc),
+    "timedelta": dt.timedelta(1),
+    "decimal": decimal.Decimal("1.5"),
+    "fraction": fractions.Fraction(1, 3),
+    "path": pathlib.PurePosixPath("a/b"),
+    "frozenset": frozenset({1}),
+    "range": range(3),
+    "slice": slice(1, 2),
+    "partial": functools.partial(int, base=2),
+    "function": functools.reduce,
+    "builtin": len,
+    "class": dict,
+    "uuid": uuid.UUID(int=5),
+    "regex": re.compile("a"),
+    "array": array.array("d", [1.0]),
+    "exception": KeyError("x"),
+    "scalar": np.float32(1.5),
+    "numpy array": np.arange(3),
+    "array of objects": np.array([1, "a"], dtype=object),
+    "numpy state": np.random.RandomState(1).get_state(),
+    "numpy generator": np.random.default_rng(0),
+    "torch generator": torch.Generator(),
+    "ordered of deques": collections.OrderedDict(a=collections.deque([1])),
+}
+BLOCKED = {"os": os.stat_result(range(10)), "os.environ": os.getcwd}
+UNPICKLABLE = {
+    "lambda": lambda: 0,
+    "local class": type("Local", (), {})(),
+    "memoryview": memoryview(b"ab"),
+    "generator": (x for x in ()),
+    "module": os,
+    "memory format": torch.channels_last,
+}
+
+
+def equal(one, other):
+    if isinstance(one, (tuple, list)) and type(one) is type(other):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(equal, one.values(), other.values()))
+    if isinstance(one, io.BytesIO):
+        return one.getvalue() == other.getvalue()
+    if isinstance(one, torch.Generator):
+        return torch.equal(one.get_state(), other.get_state())
+    if isinstance(one, np.random.Generator):
+        return one.bit_generator.state == other.bit_generator.state
+    if isinstance(one, (functools.partial, BaseException)):
+        return one.__reduce__()[1:] == other.__reduce__()[1:]
+    return one == other
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_said(monkeypatch):
+    monkeypatch.setattr(objects, "_warned", set())
+
+
+def pickled(value):
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return stream
+
+
+def checked(value, caplog):
+    """What is said of a value when it is saved."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "tierfs.dcp"):
+        check_object("v", pickled(value).getbuffer())
+    return [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize("value", BY_THEMSELVES.values(), ids=BY_THEMSELVES)
+def test_what_torch_knows_loads_by_itself(value, caplog):
+    assert checked(value, caplog) == []
+    found = unpickle_safely("'v'", pickled(value))
+    assert type(found) is type(value)
+    assert equal(value, found)
+
+
+@pytest.mark.parametrize("value", ALLOWED.values(), ids=ALLOWED)
+def test_the_advice_loads_a_value_when_it_is_followed(value, caplog):
+    """That of the save, and that of the load, each to the letter."""
+    [saving] = checked(value, caplog)
+    assert checked(value, caplog) == []
+    hint = "import {modules}, and load with planner=TierLoadPlanner(allow=[{name}])"
+    with pytest.raises(InvalidInputError) as raised:
+        unpickle_safely("'v'", pickled(value), hint=hint)
+    for advice in (saving, str(raised.value)):
+        space = {"TierLoadPlanner": TierLoadPlanner}
+        modules, call = re.search(r"(import [\w., ]+), and .*planner=(TierLoadPlanner.*)$", advice).groups()
+        exec(modules, space)
+        planner = eval(call, space)
+        found = unpickle_safely("'v'", pickled(value), allow=planner._allow)
+        assert type(found) is type(value)
+        assert equal(value, found)
+    assert getattr(value, "maxlen", None) == getattr(found, "maxlen", None)
+    assert getattr(value, "default_factory", None) == getattr(found, "default_factory", None)
+
+
+@pytest.mark.parametrize("value", BLOCKED.values(), ids=BLOCKED)
+def test_what_nothing_loads_is_not_saved(value):
+    with pytest.raises(InvalidInputError, match=r"'v' could not be loaded again, so it is not saved: .*save it as"):
+        check_object("v", pickled(value).getbuffer())
+
+
+def test_another_protocol_is_not_saved():
+    stream = io.BytesIO()
+    torch.save(2**4000, stream, pickle_protocol=4)
+    with pytest.raises(InvalidInputError, match="an instruction that nothing loads"):
+        check_object("v", stream.getbuffer())
+
+
+@pytest.mark.parametrize("value", UNPICKLABLE.values(), ids=UNPICKLABLE)
+def test_what_cannot_be_pickled_leaves_the_checkpoint_before(url, value):
+    where = f"tierfs::{url}/run"
+    dcp.save({"v": 1}, storage_writer=TierWriter(where))
+    with pytest.raises(CheckpointException):
+        dcp.save({"v": value}, storage_writer=TierWriter(where))
+    found = {"v": 0}
+    dcp.load(found, storage_reader=TierReader(where))
+    assert found == {"v": 1}
+
+
+def test_a_save_warns_once_and_a_refused_one_loses_nothing(url, caplog):
+    where = f"tierfs::{url}/run"
+    state = {
+        "queue": collections.deque([1, 2]),
+        "buffer": io.BytesIO(b"x"),
+        "steps": 2**4000,
+        "counts": {"a": collections.deque()},
+    }
+    with caplog.at_level(logging.WARNING, "tierfs.dcp"):
+        for _ in range(2):
+            dcp.save(copy.deepcopy(state), storage_writer=TierWriter(where))
+    said = [record.getMessage() for record in caplog.records if "allow=" in record.getMessage()]
+    assert len(said) == 1
+    assert "'queue' is made with collections.deque" in said[0]
+    with pytest.raises(CheckpointException, match="could not be loaded again, so it is not saved"):
+        dcp.save({**state, "queue": os.stat_result(range(10))}, storage_writer=TierWriter(where))
+    for _ in range(2):
+        found = {"queue": None, "buffer": None, "steps": 0, "counts": {"a": None}}
+        planner = TierLoadPlanner(allow=[collections.deque])
+        dcp.load(found, storage_reader=TierReader(where), planner=planner)
+        assert found["queue"] == collections.deque([1, 2])
+        assert (found["buffer"].getvalue(), found["steps"]) == (b"x", 2**4000)
+
+
+@pytest.mark.parametrize("planner", [None, dcp.DefaultLoadPlanner, TierLoadPlanner])
+def test_a_buffer_loads_whatever_the_planner(url, planner):
+    where = f"tierfs::{url}/run"
+    dcp.save({"v": io.BytesIO(b"abc")}, storage_writer=TierWriter(where))
+    found = {"v": None}
+    dcp.load(found, storage_reader=TierReader(where), planner=planner and planner())
+    assert found["v"].getvalue() == b"abc"
+
+
+# -- the loader ----------------------------------------------------------------------------------------------------------
+
+
+class Runs:
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call
+
+
+EVIL = {
+    "a call": Runs(os.system, ("false",)),
+    "a builtin": Runs(eval, ("1",)),
+    "beside a deque": [collections.deque([1]), Runs(print, ("x",))],
+    "beside a long integer": [2**4000, Runs(exec, ("1",))],
+    "a state": [2**4000, Point(1)],
+    "items": [2**4000, collections.deque([1])],
+    "pairs": [2**4000, collections.defaultdict(int, a=1)],
+}
+
+
+@pytest.mark.parametrize("value", EVIL.values(), ids=EVIL)
+def test_nothing_is_run_beside_what_the_loader_adds(value):
+    with pytest.raises(InvalidInputError, match="so it was not run"):
+        unpickle_safely("'v'", pickled(value), hint="{name}")
+
+
+def test_what_was_made_may_not_be_called_or_restored():
+    raw = pickle.PROTO + b"\x02"
+    for code in (
+        b"]" + b"(tR.",  # calls a list
+        b"(lK\x01a.",  # an opcode that is not there
+        b"\x8a\x01\x05}b.",  # restores an integer
+        b"X\x01\x00\x00\x00aK\x01a.",  # puts something into a text
+        b"X\x01\x00\x00\x00aK\x01K\x02s.",
+        b"X\x01\x00\x00\x00a(K\x01e.",
+        b"cos\nsystem\n(X\x05\x00\x00\x00false\x85R.",
+        b"cposix\nsystem\n)R.",
+        b"c__builtin__\neval\n)R.",
+        b"\x8b\xff\xff\xff\x7fabc.",  # two GiB that are not there
+    ):
+        with pytest.raises(Exception) as raised:
+            Unpickler(io.BytesIO(raw + code)).load()
+        assert isinstance(raised.value, (pickle.UnpicklingError, KeyError, EOFError, IndexError)), code
+
+
+def test_what_is_no_archive_is_not_looked_at():
+    for content in (b"", b"PK\x03\x04", b"hello", pickle.dumps(len), b"PK\x03\x04" + bytes(100)):
+        check_object("v", memoryview(content))
