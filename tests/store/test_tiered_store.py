@@ -113,7 +113,8 @@ def test_what_the_object_tier_lost_is_stored_again_by_a_flusher_that_knew_it_to_
     if how == "removed":
         host.objects.delete([key])
     if by == "verify":
-        assert [damage.key for damage in verify(host.store, "run").damage] == [key]
+        found = [(damage.path, damage.key) for damage in verify(host.store, "run").damage]
+        assert found == [("run/a", key), ("run/b", key)]
     else:
         with pytest.raises(CorruptionError):
             load(host.store, "run/a")

@@ -12,7 +12,7 @@ from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE, ObjectTier
 
-__all__ = ["create_store", "read_descriptor"]
+__all__ = ["check_digests", "create_store", "read_descriptor"]
 
 _logger = logging.getLogger("tierfs.store")
 
@@ -64,10 +64,7 @@ def create_store(
         found = read_descriptor(objects, url)
     except NotFoundError:
         found = _put(objects, url, made)
-    if found.digest_kind is not digest:
-        raise InvalidInputError(
-            f"{url} is a store with {found.digest_kind.label} digests already: that cannot be changed", path=url
-        )
+    check_digests(found, digest, url)
     if found == made and found.endpoint.missing:
         consequences = ["only one process may write to the store at a time"] if found.single_writer else []
         if not found.endpoint.checksums and not found.endpoint.host_local:
@@ -79,6 +76,18 @@ def create_store(
             f", so {' and '.join(consequences)}" if consequences else "",
         )
     return found, found == made
+
+
+def check_digests(found: Descriptor, digest: DigestKind, url: str) -> None:
+    """Check that a store has the kind of digests that is asked for.
+
+    Raises:
+        InvalidInputError: It has another one.
+    """
+    if found.digest_kind is not digest:
+        raise InvalidInputError(
+            f"{url} is a store with {found.digest_kind.label} digests already: that cannot be changed", path=url
+        )
 
 
 def _put(objects: ObjectTier, url: str, made: Descriptor) -> Descriptor:

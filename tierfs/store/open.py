@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,7 @@ from tierfs.local.filesystems import filesystem_of, is_network
 from tierfs.local.host import state_directory
 from tierfs.objects import ObjectTier, as_promised, connect, probe
 from tierfs.store.away import LOOK_S, KnownStores, within
-from tierfs.store.create import create_store, read_descriptor
+from tierfs.store.create import check_digests, create_store, read_descriptor
 from tierfs.store.leftbehind import check_nothing_is_left
 from tierfs.store.settings import ResolvedTiers, TierOptions, from_environment, resolve
 from tierfs.store.store import Store
@@ -54,6 +55,8 @@ os.register_at_fork(after_in_child=_renew)
 def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | None = None) -> Store:
     """Make a store at ``url``, or open the one that is there. Any number of hosts may do it at once.
 
+    A store that this host knows is opened while its object tier is away, too. None is made then.
+
     Args:
         url: ``tierfs::s3://bucket/run``, ``s3://bucket/run``, ``tierfs://NAME``, or a local path.
         digest: How contents are named: ``xxh3-128``, or ``blake3`` where writers are not trusted.
@@ -62,10 +65,24 @@ def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | 
     Raises:
         InvalidInputError: The URL is no good, lies inside another store, or the store has other digests.
         StoreError, CapacityError, ReadOnlyError: It failed; or this host has something pending for a store that was there.
+            It is transient where the object tier is away and this host does not know the store.
     """
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
     kind = DigestKind.from_label(digest)
+    known = _open_known(location)
+    if known is not None:
+        check_digests(known.descriptor, kind, known.url)
+        return known
+    try:
+        return _init(location, kind)
+    except StoreError as error:
+        if not error.transient:
+            raise
+        raise _unknown_and_away(location.url, error) from error
+
+
+def _init(location: Location, kind: DigestKind) -> Store:
     for ancestor in _ancestors(location)[1:]:
         try:
             outer = _open_root(location, ancestor)
@@ -73,6 +90,41 @@ def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | 
             continue
         raise InvalidInputError(f"{location.url} lies inside the store {outer.url}: use that one", path=location.url)
     return _create(location, location.path, kind)
+
+
+def _open_known(location: Location) -> Store | None:
+    """The store that this host knows at just this root, if it is there still, or if that cannot be asked now."""
+    root = location.path
+    opened = _stores.get((_token(location), root))
+    if opened is not None:
+        is_local = opened.descriptor.endpoint.host_local
+        try:
+            if (
+                _is_there(location, root, opened)
+                if is_local
+                else within(LOOK_S, partial(_is_there, location, root, opened))
+            ):
+                return opened
+        except StoreError as error:
+            if not error.transient:
+                raise
+            return opened
+    if _known_stores(location).find(f"{location.protocol}://{root}") is None:
+        return None
+    try:
+        return _open_root(location, root, has_known=True)
+    except (NotFoundError, _RefusedError):
+        return None
+
+
+def _unknown_and_away(url: str, error: StoreError) -> StoreError:
+    return StoreError(
+        f"{url} cannot be opened, because its object tier does not answer and this host has not opened a store there "
+        f"before, in this state directory and with these options; nothing was made. Try again when it answers: {error}",
+        transient=True,
+        path=url,
+        tier="object",
+    )
 
 
 def open_store(location: Location, *, write: bool = False, create: bool = False) -> tuple[Store, str]:
@@ -111,8 +163,10 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
             refused = refused or root
             continue
         except StoreError as error:
-            if not error.transient or not known_roots:
+            if not error.transient:
                 raise
+            if not known_roots:
+                raise _unknown_and_away(location.url, error) from error
             away = away or error
             continue
         return store, _relative(root, location.path)
@@ -180,6 +234,7 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
     descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))
     if made:
         _logger.info("made the store %s", url)
+    _remember(location, url, descriptor, objects.places())
     with _lock:
         known = _stores.get((_token(location), root))
         if known is not None and known.descriptor == descriptor:
@@ -222,13 +277,21 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
         _logger.warning("%s is opened as this host knows it, because its object tier is away: %s", url, error)
         descriptor, places = kept
     else:
+        kept = None
         places = objects.places()
-        if not descriptor.endpoint.host_local:
-            _known_stores(location).remember(url, descriptor, places)
+        _remember(location, url, descriptor, places)
     with _lock:
         if key not in _stores:
-            _stores[key] = _make(location, objects, descriptor, url, places)
+            store = _stores[key] = _make(location, objects, descriptor, url, places)
+            if kept is not None:
+                store.check_before_writing()
         return _stores[key]
+
+
+def _remember(location: Location, url: str, descriptor: Descriptor, places: tuple[str, ...]) -> None:
+    """Note what the store is, for when its object tier is away. A directory of this host is not away."""
+    if not descriptor.endpoint.host_local:
+        _known_stores(location).remember(url, descriptor, places)
 
 
 def _known_stores(location: Location) -> KnownStores:

@@ -112,6 +112,10 @@ class Store:
                 self._encoder = Encoder(kind, self._codecs, self.clock, is_near=is_near)
             return self._encoder
 
+    def check_before_writing(self) -> None:
+        """Have `is_current` look the next time that it is asked: this store was opened by what the host knew of it."""
+        self._checked_at = float("-inf")
+
     def is_current(self) -> bool:
         """Whether the root holds this store still, and has not been deleted or made anew.
 
