@@ -130,7 +130,7 @@ def test_nothing_is_asked_where_nothing_is_missing(process, flusher, monkeypatch
     writer.write(b"a")
     writer.handover.ask("draft", {})
     reader.handover.look_around()
-    monkeypatch.setattr(reader.client, "request_fds", lambda *_: pytest.fail("asked"))
+    monkeypatch.setattr(reader.client, "request_fds", lambda *_, **__: pytest.fail("asked"))
     reader.handover.look_around()
     writer.handover.look_around()
     assert reader.read(b"a") == b"a"
@@ -227,7 +227,7 @@ def test_what_is_no_list_of_names_is_refused(process, flusher, arguments):
 def test_a_descriptor_that_is_no_segment_is_passed_over_and_counted(process, flusher, monkeypatch, caplog):
     writer, reader = process(), process()
     writer.write(b"a")
-    monkeypatch.setattr(reader.client, "request_fds", lambda *_: [os.open(os.devnull, os.O_RDWR)])
+    monkeypatch.setattr(reader.client, "request_fds", lambda *_, **__: [os.open(os.devnull, os.O_RDWR)])
     for _ in range(3):
         reader.handover.look_around()
     assert reader.counters["hidden_segments"] == 3

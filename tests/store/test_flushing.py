@@ -17,8 +17,10 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
 from tierfs.flush import settling
 from tierfs.flush.draft import local_name
+from tierfs.flush.engine import FlushEngine
 from tierfs.flush.finding import Finder
 from tierfs.flush.levels import Level
+from tierfs.flush.service import Answer
 from tierfs.flush.settling import Settler
 from tierfs.flush.uploading import Uploader
 from tierfs.format import keys
@@ -685,3 +687,31 @@ def test_what_was_written_to_a_store_never_gets_into_another_one(anew):
         objects.put(key, [stored])
     flushing.publish(late, flushing.upload(late))
     assert load(flushing.bare(), "two") == data
+
+
+@pytest.mark.parametrize("connection", ["kept", "new"])
+def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypatch, connection):
+    release = threading.Event()
+    with host.held():
+        for name in ("run/a", "run/b"):
+            save(host.store, name, content(MIB))
+        with pytest.raises(TimeoutError, match="2 files"):  # a connection is open then
+            wait(host.store, "run", Level.OBJECT, 0)
+
+        def hang(*_):
+            release.wait(30)
+            return Answer()
+
+        monkeypatch.setattr(FlushEngine, "handle", hang)
+        if connection == "new":
+            host.tiers.flusher._forget_idle()
+        begin = time.monotonic()
+        expected = r"2 files \(2.*MiB\) have not reached 'object' yet, run/a among them: the flusher did not answer.*flusher.log"
+        try:
+            with pytest.raises(TimeoutError, match=expected):
+                wait(host.store, "run", Level.OBJECT, 0.3)
+            assert time.monotonic() - begin < 5
+        finally:
+            release.set()
+            monkeypatch.undo()
+    wait(host.store, "run", Level.OBJECT, 30)

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Caller"]
+__all__ = ["Caller", "NoAnswerError"]
+
+
+class NoAnswerError(TimeoutError):
+    """The flusher did not answer in time: it is stopped, hangs, or cannot be started. What it answers itself is no such error."""
 
 
 class Caller(Protocol):
@@ -25,12 +29,12 @@ class Caller(Protocol):
         Where that ended meanwhile, ``again`` is called before the next one is asked.
 
         Raises:
-            TimeoutError: No answer in time.
+            NoAnswerError: No answer in time.
             StoreError: No flusher can be reached or started.
             TierfsError: What the flusher answers.
         """
 
-    def request_fds(self, do: str, arguments: dict[str, Any]) -> list[int]:
+    def request_fds(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> list[int]:
         """The same, for the descriptors that the answer carries: they are the caller's to close."""
 
     def is_running(self) -> bool:

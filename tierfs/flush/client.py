@@ -19,6 +19,7 @@ from typing import Any
 
 from tierfs.errors import FormatError, StoreError
 from tierfs.flush import wire
+from tierfs.flush.caller import NoAnswerError
 from tierfs.flush.launch import LOG_NAME, Launched, tail
 from tierfs.flush.service import LOCK_NAME
 from tierfs.forks import renew_in_children
@@ -127,7 +128,8 @@ class FlusherClient:
 
         Raises:
             TierfsError: As the flusher raised it.
-            TimeoutError: As the flusher raised it, or there was no answer in time.
+            NoAnswerError: There was no answer in time.
+            TimeoutError: As the flusher raised it.
             StoreError: No flusher could be started, or it ended each time it was asked. Names its log.
             InvalidInputError: The request is too large.
             ReadOnlyError: Somebody else's process listens where the flusher should.
@@ -136,9 +138,11 @@ class FlusherClient:
         wire.close_all(unexpected)
         return outcome
 
-    def request_fds(self, do: str, arguments: Mapping[str, Any] | None = None) -> list[int]:
+    def request_fds(
+        self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
+    ) -> list[int]:
         """The same, for the descriptors that come with the answer: they are the caller's to close. See `request`."""
-        return self._request(do, arguments, (), None)[1]
+        return self._request(do, arguments, (), timeout_s)[1]
 
     def _request(
         self,
@@ -171,7 +175,7 @@ class FlusherClient:
                     again()
             except TimeoutError as error:
                 self._discard(connection)
-                raise TimeoutError(f"the flusher did not finish {do} within {timeout_s} s") from error
+                raise self._unanswered(do) from error
             except BaseException:
                 self._discard(connection)
                 raise
@@ -270,7 +274,7 @@ class FlusherClient:
                 if successor is not None:
                     self._discard(successor)
                 if ends == request_ends:
-                    raise TimeoutError(f"no flusher answered in time to be asked to {do}")
+                    raise self._unanswered(do)
                 problem = f"no flusher answered in {self._directory} within {self._start_timeout_s:g} s"
                 raise self._failed(problem, transient=True)
             if successor is None:
@@ -350,6 +354,12 @@ class FlusherClient:
         except BaseException:
             self._discard(connection)
             raise
+
+    def _unanswered(self, do: str) -> NoAnswerError:
+        return NoAnswerError(
+            f"the flusher did not answer {do!r} in time: it is stopped, hangs, or is short of processors. Its log is "
+            f"{self._directory / LOG_NAME}; once its process has ended, the next one goes on with what is pending"
+        )
 
     def _failed(self, problem: str, *, transient: bool) -> StoreError:
         log = self._directory / LOG_NAME

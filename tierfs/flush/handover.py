@@ -8,6 +8,7 @@ host's folder that it is there, and ask the flusher for it.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,6 +20,8 @@ from tierfs.local.ram import RamTier
 from tierfs.local.slab import Segment
 
 __all__ = ["Handover", "copies_of", "note_of"]
+
+SEGMENTS_S = 10.0
 
 
 class Handover:
@@ -44,18 +47,22 @@ class Handover:
 
     def ask(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> dict[str, Any]:
         """Ask the flusher for something that may concern slabs of this process. Raises as `Caller.request` does."""
+        ends = None if timeout_s is None else time.monotonic() + timeout_s
+
+        def left_s() -> float | None:
+            return None if ends is None else max(ends - time.monotonic(), 0.0)
 
         def give() -> None:
             # Ahead of it, so that a request that takes long keeps no memory that was given back meanwhile.
             copies = copies_of(self._ram.nameless())
             try:
                 for at in range(0, len(copies), DESCRIPTORS_MAX):
-                    self._flusher.request("draft", {}, fds=copies[at : at + DESCRIPTORS_MAX], timeout_s=timeout_s)
+                    self._flusher.request("draft", {}, fds=copies[at : at + DESCRIPTORS_MAX], timeout_s=left_s())
             finally:
                 close_all(copies)
 
         give()
-        return self._flusher.request(do, arguments, timeout_s=timeout_s, again=give)
+        return self._flusher.request(do, arguments, timeout_s=left_s(), again=give)
 
     def look_around(self) -> None:
         """Have the flusher hand over the segments of others that this process does not have yet, where there are any.
@@ -64,13 +71,15 @@ class Handover:
 
         Raises:
             StoreError, FormatError: It runs, and cannot be asked.
+            NoAnswerError: It runs, and does not answer.
         """
         self._ram.let_go()
         unseen = sorted(self._ram.unseen())
         if not unseen or not self._flusher.is_running():
             return
         for at in range(0, len(unseen), DESCRIPTORS_MAX):
-            came = self._flusher.request_fds("segments", {"names": unseen[at : at + DESCRIPTORS_MAX]})
+            names = {"names": unseen[at : at + DESCRIPTORS_MAX]}
+            came = self._flusher.request_fds("segments", names, timeout_s=SEGMENTS_S)
             try:
                 for descriptor in came:
                     self._look_into(descriptor)

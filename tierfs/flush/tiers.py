@@ -7,12 +7,13 @@ here, `ChunkCache` keeps copies of what is not. What is left is waiting, which t
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
 from tierfs.errors import TierfsError
-from tierfs.flush.caller import Caller
+from tierfs.flush.caller import Caller, NoAnswerError
 from tierfs.flush.chunkcache import ChunkCache
 from tierfs.flush.chunkreader import ChunkReader
 from tierfs.flush.counters import Counters
@@ -24,10 +25,12 @@ from tierfs.flush.slabwriter import ANNOUNCE_S, SlabWriter
 from tierfs.local.arena import no_faults
 from tierfs.local.nvmereader import NvmeReader
 from tierfs.local.ram import RamTier
+from tierfs.units import format_bytes
 
 __all__ = ["Tiers"]
 
 ASK_AGAIN_S = 0.05  # a flusher that does not know of what is waited for
+ANSWER_S = 1.0  # in which the flusher says what it waited for, once the time is up
 
 
 class Tiers:
@@ -115,7 +118,7 @@ class Tiers:
         """Wait until what is pending at or below ``path``, or the one draft named, has reached ``level``.
 
         Raises:
-            TimeoutError: It has not, in time.
+            TimeoutError: It has not, in time; names what is pending, and says so if the flusher does not answer.
             ConflictError: Somebody else changed the path; theirs stands.
             TierfsError: What keeps it from getting there.
         """
@@ -130,26 +133,32 @@ class Tiers:
             left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
             self._fault("before wait")
             # The flusher says what it waits for when time is up; one that says nothing is not waited for either.
-            patience_s = None if left is None else left + ANNOUNCE_S
-            self._handover.ask("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
+            patience_s = None if left is None else left + ANSWER_S
+            try:
+                self._handover.ask("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
+            except NoAnswerError as error:
+                raise TimeoutError(f"{_described(awaited, path, level)}: {error}") from error
             self._fault("after wait")
             # A flusher that did not know of a draft, however that came, would not have waited for it.
-            awaited &= self._below(level, path, write_id)
+            still = self._below(level, path, write_id)
+            awaited = {key: length for key, length in awaited.items() if key in still}
             if not awaited:
                 return
             if left == 0:
-                name = min(name for name, _ in awaited)
-                raise TimeoutError(f"{name} has not reached {level.label!r} yet, and the flusher does not know of it")
+                raise TimeoutError(f"{_described(awaited, path, level)}, and the flusher does not know of it")
             self._clock.sleep(ASK_AGAIN_S)
 
-    def _below(self, level: Level, path: str, write_id: bytes | None) -> set[tuple[str, bytes]]:
-        """Path and write id of what is pending at or below ``path``, or of the one draft named, and has not reached ``level``."""
+    def _below(self, level: Level, path: str, write_id: bytes | None) -> dict[tuple[str, bytes], int]:
+        """Path and write id of what is pending at or below ``path``, or of the one draft named, and has not reached ``level``.
+
+        With the length of each.
+        """
         if write_id is None:
             found = self.drafts.pending_below(path)
         else:
             one = self.drafts.pending(path)
             found = {path: one} if one is not None and one.draft.write_id == write_id else {}
-        return {(name, one.draft.write_id) for name, one in found.items() if one.level < level}
+        return {(name, one.draft.write_id): one.draft.length for name, one in found.items() if one.level < level}
 
     def distrust(self, key: str) -> None:
         """Tell the flusher, if one runs, that an object which is a chunk is damaged or missing: it may know it to be there."""
@@ -167,3 +176,14 @@ class Tiers:
         self.writer.close()
         self.cache.close()
         self.nvme.close()
+
+
+def _described(awaited: Mapping[tuple[str, bytes], int], path: str, level: Level) -> str:
+    """What has not reached a level, as far as it can be seen without the flusher; all of ``path`` where nothing can."""
+    if not awaited:
+        return f"what is pending below {path!r} has not reached {level.label!r} yet"
+    first = min(name for name, _ in awaited)
+    if len(awaited) == 1:
+        return f"{first} has not reached {level.label!r} yet"
+    size = format_bytes(sum(awaited.values()))
+    return f"{len(awaited)} files ({size}) have not reached {level.label!r} yet, {first} among them"
