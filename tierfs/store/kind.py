@@ -11,7 +11,6 @@ from tierfs.store.away import ask_briefly
 from tierfs.store.listing import has_below, stat
 from tierfs.store.records import last_seen
 from tierfs.store.store import Store
-from tierfs.store.url import LOCAL
 
 __all__ = ["Kind", "is_directory_nearby", "kind_of"]
 
@@ -58,7 +57,7 @@ def is_directory_nearby(store: Store, path: str) -> bool:
     """
     if store.tiers is not None and _pending_kind(store, path) == "directory":
         return True
-    if store.url.partition("://")[0] not in LOCAL:
+    if not store.descriptor.endpoint.host_local:
         return False
     if store.tiers is None:
         return has_below(store, path)
