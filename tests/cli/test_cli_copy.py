@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import stat
 import subprocess
 import sys
@@ -84,7 +85,8 @@ def test_progress_is_shown_on_stderr_when_it_is_asked_for(url, tree, tmp_path, c
         shown = capsys.readouterr()
         assert shown.out == ""
         assert "100%" in shown.err
-        assert "16.1M/16.1M" in shown.err
+        assert "16.1 MiB/16.1 MiB" in shown.err
+        assert re.search(r"[KMG]iB/s\]", shown.err)
 
 
 def test_progress_is_shown_by_itself_only_on_a_terminal(url, tree, capsys, monkeypatch):

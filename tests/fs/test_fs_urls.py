@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
-from tierfs.store import init
+from tierfs.store import init, parse_url
 
 
 @pytest.fixture(params=["tierfs::{protocol}://{path}", "{protocol}://{path}"], ids=["chained", "bare"])
@@ -98,6 +98,43 @@ def test_a_url_of_another_filesystem_is_refused(place):
 def test_a_url_that_makes_no_sense_is_refused(url):
     with pytest.raises((InvalidInputError, ValueError), match=r"tierfs|klingon"):
         tierfs.TierFileSystem(target_protocol="memory").exists(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("tierfs:///tmp/x", "tierfs::file:///tmp/x"),
+        ("tierfs:////tmp/x", "tierfs::file:///tmp/x"),
+        ("tierfs:/tmp/x", "tierfs::file:///absolute/path"),
+        ("tierfs:tmp/x", "tierfs::file:///absolute/path"),
+        ("tierfs::/tmp/x", "tierfs::file:///absolute/path"),
+    ],
+)
+def test_a_url_without_a_store_says_what_to_write(url, advice, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for call in (
+        tierfs.TierFileSystem(target_protocol="file").exists,
+        tierfs.TierFileSystem().ls,
+        parse_url,
+        tierfs.init,
+    ):
+        with pytest.raises(InvalidInputError, match=f"write {advice}"):
+            call(url)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("protocol", ["http", "https"])
+def test_a_web_address_has_its_protocol_once(protocol):
+    fs, path = fsspec.url_to_fs(f"tierfs::{protocol}://127.0.0.1:9/a/b")
+    assert fs.unstrip_protocol(path) == f"tierfs::{protocol}://127.0.0.1:9/a/b"
+    assert parse_url(f"tierfs::{protocol}://127.0.0.1:9/a/b").url == f"{protocol}://127.0.0.1:9/a/b"
+
+
+def test_a_web_address_without_a_store_is_named_in_the_error():
+    pytest.importorskip("aiohttp")
+    with pytest.raises(StoreNotFoundError, match=r"[^/]http://127\.0\.0\.1:9/") as caught:
+        fsspec.open("tierfs::http://127.0.0.1:9/a/b").open()
+    assert "http://http" not in str(caught.value)
 
 
 def test_a_name_with_colons_is_a_name(place):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import threading
 from types import TracebackType
 from typing import Any
+
+from tierfs.units import format_bytes
 
 __all__ = ["Progress", "add_progress_argument"]
 
@@ -18,6 +21,29 @@ def add_progress_argument(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         help="show a progress bar on stderr (default: if stderr is a terminal)",
     )
+
+
+@functools.cache
+def _bar_type() -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 - only where a bar is shown
+
+    class Bar(tqdm):  # type: ignore[misc]
+        """Writes sizes with their units, as everything else does; tqdm writes 64.0M beside MB/s for the same bytes."""
+
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            values = dict(super().format_dict)
+            speed = values["rate"] or (values["n"] / values["elapsed"] if values["elapsed"] else None)
+            values["size"] = format_bytes(values["n"])
+            values["speed"] = "?" if speed is None else f"{format_bytes(int(speed))}/s"
+            if values["total"]:
+                values["whole"] = format_bytes(values["total"])
+                values["bar_format"] = "{l_bar}{bar}| {size}/{whole} [{elapsed}<{remaining}, {speed}{postfix}]"
+            else:
+                values["bar_format"] = "{desc}: {size} [{elapsed}, {speed}{postfix}]"
+            return values
+
+    return Bar
 
 
 class Progress:
@@ -39,16 +65,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._wanted:
-            from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
-
-            self._bar = tqdm(
-                desc=self._label,
-                total=self._total_bytes,
-                unit="B",
-                unit_scale=True,
-                unit_divisor=1024,
-                file=sys.stderr,
-            )
+            self._bar = _bar_type()(desc=self._label, total=self._total_bytes, file=sys.stderr)
         return self
 
     def __exit__(

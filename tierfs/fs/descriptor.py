@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import StoreError
-from tierfs.local.allocate import give_up
 
 __all__ = ["Descriptor"]
 
@@ -77,6 +76,8 @@ class Descriptor:
             piece = os.pread(self._memory, min(BLOCK_BYTES, length - self._collected), self._collected)
             store(memoryview(piece))
             if not self._is_sealed:
+                from tierfs.local.allocate import give_up  # noqa: PLC0415 - it loads NumPy
+
                 give_up(self._memory, 0, self._collected + len(piece))
             self._collected += len(piece)
 

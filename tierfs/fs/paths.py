@@ -24,7 +24,7 @@ from tierfs.fs.chaining import Chained
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import Location, Store, TierOptions
-from tierfs.store.url import TRUE, asks_to_create, named_location, split_url, strip
+from tierfs.store.url import TRUE, asks_to_create, full_url, named_location, split_url, strip
 
 __all__ = ["PathSpace", "is_hint"]
 
@@ -114,7 +114,7 @@ class PathSpace(Chained):
     def _strip(self, path: Any) -> Any:
         if isinstance(path, list):
             return [self._strip(item) for item in path]
-        text = stringify_path(path)
+        text = "" if path is None else stringify_path(path)  # fsspec's path for a URL without one
         protocol, stripped = split_url(text)
         if protocol is None and not text.startswith("tierfs://"):
             if self._target_protocol is None:
@@ -134,7 +134,7 @@ class PathSpace(Chained):
         stripped = self._strip(name)
         if self._target_protocol is None:
             return f"tierfs://{stripped}"
-        return f"tierfs::{self._target_protocol}://{stripped}"
+        return f"tierfs::{full_url(self._target_protocol, stripped)}"
 
     def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
         """The store that a path lies in, and the path relative to it."""

@@ -36,7 +36,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Location", "asks_to_create", "configured_tiers", "named_location", "parse_url", "split_url", "strip"]
+__all__ = [
+    "Location",
+    "asks_to_create",
+    "configured_tiers",
+    "full_url",
+    "named_location",
+    "parse_url",
+    "split_url",
+    "strip",
+]
 
 LOCAL = ("file", "local")
 TRUE = ("1", "true", "yes", "on")
@@ -74,7 +83,12 @@ class Location:
     @property
     def url(self) -> str:
         """The path as an object tier's URL, without options."""
-        return f"{self.protocol}://{self.path}"
+        return full_url(self.protocol, self.path)
+
+
+def full_url(protocol: str, path: str) -> str:
+    """A path as a URL. fsspec's web filesystems take whole URLs for paths."""
+    return path if path.startswith(f"{protocol}://") else f"{protocol}://{path}"
 
 
 def split_url(url: str) -> tuple[str | None, str]:
@@ -97,7 +111,17 @@ def split_url(url: str) -> tuple[str | None, str]:
     elif url.startswith(_NAMED):
         if "::" in url:
             raise InvalidInputError(f"{url!r} names a store twice: write tierfs://NAME/path or tierfs::URL")
-        return None, url[len(_NAMED) :].rstrip("/")
+        path = url[len(_NAMED) :].rstrip("/")
+        if path.startswith("/"):
+            raise InvalidInputError(
+                f"{url!r} names no store: write tierfs::file:///{path.lstrip('/')} for a local directory, or tierfs://NAME/path for a "
+                "store that the configuration file names"
+            )
+        return None, path
+    elif url.startswith(_CHAIN[:-1]):
+        raise InvalidInputError(
+            f"{url!r} names no store: write tierfs::file:///absolute/path, tierfs::s3://bucket/path or tierfs://NAME/path"
+        )
     if "::" in url and _PROTOCOL.search(url):
         raise InvalidInputError(f"{url!r}: a chain behind tierfs:: is not supported: name the object tier itself")
     match = _PROTOCOL.match(url)
