@@ -24,7 +24,7 @@ from tierfs.fs.chaining import Chained
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
 from tierfs.store import Location, Store, TierOptions
-from tierfs.store.url import TRUE, asks_to_create, full_url, named_location, split_url, strip
+from tierfs.store.url import TRUE, asks_to_create, named_location, split_url, strip, target_url
 
 __all__ = ["PathSpace", "is_hint"]
 
@@ -134,7 +134,7 @@ class PathSpace(Chained):
         stripped = self._strip(name)
         if self._target_protocol is None:
             return f"tierfs://{stripped}"
-        return f"tierfs::{full_url(self._target_protocol, stripped)}"
+        return f"tierfs::{target_url(self._target_protocol, stripped)}"
 
     def _locate(self, path: str, *, write: bool = False) -> tuple[Store, str]:
         """The store that a path lies in, and the path relative to it."""

@@ -28,7 +28,7 @@ from tierfs.store.create import check_digests, create_store, read_descriptor
 from tierfs.store.leftbehind import check_nothing_is_left
 from tierfs.store.settings import ResolvedTiers, TierOptions, from_environment, resolve
 from tierfs.store.store import Store
-from tierfs.store.url import Location, configured_tiers, full_url, parse_url
+from tierfs.store.url import Location, configured_tiers, parse_url, target_url
 
 if TYPE_CHECKING:
     from tierfs.flush.tiers import Tiers
@@ -152,7 +152,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         known = _stores.get((_token(location), root))
         if known is not None and (not write or _is_there(location, root, known)):
             return known, _relative(root, location.path)
-    known_roots = [root for root in ancestors if _known_stores(location).find(full_url(location.protocol, root))]
+    known_roots = [root for root in ancestors if _known_stores(location).find(target_url(location.protocol, root))]
     away: StoreError | None = None
     for root in ancestors:
         try:
@@ -174,16 +174,16 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         raise away
     if refused:
         raise ReadOnlyError(
-            f"no store was found above {location.url}, and {full_url(location.protocol, refused)} may not be looked into: ask for "
+            f"no store was found above {location.url}, and {target_url(location.protocol, refused)} may not be looked into: ask for "
             "the right to read it if the store's root is there, else make one: "
-            f"tierfs init {full_url(location.protocol, _new_root(location, ancestors))}",
+            f"tierfs init {target_url(location.protocol, _new_root(location, ancestors))}",
             path=location.url,
         )
     _check_nothing_is_left(location, ancestors)
     if not create:
         raise StoreNotFoundError(
             f"no store holds {location.url}: make one with: "
-            f"tierfs init {full_url(location.protocol, _new_root(location, ancestors))}",
+            f"tierfs init {target_url(location.protocol, _new_root(location, ancestors))}",
             path=location.url,
         )
     root = _new_root(location, ancestors)
@@ -220,7 +220,7 @@ def _refuse_nested(objects: ObjectTier, url: str) -> None:
 
 def _create(location: Location, root: str, kind: DigestKind) -> Store:
     objects = connect(location.protocol, root, location.options)
-    url = full_url(location.protocol, root)
+    url = target_url(location.protocol, root)
     endpoint = objects.capabilities
     try:
         read_descriptor(objects, url)
@@ -261,7 +261,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
     if known is not None:
         return known
     objects = connect(location.protocol, root, location.options)
-    url = full_url(location.protocol, root)
+    url = target_url(location.protocol, root)
     try:
         if is_away:
             raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
@@ -383,7 +383,7 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
     """
     for root in _ancestors(location):
         objects = connect(location.protocol, root, location.options)
-        url = full_url(location.protocol, root)
+        url = target_url(location.protocol, root)
         try:
             descriptor = read_descriptor(objects, url)
         except NotFoundError:

@@ -40,11 +40,11 @@ __all__ = [
     "Location",
     "asks_to_create",
     "configured_tiers",
-    "full_url",
     "named_location",
     "parse_url",
     "split_url",
     "strip",
+    "target_url",
 ]
 
 LOCAL = ("file", "local")
@@ -83,10 +83,10 @@ class Location:
     @property
     def url(self) -> str:
         """The path as an object tier's URL, without options."""
-        return full_url(self.protocol, self.path)
+        return target_url(self.protocol, self.path)
 
 
-def full_url(protocol: str, path: str) -> str:
+def target_url(protocol: str, path: str) -> str:
     """A path as a URL. fsspec's web filesystems take whole URLs for paths."""
     return path if path.startswith(f"{protocol}://") else f"{protocol}://{path}"
 
