@@ -6,13 +6,18 @@ import io
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
+import fsspec
 import numpy as np
 import pytest
+from fsspec import AbstractFileSystem
+from fsspec.asyn import AsyncFileSystem
 
-from tierfs.errors import NotFoundError, StoreError
+from tierfs.errors import CorruptionError, NotFoundError, StoreError
 from tierfs.objects import WrappedObjects
+from tierfs.testing import flip_bit
 
 MIB = 1 << 20
 CHUNK = 16 * MIB
@@ -110,6 +115,60 @@ def test_cat_ranges_raises_the_first_error_when_asked_to(place):
     place.fs.pipe(place / "a", b"0123456789")
     with pytest.raises(FileNotFoundError, match="missing"):
         place.fs.cat_ranges([place / "a", place / "missing"], 0, 5, on_error="raise")
+
+
+def fetch_as_torch_does(fs, paths, starts, ends) -> list[bytes]:
+    """What `FsspecReader` of torch's main branch asks, and checks of the answer."""
+    chunks = fs.cat_ranges(paths, starts, ends, on_error="raise")
+    assert isinstance(chunks, list)
+    assert [type(chunk) for chunk in chunks] == [bytes] * len(paths)
+    assert [len(chunk) for chunk in chunks] == [end - start for start, end in zip(starts, ends, strict=True)]
+    return list(chunks)
+
+
+def test_torchs_reader_takes_the_filesystem_for_one_of_batches(place):
+    assert isinstance(place.fs, AsyncFileSystem)
+    assert place.fs.async_impl
+    assert not isinstance(getattr(place.fs, "fs", None), AbstractFileSystem)
+
+
+def test_cat_ranges_with_urls_from_two_threads_at_once(place, random_bytes):
+    print("seed 9")
+    random = Random(9)
+    contents = {f"__{rank}_0.distcp": random_bytes(3 * MIB + rank, rank) for rank in range(4)}
+    contents["__4_0.distcp"] = random_bytes(CHUNK + MIB, 4)
+    place.fs.pipe({place / f"ck/{name}": data for name, data in contents.items()})
+    fs, _ = fsspec.url_to_fs(f"{place.url}/ck")
+
+    def batch() -> tuple[list[str], list[int], list[int]]:
+        names = sorted(random.choice(list(contents)) for _ in range(50))
+        starts = [random.randrange(len(contents[name])) for name in names]
+        pairs = zip(names, starts, strict=True)
+        return names, starts, [min(len(contents[name]), at + random.choice([0, 1, 700, MIB])) for name, at in pairs]
+
+    batches = [batch() for _ in range(8)]
+    together = threading.Barrier(2)
+
+    def fetch(wanted: tuple[list[str], list[int], list[int]]) -> list[bytes]:
+        together.wait(30)
+        names, starts, ends = wanted
+        return fetch_as_torch_does(fs, [os.path.join(f"{place.url}/ck", name) for name in names], starts, ends)
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(fetch, batches))
+    for chunks, (names, starts, ends) in zip(found, batches, strict=True):
+        assert chunks == [contents[name][start:end] for name, start, end in zip(names, starts, ends, strict=True)]
+
+
+def test_cat_ranges_with_urls_raises_what_is_missing_or_damaged(place, random_bytes):
+    place.fs.pipe({place / "good": b"small", place / "bad": random_bytes(MIB, 2)})
+    (chunk,) = place.chunks()
+    flip_bit(place.store.objects, chunk, 8 * (MIB // 2))
+    fresh, _ = fsspec.url_to_fs(place.url, ram="0", skip_instance_cache=True)
+    with pytest.raises(CorruptionError, match="bad"):
+        fresh.cat_ranges([f"{place.url}/bad"], [5], [50], on_error="raise")
+    with pytest.raises(FileNotFoundError, match="missing"):
+        fresh.cat_ranges([f"{place.url}/good", f"{place.url}/missing"], [0, 0], [5, 5], on_error="raise")
 
 
 def test_cat_ranges_refuses_lists_of_different_lengths(place):
