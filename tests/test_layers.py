@@ -18,6 +18,7 @@ GROUND = ABOVE_NOTHING | {
     "daemons",
     "garbage",
     "localfile",
+    "misplaced",
     "sharedmemory",
 }
 PURE = {"format", "codec"}
@@ -37,6 +38,7 @@ ALLOWED = {
     "daemons": set(),
     "garbage": {"daemons", "forks"},
     "localfile": set(),
+    "misplaced": set(),
     "format": GROUND,
     "codec": GROUND,
     "objects": GROUND | PURE,
@@ -50,7 +52,7 @@ ALLOWED = {
     "cli": GROUND | PURE | BACKENDS | {"flush", "store", "dcp"},
     "train": GROUND | PURE | BACKENDS | {"flush", "store", "dcp"},
     "testing": None,  # anything; nothing imports it
-    "__init__": {"errors", "store", "fs", "dcp"},  # all but errors and the guard of torch lazily
+    "__init__": {"errors", "misplaced", "store", "fs", "dcp"},  # lazily, but for the first two and the guard of torch
 }
 TORCH_ALLOWED = {"device", "dcp", "train"}
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.dcp.guard import guard
 from tierfs.errors import TierfsError
+from tierfs.misplaced import warn_at_exit
 
 if TYPE_CHECKING:
     from tierfs.fs import TierFileSystem
@@ -21,6 +22,7 @@ __all__ = ["TierFileSystem", "TierfsError", "__version__", "init"]
 __version__ = "0.1.0"
 
 guard()
+warn_at_exit()
 
 _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.store"}
 

@@ -250,7 +250,7 @@ def report(**more):
     ram = {"budget_bytes": 64 * MIB, "used_bytes": MIB, "dirty_bytes": 0, "clean_bytes": MIB, "gives": "staged"}
     return {
         "store": "s3://b/run", "uuid": "aa", "ack": "local", "tiers": {"ram": ram}, "flusher": {"running": True, "pid": 7},
-        "queue_files": 0, "queue_bytes": 0, "oldest_age_s": 0.0, "conflicts": [], "errors": [], "counters": {}, **more,
+        "queue_files": 0, "queue_bytes": 0, "oldest_age_s": 0.0, "conflicts": [], "errors": [], "counters": {}, "misplaced": [], **more,
     }  # fmt: skip
 
 

@@ -145,6 +145,12 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"  {printable(path)}: {printable(message)}" for path, message in items[:LISTED_MAX])
         if count > LISTED_MAX:
             yield f"  ... and {count - LISTED_MAX} more"
+    if report["misplaced"]:
+        yield from (
+            "",
+            "in the working directory: made by code that took a tierfs URL for a local path, and in no store",
+        )
+        yield from (f"  {printable(path)}" for path in report["misplaced"][:LISTED_MAX])
 
 
 def _conflicts(report: Mapping[str, Any]) -> int:

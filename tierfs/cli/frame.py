@@ -21,6 +21,7 @@ from tierfs.cli._failures import Failure, describe
 from tierfs.cli._log import logging_to_stderr
 from tierfs.cli._output import print_json, printable
 from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.misplaced import do_not_warn
 
 __all__ = ["COMMANDS", "Command", "build_parser", "load_command", "main"]
 
@@ -122,6 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, or that of the category of the error.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    do_not_warn()
     if sys.stdout is None:
         # What is opened next would take its number, and what is printed would go there.
         print("tierfs: stdout is closed: send it to /dev/null if it is not wanted", file=sys.stderr)

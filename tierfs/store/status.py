@@ -8,6 +8,7 @@ from typing import Any
 
 from tierfs.errors import StoreError
 from tierfs.flush.levels import Level
+from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.asked import asked
 from tierfs.store.devicenotes import read_notes
@@ -37,6 +38,7 @@ def status(store: Store) -> dict[str, Any]:
         "conflicts": [],
         "errors": [],
         "counters": {},
+        "misplaced": misplaced(),
     }
     if tiers is None:
         return report
