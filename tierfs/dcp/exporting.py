@@ -30,7 +30,7 @@ from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.nesting import nested
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.shardlayout import header
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
+from tierfs.dcp.tensorbytes import bytes_of, in_safetensors
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.store.commit import ROOT
 
@@ -58,7 +58,9 @@ def safetensors_pieces(
     """
     tensors = checkpoint.tensors
     odd = {
-        fqn: item.properties.dtype for fqn, item in tensors.items() if item.properties.dtype not in SAFETENSORS_NAMES
+        fqn: item.properties.dtype
+        for fqn, item in tensors.items()
+        if in_safetensors(item.properties.dtype, item.size) is None
     }
     if odd:
         listed = _listed([f"{fqn!r} ({str(dtype).removeprefix('torch.')})" for fqn, dtype in odd.items()])
@@ -95,7 +97,9 @@ def _entries(tensors: Mapping[str, Any], names: list[str]) -> Iterator[Entry]:
     for fqn in names:
         dtype, size = tensors[fqn].properties.dtype, tensors[fqn].size
         length = math.prod(size) * dtype.itemsize
-        yield Entry(fqn, SAFETENSORS_NAMES[dtype], tuple(size), at, length)
+        described = in_safetensors(dtype, size)
+        assert described is not None, "refused before"
+        yield Entry(fqn, *described, at, length)
         at += length
 
 

@@ -7,6 +7,7 @@ mapping.
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import warnings
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ from tierfs.dcp.boxes import Box, BoxReader, in_batches
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.checksums import problem_of
 from tierfs.dcp.planner import unpickle_safely
-from tierfs.dcp.tensorbytes import DTYPES_BY_NAME, tensor_in
+from tierfs.dcp.tensorbytes import in_torch, tensor_in
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 
@@ -195,14 +196,27 @@ def _tensors_in(data: Any, where: str) -> dict[str, torch.Tensor]:
         out[:] = view[at : at + len(out)]
 
     entries, begin = read_table(read_into, len(view), where)
-    for entry in entries.values():
-        if entry.dtype not in DTYPES_BY_NAME:
-            raise FormatError(f"{where}: {entry.name!r} is {entry.dtype}, which this tierfs does not know", path=where)
-    tensors = {}
+    found = {}
     for name, entry in entries.items():
+        described = in_torch(entry.dtype, entry.shape)
+        if described is None:
+            raise FormatError(
+                f"{where}: {name!r} is {entry.dtype} of shape {list(entry.shape)}, and torch has no such tensor: convert it with what "
+                "wrote the file",
+                path=where,
+            )
+        found[name] = described
+    tensors = {}
+    for name, (dtype, shape) in found.items():
+        entry = entries[name]
         content = view[begin + entry.at :][: entry.length]
+        if math.prod(shape) * dtype.itemsize != entry.length:
+            raise CorruptionError(
+                f"{where}: {name!r}: {entry.length} bytes do not make {list(entry.shape)} elements of {entry.dtype}",
+                path=where,
+            )
         try:
-            tensors[name] = tensor_in(content, DTYPES_BY_NAME[entry.dtype], entry.shape)
+            tensors[name] = tensor_in(content, dtype, shape)
         except RuntimeError as error:
             raise CorruptionError(
                 f"{where}: {name!r}: {list(entry.shape)} elements of {entry.dtype} are no tensor: {error}", path=where

@@ -23,7 +23,7 @@ from tierfs.dcp.overlaps import Destinations
 from tierfs.dcp.planner import object_loader
 from tierfs.dcp.ranges import READ_BYTES_MAX, Extent, extents_of
 from tierfs.dcp.shards import FileRange, ShardFiles
-from tierfs.dcp.tensorbytes import writable_bytes
+from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, writable_bytes
 from tierfs.device.accelerator import accelerator_of
 from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
@@ -244,12 +244,16 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
         source: On the CPU.
         uploads: Where the source lies, if the copy to a GPU may be done later.
     """
-    if target.dtype == source.dtype and source.dtype.itemsize == 1 and not target.is_quantized:
+    if target.dtype == source.dtype and source.dtype.itemsize == 1 and not is_quantized(target):
         # torch does not know how to copy some of the small ones; their bytes it does.
         target, source = target.view(torch.uint8), source.view(torch.uint8)
     if uploads is not None:
         uploads.put(target, source)
         return
+    if lacks_quantizer(target):
+        raise InvalidInputError(
+            f"the destination is a view as {target.dtype}, which torch cannot copy into: load into the integers that it is a view of"
+        )
     with torch.no_grad():
         target.copy_(source)
 

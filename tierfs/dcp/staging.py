@@ -20,7 +20,7 @@ from tierfs.dcp.refused import refused
 from tierfs.dcp.replicas import placeholder
 from tierfs.dcp.shardfile import ShardFile
 from tierfs.dcp.stagedstate import Awaited, StagedState
-from tierfs.dcp.tensorbytes import has_no_copy, lies_nowhere, problem_of, refuse_unusual
+from tierfs.dcp.tensorbytes import has_no_copy, is_quantized, lies_nowhere, problem_of, refuse_unusual
 from tierfs.errors import InvalidInputError
 
 __all__ = ["stage"]
@@ -216,7 +216,7 @@ def _is_simple(tensor: torch.Tensor) -> bool:
         type(tensor) in _PLAIN
         and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is torch.strided
-        and not tensor.is_quantized
+        and not is_quantized(tensor)
         and not tensor.is_nested
         and bool(tensor.data_ptr() or not tensor.numel())
         and not (tensor.storage_offset() and lies_nowhere(tensor))

@@ -20,7 +20,7 @@ from tierfs.dcp.metadatafile import Place
 from tierfs.dcp.shards import FileRange, ShardFiles, raise_named
 from tierfs.dcp.stock import StockPlace
 from tierfs.dcp.streams import ReadStream
-from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, writable_bytes
+from tierfs.dcp.tensorbytes import in_safetensors, writable_bytes
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
 
 __all__ = ["STREAM_BUFFER_BYTES", "locate", "read_archives", "read_items"]
@@ -180,8 +180,14 @@ def _in_safetensors(files: ShardFiles, index: Any, saved: Saved, table: Mapping[
             "chunk of a tensor in a safetensors file",
             path=saved.place.file,
         )
-    expected = (SAFETENSORS_NAMES.get(saved.dtype), list(saved.shape))
-    if described != expected or type(begin) is not int or begin < 0 or end != begin + length:
+    expected = in_safetensors(saved.dtype, saved.shape)
+    if (
+        expected is None
+        or described != (expected[0], list(expected[1]))
+        or type(begin) is not int
+        or begin < 0
+        or end != begin + length
+    ):
         raise CorruptionError(
             f"{where}: the file's table has {entry!r} for it, the metadata {expected}",
             path=saved.place.file,

@@ -6,6 +6,7 @@ torch runs checkpoints.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,14 @@ from tierfs.digest import Buffer
 from tierfs.errors import InvalidInputError
 
 __all__ = [
-    "DTYPES_BY_NAME",
     "SAFETENSORS_NAMES",
     "bytes_of",
     "has_no_copy",
+    "has_size_in_plans",
+    "in_safetensors",
+    "in_torch",
+    "is_quantized",
+    "lacks_quantizer",
     "lies_nowhere",
     "problem_of",
     "refuse_unusual",
@@ -48,8 +53,56 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""What the safetensors format calls a dtype. A tensor of any other is stored as ``U8``."""
-DTYPES_BY_NAME = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
+"""What the safetensors format calls a dtype, in shard files. A tensor of any other is stored as ``U8`` there."""
+_EXCHANGED = {**SAFETENSORS_NAMES, torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"}
+_BY_NAME = {name: dtype for dtype, name in _EXCHANGED.items()}
+_F4 = "F4"
+_F4_IN_ONE = 2
+"""Elements of the format's ``F4`` that one of torch's ``float4_e2m1fn_x2`` holds, along the last dimension."""
+_QUANTIZED = frozenset({torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
+def in_safetensors(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]] | None:
+    """Dtype and shape that the safetensors library gives a tensor; ``None`` where the format has none."""
+    if dtype is torch.float4_e2m1fn_x2:
+        return (_F4, (*shape[:-1], _F4_IN_ONE * shape[-1])) if shape else None
+    name = _EXCHANGED.get(dtype)
+    return None if name is None else (name, tuple(shape))
+
+
+def in_torch(name: str, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]] | None:
+    """The reverse of `in_safetensors`; ``None`` where torch has no such tensor."""
+    if name == _F4:
+        if not shape or shape[-1] % _F4_IN_ONE:
+            return None
+        return torch.float4_e2m1fn_x2, (*shape[:-1], shape[-1] // _F4_IN_ONE)
+    dtype = _BY_NAME.get(name)
+    return None if dtype is None else (dtype, tuple(shape))
+
+
+@functools.cache
+def has_size_in_plans(dtype: torch.dtype) -> bool:
+    """Whether torch's planners can weigh a tensor: they do not know how long a ``uint4`` or a ``bits8`` is."""
+    try:
+        torch._utils._element_size(dtype)
+    except TypeError:
+        return False
+    return True
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Whether a tensor has a quantized dtype; a view of other elements as such a dtype has, and says of itself that it is not quantized."""
+    return tensor.dtype in _QUANTIZED
+
+
+def lacks_quantizer(tensor: Any) -> bool:
+    """Whether it has a quantized dtype and no quantizer: torch ends the process where it copies such a view."""
+    if not is_quantized(tensor):
+        return False
+    try:
+        return not tensor.is_quantized or tensor.qscheme() is None
+    except RuntimeError:  # a copy of such a view says that it is quantized, and has none either
+        return True
 
 
 def bytes_of(tensor: Any) -> memoryview:
@@ -80,7 +133,7 @@ def writable_bytes(tensor: Any) -> memoryview | None:
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+    if tensor.layout != torch.strided or is_quantized(tensor) or tensor.is_conj() or tensor.is_neg():
         return None
     return _flat(tensor.detach()) if tensor.is_contiguous() else None
 
@@ -147,6 +200,8 @@ def problem_of(tensor: Any) -> str:
         return "it is a FakeTensor, which has no content: make it outside of FakeTensorMode"
     if tensor.layout != torch.strided:
         return f"its layout is {tensor.layout}: make it dense with to_dense()"
+    if lacks_quantizer(tensor):
+        return f"it is a view as {tensor.dtype}, which torch cannot copy: store it as the integers that it is a view of"
     if tensor.is_quantized:
         return f"{tensor.dtype} has more to it than its elements: store int_repr(), scale and zero point"
     if tensor.is_meta:

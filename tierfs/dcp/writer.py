@@ -37,7 +37,7 @@ from tierfs.dcp.stagedstate import UnstagedState
 from tierfs.dcp.staging import stage
 from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
 from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
-from tierfs.dcp.tensorbytes import refuse_unusual
+from tierfs.dcp.tensorbytes import has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
 from tierfs.device.drain import Gate
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
 from tierfs.flush.levels import Level
@@ -241,10 +241,16 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
 
         Raises:
             Exception: What kept this rank's state from being staged.
+            InvalidInputError: torch's planner would fail at a tensor's dtype without its name.
         """
         if (failure := self._save.failure) is not None:
             self._save.failure = None
             raise failure
+        for item in plan.items:
+            if item.tensor_data is not None and not has_size_in_plans(dtype := item.tensor_data.properties.dtype):
+                raise InvalidInputError(
+                    f"{item.index.fqn!r} is {dtype}, which torch's planner cannot save: save the bytes, view(torch.uint8)"
+                )
         self._save.offered = plan.items if plan.usable else None
         ours, self._save.left = split(plan.items)
         return replace(plan, items=ours, storage_data=Left(self._save.left)) if self._save.left else plan
@@ -556,9 +562,15 @@ def _check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
 def _check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
     """See that ``torch.save`` can write what is a tensor, of some of which it knows more than their elements, and that none was saved before."""
     for item, data in items:
-        if item.type is not WriteItemType.BYTE_IO and not (data.is_quantized or hasattr(data, "__tensor_flatten__")):
+        if item.type is not WriteItemType.BYTE_IO and not (
+            _is_whole_quantized(data) or hasattr(data, "__tensor_flatten__")
+        ):
             refuse_unusual(data, item.index.fqn)
             check_is_held(data)
+
+
+def _is_whole_quantized(tensor: Any) -> bool:
+    return is_quantized(tensor) and not lacks_quantizer(tensor)
 
 
 def _length(data: Any) -> int:
