@@ -11,13 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiered import BIG, MIB, Gate, Host, content
+from tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.flush.levels import Level
 from tierfs.flush.settling import Settler
 from tierfs.local.slab import Segment, SlotState
-from tierfs.store import kind_of, load, open_store, parse_url, save, status, wait
+from tierfs.store import (
+    Store,
+    copy,
+    kind_of,
+    level_of,
+    list_directory,
+    load,
+    open_store,
+    parse_url,
+    save,
+    stat_to_read,
+    status,
+    wait,
+)
 from tierfs.store.settings import TierOptions
 from tierfs.store.stagedfile import StagedFile
 
@@ -242,3 +255,27 @@ def test_each_of_two_users_of_a_store_waits_for_room_as_long_as_it_was_told(tmp_
     assert time.monotonic() - begin < 30
     staged.abort()
     stores[0].tiers.close()
+
+
+@pytest.mark.parametrize("size", [0, 100, 5000, MIB])
+def test_a_file_in_a_segment_that_was_cut_short_is_damaged_and_not_missing(left, tmp_path, objects, make_host, size):
+    files, names = left
+    save(Store(objects, make_host("elsewhere").descriptor, url="memory://store"), "run/published", b"published")
+    for name in names:
+        os.truncate(Path((tmp_path / "folder").read_text()) / name, size)
+    store = make_host(ram=256 * MIB, nvme=0).store
+    lost = min(files)
+    for read in (
+        lambda: load(store, lost),
+        lambda: stat_to_read(store, lost),
+        lambda: copy(store, lost, "copy"),
+        lambda: level_of(store, lost),
+        lambda: list_directory(store, "unseen"),
+        lambda: wait(store, lost, Level.OBJECT, 20),
+    ):
+        with pytest.raises(CorruptionError, match=r"is no segment any more.*delete that file.*save again"):
+            read()
+    assert load(store, "run/published") == b"published"
+    assert kind_of(store, lost) is None
+    save_at(store, lost, b"again", Level.OBJECT)
+    assert load(store, lost) == b"again"

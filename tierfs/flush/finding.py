@@ -8,6 +8,7 @@ from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.flush.draft import Draft, SlotRef
 from tierfs.flush.entries import Entry
+from tierfs.flush.pendingdrafts import damaged_segment
 from tierfs.flush.state import FlushState
 from tierfs.local.slab import Segment, Slot, SlotKind, SlotState
 
@@ -104,12 +105,7 @@ class Finder:
             CorruptionError: One was: what this host wrote there last is lost.
         """
         for name, error in self._state.ram.damaged().items():
-            raise CorruptionError(
-                f"{name} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "
-                "it up, and save again what is not in the object tier",
-                path=path,
-                tier="ram",
-            )
+            raise damaged_segment(name, error, path)
         for number, where in list(self._lost.items()):
             if not path or not where or where == path or where.startswith(f"{path}/"):
                 if isinstance(number, int):

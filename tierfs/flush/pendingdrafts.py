@@ -23,7 +23,7 @@ from tierfs.local.ram import RamTier
 from tierfs.local.slab import SlotState
 from tierfs.local.stored import StoredDraft
 
-__all__ = ["Pending", "PendingDrafts"]
+__all__ = ["Pending", "PendingDrafts", "damaged_segment"]
 
 REBUILDS_MAX = 2
 _Answer = TypeVar("_Answer")
@@ -119,6 +119,15 @@ class PendingDrafts:
                 found[draft.path] = Pending(draft, Level.STAGED)
         return found
 
+    def check_hidden(self, path: str) -> None:
+        """See that no segment is damaged, where something that this host wrote at or below ``path`` may be hidden.
+
+        Raises:
+            CorruptionError: One is.
+        """
+        for name, error in self._ram.damaged().items():
+            raise damaged_segment(name, error, path)
+
     def is_settled(self, path: str) -> bool:
         """Whether nothing at or below ``path`` is pending, nor kept as a conflict, as far as this process can see all."""
         if self._ram.is_blind():
@@ -203,6 +212,17 @@ class PendingDrafts:
                 )
             self._flusher.request("status", {})
         return look_up()
+
+
+def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
+    """What to raise of a path that nothing is known of, because a segment cannot be read."""
+    what = f"{path}: {name}" if path else name
+    return CorruptionError(
+        f"{what} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "
+        "it up, and save again what is not in the object tier",
+        path=path,
+        tier="ram",
+    )
 
 
 def _is_below(path: str, directory: str) -> bool:

@@ -104,7 +104,7 @@ class Changing(Reading):
     def _cp_now(self, path1: str, path2: str) -> None:
         source, source_path = self._locate(path1)
         target, target_path = self._locate(path2, write=True)
-        entry = verbs.stat(source, source_path)
+        entry = verbs.stat_to_read(source, source_path)
         if entry.is_directory:
             verbs.make_directory(target, target_path, exist_ok=True)
         elif source is target:

@@ -28,7 +28,7 @@ class Looking(PathSpace):
 
     def _info_now(self, path: str) -> dict[str, Any]:
         store, relative = self._locate(path)
-        return describe(self._strip(path), verbs.stat(store, relative))
+        return describe(self._strip(path), verbs.stat_to_read(store, relative))
 
     async def _ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
         return await run_in_thread(self._ls_now, path, detail=detail)

@@ -32,7 +32,7 @@ class Reading(Looking):
 
     def _reader(self, path: str) -> tuple[Reader, Entry]:
         store, relative = self._locate(path)
-        entry = verbs.stat(store, relative)
+        entry = verbs.stat_to_read(store, relative)
         if entry.is_directory:
             raise IsADirectoryError(f"{path} is a directory")
         return verbs.open_entry(store, entry), entry
@@ -112,7 +112,7 @@ class Reading(Looking):
             self._download(self._reader(rpath)[0], lpath, callback)
             return
         store, relative = self._locate(rpath)
-        entry = verbs.stat(store, relative)
+        entry = verbs.stat_to_read(store, relative)
         target = os.fspath(lpath)
         if entry.is_directory:
             os.makedirs(target, exist_ok=True)

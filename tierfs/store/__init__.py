@@ -4,7 +4,7 @@ from tierfs.store.copy import copy, rename, transfer
 from tierfs.store.delete import delete
 from tierfs.store.directory import make_directory, remove_directory
 from tierfs.store.kind import is_directory_nearby, kind_of
-from tierfs.store.listing import Entry, find, is_directory, list_directory, stat
+from tierfs.store.listing import Entry, find, is_directory, list_directory, stat, stat_to_read
 from tierfs.store.load import Reader, load, open_entry
 from tierfs.store.open import init, open_store
 from tierfs.store.prefetch import evict, prefetch
@@ -50,6 +50,7 @@ __all__ = [
     "rename",
     "save",
     "stat",
+    "stat_to_read",
     "status",
     "transfer",
     "usage",

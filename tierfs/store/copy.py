@@ -9,7 +9,7 @@ from tierfs.errors import AlreadyExistsError, NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
 from tierfs.store.delete import bury
-from tierfs.store.listing import Entry, stat
+from tierfs.store.listing import Entry, stat_to_read
 from tierfs.store.load import expand_rows, open_entry
 from tierfs.store.records import Observed, observe, observe_to_stage
 from tierfs.store.save import Writer, learn_rows, refuse_foreign, settle
@@ -36,7 +36,7 @@ def copy(store: Store, source: str, target: str) -> None:
     # One look: a draft's rows are no published record's, which it may be by the next one.
     observed = observe(store, source) if source else None
     if observed is None or observed.manifest is None:
-        entry = stat(store, source)
+        entry = stat_to_read(store, source)
         if entry.is_directory:
             raise NotFoundError(f"{store.where(source)} is a directory", path=source)
         if source != target:
@@ -119,7 +119,7 @@ def transfer(source: Store, source_path: str, target: Store, target_path: str, *
     observed = observe(source, source_path)
     if observed.manifest is None and move:
         refuse_foreign(source, source_path)
-    _copy_bytes(source, stat(source, source_path), target, target_path)
+    _copy_bytes(source, stat_to_read(source, source_path), target, target_path)
     if move:
         bury(source, observed)
 

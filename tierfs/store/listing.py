@@ -33,6 +33,7 @@ __all__ = [
     "names_in",
     "read_manifests",
     "stat",
+    "stat_to_read",
 ]
 
 ERRAND_RECORDS_MAX = 64
@@ -96,6 +97,21 @@ def stat(store: Store, path: str) -> Entry:
     raise NotFoundError(f"{store.where(path)} is not there", path=path)
 
 
+def stat_to_read(store: Store, path: str) -> Entry:
+    """The same for who wants to read what is there.
+
+    Raises:
+        CorruptionError: As `stat`; or nothing is seen there, and a segment of this host is damaged, which may hold it.
+        TierfsError: As `stat`.
+    """
+    try:
+        return stat(store, path)
+    except NotFoundError:
+        if store.tiers is not None:
+            store.tiers.drafts.check_hidden(path)
+        raise
+
+
 def is_directory(store: Store, path: str) -> bool:
     """Whether ``path`` is a directory. Raises as `stat` does, but for `NotFoundError`."""
     try:
@@ -154,7 +170,7 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         if manifest is not None and name.rpartition("/")[0] == path and name != path:
             files[name] = Entry(name, is_directory=False, manifest=manifest)
     if not (exists or files or below):
-        entry = stat(store, path)
+        entry = stat_to_read(store, path)
         return [] if entry.is_directory else [entry]
     return _sorted([*files.values(), *below])
 

@@ -18,7 +18,7 @@ from tierfs.format.ranges import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.processors import processors
 from tierfs.store.fetching import fetch
-from tierfs.store.listing import Entry, stat
+from tierfs.store.listing import Entry, stat_to_read
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 
@@ -65,7 +65,7 @@ class Reader(Protocol):
 
 def load(store: Store, path: str) -> bytes:
     """Return a whole file. Raises as `open_entry` and `Reader.read_into` do."""
-    reader = open_entry(store, stat(store, path))
+    reader = open_entry(store, stat_to_read(store, path))
     out = bytearray(reader.length)
     reader.read_into(0, memoryview(out))
     return bytes(out)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from tierfs.errors import NotFoundError
 from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
-from tierfs.store.listing import stat
+from tierfs.store.listing import stat_to_read
 from tierfs.store.load import Reader, open_manifest
 from tierfs.store.store import Store
 
@@ -41,7 +41,7 @@ def level_of(store: Store, path: str) -> Level:
     """
     tiers = _tiers_of(store)
     level = tiers.drafts.level(path) if tiers is not None else Level.OBJECT
-    if stat(store, path).is_directory:
+    if stat_to_read(store, path).is_directory:
         raise NotFoundError(f"{store.where(path)} is a directory: levels are a file's", path=path)
     return level
 
