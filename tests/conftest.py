@@ -9,7 +9,6 @@ import tempfile
 import pytest
 from hypothesis import settings
 
-
 # How long an example takes says more of the machine than of the code.
 settings.register_profile("tierfs", deadline=None)
 settings.load_profile("tierfs")
