@@ -31,7 +31,7 @@ from tierfs.errors import InvalidInputError
 __all__ = ["install", "uninstall"]
 
 _PACKAGE = "torch.distributed.checkpoint"
-_KNOWN = "2.11 to 2.13"
+_KNOWN = "2.11 to 2.14"
 _SETUP = ("storage", "checkpoint_id", "reader")
 _HOOKS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("_storage_utils", "_storage_setup", _SETUP),

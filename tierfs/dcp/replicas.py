@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from tierfs.dcp.localshards import holds_shards
 from tierfs.errors import InvalidInputError
 from tierfs.forks import PerProcess
 
@@ -159,7 +160,7 @@ def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
     data = item.tensor_data
     is_sharded = isinstance(tensor, DTensor)
     is_plain = type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
-    if not (is_sharded or is_plain) or tensor.is_nested:  # others may have no shape
+    if not (is_sharded or is_plain) or tensor.is_nested or holds_shards(tensor):  # others may have no shape
         return False
     if data.properties.dtype != tensor.dtype or data.size != tensor.shape:
         return False

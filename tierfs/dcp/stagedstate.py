@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.later import Later
+from tierfs.dcp.localshards import mark_shards, shards_of
 from tierfs.dcp.saves import Save, read_here
 from tierfs.dcp.shardfile import LentShard, ShardFile
 
@@ -191,11 +192,11 @@ class _Pickler(ForkingPickler):
         self._places = places
 
     def persistent_id(self, value: Any) -> Any:
-        """Where it lies, and for a DTensor, of which its local part does, what else makes it."""
+        """Where it lies, and for a DTensor, of which its local part does, what else makes it, or what shards it holds."""
         if type(value) is DTensor and id(value._local_tensor) in self._places:
             return self._places[id(value._local_tensor)], value._spec
         if type(value) is torch.Tensor and id(value) in self._places:
-            return self._places[id(value)], None
+            return self._places[id(value)], shards_of(value)
         return None
 
 
@@ -210,7 +211,9 @@ class _Unpickler(pickle.Unpickler):
         """A tensor that is a view of the shared memory."""
         (at, dtype, shape), spec = said
         view = self._make(at, dtype, shape) if shape.numel() else torch.empty(shape, dtype=dtype, device="cpu")
-        return view if spec is None else DTensor(view, spec, requires_grad=False)
+        if spec is None or isinstance(spec, dict):
+            return mark_shards(view, spec)
+        return DTensor(view, spec, requires_grad=False)
 
 
 def _received(data: bytes, shared: torch.UntypedStorage) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.tensor import DTensor
 
 from tierfs.dcp.later import Later
+from tierfs.dcp.localshards import holds_shards, mark_shards, shards_of
 from tierfs.dcp.refused import refused
 from tierfs.dcp.replicas import placeholder
 from tierfs.dcp.shardfile import ShardFile
@@ -89,7 +90,7 @@ def stage(
         if later.ready.is_set():
             remaining = iter(later.result())
             for number, tensor in staged:
-                memo[number] = next(remaining) if type(tensor) in _PLAIN else _rebuilt(tensor, remaining)
+                memo[number] = _rebuilt(tensor, remaining)
         else:
             memo.update(_awaited(staged, later))
         if left:
@@ -111,7 +112,7 @@ def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[i
     found = {}
     at = 0
     for number, tensor in staged:
-        if type(tensor) in _PLAIN:
+        if type(tensor) in _PLAIN and not holds_shards(tensor):
             found[number] = Awaited(lambda at=at: later.views[at])  # type: ignore[misc]
             at += 1
         else:
@@ -232,6 +233,8 @@ def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _rebuilt(tensor: torch.Tensor, views: Iterator[torch.Tensor]) -> torch.Tensor:
+    if type(tensor) in _PLAIN:  # as nearly all are
+        return next(views) if not holds_shards(tensor) else mark_shards(next(views), shards_of(tensor))
     if isinstance(tensor, DTensor):
         return DTensor(next(views), tensor._spec, requires_grad=False)
     if isinstance(tensor, ShardedTensor):
@@ -239,4 +242,4 @@ def _rebuilt(tensor: torch.Tensor, views: Iterator[torch.Tensor]) -> torch.Tenso
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             shards, tensor.metadata(), process_group=tensor._process_group
         )
-    return next(views)
+    return mark_shards(next(views), shards_of(tensor))
