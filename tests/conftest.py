@@ -49,6 +49,14 @@ def state_of_its_own():
 
 
 @pytest.fixture(autouse=True)
+def warnings_are_logged_in_each_test():
+    yield
+    repeats = sys.modules.get("tierfs.repeats")
+    if repeats is not None:
+        repeats.forget_repeats()
+
+
+@pytest.fixture(autouse=True)
 def stores_are_closed(request):
     """Those whose state is a test's own, before that goes: whoever closed them afterwards would find it gone."""
     if "tmp_path" not in request.fixturenames:

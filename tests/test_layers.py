@@ -19,6 +19,7 @@ GROUND = ABOVE_NOTHING | {
     "garbage",
     "localfile",
     "misplaced",
+    "repeats",
     "sharedmemory",
 }
 PURE = {"format", "codec"}
@@ -39,6 +40,7 @@ ALLOWED = {
     "garbage": {"daemons", "forks"},
     "localfile": set(),
     "misplaced": set(),
+    "repeats": set(),
     "format": GROUND,
     "codec": GROUND,
     "objects": GROUND | PURE,

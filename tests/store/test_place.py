@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -366,3 +368,86 @@ def test_no_store_is_made_where_one_with_changes_pending_was(left, options, tmp_
     for known in ("_stores", "_tiers"):
         monkeypatch.setattr(opening, known, {})
     assert open_at(left, **options)[0].cat(f"{left}/a") == b"saved"
+
+
+DAMAGED = {
+    "cut short": b'["file:/st',
+    "no JSON": b"hello",
+    "another shape": b'{"a": 1}',
+    "no text": b"[1]",
+    "no UTF-8": b'["\xff"]',
+}
+
+
+def opened_anew(root, **options):
+    """As by another process."""
+    for store in opening._stores.values():
+        if store.tiers is not None:
+            store.tiers.close()
+    opening._stores.clear()
+    opening._tiers.clear()
+    return open_at(root, **options)
+
+
+def place_file(options):
+    (path,) = Path(options["state_dir"]).glob("stores/*/place.json")
+    return path
+
+
+@pytest.mark.parametrize("damage", [*DAMAGED, "a directory"])
+@pytest.mark.parametrize("asked", ["asked for", "by default"])
+def test_what_was_published_is_read_though_it_is_not_known_whose_the_tiers_are(
+    store, options, monkeypatch, caplog, damage, asked
+):
+    monkeypatch.setenv("TIERFS_STATE_DIR", options["state_dir"])
+    fs, path = open_at(store, **options)
+    fs.pipe(f"{path}/a", b"published" * 10_000, ack="object")
+    kept = place_file(options)
+    if damage == "a directory":
+        kept.unlink()
+        kept.mkdir()
+    else:
+        kept.write_bytes(DAMAGED[damage])
+    fs, path = opened_anew(store, **(options if asked == "asked for" else {}))
+    assert fs.cat(f"{path}/a") == b"published" * 10_000
+    for _ in range(3):
+        assert fs.ls(path, detail=False) == [f"{path}/a"]
+    if damage == "a directory":
+        with pytest.raises(StoreError, match="does not say whose"):
+            fs.wait(path, "object", timeout=5)
+    else:
+        fs.wait(path, "object", timeout=5)
+        assert f"file:{store}" in json.loads(kept.read_text())
+    told = [record for record in caplog.records if "place.json" in record.getMessage()]
+    assert len(told) == 1
+
+
+def test_what_is_pending_where_it_is_not_known_for_which_store_waits(left, options):
+    kept = place_file(options)
+    whose = kept.read_bytes()
+    kept.write_bytes(b"[")
+    fs, path = opened_anew(left, **options)
+    assert not fs.exists(f"{path}/a")
+    with pytest.raises(StoreError, match=r"place.json does not say whose"):
+        fs.cat(f"{path}/a")
+    with pytest.raises(StoreError, match=r"place.json does not say whose .* waits.* until this file is removed"):
+        fs.wait(path, "object", timeout=5)
+    fs.pipe(f"{path}/direct", b"goes past the tiers")
+    assert fs.cat(f"{path}/direct") == b"goes past the tiers"
+    kept.write_bytes(whose)
+    fs, path = opened_anew(left, **options)
+    fs.wait(path, "object", timeout=20)
+    assert fs.cat(f"{path}/a") == b"saved"
+
+
+def test_many_instances_and_threads_say_the_same_thing_once(store, options, monkeypatch, caplog):
+    monkeypatch.setenv("TIERFS_STATE_DIR", "/proc/self/no")  # no local tiers can be there
+    opened = [open_at(store, timeout=number) for number in range(1, 6)]
+    threads = [threading.Thread(target=fs.ls, args=(path,)) for fs, path in opened]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    told = Counter(record.getMessage() for record in caplog.records)
+    assert set(told.values()) == {1}
+    assert any("is used without local tiers" in text for text in told)

@@ -335,7 +335,7 @@ def test_a_damaged_record_elsewhere_is_passed_over_and_one_here_is_an_error(stor
     with caplog.at_level(logging.WARNING, "tierfs"):
         assert usage(opened(), "run").files == 1
         assert usages(opened(), ["other"])["other"].files == 0
-    assert caplog.text.count("a file is not counted") == 2
+    assert caplog.text.count("a file is not counted") == 1, "a process says it once"
     with pytest.raises(CorruptionError):
         usage(opened(), "other")
     assert stat(store, "run/good").length == row.raw_length

@@ -13,13 +13,17 @@ from tierfs.local.filesystems import flush_directory
 from tierfs.local.host import Host
 from tierfs.local.private import refused
 
-__all__ = ["PLACE_FILE", "check", "claim", "places_in"]
+__all__ = ["PLACE_FILE", "DamagedPlaceError", "check", "claim", "places_in"]
 
 PLACE_FILE = "place.json"
 _logger = logging.getLogger("tierfs.local")
 
 
-def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
+class DamagedPlaceError(StoreError):
+    """What says whose local tiers these are cannot be read."""
+
+
+def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool = False) -> Path:
     """The directory of a store's local tiers, if they are those of the store that is there.
 
     What is pending in them is to get to the store that it was saved to. The first one of this id that is opened on the host
@@ -30,13 +34,19 @@ def claim(host: Host, uuid: str, places: Sequence[str], url: str) -> Path:
         uuid: The store's.
         places: See `ObjectTier.places`.
         url: For errors.
+        anew: Whether to replace what says whose they are. Nothing may be pending in them then.
 
     Raises:
         InvalidInputError: They belong to another one.
+        DamagedPlaceError: It cannot be told whose they are.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     directory = host.store_directory(uuid)
     path, names = directory / PLACE_FILE, list(places)
+    if anew:
+        with host.locked("places"):
+            _write(path, names)
+        return directory
     if places_in(path) == names:
         return directory
     with host.locked("places"):
@@ -71,7 +81,7 @@ def places_in(path: Path) -> list[str]:
     """The places of the store whose local tiers these are; none where nothing says so.
 
     Raises:
-        StoreError: It cannot be read.
+        DamagedPlaceError: It cannot be read.
     """
     try:
         text = path.read_bytes()
@@ -81,8 +91,10 @@ def places_in(path: Path) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
-        raise StoreError(
-            f"{path} does not say whose local tiers these are ({error}): remove it", path=str(path)
+        raise DamagedPlaceError(
+            f"{path} does not say whose local tiers these are ({error}): what is pending in them waits, and is not read, until "
+            "this file is removed; then they are those of the store of this id that is opened next",
+            path=str(path),
         ) from error
     return kept
 

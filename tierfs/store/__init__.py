@@ -1,5 +1,6 @@
 """Stores: one verb per file, over an object tier."""
 
+from tierfs.repeats import drop_repeats
 from tierfs.store.copy import copy, rename, transfer
 from tierfs.store.delete import delete
 from tierfs.store.directory import make_directory, remove_directory
@@ -58,3 +59,5 @@ __all__ = [
     "verify",
     "wait",
 ]
+
+drop_repeats()

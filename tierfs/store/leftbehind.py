@@ -13,7 +13,7 @@ from tierfs.local.host import Host
 from tierfs.local.place import PLACE_FILE, places_in
 from tierfs.objects.local import DIRECTORY
 
-__all__ = ["check_nothing_is_left"]
+__all__ = ["check_nothing_is_left", "is_pending"]
 
 
 _logger = logging.getLogger("tierfs.store")
@@ -32,7 +32,7 @@ def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
     """
     for kept in sorted((state / "stores").glob(f"*/{PLACE_FILE}")):
         here = [name for name in _places_in(kept) if name in places and not name.startswith(DIRECTORY)]
-        if here and _is_pending(state, kept.parent):
+        if here and is_pending(state, kept.parent):
             where = here[0].removeprefix("file:")
             raise StoreError(
                 f"this host has changes pending for the store that was at {where}, and none is there now: mount it, or bring it "
@@ -61,7 +61,7 @@ def _segments_of(state: Path, directory: Path) -> str:
     return f" and {pattern}" if list(pattern.parent.glob(pattern.name)) else ""
 
 
-def _is_pending(state: Path, directory: Path) -> bool:
+def is_pending(state: Path, directory: Path) -> bool:
     """Whether something is, as far as it can be looked up."""
     # They bring numpy, which takes a while.
     from tierfs.local.nvmereader import NvmeReader  # noqa: PLC0415

@@ -102,13 +102,15 @@ def stat_to_read(store: Store, path: str) -> Entry:
 
     Raises:
         CorruptionError: As `stat`; or nothing is seen there, and a segment of this host is damaged, which may hold it.
-        TierfsError: As `stat`.
+        TierfsError: As `stat`; or nothing is seen there, and local tiers that may hold it cannot be used.
     """
     try:
         return stat(store, path)
     except NotFoundError:
         if store.tiers is not None:
             store.tiers.drafts.check_hidden(path)
+        elif store.hidden is not None:
+            raise store.hidden.with_traceback(None) from None
         raise
 
 

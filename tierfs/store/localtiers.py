@@ -21,7 +21,7 @@ from tierfs import __version__
 from tierfs.clock import Clock, SystemClock
 from tierfs.daemons import start_daemon
 from tierfs.digest import DigestKind
-from tierfs.errors import InvalidInputError, StoreError, TierfsError
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.flush.building import TRANSIT_BYTES, build_engine
 from tierfs.flush.client import FlusherClient
 from tierfs.flush.launch import LOG_NAME, Launched, spawn
@@ -32,9 +32,10 @@ from tierfs.flush.tiers import Tiers
 from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.host import Host
 from tierfs.local.nvmereader import NvmeReader
-from tierfs.local.place import PLACE_FILE, check, claim
+from tierfs.local.place import PLACE_FILE, DamagedPlaceError, check, claim
 from tierfs.local.ram import RamTier
 from tierfs.store.exit import finish_at_exit
+from tierfs.store.leftbehind import is_pending
 from tierfs.store.publishing import StorePublisher
 from tierfs.store.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
@@ -73,10 +74,25 @@ def home_of(target: Target, settings: ResolvedTiers) -> tuple[Host, Path]:
 
     Raises:
         InvalidInputError: They are those of another store of this id, or can be none where the state directory is.
+        DamagedPlaceError: Something is pending in them, and it cannot be told for which store.
         ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
     """
     host = Host(settings.directory)
-    return host, claim(host, target.uuid, target.places, target.url)
+    try:
+        return host, claim(host, target.uuid, target.places, target.url)
+    except DamagedPlaceError as error:
+        if is_pending(settings.directory, host.store_directory(target.uuid)):
+            raise
+        try:
+            directory = claim(host, target.uuid, target.places, target.url, anew=True)
+        except (StoreError, CapacityError, ReadOnlyError) as refusal:
+            raise error from refusal
+        _logger.warning(
+            "%s was damaged (%s) and is made anew: nothing is pending there",
+            directory / PLACE_FILE,
+            error.__cause__,
+        )
+        return host, directory
 
 
 def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:

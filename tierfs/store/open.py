@@ -22,6 +22,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.local.filesystems import filesystem_of, is_network
 from tierfs.local.host import state_directory
+from tierfs.local.place import DamagedPlaceError
 from tierfs.objects import ObjectTier, as_promised, connect, probe
 from tierfs.store.away import LOOK_S, KnownStores, within
 from tierfs.store.create import check_digests, create_store, read_descriptor
@@ -329,7 +330,8 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
             try:
                 home = localtiers.home_of(target, settings)
             except TierfsError as error:
-                if options.is_explicit:
+                # What was published can be read without them.
+                if options.is_explicit and not isinstance(error, DamagedPlaceError):
                     raise
                 _logger.warning("%s is used without local tiers: %s", url, error)
                 hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
