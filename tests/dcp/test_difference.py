@@ -19,7 +19,7 @@ from tierfs.errors import CorruptionError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning"),
 ]
 FILES = [f"rank-{rank:05d}-0badcafe.safetensors" for rank in range(3)]
 

@@ -24,7 +24,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning"),
 ]
 QUANTIZED = [name for name in DTYPES if name.startswith(("qint", "quint"))]
 UNPLANNED = [name for name in DTYPES if name.startswith("bits") or name.strip("uint") in set("1234567")]

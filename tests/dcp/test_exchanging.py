@@ -35,7 +35,7 @@ from tierfs.store import delete, load, parse_url, save
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning"),
 ]
 FILE = "rank-00000-0badcafe.safetensors"
 KNOWN = [dtype for dtype in DTYPES if dtype in SAFETENSORS_NAMES]

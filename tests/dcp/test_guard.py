@@ -202,3 +202,17 @@ for call in (lambda: torch.save(1, "tierfs::file:///x"), lambda: dcp.FileSystemW
     run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert run.stdout.split() == ["InvalidInputError"] * 2, run.stderr
     assert os.listdir(tmp_path) == []
+
+
+def test_a_torch_that_is_made_otherwise_is_imported_all_the_same(tmp_path):
+    code = """
+import sys, tierfs, types
+from tierfs.dcp import guard
+assert "torch" not in sys.modules
+sys.modules["torch.serialization"] = types.ModuleType("torch.serialization")
+guard.guard()
+"""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "torch.serialization of this torch is unknown" in run.stderr

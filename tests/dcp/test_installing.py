@@ -222,7 +222,7 @@ def test_a_torch_that_is_made_otherwise_is_not_touched(monkeypatch, module, name
         monkeypatch.delattr(module, name)
     else:
         monkeypatch.setattr(module, name, instead)
-    with pytest.raises(InvalidInputError, match=f"torch {re.escape(torch.__version__)}: .*{said}.* 2.11 to 2.13; "):
+    with pytest.raises(InvalidInputError, match=f"torch {re.escape(torch.__version__)}: .*{said}.* 2.11 to 2.14; "):
         tierfs.dcp.install()
     assert dcp.async_save is STOCK[2]
     tierfs.dcp.uninstall()

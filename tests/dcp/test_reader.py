@@ -38,7 +38,7 @@ from tierfs.testing import flip_bit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning"),
 ]
 MIB = 1 << 20
 FILES = [f"rank-{rank:05d}-0badcafe.safetensors" for rank in range(12)]

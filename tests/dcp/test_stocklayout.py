@@ -21,7 +21,7 @@ from tierfs.store.sinks import SlabSink
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental:UserWarning"),
+    pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning"),
 ]
 
 

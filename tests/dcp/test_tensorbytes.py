@@ -8,7 +8,7 @@ from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of, tensor_in, writa
 from tierfs.dcp.torchnames import DTYPES
 from tierfs.errors import InvalidInputError
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:(ComplexHalf|BComplex32) support:UserWarning")
 PLAIN = sorted(name for name in DTYPES if not name.startswith(("qint", "quint")))
 
 

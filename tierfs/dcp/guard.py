@@ -39,8 +39,7 @@ def guard() -> None:
         if module is None:
             _waiting.setdefault(name, change)
         elif name not in _done:
-            _done.add(name)
-            change(module)
+            _change(name, module, change)
     if _waiting and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -79,8 +78,20 @@ class _Loader:
         self._loader.exec_module(module)
         change = _waiting.pop(self._name, None)
         if change is not None:
-            _done.add(self._name)
-            change(module)
+            _change(self._name, module, change)
+
+
+def _change(name: str, module: Any, change: Callable[[Any], None]) -> None:
+    """Change a module once. A torch that is made otherwise is imported all the same, and the log says so."""
+    _done.add(name)
+    try:
+        change(module)
+    except (AttributeError, TypeError, ValueError) as error:
+        import logging  # noqa: PLC0415 - as above
+
+        logging.getLogger("tierfs.dcp").warning(
+            "%s of this torch is unknown (%s): it may take a tierfs URL for a local path, so hand it none", name, error
+        )
 
 
 def _check(path: Any, who: str, instead: str) -> None:
