@@ -1,13 +1,20 @@
 """What a store's status says of its object tier: what was asked of it, by whom, and where it fell back."""
 
+import re
+import shutil
+
+import fsspec
 import pytest
 from tiered import MIB, Host, content
 
+import tierfs
+from tierfs.cli import main
 from tierfs.clock import ManualClock
-from tierfs.errors import StoreError
+from tierfs.errors import InvalidInputError, StoreError
 from tierfs.flush.levels import Level
 from tierfs.objects import LimitedObjects, MeasuredObjects, MemoryObjects, PromisedObjects, RetryingObjects
 from tierfs.store import load, save, status, wait
+from tierfs.store.settings import TierOptions, resolve
 from tierfs.store.store import Store
 
 
@@ -128,3 +135,92 @@ def test_a_flusher_that_has_no_way_to_the_object_tier_yet_counts_nothing(apart):
 def test_a_host_without_segments_in_shared_memory_is_said_to_be_one(make_host, monkeypatch, tmp_path):
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path / "missing"))
     assert status(make_host().store)["counters"]["process_no_segment_files"] == 1
+
+
+def settings_of(tmp_path, **options):
+    return resolve(
+        TierOptions(state_dir=str(tmp_path / "state"), **options), "0" * 32, host_local=False, process_local=False
+    )
+
+
+@pytest.fixture
+def disk(monkeypatch, tmp_path):
+    """A disk with so many bytes free, shared memory of so many, and a filesystem of this kind."""
+    usage = shutil.disk_usage(tmp_path)
+
+    def make(*, free=1 << 40, shared=1 << 40, kind="ext4"):
+        def found(path):
+            return usage._replace(free=free, total=shared if str(path) == "/dev/shm" else 1 << 40)
+
+        monkeypatch.setattr("tierfs.store.settings.shutil.disk_usage", found)
+        monkeypatch.setattr("tierfs.store.settings.filesystem_of", lambda _: kind)
+        monkeypatch.setattr("tierfs.store.settings.memory_limit", lambda: 64 << 30)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("options", "host", "tier", "says"),
+    [
+        ({"nvme": "500GiB"}, {"free": 21 << 30}, "nvme", r"nvme=500GiB does not fit .* where 21 GiB are free"),
+        ({"nvme": "10%"}, {"free": 1 << 20}, "nvme", r"is full but for 1 MiB"),
+        ({}, {"free": 1 << 20}, "nvme", r"is full but for 1 MiB"),
+        ({"nvme": "1GiB"}, {"kind": "tmpfs"}, "nvme", r"a tmpfs filesystem holds: nothing gets to `local`"),
+        ({"nvme": "1GiB"}, {"kind": "overlay"}, "nvme", r"an? overlay filesystem holds: nothing gets to `local`"),
+        ({"ram": "500GiB"}, {}, "ram", r"ram=500GiB is more than the 64 GiB of memory"),
+        ({"ram": "32GiB"}, {"shared": 64 << 20}, "ram", r"ram=32GiB is more than the 64 MiB of /dev/shm"),
+    ],
+)
+def test_a_budget_that_this_host_cannot_give_is_told_of(tmp_path, monkeypatch, disk, options, host, tier, says):
+    monkeypatch.setenv("TIERFS_SHM_DIR", "/dev/shm")
+    disk(**host)
+    settings = settings_of(tmp_path, **options)
+    assert list(settings.problems) == [tier]
+    assert re.search(says, settings.problems[tier])
+    assert bool(settings.nvme_bytes) is ("full" not in says), "the flusher would not start with so little"
+
+
+def test_budgets_that_this_host_can_give_are_no_problem(tmp_path, disk):
+    disk()
+    for options in ({}, {"ram": "1GiB", "nvme": "1GiB"}, {"ram": "0", "nvme": "0"}):
+        assert settings_of(tmp_path, **options).problems == {}
+    disk(kind="tmpfs", free=1 << 30)
+    assert settings_of(tmp_path).problems == {}, "nobody asked for it"
+    disk(free=1 << 20)
+    with pytest.raises(InvalidInputError, match="nvme=100KiB comes to 102400 bytes"):
+        settings_of(tmp_path, nvme="100KiB")
+
+
+def test_an_arena_that_is_there_fits_however_full_the_disk_is(tmp_path, disk):
+    arena = tmp_path / "state" / "stores" / ("0" * 32) / "nvme.arena"
+    arena.parent.mkdir(parents=True)
+    arena.write_bytes(bytes(1 << 20))
+    disk(free=4096)
+    assert settings_of(tmp_path, nvme="500GiB").problems == {}
+    assert settings_of(tmp_path).nvme_bytes == 1 << 20
+
+
+def test_the_job_is_told_once_and_status_says_why_there_is_no_tier(tmp_path, caplog, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TIERFS_NVME", "900TiB")
+    tierfs.init(f"file://{tmp_path}/store")
+    for number in range(3):
+        fs, root = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store", ack="staged", ram="64MiB", timeout=number + 5)
+        fs.pipe_file(f"{root}/a", b"a" * 100_000)
+    tier = fs.status()["tiers"]["nvme"]
+    assert tier["gives"] == ""
+    assert "nvme=900TiB does not fit on the disk of" in tier["problem"]
+    assert caplog.text.count("nvme=900TiB does not fit") == 1
+    fs.wait(root, "object", timeout=20)
+    assert main(["status", f"tierfs::file://{tmp_path}/store"]) == 0
+    assert "nvme=900TiB does not fit" in capsys.readouterr().out
+
+
+def test_status_says_why_there_are_no_local_tiers(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", "/proc/self/no")
+    tierfs.init(f"file://{tmp_path}/store")
+    fs, _ = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store", timeout=3)
+    tiers = fs.status()["tiers"]
+    assert tiers["ram"] == tiers["nvme"]
+    assert tiers["ram"]["gives"] == ""
+    assert "/proc/self/no" in tiers["ram"]["problem"]

@@ -73,10 +73,11 @@ def build_engine(
     clock = clock or SystemClock()
 
     def build() -> Flusher:
-        nvme = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
+        nvme, problem = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
         ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
         flusher = Flusher(ram, nvme, clock=clock, random=random.random, bandwidth=budgets.bandwidth, faults=faults)
         if nvme is None and budgets.nvme_bytes:
+            flusher.nvme_problem = problem
             flusher.note("nvme_unavailable")
         for what in lesser:
             flusher.note(what)
@@ -87,19 +88,24 @@ def build_engine(
     return FlushEngine(build, connect, own)
 
 
-def _nvme_tier(directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]) -> NvmeTier | None:
-    """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet."""
+def _nvme_tier(
+    directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]
+) -> tuple[NvmeTier | None, str]:
+    """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet.
+
+    Where there is none: why, if somebody asked for one.
+    """
     arena = directory / ARENA_FILE
     if not budget_bytes and not arena.exists():
-        return None
+        return None, ""
     try:
         tier = NvmeTier(directory, budget_bytes=budget_bytes or arena.stat().st_size, clock=clock, faults=faults)
     except (CapacityError, StoreError) as error:
         if is_needed(directory):
             raise
         _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
-        return None
+        return None, str(error)
     if budget_bytes or tier.drafts():
-        return tier
+        return tier, ""
     tier.close()
-    return None
+    return None, ""

@@ -82,6 +82,7 @@ class Flusher:
         self.finder = Finder(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
         self.settler = Settler(self._state, self.uploader.put)
+        self.nvme_problem = ""  # why there is no nvme tier, though there was to be one
         self._threads: list[threading.Thread] = []
 
     def __repr__(self) -> str:
@@ -337,6 +338,7 @@ class Flusher:
                 "unreadable_drafts": self.finder.unreadable,
                 "unread_segments": unread,
                 "has_nvme": usage is not None,
+                "nvme_problem": self.nvme_problem,
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "counters": dict(state.counters),
                 **(publisher.asked() if publisher is not None else {}),

@@ -49,9 +49,10 @@ class Tiers:
         passes_by: Whether a write that is to survive a crash of the host passes the local tiers by, because the object tier
             is the next one down and a directory of this host.
         clock: Where time comes from.
+        problems: Why this host cannot give a tier as it was asked for, by the tier's name.
 
     Attributes:
-        ram: As given; so are ``nvme``, ``flusher``, ``has_nvme`` and ``passes_by``.
+        ram: As given; so are ``nvme``, ``flusher``, ``has_nvme``, ``passes_by`` and ``problems``.
         drafts: What is pending.
         writer: Puts chunks and drafts into slabs.
         reader: Reads chunks that are here.
@@ -73,7 +74,9 @@ class Tiers:
         shares_reads: bool = False,
         passes_by: bool,
         clock: Clock,
+        problems: Mapping[str, str] | None = None,
     ) -> None:
+        self.problems = dict(problems or {})
         self.ram = ram
         self.nvme = nvme
         self.flusher = flusher

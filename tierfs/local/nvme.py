@@ -13,7 +13,7 @@ from pathlib import Path
 from tierfs.clock import Clock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.local.arena import no_faults
-from tierfs.local.extentpage import GRANULE, NAME_BYTES_MAX, ExtentKind, ExtentPage
+from tierfs.local.extentpage import NAME_BYTES_MAX, ExtentKind, ExtentPage
 from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.index import INSERT_RELEASE, IndexReader
 from tierfs.local.ledger import Written
@@ -21,13 +21,20 @@ from tierfs.local.nvmecommit import Draft, commit, unref
 from tierfs.local.nvmereader import FoundChunk, NvmeReader
 from tierfs.local.nvmestate import NvmeState
 from tierfs.local.private import make_private
-from tierfs.local.stored import ARENA_FILE, DRAFT_COLUMNS, INDEX_FILE, ChunksGoneError, NvmeUsage, StoredDraft
+from tierfs.local.stored import (
+    ARENA_FILE,
+    BUDGET_BYTES_MIN,
+    DRAFT_COLUMNS,
+    INDEX_FILE,
+    ChunksGoneError,
+    NvmeUsage,
+    StoredDraft,
+)
 
 __all__ = ["ChunksGoneError", "Draft", "FoundChunk", "NvmeReader", "NvmeTier", "NvmeUsage", "StoredDraft", "is_needed"]
 
 STATES = ("pending", "conflict", "damaged")
 CHUNK_META_BYTES_MAX = 900
-BUDGET_BYTES_MIN = 4 * GRANULE
 
 
 def is_needed(directory: Path) -> bool:

@@ -11,6 +11,8 @@ from tierfs.errors import ConflictError
 __all__ = ["ChunksGoneError", "NvmeUsage", "StoredDraft"]
 
 ARENA_FILE = "nvme.arena"
+BUDGET_BYTES_MIN = 256 << 10
+"""What an nvme tier has room for at least: four extents."""
 INDEX_FILE = "nvme.db"
 USED_FILE = "nvme.used"
 

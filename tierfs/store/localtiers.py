@@ -129,7 +129,10 @@ def tiers_for(target: Target, settings: ResolvedTiers, connect: Callable[[], Sto
         shares_reads=ranks_here() > 1,
         passes_by=target.host_local and not settings.nvme_bytes,
         clock=clock,
+        problems=settings.problems,
     )
+    for problem in settings.problems.values():
+        _logger.warning("%s: %s", target.url, problem)
     if host.segments is None:
         tiers.counters["no_segment_files"] += 1  # which the host has logged
     finish_at_exit(tiers, target.url, launcher)

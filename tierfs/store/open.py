@@ -311,6 +311,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     process_local = location.protocol == "memory"
     tiers: Tiers | None = None
     hidden: TierfsError | None = None
+    unused = ""
     if settings.ram_bytes or settings.nvme_bytes:
         key = (
             descriptor.uuid,
@@ -334,6 +335,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
                 if options.is_explicit and not isinstance(error, DamagedPlaceError):
                     raise
                 _logger.warning("%s is used without local tiers: %s", url, error)
+                unused = str(error)
                 hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
             else:
 
@@ -352,6 +354,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         state_dir=settings.directory,
         codecs=settings.codecs,
         device_bytes=settings.device_bytes,
+        unused=unused,
     )
 
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from tierfs.errors import InvalidInputError
 from tierfs.flush.levels import Level
+from tierfs.local.filesystems import filesystem_of, is_durable
 from tierfs.local.host import state_directory
 from tierfs.local.memory import memory_limit
-from tierfs.local.stored import ARENA_FILE
+from tierfs.local.stored import ARENA_FILE, BUDGET_BYTES_MIN
 from tierfs.store.codecs import AUTO, Codecs
-from tierfs.units import parse_share, parse_size
+from tierfs.units import format_bytes, parse_share, parse_size
 
 __all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve"]
 
 RAM_SHARE = "25%"
 NVME_SHARE = "10%"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
 TIMEOUT_S = 600.0
 
 
@@ -99,6 +101,7 @@ class ResolvedTiers:
         bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
         codecs: What chunks may be encoded with.
         device_bytes: Budget of the device tier of each process; 0 switches the tier off.
+        problems: Why this host cannot give a tier as it was asked for, by the tier's name.
     """
 
     ack: Level
@@ -109,6 +112,7 @@ class ResolvedTiers:
     bandwidth: int = 0
     codecs: Codecs = AUTO
     device_bytes: int = 0
+    problems: Mapping[str, str] = field(default_factory=dict)
 
 
 def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
@@ -132,16 +136,71 @@ def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local:
         timeout_s = TIMEOUT_S if options.timeout is None else float(options.timeout)
     except ValueError:
         raise InvalidInputError(f"timeout={options.timeout!r} is no number of seconds") from None
+    free_bytes = _free_bytes(directory)
+    ram_bytes, nvme_bytes = parse_share(ram, memory_limit()), parse_share(nvme, free_bytes)
+    problems = {"ram": _ram_problem(options, ram_bytes)}
+    nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
     return ResolvedTiers(
         ack=Level.parse(options.ack) if options.ack else _default_ack(),
-        ram_bytes=parse_share(ram, memory_limit()),
-        nvme_bytes=parse_share(nvme, _free_bytes(directory)),
+        ram_bytes=ram_bytes,
+        nvme_bytes=nvme_bytes,
         directory=directory,
         timeout_s=timeout_s,
         bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
         codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
         device_bytes=parse_size(options.device) if options.device is not None else 0,
+        problems={tier: problem for tier, problem in problems.items() if problem},
     )
+
+
+def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int, free_bytes: int) -> tuple[int, str]:
+    """The budget of the nvme tier, 0 where there is room for nothing; and what a person has to know of it.
+
+    Raises:
+        InvalidInputError: A budget was asked for that holds nothing.
+    """
+    where, free = f"the disk of {directory}", format_bytes(free_bytes)
+    otherwise = (
+        "so there is no nvme tier and what is saved goes from memory to the object tier: free some room, or set state_dir= "
+        "(TIERFS_STATE_DIR) to another disk"
+    )
+    if 0 < budget_bytes < BUDGET_BYTES_MIN:
+        if options.nvme is not None and not str(options.nvme).endswith("%"):
+            raise InvalidInputError(
+                f"nvme={options.nvme} comes to {budget_bytes} bytes, and less than {BUDGET_BYTES_MIN} hold nothing: give more, or 0"
+            )
+        return 0, f"{where} is full but for {free}, {otherwise}"
+    if budget_bytes > free_bytes and not (directory / "stores" / uuid / ARENA_FILE).exists():
+        # The flusher tries all the same, and takes what it can get.
+        return (
+            budget_bytes,
+            f"nvme={options.nvme} does not fit on {where}, where {free} are free, {otherwise}, or give less",
+        )
+    if budget_bytes and options.nvme is not None and not is_durable(kind := filesystem_of(directory)):
+        return budget_bytes, (
+            f"nvme={options.nvme} lies in {directory}, and a crash of the host may take what a {kind} filesystem holds: nothing gets to "
+            "`local` there, and what waits for that waits for the object tier: set state_dir= (TIERFS_STATE_DIR) to a disk"
+        )
+    return budget_bytes, ""
+
+
+def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
+    """Of a budget that somebody asked for."""
+    if options.ram is None:
+        return ""
+    memory, folder = memory_limit(), Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
+    if ram_bytes > memory:
+        return (
+            f"ram={options.ram} is more than the {format_bytes(memory)} of memory that this process may use, and processes may be killed "
+            "when it is taken: give less"
+        )
+    folder_bytes = shutil.disk_usage(folder).total if folder.is_dir() else 0
+    if ram_bytes > folder_bytes > 0:
+        return (
+            f"ram={options.ram} is more than the {format_bytes(folder_bytes)} of {folder}, and what does not fit lies in memory without a "
+            "file: give less, or enlarge that (docker: --shm-size)"
+        )
+    return ""
 
 
 def from_environment() -> TierOptions:

@@ -8,6 +8,7 @@ from typing import Any
 
 from tierfs.errors import StoreError
 from tierfs.flush.levels import Level
+from tierfs.local.stored import ARENA_FILE
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.asked import asked
@@ -17,7 +18,8 @@ from tierfs.store.store import Store
 __all__ = ["status"]
 
 ASK_TIMEOUT_S = 5.0
-NO_NVME = "the flusher runs without it: flusher.log in the store's state directory says why"
+NO_NVME = "the flusher runs without it: %s"
+LOG_SAYS = "flusher.log in the store's state directory says why"
 
 
 def status(store: Store) -> dict[str, Any]:
@@ -41,10 +43,16 @@ def status(store: Store) -> dict[str, Any]:
         "misplaced": misplaced(),
     }
     if tiers is None:
+        if store.unused:
+            report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}
         return report
     report["tiers"]["ram"] = {**asdict(tiers.ram.usage()), "gives": Level.STAGED.label}
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
+    for tier, problem in tiers.problems.items():
+        report["tiers"].setdefault(tier, {"gives": ""})["problem"] = problem
+    if "nvme" in tiers.problems and not (tiers.nvme.directory / ARENA_FILE).exists():
+        report["tiers"]["nvme"]["gives"] = ""
     device = read_notes(store)
     if device is not None:
         report["tiers"]["device"] = device
@@ -60,10 +68,12 @@ def status(store: Store) -> dict[str, Any]:
         else:
             report["flusher"] = {"running": True, "pid": answer.pop("pid")}
             has_nvme, fallbacks = answer.pop("has_nvme"), answer.pop("nvme_fallbacks")
+            why = answer.pop("nvme_problem", "")
             if tiers.has_nvme:
                 report["tiers"]["nvme"]["fallbacks"] |= fallbacks
                 if not has_nvme:
-                    report["tiers"]["nvme"] |= {"gives": "", "problem": NO_NVME}
+                    said = tiers.problems.get("nvme") or NO_NVME % (why or LOG_SAYS)
+                    report["tiers"]["nvme"] |= {"gives": "", "problem": said}
             for kind in ("requests", "fallbacks"):
                 report["tiers"]["object"][kind] |= _counted_by("flusher", answer.pop(f"object_{kind}", {}))
             report["counters"] |= _counted_by("flusher", answer.pop("counters"))

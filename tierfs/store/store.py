@@ -56,6 +56,7 @@ class Store:
         state_dir: Where the host keeps what it knows.
         codecs: What chunks may be encoded with.
         device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU; 0 switches it off.
+        unused: Why there are no local tiers, where there were to be some.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Store:
         state_dir: Path | None = None,
         codecs: Codecs = AUTO,
         device_bytes: int = 0,
+        unused: str = "",
     ) -> None:
         self.objects = objects
         self.descriptor = descriptor
@@ -81,6 +83,7 @@ class Store:
         self.random_bytes = random_bytes
         self.tiers = tiers
         self.hidden = hidden
+        self.unused = unused
         self.ack = ack
         self.timeout_s = timeout_s
         self.device_bytes = device_bytes
