@@ -625,3 +625,16 @@ def test_a_zip_is_written_without_going_back(place):
         found = np.load(file)
         assert np.array_equal(found["first"], np.arange(10))
         assert np.array_equal(found["second"], np.ones(3))
+
+
+@pytest.mark.parametrize("compression", [None, "gzip"])
+def test_defaults_of_text_mode_may_be_given_in_binary_mode(place, compression):
+    defaults = {"encoding": None, "errors": None, "newline": None, "compression": compression}
+    with place.fs.open(place / "a", "wb", **defaults) as file:
+        file.write(b"content")
+    with place.fs.open(place / "a", "rb", **defaults) as file:
+        assert file.read() == b"content"
+    with place.fs.open(place / "a", "r", **defaults) as file:
+        assert file.read() == "content"
+    with pytest.raises(InvalidInputError, match="open takes no 'encoding'"):
+        place.fs.open(place / "a", "rb", encoding="utf-8")

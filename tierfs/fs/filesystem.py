@@ -33,6 +33,8 @@ from tierfs.store.url import TRUE
 
 __all__ = ["TierFileSystem"]
 
+_TEXT = ("encoding", "errors", "newline")
+
 
 class TierFileSystem(Tiering):
     """A filesystem over stores: ``tierfs::s3://bucket/run``, ``tierfs::file:///data/run``, ``tierfs://NAME/run``.
@@ -138,8 +140,10 @@ class TierFileSystem(Tiering):
             InvalidInputError: The mode or an option is not supported, or the path is no good.
         """
         mode = _known(mode)
+        # Some callers hand over what the builtin has as defaults, in binary mode too: tensorboard's writer is one.
+        kwargs = {name: value for name, value in kwargs.items() if value is not None or name not in _TEXT}
         if "b" not in mode:
-            text = {name: kwargs.pop(name) for name in ("encoding", "errors", "newline") if name in kwargs}
+            text = {name: kwargs.pop(name) for name in _TEXT if name in kwargs}
             io.TextIOWrapper(io.BytesIO(), **text).close()  # refuses bad arguments before anything is opened
             return TextFile(self.open(path, f"{mode}b", compression=compression, **kwargs), **text)
         if compression is not None and (name := get_compression(self._strip(path), compression)) is not None:
