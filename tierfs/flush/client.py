@@ -175,7 +175,7 @@ class FlusherClient:
                     again()
             except TimeoutError as error:
                 self._discard(connection)
-                raise self._unanswered(do) from error
+                raise self._unanswered(do, timeout_s) from error
             except BaseException:
                 self._discard(connection)
                 raise
@@ -355,9 +355,10 @@ class FlusherClient:
             self._discard(connection)
             raise
 
-    def _unanswered(self, do: str) -> NoAnswerError:
+    def _unanswered(self, do: str, timeout_s: float | None = None) -> NoAnswerError:
+        when = "in time" if timeout_s is None else f"within {timeout_s:.3g} s"
         return NoAnswerError(
-            f"the flusher did not answer {do!r} in time: it is stopped, hangs, or is short of processors. Its log is "
+            f"the flusher did not answer {do!r} {when}: it is stopped, hangs, or is short of processors. Its log is "
             f"{self._directory / LOG_NAME}; once its process has ended, the next one goes on with what is pending"
         )
 
