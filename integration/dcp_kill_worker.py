@@ -1,6 +1,6 @@
 """Ranks that save checkpoints and die at a named step, and who looks at what is left: see `test_dcp_kills`.
 
-Run as a program it forks what it is told to, with torch loaded, as ``tests/flush/killing.py`` does: a gloo world of
+Run as a program it forks what it is told to, with torch loaded, as ``tests/support/killing.py`` does: a gloo world of
 processes that are forked is there in a moment.
 """
 
@@ -15,8 +15,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "flush"))
-import killing
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import killing
 
 PATIENCE_S = 60
 WORLD = 2
@@ -55,7 +55,7 @@ def name_of(key, size):
 
 def watch_puts(hook):
     """Have a hook called before and after each put of this process that is a step of a save."""
-    from tierfs.objects.wrapper import WrappedObjects
+    from tierfs.objects.wrappers.wrapper import WrappedObjects
 
     class Watched(WrappedObjects):
         def _around(self, request, send):
@@ -67,7 +67,7 @@ def watch_puts(hook):
             hook(f"after put.{step}")
             return answer
 
-    opened = importlib.import_module("tierfs.store.open")
+    opened = importlib.import_module("tierfs.session.open")
     connect = opened.connect
     opened.connect = lambda *arguments: Watched(connect(*arguments))
 
@@ -90,7 +90,7 @@ def rank(spec):
     import torch.distributed.checkpoint as dcp
 
     from tierfs.dcp import TierWriter
-    from tierfs.store.localtiers import Launcher
+    from tierfs.session.tiers import Launcher
 
     here, hook = spec["rank"], killing.Hook(spec)
     watch_puts(hook)
@@ -165,7 +165,7 @@ def flusher(spec):
 def waiter(spec):
     """Another process of a host waits for the whole of checkpoints, and says what came of it."""
     from tierfs.dcp import TierWriter
-    from tierfs.store.localtiers import Launcher
+    from tierfs.session.tiers import Launcher
 
     if not spec.get("launches"):
         Launcher.launch = lambda self: None
@@ -185,7 +185,7 @@ def loader(spec):
     import torch
 
     from tierfs.dcp.address import Address
-    from tierfs.store.localtiers import Launcher
+    from tierfs.session.tiers import Launcher
 
     torch.set_num_threads(1)
     if not spec.get("launches"):
@@ -257,7 +257,7 @@ def main():
     import tierfs.dcp.planner
     import tierfs.dcp.reader
     import tierfs.dcp.writer
-    import tierfs.store.open  # noqa: F401
+    import tierfs.session.open  # noqa: F401
 
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     killing.ROLES |= {"rank": rank, "flusher": flusher, "waiter": waiter, "loader": loader}

@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.demo.data import ByteStream
+from tierfs.demo.model import ByteGPT, shape_for
+from tierfs.demo.state import TrainingState
 from tierfs.errors import NotFoundError
-from tierfs.train.demo_data import ByteStream
-from tierfs.train.demo_model import ByteGPT, shape_for
-from tierfs.train.demo_state import TrainingState
 
 OPTIONS = {"ram": "512MiB", "nvme": "0"}
 PROCESS = AsyncCheckpointerType.PROCESS

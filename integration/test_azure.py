@@ -26,9 +26,9 @@ from azure.storage.blob import ContainerClient, ContentSettings
 import tierfs
 from tierfs.errors import ConflictError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError, TierfsError
 from tierfs.objects import CREATE, Checksum, Prefix, Update, as_promised, connect, probe
-from tierfs.objects.azure import connect_azure
+from tierfs.objects.backends.azure import connect_azure
 from tierfs.objects.checksums import compute
-from tierfs.store import parse_url
+from tierfs.session import parse_url
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -130,7 +130,7 @@ def test_times_are_told_to_the_second(backend):
 
 
 def test_a_listing_goes_from_page_to_page(backend, requests, monkeypatch):
-    monkeypatch.setattr("tierfs.objects.azure.PAGE_MAX", 7)
+    monkeypatch.setattr("tierfs.objects.backends.azure.PAGE_MAX", 7)
     keys = [f"run/{number % 10}/{number:02}" for number in range(50)]
     for key in keys:
         backend.put(key, [b""])

@@ -14,7 +14,7 @@ import servers
 import tierfs
 from tierfs.errors import ConflictError, CorruptionError, NotFoundError, StoreError
 from tierfs.store import verify
-from tierfs.store.records import observe
+from tierfs.store.tree.records import observe
 from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy
 
 pytestmark = [pytest.mark.filterwarnings("default"), pytest.mark.timeout(600)]

@@ -35,14 +35,14 @@ import tierfs
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("this torch has no gloo", allow_module_level=True)
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "flush"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import dcp_kill_worker as worker
 from dcp_kill_worker import ABSENT, WORLD
-from killing import MIB, Child, Zygote, points_of
 from leftovers import flushers
+from support.killing import MIB, Child, Zygote, points_of
 
-from tierfs.store import parse_url
-from tierfs.store.open import open_bare
+from tierfs.session import parse_url
+from tierfs.session.open import open_bare
 
 SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 # TIERFS_TEST_KILLS=1000 kills once at each step of each process, and TIERFS_TEST_KILLS_S=3600 goes on for a night.

@@ -18,7 +18,8 @@ SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 WRITER = """
 import itertools, random, sys, time
 from tierfs.errors import TierfsError
-from tierfs.store import WriteMode, Writer, copy, delete, open_store, parse_url, rename, save
+from tierfs.store import WriteMode, Writer, copy, delete, rename, save
+from tierfs.session import open_store, parse_url
 root, seed = sys.argv[1], int(sys.argv[2])
 noise = random.Random(seed)
 store, _ = open_store(parse_url(root))

@@ -417,7 +417,7 @@ def test_answers_that_are_lost_make_no_conflict_and_nothing_twice(remote):
 
 def shared_memory(state):
     """The host's own folder in it."""
-    from tierfs.local.host import Host
+    from tierfs.host.host import Host
 
     return Host(state).segments
 

@@ -1,7 +1,7 @@
 """SIGKILL at every ordered step of a trainer and of its flusher, in every way that the local tiers are set up.
 
 After each the next flusher takes up what is there, and what a process was told is safe is in the object tier, whole.
-``tests/flush/killing.py`` says how; the steps are those that a run without a kill passes.
+``tests/support/killing.py`` says how; the steps are those that a run without a kill passes.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "flush"))
-from killing import (
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.killing import (
     DAMAGES,
     MIB,
     Case,

@@ -22,7 +22,7 @@ from leftovers import end_flushers, flushers
 from tier_load_worker import NAMES, RACES
 
 import tierfs
-from tierfs.local.host import Host
+from tierfs.host.host import Host
 from tierfs.store import Store, verify
 
 HERE = Path(__file__).parent

@@ -67,11 +67,11 @@ def stores_are_closed(request):
     yield
     for key, store in open_stores().items():
         if earlier.get(key) is not store and store._state_dir is not None and tmp_path in store._state_dir.parents:
-            del sys.modules["tierfs.store.open"]._stores[key]
+            del sys.modules["tierfs.session.open"]._stores[key]
             if store.tiers is not None:
                 store.tiers.close()
 
 
 def open_stores():
-    opened = sys.modules.get("tierfs.store.open")
+    opened = sys.modules.get("tierfs.session.open")
     return {} if opened is None else dict(opened._stores)

@@ -8,7 +8,7 @@ import pytest
 
 from tierfs.buffers import Buffers, block_buffers, buffers, fresh
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
-from tierfs.objects.local import LocalObjects
+from tierfs.objects.backends.local import LocalObjects
 
 
 def test_a_buffer_is_used_again_and_is_as_large_as_a_chunk():

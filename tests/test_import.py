@@ -36,14 +36,14 @@ def test_importing_tierfs_loads_only_its_errors():
 
 
 def test_importing_the_filesystem_and_the_store_loads_nothing_heavy():
-    assert not loaded_by("import tierfs.fs, tierfs.store, tierfs.objects") & HEAVY
+    assert not loaded_by("import tierfs.fs, tierfs.session, tierfs.objects") & HEAVY
 
 
 def test_a_flusher_of_a_local_directory_goes_without_fsspec_and_asyncio(tmp_path):
     tierfs.init(f"file://{tmp_path}/store")
     code = (
-        "import tierfs.flush.engine, tierfs.store.publishing, tierfs.cli.flusher; "
-        f"from tierfs.store import open_store, parse_url; open_store(parse_url('tierfs::file://{tmp_path}/store/run'))"
+        "import tierfs.flusher.engine, tierfs.flusher.publish, tierfs.cli.commands.flusher; "
+        f"from tierfs.session import open_store, parse_url; open_store(parse_url('tierfs::file://{tmp_path}/store/run'))"
     )
     assert not loaded_by(code) & {"fsspec", "asyncio"}
 

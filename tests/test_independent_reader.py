@@ -22,14 +22,23 @@ import pytest
 import xxhash
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from independent_reader import INDIRECT, INLINE, Manifest, ReaderError, StoreReader, decode_key, encode_path, main
+from support.independent_reader import (
+    INDIRECT,
+    INLINE,
+    Manifest,
+    ReaderError,
+    StoreReader,
+    decode_key,
+    encode_path,
+    main,
+)
 
 import tierfs
 from tierfs.errors import TierfsError
-from tierfs.flush.stopping import stop_flusher
+from tierfs.host.rpc.stopping import stop_flusher
 from tierfs.objects import LocalObjects
+from tierfs.session import open as opening
 from tierfs.store import Store, load
-from tierfs.store import open as opening
 from tierfs.store.create import read_descriptor
 
 KIB, MIB = 1 << 10, 1 << 20

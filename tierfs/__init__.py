@@ -15,7 +15,7 @@ from tierfs.misplaced import warn_at_exit
 
 if TYPE_CHECKING:
     from tierfs.fs import TierFileSystem
-    from tierfs.store import init
+    from tierfs.session import init
 
 __all__ = ["TierFileSystem", "TierfsError", "__version__", "init"]
 
@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 guard()
 warn_at_exit()
 
-_HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.store"}
+_HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.session"}
 
 
 def __getattr__(name: str) -> Any:

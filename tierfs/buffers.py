@@ -7,8 +7,8 @@ import mmap
 import threading
 from collections.abc import Iterator
 
+from tierfs._fork import PerProcess
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
-from tierfs.forks import PerProcess
 from tierfs.sharedmemory import shared_memory
 
 __all__ = ["KEPT_MAX", "Buffers", "block_buffers", "buffers", "fresh"]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Generic, TypeVar
 
-from tierfs.forks import PerProcess
+from tierfs._fork import PerProcess
 
 __all__ = ["Processors", "processors"]
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from typing import NamedTuple
 
-from tierfs.forks import PerProcess
+from tierfs._fork import PerProcess
 
 __all__ = ["Place", "SharedMemory", "shared_memory"]
 

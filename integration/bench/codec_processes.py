@@ -15,8 +15,8 @@ from tierfs.buffers import fresh
 from tierfs.codec import Reason
 from tierfs.codec.workers import encode_workers
 from tierfs.digest import BLOCK_BYTES
-from tierfs.store.desks import desks
-from tierfs.store.encoding import Plan, encode_chunk
+from tierfs.store.encode.desks import desks
+from tierfs.store.encode.pipeline import Plan, encode_chunk
 
 PROCESSES = CHUNKS = 2
 WARM_UPS = 2

@@ -14,7 +14,8 @@ import numpy as np
 from codec_states import steps_of
 from dcp_session import timed
 
-from tierfs.codec import Codec, Coding, decode_block, encode_block, encode_blocks, frames
+from tierfs.codec import Codec, Coding, decode_block, encode_block, encode_blocks
+from tierfs.codec.planes import frames
 from tierfs.digest import BLOCK_BYTES, DigestKind, hash_bytes
 
 # By class of tensors; all of them together are more than the processor's caches hold.

@@ -67,7 +67,7 @@ class Small:
 
     def planes(self) -> dict[str, Any]:
         """Bytes of blocks per second, by what is done; each byte is read once and written once."""
-        from tierfs.codec.planes import Order
+        from tierfs.codec.planes.planes import Order
         from tierfs.device import planes
 
         count = 4 if self._dry else 1024

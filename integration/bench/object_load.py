@@ -32,7 +32,7 @@ def main() -> None:
 
 def requests(url: str) -> dict[str, int]:
     """What this process asked of the object tier of a store, by method."""
-    from tierfs.store.open import _stores
+    from tierfs.session.open import _stores
 
     counted: dict[str, int] = {}
     for store in _stores.values():

@@ -33,8 +33,8 @@ import numpy as np
 import tierfs
 from tierfs.clock import SystemClock
 from tierfs.digest import CHUNK_BYTES
-from tierfs.local.host import Host
-from tierfs.local.nvme import NvmeTier
+from tierfs.host.host import Host
+from tierfs.host.nvme.writer import NvmeTier
 from tierfs.processors import processors
 
 PIECE = 16 << 20

@@ -10,7 +10,8 @@ import tierfs
 from tierfs.cli import main
 from tierfs.errors import StoreError
 from tierfs.format import keys
-from tierfs.store import Writer, make_directory, open_store, parse_url, rename, save
+from tierfs.session import open_store, parse_url
+from tierfs.store import Writer, make_directory, rename, save
 from tierfs.testing import damage
 
 BIG = random.Random(5).randbytes(200_000)
@@ -109,7 +110,7 @@ def test_an_interrupted_move_of_a_directory_can_be_finished(url, monkeypatch, ca
             raise StoreError("it broke", path=source)
         rename(store, source, target)
 
-    monkeypatch.setattr("tierfs.cli.mv.rename", fail)
+    monkeypatch.setattr("tierfs.cli.commands.mv.rename", fail)
     assert main(["mv", f"{url}/run", f"{url}/new"]) == 8
     monkeypatch.undo()
     assert "run/b" in names(url)
@@ -164,7 +165,7 @@ def test_a_file_whose_record_is_damaged_can_be_removed_or_replaced(url, tmp_path
 
 
 def test_rm_is_content_when_somebody_else_was_faster(url, monkeypatch):
-    from tierfs.cli import rm
+    from tierfs.cli.commands import rm
 
     real = rm.delete
 

@@ -23,7 +23,8 @@ from tierfs.cli import main
 from tierfs.dcp import TierWriter
 from tierfs.format.checkpoint import SaveMark
 from tierfs.format.keys import chunk_key
-from tierfs.store import delete, find, load, open_store, parse_url, save, stat
+from tierfs.session import open_store, parse_url
+from tierfs.store import delete, find, load, save, stat
 from tierfs.store.commit import Commits
 from tierfs.testing import flip_bit
 
@@ -206,8 +207,8 @@ def test_show_names_tensors_and_where_they_lie(step_10, capsys):
 
 
 def test_show_tells_what_a_tier_of_this_host_holds(url, capsys, monkeypatch, tmp_path):
+    from tierfs.checkpoint.placement import Placement
     from tierfs.dcp.checkpoint import open_checkpoint
-    from tierfs.dcp.placement import Placement
 
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path))
     options = {"ram": "64MiB", "nvme": "0", "state_dir": str(tmp_path / "other")}
@@ -470,7 +471,7 @@ def test_a_full_disk_is_named_by_the_directory_that_was_to_be_made(step_10, tmp_
     def write(*_arguments, **_options):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tierfs.cli._checkpoint_exchange.write_dcp", write)
+    monkeypatch.setattr("tierfs.cli.commands._checkpoint_exchange.write_dcp", write)
     error = told(capsys, "export", step_10, f"{tmp_path}/out", "--skip-objects", code=9)["error"]
     assert (error["kind"], error["path"]) == ("capacity", f"{tmp_path}/out")
 
@@ -479,7 +480,7 @@ def test_an_interrupted_export_leaves_nothing(step_10, tmp_path, capsys, monkeyp
     def interrupt(*_arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tierfs.cli._progress.Progress.advance", interrupt)
+    monkeypatch.setattr("tierfs.cli.progress.Progress.advance", interrupt)
     before = sorted(os.listdir(tmp_path))
     for name in ("a", "a.pt", "a.safetensors"):
         assert main(["checkpoint", "export", step_10, f"{tmp_path}/{name}", "--skip-objects"]) == 130

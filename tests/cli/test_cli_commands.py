@@ -13,8 +13,10 @@ import pytest
 
 import tierfs
 from tierfs import errors
-from tierfs.cli import frame, ls, main
-from tierfs.cli._failures import describe
+from tierfs.cli import app as frame
+from tierfs.cli import main
+from tierfs.cli.commands import ls
+from tierfs.cli.failures import describe
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()

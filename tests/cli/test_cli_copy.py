@@ -15,10 +15,12 @@ import fsspec
 import pytest
 
 import tierfs
-from tierfs.cli import _parallel, main
-from tierfs.cli._parallel import Stopped, run_in_parallel
+from tierfs.cli import main
+from tierfs.cli import parallel as _parallel
+from tierfs.cli.parallel import Stopped, run_in_parallel
 from tierfs.errors import StoreError
-from tierfs.store import Writer, load, open_store, parse_url, save
+from tierfs.session import open_store, parse_url
+from tierfs.store import Writer, load, save
 from tierfs.testing import damage
 
 ROOT = Path(__file__).parents[2]

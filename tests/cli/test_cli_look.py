@@ -11,8 +11,9 @@ import tierfs
 from tierfs.cli import main
 from tierfs.errors import TierfsError
 from tierfs.format.descriptor import Capabilities
-from tierfs.objects.local import LocalObjects
-from tierfs.store import open_store, parse_url, save
+from tierfs.objects.backends.local import LocalObjects
+from tierfs.session import open_store, parse_url
+from tierfs.store import save
 
 RANDOM = random.Random(7)
 BIG = RANDOM.randbytes((17 << 20) + 5)
@@ -168,7 +169,7 @@ def test_stat_shows_directories_small_files_and_foreign_ones(url, tell):
     ],
 )
 def test_cat_writes_the_bytes_asked_for(url, words, start, stop, capsysbinary, monkeypatch):
-    monkeypatch.setattr("tierfs.cli._transfer.WINDOW_BYTES", 5_000_000)
+    monkeypatch.setattr("tierfs.cli.transfer.WINDOW_BYTES", 5_000_000)
     assert main(["cat", f"{url}/run/big", *words]) == 0
     assert capsysbinary.readouterr().out == BIG[start:stop]
 
@@ -178,10 +179,10 @@ def test_cat_reads_a_file_that_tierfs_did_not_write(url, tell):
 
 
 def test_cat_never_holds_the_whole_file(url, capsysbinary, monkeypatch):
-    from tierfs.cli import cat
+    from tierfs.cli.commands import cat
 
     pieces = []
-    monkeypatch.setattr("tierfs.cli._transfer.WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr("tierfs.cli.transfer.WINDOW_BYTES", 1 << 20)
     read = cat.read_pieces
     monkeypatch.setattr(cat, "read_pieces", lambda *args: (pieces.append(len(piece)) or piece for piece in read(*args)))
     assert main(["cat", f"{url}/run/big"]) == 0

@@ -21,17 +21,19 @@ import pytest
 
 import tierfs
 from tierfs.cli import main
-from tierfs.cli._status_table import UploadRate, one_line, table
+from tierfs.cli.status_table import UploadRate, one_line, table
 from tierfs.errors import StoreError
-from tierfs.flush.client import FlusherClient
-from tierfs.flush.levels import Level
-from tierfs.flush.priority import NICER
-from tierfs.flush.service import LOCK_NAME
-from tierfs.flush.stopping import stop_flusher
-from tierfs.local.host import ExclusiveLock
-from tierfs.store import find, list_directory, localtiers, open_store, parse_url, save
-from tierfs.store import open as opening
-from tierfs.store.open import open_bare
+from tierfs.flusher.priority import NICER
+from tierfs.host.host import ExclusiveLock
+from tierfs.host.pending.levels import Level
+from tierfs.host.rpc.client import FlusherClient
+from tierfs.host.rpc.protocol import LOCK_NAME
+from tierfs.host.rpc.stopping import stop_flusher
+from tierfs.session import open as opening
+from tierfs.session import open_store, parse_url
+from tierfs.session import tiers as localtiers
+from tierfs.session.open import open_bare
+from tierfs.store import find, list_directory, save
 
 MIB = 1 << 20
 WAIT_S = 30
@@ -333,7 +335,7 @@ def test_wait_for_what_is_reached_returns_at_once(url, tell, no_flusher):
 
 
 def test_wait_shows_what_is_pending_while_it_goes_down(url, capsys, no_flusher, monkeypatch):
-    monkeypatch.setattr("tierfs.cli.wait.LOOK_S", 0.01)
+    monkeypatch.setattr("tierfs.cli.commands.wait.LOOK_S", 0.01)
     stage(url, files=3)
     no_flusher()
     assert main(["wait", url, "--progress"]) == 0
@@ -348,7 +350,7 @@ def refuse_to_spawn(*_):
 
 
 def test_wait_that_takes_too_long_names_what_is_pending(url, fail, no_flusher, monkeypatch):
-    from tierfs.flush.uploading import Uploader
+    from tierfs.flusher.upload import Uploader
 
     stage(url, files=2)
     no_flusher()
@@ -598,8 +600,9 @@ def test_what_a_client_left_that_died_before_it_said_where_to_is_flushed(host, u
 def test_a_flusher_answers_its_client_before_it_loads_the_way_to_the_object_tier(host):
     code = """
 import argparse, sys
-from tierfs.cli import frame, flusher
-from tierfs.flush.service import Service
+from tierfs.cli import app as frame
+from tierfs.cli.commands import flusher
+from tierfs.flusher.server import Service
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
 engine, directory = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
 engine.start()
@@ -628,8 +631,9 @@ def test_one_that_was_started_by_hand_has_the_priority_that_it_was_given(host, u
 def test_one_that_cannot_give_way_counts_it(host):
     code = """
 import argparse, sys
-from tierfs.cli import frame, flusher
-from tierfs.flush import priority
+from tierfs.cli import app as frame
+from tierfs.cli.commands import flusher
+from tierfs.flusher import priority
 priority.give_way = lambda: sys.argv[2] == "True"
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
 engine, _ = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
@@ -651,7 +655,8 @@ def niceness(pid):
 def test_a_flusher_for_a_client_is_not_bound_by_the_soft_limits_of_that_client(host):
     code = """
 import argparse, resource, sys
-from tierfs.cli import frame, flusher
+from tierfs.cli import app as frame
+from tierfs.cli.commands import flusher
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
@@ -668,7 +673,7 @@ def test_a_flusher_that_cannot_begin_for_want_of_memory_says_so(url, error, monk
     def lack(arguments):
         raise error
 
-    monkeypatch.setattr("tierfs.cli.flusher._sidecar", lack)
+    monkeypatch.setattr("tierfs.cli.commands.flusher._sidecar", lack)
     assert main(["flusher", "run", url]) == 8
     said = capsys.readouterr().err
     assert "the flusher can have no more" in said
@@ -755,7 +760,7 @@ def test_tierfs_log_that_names_something_else_is_an_error(wish, monkeypatch, cap
 def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, capsys):
     import logging
 
-    from tierfs.cli._log import logging_to_stderr
+    from tierfs.cli.log import logging_to_stderr
 
     with logging_to_stderr(format="logfmt"):
         try:
@@ -770,7 +775,7 @@ def test_an_event_of_several_lines_is_one_line_with_its_exception(monkeypatch, c
 def test_a_disk_without_room_for_the_log_does_not_end_the_work_that_is_told_of(monkeypatch, tmp_path):
     import logging
 
-    from tierfs.cli._log import logging_to_stderr
+    from tierfs.cli.log import logging_to_stderr
 
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stderr", full)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 
 import pytest
-from coded import codes, decode, encode, head, run_frame, stored_frame
+from support.coded import codes, decode, encode, head, run_frame, stored_frame
 
 from tierfs.codec import Codec, Coding
 from tierfs.errors import CorruptionError

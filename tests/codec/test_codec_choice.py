@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from coded import CONTENTS, WIDTHS, base_of, block, decode, encode
+from support.coded import CONTENTS, WIDTHS, base_of, block, decode, encode
 
 from tierfs.codec import Codec, Coding, encode_blocks
 from tierfs.digest import BLOCK_BYTES

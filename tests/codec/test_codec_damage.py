@@ -8,9 +8,9 @@ import tracemalloc
 from functools import lru_cache
 
 import pytest
-from coded import CONTENTS, base_of, block, codes, decode, encode, head, run_frame
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coded import CONTENTS, base_of, block, codes, decode, encode, head, run_frame
 
 from tierfs.codec import Codec, Coding
 from tierfs.digest import BLOCK_BYTES

@@ -6,9 +6,9 @@ import threading
 
 import numpy as np
 import pytest
-from coded import CONTENTS, RELATIONS, WIDTHS, base_of, block, decode, encode, shifted
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.coded import CONTENTS, RELATIONS, WIDTHS, base_of, block, decode, encode, shifted
 
 from tierfs.codec import Codec, Coding, decode_block, encode_block
 from tierfs.digest import BLOCK_BYTES

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from encoded import encoded_chunk
+from support.encoded import encoded_chunk
 
 from tierfs.buffers import Buffers, buffers, fresh
 from tierfs.codec import Codec, Coding, Reason, worker, workers
@@ -22,8 +22,8 @@ from tierfs.codec.workers import EncodeWorkers, Job, encode_workers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import InvalidInputError
 from tierfs.sharedmemory import SharedMemory, shared_memory
-from tierfs.store.desks import Desks, desks
-from tierfs.store.encoding import EncodedBlock, Plan
+from tierfs.store.encode.desks import Desks, desks
+from tierfs.store.encode.pipeline import EncodedBlock, Plan
 
 BLOCKS = 9
 PLANS = [

@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed.checkpoint as dcp
-from handmade import BoxPlanner, Handmade
+from support.handmade import BoxPlanner, Handmade
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.planner import LoadPlan
 
 from tierfs import digest
 from tierfs.dcp import TierLoadPlanner, TierReader
-from tierfs.dcp.coverage import Absent, gaps_of, mark_absent, problem_of
-from tierfs.dcp.metadatafile import Place
+from tierfs.dcp.load.coverage import Absent, gaps_of, mark_absent, problem_of
+from tierfs.dcp.metadata import Place
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.store import load as read
 from tierfs.store import save
@@ -285,8 +285,8 @@ def test_gaps_without_end_are_not_counted():
 
 
 def test_a_tensor_with_too_many_gaps_is_refused_as_a_whole(monkeypatch):
-    monkeypatch.setattr("tierfs.dcp.coverage.WORK_MIN", 0)
-    monkeypatch.setattr("tierfs.dcp.coverage.WORK_PER_BOX", 1)
+    monkeypatch.setattr("tierfs.dcp.load.coverage.WORK_MIN", 0)
+    monkeypatch.setattr("tierfs.dcp.load.coverage.WORK_PER_BOX", 1)
     chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([1])) for at in range(0, 10, 2)]
     item = TensorStorageMetadata(TensorProperties(), torch.Size([10]), chunks)
     places = {MetadataIndex("w", chunk.offsets): Place("f", 0, 4) for chunk in chunks}

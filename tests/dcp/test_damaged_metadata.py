@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import fsspec
 import torch.distributed.checkpoint as dcp
-from handmade import Handmade
+from support.handmade import Handmade
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.api import CheckpointException
 

@@ -9,10 +9,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-import dcp_ranks
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from support import dcp_ranks
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -9,12 +9,12 @@ import uuid
 
 import fsspec
 import pytest
-from opened import descriptors
+from support.opened import descriptors
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed.checkpoint as dcp
-from dcp_ranks import NUMBERS, Unsavable, fingerprint, refuse_sync
+from support.dcp_ranks import NUMBERS, Unsavable, fingerprint, refuse_sync
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -325,7 +325,7 @@ def test_the_rename_of_the_metadata_is_one_manifest(root, objects, monkeypatch):
     fs.cp_file(f"{path}/.metadata", f"{path}/.metadata.tmp")
     chunks = chunk_keys(objects)
     published = []
-    staging = sys.modules["tierfs.store.staging"]
+    staging = sys.modules["tierfs.store.write.staging"]
     publish = staging.publish
     monkeypatch.setattr(staging, "publish", lambda *args: published.append(publish(*args)))
     fs.rename(f"{url}/.metadata.tmp", f"{url}/.metadata")
@@ -385,7 +385,7 @@ def test_a_save_that_cannot_be_published_leaves_the_one_before(root, monkeypatch
         raise StoreError("the tier is down", transient=True)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sys.modules["tierfs.store.save"], "publish", fail)
+        patch.setattr(sys.modules["tierfs.store.write.writer"], "publish", fail)
         assert isinstance(failure_of(lambda: dcp.save(state_of(2), checkpoint_id=url)), StoreError)
     assert_holds(url, state_of(1))
 

@@ -13,13 +13,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tierfs.checkpoint.export import safetensors_pieces, state_of
+from tierfs.checkpoint.import_ import import_file
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.exporting import safetensors_pieces, state_of
-from tierfs.dcp.importing import import_file
 from tierfs.dcp.tensorbytes import in_safetensors, in_torch
-from tierfs.dcp.torchnames import DTYPES
+from tierfs.dcp.torch_format.names import DTYPES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
 pytestmark = [

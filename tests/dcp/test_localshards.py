@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from tierfs.checkpoint.catalog import candidates, standing
+from tierfs.checkpoint.export import state_of
+from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
-from tierfs.dcp.catalog import candidates, standing
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.exporting import state_of
-from tierfs.dcp.localshards import holds_shards, shards_of
-from tierfs.dcp.verifying import verify_checkpoint
+from tierfs.dcp.save.local_shards import holds_shards, shards_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),

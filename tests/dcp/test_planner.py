@@ -14,14 +14,14 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed.checkpoint as dcp
-from handmade import Handmade, pickled
+from support.handmade import Handmade, pickled
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfs
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import InvalidInputError
-from tierfs.store import open_store, parse_url
+from tierfs.session import open_store, parse_url
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 

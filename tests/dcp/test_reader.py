@@ -12,17 +12,18 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed.checkpoint as dcp
-from handmade import BoxPlanner, Handmade, pickled
+from support.handmade import BoxPlanner, Handmade, pickled
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import tierfs
 from tierfs.buffers import buffers
-from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter, items
-from tierfs.dcp.shards import ShardFiles
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.load import items
+from tierfs.dcp.load.shards import ShardFiles
 from tierfs.dcp.tensorbytes import bytes_of, tensor_in
-from tierfs.dcp.torchnames import DTYPES
+from tierfs.dcp.torch_format.names import DTYPES
 from tierfs.errors import (
     CorruptionError,
     InvalidInputError,
@@ -32,7 +33,8 @@ from tierfs.errors import (
     TierfsError,
 )
 from tierfs.format import keys
-from tierfs.store import TierOptions, delete, find, open_store, parse_url, save, stat
+from tierfs.session import TierOptions, open_store, parse_url
+from tierfs.store import delete, find, save, stat
 from tierfs.store.transfers import Transfers
 from tierfs.testing import flip_bit
 

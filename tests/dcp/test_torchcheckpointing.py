@@ -20,7 +20,7 @@ from torch_checkpointing.storage.base_storage import ReadArgs
 import tierfs
 from tierfs.dcp.torchcheckpointing import TierStorageConfig
 from tierfs.errors import CapacityError, ConflictError, InvalidInputError
-from tierfs.store.sinks import SlabSink
+from tierfs.store.write.sink import SlabSink
 
 OPTIONS = {"ram": "256MiB", "nvme": "0"}
 

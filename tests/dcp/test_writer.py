@@ -23,10 +23,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from held_planner import Held
-from opened import descriptors
 from safetensors import safe_open
 from safetensors.torch import load as load_safetensors
+from support.held_planner import Held
+from support.opened import descriptors
 from torch._subclasses import FakeTensorMode
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -35,18 +35,20 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.utils._pytree import tree_map_only
 
 import tierfs
-from tierfs.dcp import TierReader, TierWriter, copying
+from tierfs.checkpoint.verify import verify_checkpoint
+from tierfs.dcp import TierReader, TierWriter
 from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.copying import LARGE_BYTES
-from tierfs.dcp.shardfile import ShardFile, find_staged
-from tierfs.dcp.verifying import verify_checkpoint
+from tierfs.dcp.save import copy as copying
+from tierfs.dcp.save.copy import LARGE_BYTES
+from tierfs.dcp.save.shard_file import ShardFile, find_staged
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError, NotFoundError
-from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
-from tierfs.local.slab import SlotState
-from tierfs.store import Writer, open_store, parse_url
-from tierfs.store.stagedfile import StagedFile
+from tierfs.host.pending.levels import Level
+from tierfs.host.slab.segment import SlotState
+from tierfs.session import open_store, parse_url
+from tierfs.store import Writer
+from tierfs.store.write.in_place import StagedFile
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -253,7 +255,7 @@ def test_staged_tensors_are_saved_without_a_copy(url, monkeypatch):
     staged = writer.stage({"a": noise(1000, 1000), "b": noise(10)})
     copied = []
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: copied.append(lists))
-    monkeypatch.setattr("tierfs.dcp.copying._memcpy", lambda *piece: copied.append(piece))
+    monkeypatch.setattr("tierfs.dcp.save.copy._memcpy", lambda *piece: copied.append(piece))
     dcp.save(staged, storage_writer=writer)
     assert copied == []
     assert same(loaded(url, staged), {"a": noise(1000, 1000), "b": noise(10)})
@@ -423,7 +425,7 @@ def test_a_save_that_has_not_come_to_its_end_is_not_waited_for(url, monkeypatch)
 def check_refused(writer):
     for ask in (lambda: writer.wait("object", timeout=30), writer.ack):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tierfs.dcp.saves.LET_GO_S", 0.0)  # nothing has failed
+            patch.setattr("tierfs.dcp.save.saves.LET_GO_S", 0.0)  # nothing has failed
             with pytest.raises(NotFoundError, match="has not come to its end here"):
                 ask()
 

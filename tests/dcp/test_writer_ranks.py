@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import writer_ranks
+from support import writer_ranks
 
 import tierfs
 

@@ -11,7 +11,7 @@ import tierfs
 from tierfs.device import accelerator as accelerators
 from tierfs.device.drain import _drains
 from tierfs.device.tier import _live
-from tierfs.store import localtiers
+from tierfs.session import tiers as localtiers
 
 
 class Cuda:

@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from support.cuda_emulator import Emulator
 
-from tierfs.codec.planes import Order
+from tierfs.codec.planes.planes import Order
 from tierfs.device import planes
 from tierfs.device.modules import KERNELS
 from tierfs.device.planes import PlaneBlock, join_planes_reference, split_planes_reference

@@ -325,7 +325,7 @@ def test_segments_are_unregistered_when_they_go(fake, url):
 
 
 def tierfs_level(name):
-    from tierfs.flush.levels import Level
+    from tierfs.host.pending.levels import Level
 
     return Level.parse(name)
 

@@ -14,8 +14,8 @@ from tierfs.format.keys import chunk_key, parse_record_key
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
 from tierfs.store.create import read_descriptor
-from tierfs.store.fetching import read_envelope
-from tierfs.store.records import observe
+from tierfs.store.read.fetch import read_envelope
+from tierfs.store.tree.records import observe
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())

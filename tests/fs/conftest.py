@@ -19,8 +19,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
 from tierfs.format import keys
-from tierfs.objects.measure import MeasuredObjects
-from tierfs.store import Store, open_store, parse_url
+from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.session import open_store, parse_url
+from tierfs.store import Store
 from tierfs.store.transfers import transfers
 
 

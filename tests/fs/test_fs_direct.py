@@ -14,10 +14,10 @@ import safetensors.torch
 import tierfs
 from tierfs.codec import Codec, Reason
 from tierfs.digest import BLOCK_BYTES
-from tierfs.store import encoder
-from tierfs.store.fetching import read_envelope
-from tierfs.store.load import expand_rows
-from tierfs.store.records import observe
+from tierfs.store.encode import encoder
+from tierfs.store.read.fetch import read_envelope
+from tierfs.store.read.reader import expand_rows
+from tierfs.store.tree.records import observe
 
 NAME = "step_1/model.safetensors"
 

@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import tierfs
 from tierfs.errors import InvalidInputError, NotFoundError, StoreNotFoundError
-from tierfs.store import init, parse_url
+from tierfs.session import init, parse_url
 
 
 @pytest.fixture(params=["tierfs::{protocol}://{path}", "{protocol}://{path}"], ids=["chained", "bare"])

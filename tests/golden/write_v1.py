@@ -25,8 +25,8 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.objects import LocalObjects
 from tierfs.store import WriteMode, Writer, copy, delete, make_directory, save
 from tierfs.store.create import create_store
-from tierfs.store.records import observe
 from tierfs.store.store import Store
+from tierfs.store.tree.records import observe
 
 HERE = Path(__file__).parent / "v1"
 SEED = 1
@@ -63,7 +63,7 @@ def write_store(root: Path) -> None:
         save(
             store, path, files[path], metadata={"step": 7, "tags": ["golden", None]} if path == "numbers.bin" else None
         )
-    save_module: Any = importlib.import_module("tierfs.store.save")
+    save_module: Any = importlib.import_module("tierfs.store.write.writer")
     direct = save_module.DIRECT_ROW_BYTES_MAX
     save_module.DIRECT_ROW_BYTES_MAX = 0
     save(store, "indirect.bin", files["indirect.bin"])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import zstandard
-from encoded import encoded_chunk
+from support.encoded import encoded_chunk
 from write_v1 import HERE, SEED, resealed
 
 from tierfs import digest
@@ -25,7 +25,7 @@ from tierfs.format.envelope import Base, Block, Envelope
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_record
-from tierfs.store.encoding import EncodedBlock, Plan, blocks_of
+from tierfs.store.encode.pipeline import EncodedBlock, Plan, blocks_of
 
 ROOT = HERE / "store"
 NOW_NS = 1_700_000_100_000_000_000

@@ -14,7 +14,7 @@ from write_v1 import SEED
 from write_v1_codecs import Case, Coded, Part, bytes_at, encoded, expect, u32, write_chunk, write_coded, write_damage
 
 from tierfs.codec import Codec, Coding, Reason
-from tierfs.store.encoding import EncodedBlock
+from tierfs.store.encode.pipeline import EncodedBlock
 
 # What is looked at before it is packed: a few elements more than that, and an odd number of them.
 COUNT = (16 << 10) + 77

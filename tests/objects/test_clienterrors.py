@@ -21,8 +21,8 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
-from tierfs.objects import clienterrors
-from tierfs.objects.clienterrors import cause_of, translate_client_error, translated_client
+from tierfs.objects import http_errors as clienterrors
+from tierfs.objects.http_errors import cause_of, translate_client_error, translated_client
 
 
 class BotoError(Exception):

@@ -28,12 +28,12 @@ from tierfs.errors import (
 )
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import CREATE, Checksum, ObjectInfo, RetryingObjects, Take, Update
+from tierfs.objects.backends.cloud import CloudObjects, Content, Sessions, open_cloud
+from tierfs.objects.backends.direct import Direct
+from tierfs.objects.backends.lanes import Lanes
+from tierfs.objects.backends.spans import GAP_BYTES_MAX
 from tierfs.objects.checksums import compute
-from tierfs.objects.cloud import CloudObjects, Content, Sessions, open_cloud
-from tierfs.objects.direct import Direct
-from tierfs.objects.lanes import Lanes
 from tierfs.objects.protocol import Create, Listed, Prefix, PutMode, Range, Version
-from tierfs.objects.spans import GAP_BYTES_MAX
 from tierfs.testing import ObjectTierTests
 
 ALL = Capabilities(

@@ -29,10 +29,10 @@ from tierfs.objects import (
     RetryingObjects,
     connect,
 )
-from tierfs.objects.cloud import CloudObjects
-from tierfs.objects.lanes import Lanes
+from tierfs.objects.backends.cloud import CloudObjects
+from tierfs.objects.backends.lanes import Lanes
 
-connecting = importlib.import_module("tierfs.objects.connect")  # the function has its name
+connecting = importlib.import_module("tierfs.objects.registry")  # the function has its name
 
 
 class AuthenticationException(Exception):

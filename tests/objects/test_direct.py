@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tierfs.objects.direct import Direct
+from tierfs.objects.backends.direct import Direct
 
 
 class Session:

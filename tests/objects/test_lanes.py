@@ -20,10 +20,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from opened import descriptors
+from support.opened import descriptors
 
-from tierfs.objects import lanes as module
-from tierfs.objects.lanes import LOOPS_MAX, Lanes
+from tierfs.objects.backends import lanes as module
+from tierfs.objects.backends.lanes import LOOPS_MAX, Lanes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -430,7 +430,7 @@ def _run(program: str, seconds: float = 60, early: str = "") -> str:
 
 PREAMBLE = """
     import asyncio, atexit, gc, os, sys, threading, time, weakref
-    from tierfs.objects.lanes import Lanes
+    from tierfs.objects.backends.lanes import Lanes
 
     def say(*what):
         os.write(1, (" ".join(map(str, what)) + "\\n").encode())

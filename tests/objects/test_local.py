@@ -18,8 +18,8 @@ import pytest
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.objects import CREATE, LocalObjects, Update
-from tierfs.objects import local as local_module
-from tierfs.objects.local import STALE_TEMPORARY_S
+from tierfs.objects.backends import local as local_module
+from tierfs.objects.backends.local import STALE_TEMPORARY_S
 
 PROCESSES = 2
 KEYS = 40

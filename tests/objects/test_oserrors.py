@@ -16,7 +16,7 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
-from tierfs.objects.oserrors import translate_os_error, translated
+from tierfs.objects.os_errors import translate_os_error, translated
 
 
 @pytest.mark.parametrize(

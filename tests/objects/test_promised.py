@@ -33,10 +33,10 @@ from tierfs.objects import (
     WrappedObjects,
     as_promised,
 )
-from tierfs.objects import promised as module
 from tierfs.objects.checksums import compute, verify_checksum
-from tierfs.objects.promised import STORED_WRONG_MAX
 from tierfs.objects.protocol import PutMode, Version
+from tierfs.objects.wrappers import verify as module
+from tierfs.objects.wrappers.verify import STORED_WRONG_MAX
 from tierfs.testing import Fault, FaultyObjects, ObjectTierTests
 
 ALL = Capabilities(

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
-from tierfs.objects.direct import Direct
-from tierfs.objects.s3 import _copy_into, connect_s3, open_s3
+from tierfs.objects.backends.direct import Direct
+from tierfs.objects.backends.s3 import _copy_into, connect_s3, open_s3
 
 
 class Session:

@@ -4,10 +4,10 @@ import os
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from tiered import MIB, Gate, Host
+from support.tiered import MIB, Gate, Host
 
 from tierfs.digest import DigestKind
-from tierfs.objects.memory import MemoryObjects
+from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store.create import create_store
 
 

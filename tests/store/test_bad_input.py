@@ -21,9 +21,10 @@ from tierfs.errors import (
 )
 from tierfs.format import keys
 from tierfs.objects import MemoryObjects
-from tierfs.store import Store, Writer, delete, load, open_store, parse_url, save, stat, verify
+from tierfs.session import open_store, parse_url
+from tierfs.store import Store, Writer, delete, load, save, stat, verify
 from tierfs.store.create import create_store
-from tierfs.store.records import observe
+from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects, flip_bit, remove, swap, truncate
 
 ONE = os.urandom(3_000_000)

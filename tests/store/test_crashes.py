@@ -12,7 +12,7 @@ import pytest
 from tierfs.clock import ManualClock
 from tierfs.errors import NotFoundError
 from tierfs.objects import LocalObjects, MemoryObjects
-from tierfs.objects.wrapper import WrappedObjects
+from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, WriteMode, Writer, copy, delete, find, load, make_directory, rename, save, stat, verify
 from tierfs.store.create import create_store, read_descriptor
 

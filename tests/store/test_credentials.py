@@ -6,21 +6,22 @@ import time
 from dataclasses import replace
 
 import pytest
-from tiered import save_at
+from support.tiered import save_at
 
 import tierfs
 from tierfs import __version__
 from tierfs.errors import ReadOnlyError, StoreError
-from tierfs.flush.building import build_engine
-from tierfs.flush.levels import Level
-from tierfs.flush.service import Service
+from tierfs.flusher.building import build_engine
+from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher.server import Service
+from tierfs.host.pending.levels import Level
 from tierfs.objects import LocalObjects
-from tierfs.objects.wrapper import WrappedObjects
-from tierfs.store import TierOptions, load, open_store, parse_url, status, wait
-from tierfs.store import open as opening
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.session import TierOptions, open_store, parse_url
+from tierfs.session import open as opening
+from tierfs.session.tiers import Launcher
+from tierfs.store import load, status, wait
 from tierfs.store.create import read_descriptor
-from tierfs.store.localtiers import Launcher
-from tierfs.store.publishing import StorePublisher
 from tierfs.store.store import Store
 
 DATA = os.urandom(300_000)

@@ -4,11 +4,11 @@ import os
 import threading
 
 import pytest
-from tiered import Host
+from support.tiered import Host
 
 from tierfs.digest import CHUNK_BYTES, DigestKind
-from tierfs.flush.levels import Level
 from tierfs.format import keys
+from tierfs.host.pending.levels import Level
 from tierfs.objects import MemoryObjects, WrappedObjects
 from tierfs.store import Store, Writer, copy, delete, load, rename, save, stat
 from tierfs.store.create import create_store

@@ -9,24 +9,25 @@ import uuid
 from collections import Counter
 
 import pytest
-from saving import Flushing
-from tiered import BIG, MIB, Host, content, save_at
+from support.saving import Flushing
+from support.tiered import BIG, MIB, Host, content, save_at
 
 from tierfs import digest
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
-from tierfs.flush import settling
-from tierfs.flush.draft import local_name
-from tierfs.flush.engine import FlushEngine
-from tierfs.flush.finding import Finder
-from tierfs.flush.levels import Level
-from tierfs.flush.service import Answer
-from tierfs.flush.settling import Settler
-from tierfs.flush.uploading import Uploader
+from tierfs.flusher import nvme as settling
+from tierfs.flusher.engine import FlushEngine
+from tierfs.flusher.nvme import Settler
+from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher.scan import Finder
+from tierfs.flusher.server import Answer
+from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
-from tierfs.local.nvme import NvmeTier
-from tierfs.local.nvmestate import NvmeState
-from tierfs.local.ram import RamTier
+from tierfs.host.nvme.state import NvmeState
+from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.record import local_name
+from tierfs.host.slab.ram import RamTier
 from tierfs.objects import MemoryObjects
 from tierfs.store import (
     Writer,
@@ -43,7 +44,6 @@ from tierfs.store import (
     verify,
     wait,
 )
-from tierfs.store.publishing import StorePublisher
 from tierfs.testing import Fault, FaultyObjects, PlannedFault
 
 

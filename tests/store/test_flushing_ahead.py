@@ -4,16 +4,17 @@ import threading
 import time
 
 import pytest
-from saving import Training, bfloat16, safetensors
-from tiered import MIB, content
+from support.saving import Training, bfloat16, safetensors
+from support.tiered import MIB, content
 
-from tierfs.flush import state, uploading
-from tierfs.flush.levels import Level
-from tierfs.flush.uploading import Uploader, uploads_at_once
-from tierfs.local.nvme import NvmeTier
-from tierfs.objects.memory import MemoryObjects
+from tierfs.flusher import state
+from tierfs.flusher import upload as uploading
+from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher.upload import Uploader, uploads_at_once
+from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.pending.levels import Level
+from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store import find, load, save, status, wait
-from tierfs.store.publishing import StorePublisher
 
 SIZE = 3 * MIB
 

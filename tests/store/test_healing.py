@@ -4,17 +4,17 @@ import os
 import uuid
 
 import pytest
-from saving import Flushing, Training
-from tiered import save_at
+from support.saving import Flushing, Training
+from support.tiered import save_at
 
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError
-from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
+from tierfs.host.pending.levels import Level
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, copy, load, rename, save, verify, wait
-from tierfs.store.records import observe
+from tierfs.store.tree.records import observe
 from tierfs.testing.damage import flip_bit, remove, truncate
 
 CONTENT = b"".join(os.urandom(BLOCK_BYTES) for _ in range(3)) + b"the last block"

@@ -20,14 +20,14 @@ from tierfs.cli import main
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
-from tierfs.local.host import Host
-from tierfs.local.place import check, claim
-from tierfs.store import open_store, parse_url
-from tierfs.store.localtiers import publisher_of
-from tierfs.store.open import open_bare
-from tierfs.store.settings import TierOptions
+from tierfs.host.host import Host
+from tierfs.host.identity import check, claim
+from tierfs.session import open_store, parse_url
+from tierfs.session.open import open_bare
+from tierfs.session.settings import TierOptions
+from tierfs.session.tiers import publisher_of
 
-opening = importlib.import_module("tierfs.store.open")
+opening = importlib.import_module("tierfs.session.open")
 UUID = "0123456789abcdef0123456789abcdef"
 
 
@@ -281,7 +281,7 @@ def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(st
     fs, path = open_at(store, ack="staged", **options)
     with monkeypatch.context() as patch:
         if is_pending:
-            patch.setattr("tierfs.flush.slabwriter.SlabWriter._tell", lambda _: None)
+            patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
         fs.pipe(f"{path}/a", b"saved")
     if not is_pending:
         fs.wait(path, "object", timeout=30)
@@ -311,7 +311,7 @@ def left(store, options, monkeypatch):
     """A store that is gone, whose changes nobody has flushed."""
     fs, path = open_at(store, ack="staged", **options)
     with monkeypatch.context() as patch:
-        patch.setattr("tierfs.flush.slabwriter.SlabWriter._tell", lambda _: None)
+        patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
         fs.pipe(f"{path}/a", b"saved")
     for known in ("_stores", "_tiers"):
         monkeypatch.setattr(opening, known, {})

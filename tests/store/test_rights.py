@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tierfs.digest import DigestKind
-from tierfs.objects.memory import MemoryObjects
-from tierfs.store.away import KnownStores
+from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.store.create import create_store
-from tierfs.store.hostrecords import HostRecords
+from tierfs.store.offline import KnownStores
+from tierfs.store.tree.host_records import HostRecords
 
 SCRIPT = """
 import sys

@@ -13,17 +13,15 @@ import tierfs
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, ReadOnlyError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.objects import LocalObjects, MemoryObjects
+from tierfs.session import TierOptions, open_store, parse_url
 from tierfs.store import (
     Store,
-    TierOptions,
     WriteMode,
     Writer,
     delete,
     find,
     list_directory,
     load,
-    open_store,
-    parse_url,
     save,
     stat,
     transfer,
@@ -119,7 +117,7 @@ def test_a_refused_look_up_on_the_way_does_not_end_the_search(tmp_path, monkeypa
         return real(self, key, limit)
 
     monkeypatch.setattr(LocalObjects, "read", read)
-    monkeypatch.setattr("tierfs.store.open._stores", {})
+    monkeypatch.setattr("tierfs.session.open._stores", {})
     assert open_store(location)[1] == "locked/x"
 
 

@@ -7,12 +7,13 @@ import threading
 import time
 
 import pytest
-from tiered import MIB, content
+from support.tiered import MIB, content
 
 from tierfs.errors import AlreadyExistsError, CapacityError, ConflictError, StoreError
-from tierfs.flush import slabwriter
-from tierfs.flush.levels import Level
-from tierfs.store import WriteMode, Writer, delete, load, rename, save, staging, status, wait
+from tierfs.host.pending.levels import Level
+from tierfs.host.write import writer as slabwriter
+from tierfs.store import WriteMode, Writer, delete, load, rename, save, status, wait
+from tierfs.store.write import staging
 
 
 def outcomes_of(*changes):
@@ -138,7 +139,7 @@ def test_a_change_that_cannot_be_sealed_for_want_of_room_says_so(host, monkeypat
     def full(_self):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("tierfs.flush.singleflight.SingleFlight._open", full)
+    monkeypatch.setattr("tierfs.host.cache.single_flight.SingleFlight._open", full)
     with pytest.raises(CapacityError, match="a cannot be sealed: No space"):
         save(host.store, "a", b"1")
     monkeypatch.undo()

@@ -11,28 +11,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tiered import BIG, MIB, Gate, Host, content, save_at
+from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError
-from tierfs.flush.levels import Level
-from tierfs.flush.settling import Settler
-from tierfs.local.slab import Segment, SlotState
-from tierfs.store import (
-    Store,
-    copy,
-    kind_of,
-    level_of,
-    list_directory,
-    load,
-    open_store,
-    parse_url,
-    save,
-    stat_to_read,
-    status,
-    wait,
-)
-from tierfs.store.settings import TierOptions
-from tierfs.store.stagedfile import StagedFile
+from tierfs.flusher.nvme import Settler
+from tierfs.host.pending.levels import Level
+from tierfs.host.slab.segment import Segment, SlotState
+from tierfs.session import open_store, parse_url
+from tierfs.session.settings import TierOptions
+from tierfs.store import Store, copy, kind_of, level_of, list_directory, load, save, stat_to_read, status, wait
+from tierfs.store.write.in_place import StagedFile
 
 FILES = 3
 
@@ -212,7 +200,7 @@ def test_what_a_dead_process_spilled_is_kept_while_its_draft_cannot_be_seen(spil
 
 
 def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monkeypatch):
-    monkeypatch.setattr("tierfs.flush.flusher.SEE_S_MAX", 0.3)
+    monkeypatch.setattr("tierfs.flusher.flusher.SEE_S_MAX", 0.3)
     _, names = left
     with out_of(OSError(errno.ENOMEM, "no memory"), names[0], monkeypatch):
         host = make_host(ram=256 * MIB, nvme=0)

@@ -5,16 +5,16 @@ import shutil
 
 import fsspec
 import pytest
-from tiered import MIB, Host, content
+from support.tiered import MIB, Host, content
 
 import tierfs
 from tierfs.cli import main
 from tierfs.clock import ManualClock
 from tierfs.errors import InvalidInputError, StoreError
-from tierfs.flush.levels import Level
+from tierfs.host.pending.levels import Level
 from tierfs.objects import LimitedObjects, MeasuredObjects, MemoryObjects, PromisedObjects, RetryingObjects
+from tierfs.session.settings import TierOptions, resolve
 from tierfs.store import load, save, status, wait
-from tierfs.store.settings import TierOptions, resolve
 from tierfs.store.store import Store
 
 
@@ -42,7 +42,7 @@ class Endpoint(MemoryObjects):
 
 
 def connected(endpoint):
-    """As `tierfs.objects.connect` and `as_promised` make it, with writes read back."""
+    """As `tierfs.objects.registry` and `as_promised` make it, with writes read back."""
     measured = MeasuredObjects(RetryingObjects(LimitedObjects(endpoint), clock=ManualClock()))
     return PromisedObjects(measured, endpoint.capabilities, reads_back=True)
 
@@ -152,9 +152,9 @@ def disk(monkeypatch, tmp_path):
         def found(path):
             return usage._replace(free=free, total=shared if str(path) == "/dev/shm" else 1 << 40)
 
-        monkeypatch.setattr("tierfs.store.settings.shutil.disk_usage", found)
-        monkeypatch.setattr("tierfs.store.settings.filesystem_of", lambda _: kind)
-        monkeypatch.setattr("tierfs.store.settings.memory_limit", lambda: 64 << 30)
+        monkeypatch.setattr("tierfs.session.settings.shutil.disk_usage", found)
+        monkeypatch.setattr("tierfs.session.settings.filesystem_of", lambda _: kind)
+        monkeypatch.setattr("tierfs.session.settings.memory_limit", lambda: 64 << 30)
 
     return make
 

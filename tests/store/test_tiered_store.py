@@ -8,20 +8,20 @@ import threading
 import time
 
 import pytest
-from opened import descriptors
-from tiered import BIG, MIB, Gate, Host, content, save_at
+from support.opened import descriptors
+from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, InvalidInputError, NotFoundError
-from tierfs.flush.draft import local_name
-from tierfs.flush.engine import FlushEngine
-from tierfs.flush.levels import Level
+from tierfs.flusher.engine import FlushEngine
 from tierfs.format.keys import chunk_key
-from tierfs.local import growth
-from tierfs.local.host import PAGE_BYTES
-from tierfs.local.nvme import NvmeTier
-from tierfs.local.nvmereader import NvmeReader
-from tierfs.local.slab import SlotKind, SlotState
-from tierfs.local.slots import HEAD_BYTES
+from tierfs.host.host import PAGE_BYTES
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.record import local_name
+from tierfs.host.slab import growth
+from tierfs.host.slab.segment import SlotKind, SlotState
+from tierfs.host.slab.table import HEAD_BYTES
 from tierfs.store import (
     WriteMode,
     Writer,

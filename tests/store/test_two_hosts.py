@@ -22,8 +22,8 @@ from tierfs.format.manifest import Manifest
 from tierfs.objects import MemoryObjects, RetryingObjects
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store import Store, WriteMode, Writer, copy, delete, find, load, rename, save
-from tierfs.store.load import expand_rows
-from tierfs.store.records import observe
+from tierfs.store.read.reader import expand_rows
+from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/b"])

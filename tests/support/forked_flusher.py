@@ -4,23 +4,23 @@ import multiprocessing
 import os
 import sys
 
-from tierfs.cli.frame import main
-from tierfs.flush.launch import Launched, _open_log
+from tierfs.cli.app import main
+from tierfs.host.rpc.launch import Launched, _open_log
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
-        "tierfs.cli.flusher",
-        "tierfs.flush.building",
-        "tierfs.flush.service",
-        "tierfs.store.localtiers",
-        "tierfs.store.open",
+        "tierfs.cli.commands.flusher",
+        "tierfs.flusher.building",
+        "tierfs.flusher.server",
+        "tierfs.session.tiers",
+        "tierfs.session.open",
     ]
 )
 
 
 def spawn(argv, log):
-    """As `tierfs.flush.launch.spawn`."""
+    """As `tierfs.host.rpc.launch.spawn`."""
     os.close(_open_log(log))
     process = _context.Process(target=_run, args=(argv[3:], str(log), dict(os.environ)), daemon=True)
     start = log.stat().st_size

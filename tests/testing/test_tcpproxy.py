@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from opened import descriptors
+from support.opened import descriptors
 
 from tierfs.errors import InvalidInputError
 from tierfs.testing import PlannedTcpFault, TcpFault, TcpFaultProxy, tcpfaults, tcpproxy

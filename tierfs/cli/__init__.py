@@ -1,5 +1,5 @@
-"""The command line: ``tierfs COMMAND``. One file per command; what they share begins with ``_``."""
+"""The command line: ``tierfs COMMAND``. One file per command, in `tierfs.cli.commands`."""
 
-from tierfs.cli.frame import main
+from tierfs.cli.app import main
 
 __all__ = ["main"]

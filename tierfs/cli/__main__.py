@@ -2,7 +2,7 @@
 
 import sys
 
-from tierfs.cli.frame import main
+from tierfs.cli.app import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,8 +11,8 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tierfs.codec import frames
 from tierfs.codec.damage import DamageError
+from tierfs.codec.planes import frames
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
@@ -146,7 +146,9 @@ def _check(raw: memoryview, coding: Coding, out: memoryview) -> None:
 def _encode_together(
     raws: Sequence[memoryview], coding: Coding, bases: Sequence[memoryview | None], outs: Sequence[memoryview]
 ) -> list[tuple[Codec, int]]:
-    from tierfs.codec import constant, differences, planes  # noqa: PLC0415
+    from tierfs.codec import constant  # noqa: PLC0415
+    from tierfs.codec.delta import differences  # noqa: PLC0415
+    from tierfs.codec.planes import planes  # noqa: PLC0415
 
     if len(raws) == 1 or any(constant.constant_element(raw) for raw in raws):
         return [_encode_alone(raw, coding, base, out) for raw, base, out in zip(raws, bases, outs, strict=True)]
@@ -173,7 +175,8 @@ def _encode_alone(raw: memoryview, coding: Coding, base: memoryview | None, out:
 
 
 def _encode(raw: memoryview, coding: Coding, base: memoryview | None, out: memoryview) -> tuple[Codec, int | None]:
-    from tierfs.codec import derive, differences, planes, sparse  # noqa: PLC0415
+    from tierfs.codec.delta import derive, differences, sparse  # noqa: PLC0415
+    from tierfs.codec.planes import planes  # noqa: PLC0415
 
     codec, width = coding
     reference = _reference(codec, raw, base)
@@ -230,7 +233,9 @@ def _decode(codec: int, encoded: memoryview, out: memoryview, base: memoryview |
     if codec == Codec.ZSTD:
         out[:] = frames.decompress(encoded, len(out))
         return
-    from tierfs.codec import constant, derive, differences, planes, sparse  # noqa: PLC0415
+    from tierfs.codec import constant  # noqa: PLC0415
+    from tierfs.codec.delta import derive, differences, sparse  # noqa: PLC0415
+    from tierfs.codec.planes import planes  # noqa: PLC0415
     from tierfs.codec.scratch import lent  # noqa: PLC0415
 
     factor = Codec(codec).base_factor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierfs.codec.damage import DamageError
-from tierfs.codec.planes import WIDTHS
+from tierfs.codec.planes.planes import WIDTHS
 from tierfs.codec.scratch import elements_of
 
 __all__ = ["constant_element", "decode_constant"]

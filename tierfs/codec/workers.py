@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tierfs import __version__
+from tierfs._fork import PerProcess
 from tierfs.codec.blocks import Codec, Coding
 from tierfs.codec.worker import ANSWER_BYTES_MAX
-from tierfs.daemons import start_daemon
-from tierfs.forks import PerProcess
 from tierfs.sharedmemory import shared_memory
+from tierfs.threads import start_daemon
 
 __all__ = ["EncodeWorkers", "Job", "Worker", "encode_workers"]
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tierfs.errors import InvalidInputError
-from tierfs.flush.levels import Level
-from tierfs.store import Store, TierOptions, open_store, parse_url
-from tierfs.store.url import LOCAL, asks_to_create
+from tierfs.host.pending.levels import Level
+from tierfs.session import TierOptions, open_store, parse_url
+from tierfs.session.url import LOCAL, asks_to_create
+from tierfs.store import Store
 
 __all__ = ["Address", "full_url", "inside"]
 

@@ -22,7 +22,7 @@ def torch_imported() -> None:
         return
     from tierfs.dcp.installing import install  # noqa: PLC0415 - it takes most of a second
     from tierfs.errors import InvalidInputError  # noqa: PLC0415
-    from tierfs.store.url import TRUE  # noqa: PLC0415
+    from tierfs.session.url import TRUE  # noqa: PLC0415
 
     if said not in TRUE:
         raise InvalidInputError(f"TIERFS_DCP={said}: set it to 1 or to 0")

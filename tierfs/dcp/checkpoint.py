@@ -11,9 +11,9 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from tierfs.dcp.address import inside
-from tierfs.dcp.coverage import boxes_in, problem_of
-from tierfs.dcp.metadatafile import CheckpointNote, Place, decode
-from tierfs.dcp.stock import decode_pickle
+from tierfs.dcp.load.coverage import boxes_in, problem_of
+from tierfs.dcp.metadata import CheckpointNote, Place, decode
+from tierfs.dcp.torch_format.metadata import decode_pickle
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.store import Store, list_directory, open_entry, stat
 from tierfs.store.commit import PENDING, ROOT

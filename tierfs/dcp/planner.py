@@ -19,10 +19,10 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
+from tierfs._fork import PerProcess
 from tierfs.dcp import objects
 from tierfs.dcp.objects import ALLOWED, aliases, globals_in, with_parts
 from tierfs.errors import InvalidInputError
-from tierfs.forks import PerProcess
 
 __all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
 

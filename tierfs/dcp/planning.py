@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from tierfs.garbage import Uncollected
+from tierfs.gc_pause import Uncollected
 
 __all__ = ["begin_planning", "end_planning"]
 

@@ -16,13 +16,13 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, full_url, inside
 from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
-from tierfs.dcp.coverage import Absent, mark_absent
-from tierfs.dcp.items import Saved
-from tierfs.dcp.metadatafile import CheckpointNote, Place
+from tierfs.dcp.load.coverage import Absent, mark_absent
+from tierfs.dcp.load.items import Saved
+from tierfs.dcp.load.rollback import roll_back
+from tierfs.dcp.load.shards import ShardFiles
+from tierfs.dcp.metadata import CheckpointNote, Place
 from tierfs.dcp.planning import begin_planning, end_planning
-from tierfs.dcp.rollback import roll_back
-from tierfs.dcp.shards import ShardFiles
-from tierfs.dcp.stockdata import read_items
+from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import (
     ConflictError,
     CorruptionError,
@@ -31,9 +31,10 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
-from tierfs.store import Store, parse_url, stat
-from tierfs.store.away import ask_briefly
+from tierfs.session import parse_url
+from tierfs.store import Store, stat
 from tierfs.store.commit import ROOT, Commits, Waiting
+from tierfs.store.offline import ask_briefly
 
 __all__ = ["TierReader"]
 

@@ -16,7 +16,7 @@ from torch_checkpointing.metadata_serialization import METADATA_FILE_NAME
 from torch_checkpointing.storage.base_storage import ReadArgs, Storage, StorageConfig
 
 from tierfs.dcp.address import Address, full_url
-from tierfs.dcp.streams import ReadStream, SaveStream
+from tierfs.dcp.torch_format.streams import ReadStream, SaveStream
 from tierfs.errors import AlreadyExistsError, ConflictError, InvalidInputError, NotFoundError
 from tierfs.store import (
     Store,

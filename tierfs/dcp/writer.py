@@ -24,24 +24,24 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
-from tierfs.dcp.gpu import GpuStaging
-from tierfs.dcp.metadatafile import CheckpointNote, Place, encode
+from tierfs.dcp.load.rollback import key_of
+from tierfs.dcp.metadata import CheckpointNote, Place, encode
 from tierfs.dcp.objects import check_object
 from tierfs.dcp.planning import begin_planning, end_planning
-from tierfs.dcp.refused import Refused
-from tierfs.dcp.replicas import Elsewhere, Left, Replicas, left_by, split
-from tierfs.dcp.rollback import key_of
-from tierfs.dcp.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
-from tierfs.dcp.shardfile import Placed, ShardFile, check_is_held, find_staged, is_private
-from tierfs.dcp.stagedstate import UnstagedState
-from tierfs.dcp.staging import stage
-from tierfs.dcp.stocklayout import SUFFIX, encode_pickle, write_archives
-from tierfs.dcp.streaming import Part, object_part, stream, tensor_part
+from tierfs.dcp.save.gpu import GpuStaging
+from tierfs.dcp.save.refused import Refused
+from tierfs.dcp.save.replicas import Elsewhere, Left, Replicas, left_by, split
+from tierfs.dcp.save.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
+from tierfs.dcp.save.shard_file import Placed, ShardFile, check_is_held, find_staged, is_private
+from tierfs.dcp.save.staged_state import UnstagedState
+from tierfs.dcp.save.streaming import Part, object_part, stream, tensor_part
+from tierfs.dcp.stager import stage
 from tierfs.dcp.tensorbytes import has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
+from tierfs.dcp.torch_format.layout import SUFFIX, encode_pickle, write_archives
 from tierfs.device.drain import Gate
 from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
-from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SaveMark
+from tierfs.host.pending.levels import Level
 from tierfs.store import Store, kind_of, level_of, status, wait
 from tierfs.store.commit import Commits
 
@@ -171,7 +171,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         return False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | StagingFuture[dict[str, Any]]:
-        """Copy a state dict, so that training may go on: see `tierfs.dcp.staging.stage`.
+        """Copy a state dict, so that training may go on: see `tierfs.dcp.stager.stage`.
 
         Where that fails and there are other ranks, which would wait for this one to plan, the save fails then, on every rank.
         """
@@ -372,7 +372,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._saves.go_on().end(root, mark)
 
     def ended(self, save: Save, url: str | None = None) -> None:
-        """See `tierfs.dcp.saves.Saver`."""
+        """See `tierfs.dcp.save.saves.Saver`."""
         if url is not None:
             self._address = save.address = self._address.at(url)
         self._saves.end(save)
@@ -380,7 +380,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             self._gpu.publish(save, save.mark.save_id)
 
     def handed_over(self) -> Save:
-        """See `tierfs.dcp.saves.Saver`."""
+        """See `tierfs.dcp.save.saves.Saver`."""
         return self._saves.hand_over()
 
     # -- levels --------------------------------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tierfs.codec.differences import decode_difference, difference
-from tierfs.codec.packing import Look, Mode
-from tierfs.codec.planes import PLANE_HEAD_BYTES, WIDTHS, Order, PlaneWriter, decode_plane, put_planes
+from tierfs.codec.delta.differences import decode_difference, difference
+from tierfs.codec.planes.packing import Look, Mode
+from tierfs.codec.planes.planes import PLANE_HEAD_BYTES, WIDTHS, Order, PlaneWriter, decode_plane, put_planes
+from tierfs.codec.planes.zigzag import zigzag
 from tierfs.codec.scratch import elements_of
-from tierfs.codec.zigzag import zigzag
 from tierfs.device.modules import function, launch
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.errors import InvalidInputError

@@ -76,7 +76,7 @@ class Descriptor:
             piece = os.pread(self._memory, min(BLOCK_BYTES, length - self._collected), self._collected)
             store(memoryview(piece))
             if not self._is_sealed:
-                from tierfs.local.allocate import give_up  # noqa: PLC0415 - it loads NumPy
+                from tierfs.host.slab.allocate import give_up  # noqa: PLC0415 - it loads NumPy
 
                 give_up(self._memory, 0, self._collected + len(piece))
             self._collected += len(piece)

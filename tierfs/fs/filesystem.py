@@ -20,7 +20,6 @@ from fsspec.core import get_compression
 from tierfs import store as verbs
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import AlreadyExistsError, InvalidInputError
-from tierfs.flush.levels import Level
 from tierfs.fs.looking import describe
 from tierfs.fs.paths import is_hint
 from tierfs.fs.readfile import ReadFile
@@ -28,8 +27,9 @@ from tierfs.fs.threads import run_in_thread
 from tierfs.fs.tiering import Tiering
 from tierfs.fs.wrapped import CompressedFile, TextFile
 from tierfs.fs.writefile import WriteFile
+from tierfs.host.pending.levels import Level
+from tierfs.session.url import TRUE
 from tierfs.store import WriteMode, Writer
-from tierfs.store.url import TRUE
 
 __all__ = ["TierFileSystem"]
 

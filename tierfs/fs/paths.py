@@ -17,14 +17,14 @@ from typing import Any
 from fsspec.asyn import get_loop
 from fsspec.utils import stringify_path
 
-from tierfs import store as verbs
 from tierfs.errors import InvalidInputError, StoreNotFoundError
-from tierfs.flush.levels import Level
 from tierfs.fs.chaining import Chained
 from tierfs.fs.transactions import TierTransaction
 from tierfs.fs.writefile import WriteFile
-from tierfs.store import Location, Store, TierOptions
-from tierfs.store.url import TRUE, asks_to_create, named_location, split_url, strip, target_url
+from tierfs.host.pending.levels import Level
+from tierfs.session import Location, TierOptions, open_store
+from tierfs.session.url import TRUE, asks_to_create, named_location, split_url, strip, target_url
+from tierfs.store import Store
 
 __all__ = ["PathSpace", "is_hint"]
 
@@ -147,7 +147,7 @@ class PathSpace(Chained):
             location = Location(self._target_protocol, stripped, self._target_options)
         if self._tier_options != TierOptions():
             location = replace(location, tiers=self._tier_options)
-        store, relative = verbs.open_store(location, write=write, create=write and self._may_create(location))
+        store, relative = open_store(location, write=write, create=write and self._may_create(location))
         self._used[store.url] = store
         return store, relative
 

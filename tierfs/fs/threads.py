@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from tierfs.forks import PerProcess
+from tierfs._fork import PerProcess
 from tierfs.store.transfers import Transfers
 
 __all__ = ["run_in_thread"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from tierfs import store as verbs
-from tierfs.flush.levels import Level
 from tierfs.fs.changing import Changing
+from tierfs.host.pending.levels import Level
 
 __all__ = ["Tiering"]
 

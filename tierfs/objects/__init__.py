@@ -6,13 +6,9 @@ Cloud clients, fsspec and asyncio are imported when a store that needs them is o
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from tierfs.objects.backends.local import LocalObjects
 from tierfs.objects.checksums import checksum_for, verify_checksum
-from tierfs.objects.connect import connect
-from tierfs.objects.limit import LimitedObjects
-from tierfs.objects.local import LocalObjects
-from tierfs.objects.measure import MeasuredObjects
 from tierfs.objects.probe import Finding, Findings, probe
-from tierfs.objects.promised import PromisedObjects, as_promised
 from tierfs.objects.protocol import (
     CREATE,
     OVERWRITE,
@@ -30,13 +26,17 @@ from tierfs.objects.protocol import (
     Use,
     Version,
 )
-from tierfs.objects.retry import RetryingObjects
-from tierfs.objects.wrapper import WrappedObjects
+from tierfs.objects.registry import connect
+from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.objects.wrappers.retry import RetryingObjects
+from tierfs.objects.wrappers.throttle import LimitedObjects
+from tierfs.objects.wrappers.verify import PromisedObjects, as_promised
+from tierfs.objects.wrappers.wrapper import WrappedObjects
 
 if TYPE_CHECKING:
-    from tierfs.objects.anyfs import FsspecObjects
-    from tierfs.objects.cloud import CloudObjects
-    from tierfs.objects.memory import MemoryObjects
+    from tierfs.objects.backends.cloud import CloudObjects
+    from tierfs.objects.backends.fsspec import FsspecObjects
+    from tierfs.objects.backends.memory import MemoryObjects
 
 __all__ = [
     "CREATE",
@@ -72,11 +72,11 @@ __all__ = [
     "verify_checksum",
 ]
 
-_LATER = {"CloudObjects": "cloud", "FsspecObjects": "anyfs", "MemoryObjects": "memory"}
+_LATER = {"CloudObjects": "cloud", "FsspecObjects": "fsspec", "MemoryObjects": "memory"}
 
 
 def __getattr__(name: str) -> Any:
     """The backends that bring fsspec or asyncio, when somebody asks for them (PEP 562)."""
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+    return getattr(importlib.import_module(f"{__name__}.backends.{_LATER[name]}"), name)

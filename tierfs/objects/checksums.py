@@ -80,7 +80,7 @@ def compute(algorithm: str, data: Sequence[Buffer]) -> Checksum:
 def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum | None:
     """The checksum to send with ``data``: the first that the endpoint verifies and this process can compute.
 
-    ``None`` where there is none: then what is stored is read back (`tierfs.objects.promised`).
+    ``None`` where there is none: then what is stored is read back (`tierfs.objects.wrappers.verify`).
     """
     for algorithm in capabilities.checksums:
         if computable(algorithm):

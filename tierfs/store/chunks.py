@@ -11,17 +11,17 @@ from tierfs import digest
 from tierfs.buffers import buffers
 from tierfs.digest import Buffer
 from tierfs.errors import AlreadyExistsError, CorruptionError, StoreError
-from tierfs.flush.publisher import NO_HINT, Hint, ReadRow
 from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
+from tierfs.host.pending.publisher import NO_HINT, Hint, ReadRow
 from tierfs.objects.checksums import checksum_for
-from tierfs.objects.promised import PromisedObjects
 from tierfs.objects.protocol import CREATE
-from tierfs.store.encoding import Encoded, Sending, blocks_of
-from tierfs.store.fetching import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
-from tierfs.store.room import Room, lend_room
+from tierfs.objects.wrappers.verify import PromisedObjects
+from tierfs.store.encode.pipeline import Encoded, Sending, blocks_of
+from tierfs.store.encode.room import Room, lend_room
+from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
 

@@ -15,15 +15,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
-from tierfs.flush.levels import Level
 from tierfs.format.checkpoint import SEQUENCE_MAX, SaveMark, named_files
 from tierfs.format.keys import directory_prefix, record_key
 from tierfs.format.manifest import Manifest, Row
-from tierfs.store.away import ask_briefly
-from tierfs.store.delete import bury
-from tierfs.store.listing import live_records
-from tierfs.store.load import open_manifest
-from tierfs.store.records import (
+from tierfs.host.pending.levels import Level
+from tierfs.store.offline import ask_briefly
+from tierfs.store.read.reader import open_manifest
+from tierfs.store.store import Store
+from tierfs.store.tree.delete import bury
+from tierfs.store.tree.listing import live_records
+from tierfs.store.tree.records import (
     Observed,
     blindly,
     observe,
@@ -33,9 +34,8 @@ from tierfs.store.records import (
     observe_to_replace,
     publish,
 )
-from tierfs.store.save import WriteMode, Writer, learn_rows, refuse_foreign, settle
-from tierfs.store.staging import is_staged
-from tierfs.store.store import Store
+from tierfs.store.write.staging import is_staged
+from tierfs.store.write.writer import WriteMode, Writer, learn_rows, refuse_foreign, settle
 
 __all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting", "part_of"]
 

@@ -22,7 +22,7 @@ from tierfs.errors import CorruptionError, FormatError
 from tierfs.format import keys
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Manifest, Row
-from tierfs.store.fetching import fetch
+from tierfs.store.read.fetch import fetch
 from tierfs.store.store import Store
 
 __all__ = ["is_sound", "is_sound_base", "replaced_chunks"]

@@ -7,12 +7,12 @@ from dataclasses import asdict
 from typing import Any
 
 from tierfs.errors import StoreError
-from tierfs.flush.levels import Level
-from tierfs.local.stored import ARENA_FILE
+from tierfs.host.nvme.stored import ARENA_FILE
+from tierfs.host.pending.levels import Level
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
-from tierfs.store.asked import asked
-from tierfs.store.devicenotes import read_notes
+from tierfs.store.device_notes import read_notes
+from tierfs.store.request_metrics import asked
 from tierfs.store.store import Store
 
 __all__ = ["status"]

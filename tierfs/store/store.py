@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import NotFoundError, StoreError, TierfsError
-from tierfs.flush.levels import Level
 from tierfs.format import keys
 from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Record
-from tierfs.local.host import state_directory
+from tierfs.host.host import state_directory
+from tierfs.host.pending.levels import Level
 from tierfs.objects.protocol import ObjectTier, Version
-from tierfs.store.away import ask_briefly
-from tierfs.store.codecs import AUTO, Codecs
-from tierfs.store.hostrecords import HostRecords
-from tierfs.store.presence import Presence
+from tierfs.store.encode.codecs import AUTO, Codecs
+from tierfs.store.leases import Presence
+from tierfs.store.offline import ask_briefly
+from tierfs.store.tree.host_records import HostRecords
 
 if TYPE_CHECKING:
-    from tierfs.flush.tiers import Tiers
-    from tierfs.store.encoder import Encoder
+    from tierfs.host.tiers import Tiers
+    from tierfs.store.encode.encoder import Encoder
 
 __all__ = ["Store"]
 
@@ -109,7 +109,7 @@ class Store:
         """How chunks are encoded on their way to the object tier: one for all."""
         with self._lock:
             if self._encoder is None:
-                from tierfs.store.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
+                from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
 
                 kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
                 self._encoder = Encoder(kind, self._codecs, self.clock, is_near=is_near)

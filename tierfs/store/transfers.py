@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Generic, TypeVar
 
-from tierfs.forks import PerProcess
+from tierfs._fork import PerProcess
 
 __all__ = ["Errand", "Transfers", "transfers"]
 

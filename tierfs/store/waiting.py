@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tierfs.errors import NotFoundError
-from tierfs.flush.levels import Level
 from tierfs.format.manifest import Manifest
-from tierfs.store.listing import stat_to_read
-from tierfs.store.load import Reader, open_manifest
+from tierfs.host.pending.levels import Level
+from tierfs.store.read.reader import Reader, open_manifest
 from tierfs.store.store import Store
+from tierfs.store.tree.listing import stat_to_read
 
 if TYPE_CHECKING:
-    from tierfs.flush.tiers import Tiers
+    from tierfs.host.tiers import Tiers
 
 __all__ = ["discard_conflict", "level_of", "open_conflict", "wait"]
 

@@ -29,7 +29,7 @@ from tierfs.objects.protocol import (
     Use,
     Version,
 )
-from tierfs.objects.wrapper import METHODS
+from tierfs.objects.wrappers.wrapper import METHODS
 
 __all__ = ["Fault", "FaultyObjects", "PlannedFault"]
 

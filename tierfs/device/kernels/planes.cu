@@ -20,7 +20,7 @@ typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-// One row of the table, as planes.py packs it. `base` is 0 for PLANE. `order` is tierfs.codec.planes.Order.
+// One row of the table, as planes.py packs it. `base` is 0 for PLANE. `order` is tierfs.codec.planes.planes.Order.
 struct Row {
     u64 raw;
     u64 base;
@@ -37,7 +37,7 @@ constexpr int SIGN_LAST = 1;         // the upper 16 bits: exponent, then sign, 
 constexpr int DIFFERENCE = 2;        // zigzag(element - base)
 constexpr int DIFFERENCE_UPPER = 3;  // element - base, of which the upper 16 bits are zigzagged alone
 
-// tierfs.codec.planes.Order
+// tierfs.codec.planes.planes.Order
 constexpr int ORDER_SIGN_LAST = 1;
 constexpr int ORDER_ZIGZAG = 2;
 

@@ -1,0 +1,10 @@
+"""Fixtures of the tests that save and load checkpoints."""
+
+from support.dcp_stores import (  # noqa: F401
+    all_stores_are_closed,
+    flushers_are_forked,
+    plans_are_forgotten,
+    store,
+    url,
+    without_checksums,
+)

@@ -1,0 +1,55 @@
+"""Large tensors are copied byte for byte, in a few long pieces, and nothing beside them is."""
+
+import pytest
+import torch
+
+from tierfs.dcp.save import copy as copying
+from tierfs.dcp.save.copy import LARGE_BYTES, copy_large
+
+GUARD = 64
+
+
+@pytest.fixture
+def pieces(monkeypatch):
+    """The lengths of what is copied at once."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    lengths, real = [], copying._memcpy
+    monkeypatch.setattr(copying, "_memcpy", lambda to, begin, length: lengths.append(length) or real(to, begin, length))
+    return lengths
+
+
+def copied(lengths):
+    """Targets, each with what lies around it, and their sources, once these were copied."""
+    sources = [torch.randint(0, 256, (length,), dtype=torch.uint8) for length in lengths]
+    around = [torch.full((GUARD + length + GUARD,), 7, dtype=torch.uint8) for length in lengths]
+    copy_large([(memory[GUARD:-GUARD], source) for memory, source in zip(around, sources, strict=True)])
+    return around, sources
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [],
+        [1],
+        [LARGE_BYTES],
+        [LARGE_BYTES + 1, 3 * LARGE_BYTES - 1],
+        [40 * LARGE_BYTES + 5],
+        [LARGE_BYTES + number for number in range(50)],
+    ],
+)
+def test_all_is_copied_and_nothing_beside_it(pieces, lengths):
+    around, sources = copied(lengths)
+    for memory, source in zip(around, sources, strict=True):
+        assert torch.equal(memory[GUARD:-GUARD], source)
+        assert bool((memory[:GUARD] == 7).all() and (memory[-GUARD:] == 7).all())
+    assert sum(pieces) == sum(lengths)
+
+
+def test_each_of_three_threads_has_two_pieces_of_what_is_in_one(pieces):
+    copied([60 * LARGE_BYTES])
+    assert sorted(pieces) == [10 * LARGE_BYTES] * 6
+
+
+def test_what_lies_apart_is_one_piece_each_where_a_thread_has_several(pieces):
+    copied([4 * LARGE_BYTES] * 12)
+    assert pieces == [4 * LARGE_BYTES] * 12

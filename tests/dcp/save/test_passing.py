@@ -1,0 +1,353 @@
+"""What was staged in one process is saved by another one without a copy, and every slot comes back."""
+
+import copy
+import gc
+import pickle
+import time
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+from support.opened import descriptors
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from support import passing_child
+from test_writer import noise, same
+
+import tierfs
+from tierfs.dcp import TierReader, TierWriter
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.stager import stage
+from tierfs.errors import NotFoundError
+from tierfs.host.slab.segment import SlotKind, SlotState
+from tierfs.host.write import lending
+
+OPTIONS = {"ram": "256MiB", "nvme": "0"}
+DEADLINE_S = 20
+MIB = 1 << 20
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+
+class Child:
+    def __init__(self):
+        context = mp.get_context("spawn")
+        self.conn, theirs = context.Pipe()
+        self.process = context.Process(target=passing_child.serve, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def ask(self, *request):
+        self.conn.send(request)
+        return self.answer()
+
+    def answer(self):
+        assert self.conn.poll(60)
+        return self.conn.recv()
+
+    def kill(self):
+        self.process.kill()
+        self.process.join()
+
+
+@pytest.fixture(scope="module")
+def shared_child():
+    child = Child()
+    yield child
+    child.kill()
+
+
+@pytest.fixture
+def child(shared_child):
+    yield shared_child
+    shared_child.ask("drop")
+
+
+@pytest.fixture
+def mortal():
+    child = Child()
+    yield child
+    child.kill()
+
+
+@pytest.fixture
+def url(tmp_path):
+    tierfs.init(f"file://{tmp_path}/store")
+    return f"tierfs::file://{tmp_path}/store/ck"
+
+
+class Refusing(TierWriter):
+    def write_data(self, plan, planner):
+        raise tierfs.errors.AlreadyExistsError("not this one")
+
+
+def state(tensors=5, seed=0):
+    return {f"layer{number}.weight": noise(100 + number, 40, seed=seed + number) for number in range(tensors)} | {
+        "large": noise(5 * MIB, dtype=torch.uint8, seed=seed),
+        "whole": noise(17 * MIB, dtype=torch.uint8, seed=seed + 1),
+        "none": torch.empty(0, 3),
+        "step": seed,
+    }
+
+
+def tiers_of(url):
+    return TierWriter(url, **OPTIONS)._address.open()[0].tiers
+
+
+def chunks(url, *states):
+    wanted = states or tuple(set(SlotState) - {SlotState.FREE})
+    segments = tiers_of(url).ram.segments()
+    return [slot for segment in segments for slot in segment.slots(kind=SlotKind.CHUNK, states=wanted)]
+
+
+def until_nothing_is_there(url):
+    """What was lent is given back at once, or by the thread that looks after it at that moment."""
+    ends = time.monotonic() + DEADLINE_S
+    while chunks(url):
+        assert time.monotonic() < ends, chunks(url)
+        time.sleep(0.01)
+        tiers_of(url).writer.lending.settle()
+
+
+def settled(url):
+    """Wait until nothing is in the ram tier but clean copies."""
+    ends = time.monotonic() + DEADLINE_S
+    while True:
+        tiers_of(url).writer.lending.settle()
+        left = [slot for slot in chunks(url) if slot.state is not SlotState.CLEAN]
+        if not left:
+            return
+        assert time.monotonic() < ends, left
+        time.sleep(0.02)
+
+
+def check(url, expected):
+    found = {key: torch.zeros_like(value) if torch.is_tensor(value) else -1 for key, value in expected.items()}
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS), no_dist=True)
+    assert same(found, expected)
+
+
+def test_another_process_saves_what_was_staged_without_a_copy(url, child):
+    writer, live = TierWriter(url, **OPTIONS), state()
+    expected = copy.deepcopy(live)
+    staged = writer.stage(live)
+    child.ask("have", staged)
+    for value in live.values():
+        if torch.is_tensor(value):
+            value.zero_()
+    taken = {(slot.segment.id, slot.index) for slot in chunks(url)}
+    assert child.ask("save", writer, url, None) == 0, "bytes that were copied"
+    own = {segment.id for segment in tiers_of(url).ram.own_segments()}
+    assert {(slot.segment.id, slot.index) for slot in chunks(url) if slot.segment.id in own} <= taken
+    check(url, expected)
+    del staged
+    gc.collect()
+    settled(url)
+    check(url, expected)
+
+
+def test_tensors_have_their_values_over_there(url, child):
+    child.ask("have", TierWriter(url, **OPTIONS).stage(state(seed=3)))
+    assert same(child.ask("values"), state(seed=3))
+
+
+def test_descriptors_and_mappings_do_not_grow_with_the_number_of_tensors(url, child):
+    writer = TierWriter(url, **OPTIONS)
+    child.ask("have", writer.stage({"first": noise(8)}))  # from then on there is a way to the flusher
+    before = child.ask("drop")
+    for many in (10, 1000):
+        staged = writer.stage({str(number): noise(8, seed=number) for number in range(many)})
+        ours = descriptors()
+        theirs = child.ask("have", staged)
+        assert (descriptors() - ours).total() <= 1, "another way to the flusher"
+        assert len(theirs[0] - before[0]) <= 2, "the segment and the loan"
+        assert (theirs[1] - before[1]).total() <= 1
+        after = child.ask("drop")
+        assert after[0] <= before[0]
+        assert after[1] <= before[1]
+
+
+def test_two_saves_overlap(url, child):
+    writer = TierWriter(url, **OPTIONS)
+    first, second = writer.stage(state(seed=1)), writer.stage(state(seed=2))
+    for seed, staged in ((1, first), (2, second)):
+        child.ask("have", staged)
+        assert child.ask("save", writer, f"{url}/{seed}", None) == 0
+    del first, second, staged
+    for seed in (1, 2):
+        check(f"{url}/{seed}", state(seed=seed))
+    settled(url)
+
+
+def test_of_two_saves_over_there_each_is_heard_of_by_itself(url, child):
+    """As in DCP's process mode, where each is handed over by a thread of its own, which may get the other one's answer."""
+    writer = TierWriter(url, **OPTIONS)
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        for seed, thread in ((1, first), (2, second)):
+            staged = writer.stage(state(seed=seed))
+            thread.submit(child.conn.send, ("have", staged)).result()
+            thread.submit(child.conn.send, ("metadata", writer, f"{url}/{seed}")).result()
+            del staged
+        for thread in (second, first):
+            for ask in (writer.wait, writer.ack):
+                with pytest.raises(NotFoundError, match="has not come to its end here"):
+                    ask()
+            thread.submit(child.answer).result()
+            thread.submit(child.answer).result()
+    assert writer.checkpoint_id == f"{url}/2"
+    writer.wait("object", timeout=DEADLINE_S)
+    assert writer.ack() == "object"
+    assert writer.save_id == TierReader(f"{url}/2", **OPTIONS).read_metadata().storage_meta.save_id
+
+
+def test_a_planner_over_there_may_save_other_values(url, child):
+    writer = TierWriter(url, **OPTIONS)
+    plain = {"a": noise(1000, seed=1).nan_to_num(), "b": noise(3 * MIB // 4, seed=2).nan_to_num()}
+    child.ask("have", writer.stage(plain))
+    assert child.ask("save", writer, url, passing_child.Halving()) == sum(value.nbytes for value in plain.values())
+    check(url, {name: value / 2 for name, value in plain.items()})
+    child.ask("drop")
+    gc.collect()
+    settled(url)
+
+
+def test_what_over_there_is_dropped_comes_back(url, child):
+    staged = TierWriter(url, **OPTIONS).stage(state())
+    child.ask("have", staged)
+    del staged
+    gc.collect()
+    tiers_of(url).writer.lending.settle()
+    assert chunks(url, SlotState.SEALED), "the other process relies on them"
+    child.ask("drop")
+    until_nothing_is_there(url)
+
+
+def test_what_is_not_saved_over_there_comes_back_though_it_is_kept_here(url, child):
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state())
+    child.ask("have", staged)
+    assert child.ask("save some", ["whole", "step"], writer, url, None) == 0
+    own = {segment.id for segment in tiers_of(url).ram.own_segments()}
+    ends = time.monotonic() + DEADLINE_S
+    while sum(slot.length for slot in chunks(url) if slot.segment.id in own) != staged["whole"].nbytes:
+        assert time.monotonic() < ends, chunks(url)
+        tiers_of(url).writer.lending.settle()
+    check(url, {"whole": state()["whole"], "step": 0})
+    settled(url)
+
+
+def test_a_save_that_fails_over_there_keeps_nothing(url, child):
+    staged = TierWriter(url, **OPTIONS).stage(state())
+    child.ask("have", staged)
+    assert "AlreadyExists" in child.ask("save", Refusing(url, **OPTIONS), url, None)
+    child.ask("drop")
+    until_nothing_is_there(url)
+    assert staged.keys() == state().keys()
+
+
+def test_what_was_staged_may_be_let_go_of_here_at_once(url, child):
+    writer = TierWriter(url, **OPTIONS)
+    child.ask("have", writer.stage(state(seed=4)))
+    gc.collect()
+    tiers_of(url).writer.lending.settle()
+    assert child.ask("save", writer, url, None) == 0
+    check(url, state(seed=4))
+    settled(url)
+
+
+def test_a_killed_process_keeps_nothing(url, mortal):
+    staged = TierWriter(url, **OPTIONS).stage(state())
+    mortal.ask("have", staged)
+    mortal.kill()
+    del staged
+    gc.collect()
+    # A flusher that is being started has our open files, locks included, until it runs its own program.
+    until_nothing_is_there(url)
+
+
+def test_what_nobody_took_comes_back_in_time(url, monkeypatch):
+    staged = TierWriter(url, **OPTIONS).stage(state())
+    pickled = bytes(ForkingPickler.dumps(staged))
+    del staged
+    gc.collect()
+    tiers_of(url).writer.lending.settle()
+    assert chunks(url, SlotState.SEALED), "it may be in the pipe"
+    monkeypatch.setattr(lending, "UNTAKEN_S_MAX", 0.0)
+    until_nothing_is_there(url)
+    with pytest.raises(tierfs.errors.StoreError, match="stage it again"):
+        pickle.loads(pickled)
+
+
+def test_it_is_handed_over_once(url, child):
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state())
+    child.ask("have", staged)
+    with pytest.raises(tierfs.errors.StoreError, match="handed to another process before: stage it again"):
+        child.ask("have", staged)
+    with pytest.raises(BaseException, match="handed to another process before: stage it again"):
+        dcp.save(staged, storage_writer=writer, checkpoint_id=url, no_dist=True)
+
+
+def test_copies_and_plain_pickles_are_by_value(url):
+    live = state()
+    staged = TierWriter(url, **OPTIONS).stage(live)
+    others = copy.deepcopy(staged), pickle.loads(pickle.dumps(staged))
+    for value in staged.values():
+        if torch.is_tensor(value):
+            value.zero_()
+    for other in others:
+        assert same(other, live)
+
+
+def test_other_tensors_go_as_ever(url, child):
+    staged = TierWriter(url, **OPTIONS).stage(state())
+    live = {"mine": noise(1000), "view": noise(10, 10)[2:5], "none": torch.empty(0)}
+    child.ask("have", live)
+    assert same(child.ask("values"), live)
+    assert same(staged, state())
+
+
+def test_private_staging_is_copied(url, child):
+    store = TierWriter(url, **OPTIONS)._address.open(write=True)[0]
+    child.ask("have", stage(state(), ShardFile(store, private=True)))
+    assert child.ask("save", TierWriter(url, **OPTIONS), url, None) > 22 * MIB
+    check(url, state())
+
+
+def test_a_store_without_tiers_is_saved_to_as_ever(url, child):
+    writer = TierWriter(url, ram="0", nvme="0")
+    child.ask("have", writer.stage(state()))
+    child.ask("save", writer, url, None)
+    check(url, state())
+
+
+def test_another_state_directory_over_there_gets_a_copy(url, child, tmp_path):
+    staged = TierWriter(url, **OPTIONS).stage(state())
+    child.ask("have", staged)
+    elsewhere = TierWriter(url, **OPTIONS, state_dir=str(tmp_path / "other"))
+    assert child.ask("save", elsewhere, url, None) > 22 * MIB
+    elsewhere.wait("object", timeout=DEADLINE_S)
+    check(url, state())
+
+
+@pytest.mark.parametrize("there", [False, True], ids=["slab there", "memfd there"])
+def test_memory_that_no_file_leads_to_is_lent_as_well(url, mortal, monkeypatch, there):
+    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
+    if there:
+        mortal.ask("no room in shared memory")
+    writer = TierWriter(url, **OPTIONS)
+    staged = writer.stage(state())
+    assert all(segment.path is None for segment in tiers_of(url).ram.own_segments())
+    mortal.ask("have", staged)
+    assert same(mortal.ask("values"), staged)
+    assert mortal.ask("save", writer, url, None) == 0
+    del staged
+    gc.collect()
+    mortal.kill()
+    check(url, state())
+    settled(url)
+    TierWriter(url, **OPTIONS).wait("object", timeout=DEADLINE_S)
+    check(url, state())

@@ -1,0 +1,229 @@
+"""``tierfs demo``: the whole story at the smallest size, and each way it can end otherwise."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from tierfs.cli.commands import demo
+from tierfs.demo.ranks import RankGroup
+from tierfs.demo.report import Checkpoint, Report, compare_losses
+from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
+from tierfs.session import init, open_store, parse_url
+from tierfs.store import save, usage
+
+ROOT = Path(__file__).parents[2]
+TINY = ("--params", "200k", "--steps", "4", "--every", "2")
+RUN_DEMO = """
+import argparse, sys
+from tierfs.cli.commands import demo
+parser = argparse.ArgumentParser()
+demo.add_arguments(parser)
+sys.exit(demo.run(parser.parse_args()))
+"""
+START_RANKS_AND_WAIT = """
+import sys, time
+from tierfs.demo.ranks import RankGroup
+options = ["--url", sys.argv[1], "--steps", "100000", "--every", "100000", "--params", "200000"]
+with RankGroup("run", options, world_size=2, timeout_s=60) as ranks:
+    print(*(rank.process.pid for rank in ranks._ranks), flush=True)
+    time.sleep(60)
+"""
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    """The options as the command line would give them."""
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def report(*, uninterrupted: dict[int, str], resumed: dict[int, str], digests: tuple[str, str] = ("d", "d")) -> Report:
+    """A report of four steps, resumed from step 2."""
+    return Report(
+        url="tierfs::file:///somewhere",
+        parameters=1000,
+        killed_at=4,
+        resumed_from=2,
+        rows=compare_losses(uninterrupted, resumed, first=1, last=4),
+        digests=digests,
+        checkpoints=[Checkpoint("straight/step_2", 4096, 0.25), Checkpoint("resumed/step_2", 4096, 0.5)],
+        stored_bytes={"straight": 2048, "resumed": 0},
+        training_s=10.0,
+    )
+
+
+LOSSES = {step: (1 / step).hex() for step in (1, 2, 3, 4)}
+NEXT_AFTER = {**LOSSES, 4: (0.25 + 2**-54).hex()}
+
+
+@needs_torch
+def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    url = f"tierfs::file://{tmp_path}/demo"
+    process = subprocess.run(
+        [sys.executable, "-c", RUN_DEMO, *TINY, "--url", url, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    document = json.loads(process.stdout)
+    assert document["equal"] is True
+    assert (document["killed_at"], document["resumed_from"]) == (4, 2)
+    assert [row["step"] for row in document["losses"]] == [1, 2, 3, 4]
+    assert all(row["equal"] for row in document["losses"])
+    assert len({row["uninterrupted"] for row in document["losses"]}) == 4
+    assert [one["name"] for one in document["checkpoints"]] == [
+        "straight/step_2",
+        "straight/step_4",
+        "resumed/step_2",
+        "resumed/step_4",
+    ]
+    # The save that was killed was made again, in the same directory.
+    fs, root = fsspec.url_to_fs(url)
+    assert fs.isfile(f"{root}/resumed/step_4/.metadata")
+    # The second run saves what the first one did, and it is stored once.
+    totals = document["totals"]
+    assert 0 < totals["stored_bytes"] < 0.7 * totals["logical_bytes"]
+    assert totals["stored_bytes"] == usage(*open_store(parse_url(url))).stored_bytes
+    assert "SIGKILL" in process.stderr
+
+
+def test_equal_losses_and_states_are_equal() -> None:
+    found = report(uninterrupted=LOSSES, resumed=LOSSES)
+    assert found.equal
+    assert "EQUAL: all 2 losses" in found.as_text()
+    assert "resumed: 1 checkpoint " in found.as_text()
+
+
+def test_a_loss_that_differs_in_its_last_bit_is_different() -> None:
+    found = report(uninterrupted=LOSSES, resumed=NEXT_AFTER)
+    assert not found.equal
+    assert "DIFFERENT: 1 of 2 losses differ, first at step 4" in found.as_text()
+    assert [row["equal"] for row in found.as_document()["losses"]] == [True, True, True, False]
+
+
+def test_a_step_that_a_run_never_made_is_different() -> None:
+    shorter = {step: loss for step, loss in LOSSES.items() if step < 4}
+    assert not report(uninterrupted=LOSSES, resumed=shorter).equal
+    assert not report(uninterrupted=shorter, resumed=shorter).equal
+
+
+def test_equal_losses_with_another_final_state_are_different() -> None:
+    found = report(uninterrupted=LOSSES, resumed=LOSSES, digests=("d", "e"))
+    assert not found.equal
+    assert "the final state is not" in found.as_text()
+
+
+def test_nothing_to_compare_is_not_equality() -> None:
+    assert not replace(report(uninterrupted=LOSSES, resumed=LOSSES), rows=[]).equal
+
+
+@needs_torch
+@pytest.mark.parametrize(("resumed", "code"), [(LOSSES, 0), (NEXT_AFTER, 1)])
+def test_the_exit_code_follows_the_equality(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resumed: dict[int, str], code: int
+) -> None:
+    monkeypatch.setattr(demo._Demo, "play", lambda self: report(uninterrupted=LOSSES, resumed=resumed))
+    assert demo.run(parsed("--json")) == code
+    assert json.loads(capsys.readouterr().out)["equal"] is (code == 0)
+
+
+def test_missing_torch_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(InvalidInputError, match=r"pip install 'tierfs\[torch\]'"):
+        demo.run(parsed())
+
+
+@needs_torch
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--url", "tierfs::/data"), "is no tierfs URL"),
+        (("--url", "tierfs::memory://demo"), "ends with its process"),
+        (("--params", "lots"), "is no size"),
+        (("--params", "10"), "--params must lie between"),
+        (("--every", "0"), "--every must be at least 1"),
+        (("--steps", "5", "--every", "3"), "--steps must be at least twice --every, 6"),
+        (("--timeout", "nan"), "--timeout must be a positive"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        demo.run(parsed(*arguments))
+
+
+@needs_torch
+def test_an_earlier_demo_is_not_written_over(tmp_path: Path) -> None:
+    save(init(f"file://{tmp_path}"), "straight/step_6/.metadata", b"")
+    with pytest.raises(AlreadyExistsError, match="from an earlier demo"):
+        demo.run(parsed("--url", f"tierfs::file://{tmp_path}"))
+
+
+@needs_torch
+def test_a_failing_rank_is_named_with_the_end_of_its_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    # No store was made there, so the first save of the ranks fails.
+    options = ["--url", f"tierfs::file://{tmp_path}/no-store", "--steps", "2", "--every", "2", "--params", "200000"]
+    group = RankGroup("short run", options, world_size=2, timeout_s=60)
+    with (
+        pytest.raises(
+            TierfsError, match=r"(?s)short run failed: rank \d with (exit code 1|signal SIGABRT).*tierfs init"
+        ),
+        group as ranks,
+    ):
+        list(ranks.events())
+
+
+@needs_torch
+def test_a_phase_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    options = ["--url", f"tierfs::file://{tmp_path}", "--steps", "100000", "--every", "100000", "--params", "200000"]
+    group = RankGroup("long run", options, world_size=2, timeout_s=0.5)
+    with pytest.raises(TierfsError, match=r"the long run did not end within 0\.5 s: raise --timeout"), group as ranks:
+        list(ranks.events())
+    assert [rank.process.returncode for rank in group._ranks] == [-signal.SIGKILL] * 2
+
+
+@needs_torch
+def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", START_RANKS_AND_WAIT, f"tierfs::file://{tmp_path}"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # what it leaves behind goes with the test
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None
+    with launcher:
+        pids = [int(pid) for pid in launcher.stdout.readline().split()]
+        launcher.kill()
+    assert len(pids) == 2
+    deadline = time.monotonic() + 60
+    while alive := [pid for pid in pids if is_demo_worker(pid)]:
+        assert time.monotonic() < deadline, f"still alive: {alive}"
+        time.sleep(0.1)
+
+
+def is_demo_worker(pid: int) -> bool:
+    """Whether the process runs and is, still, a rank of a demo."""
+    try:
+        os.kill(pid, 0)
+        return b"demo_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (ProcessLookupError, FileNotFoundError):
+        return False

@@ -1,0 +1,79 @@
+"""Flushers on threads of this process, and what must not be left of any."""
+
+import contextlib
+import gc
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from support.fake_flusher import Running, until
+from support.opened import descriptors
+
+from tierfs.host.rpc.client import FlusherClient
+
+
+@pytest.fixture
+def directory(tmp_path):
+    os.chmod(tmp_path, 0o700)
+    return tmp_path
+
+
+@pytest.fixture
+def public_directory():
+    """One that other users get to."""
+    with tempfile.TemporaryDirectory(prefix="tierfs-", dir="/tmp") as directory:
+        os.chmod(directory, 0o755)
+        yield Path(directory)
+
+
+@pytest.fixture
+def start(directory):
+    """Start flushers in ``directory``; all are stopped in the end."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(**options):
+            running = Running(options.pop("directory", directory), **options)
+            stack.callback(running.stop)
+            return running
+
+        yield begin
+
+
+@pytest.fixture
+def running(start):
+    running = start()
+    until(lambda: running.service._identity)
+    return running
+
+
+@pytest.fixture
+def client(running, directory):
+    def launch():
+        raise AssertionError("one is running")
+
+    with FlusherClient(directory, launch, "1.0", dict) as client:
+        yield client
+
+
+@pytest.fixture(autouse=True)
+def nothing_left():
+    """No descriptor, no thread, no child, not even a dead one, stays behind."""
+    before = descriptors(), children()
+    yield
+    # What lies in a cycle of references is let go of by the collector alone.
+    until(lambda: gc.collect() >= 0 and descriptors() <= before[0] and children() <= before[1] and not threads())
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("tierfs-flusher")]
+
+
+def children():
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if path.read_text().rpartition(")")[2].split()[1] == str(os.getpid()):
+                found.add(path.parent.name)
+    return found

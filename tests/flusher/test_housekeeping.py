@@ -1,0 +1,38 @@
+"""What the thread of a process that writes does between its writes."""
+
+import threading
+
+from tierfs.host.write import housekeeping
+from tierfs.host.write.housekeeping import Housekeeping
+
+
+class Ram:
+    """Takes note of what it is asked for; has the thread end at the second round."""
+
+    def __init__(self):
+        self.asked = []
+        self.ended = threading.Event()
+
+    def grow_ahead(self):
+        self.asked.append("grow_ahead")
+
+    def evict_ahead(self):
+        self.asked.append("evict_ahead")
+
+    def make_room_for_others(self):
+        self.asked.append("make_room_for_others")
+        if len(self.asked) > 3:
+            self.ended.set()
+
+
+class Lending:
+    def settle(self):
+        pass
+
+
+def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch):
+    monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.01)
+    ram, lending = Ram(), Lending()
+    Housekeeping(ram, lending, ram.ended).begin()
+    assert ram.ended.wait(10)
+    assert ram.asked == ["grow_ahead", "evict_ahead", "make_room_for_others"] * 2

@@ -1,0 +1,230 @@
+"""SIGKILL at some of the steps of a trainer and a flusher; all of them are in ``integration/test_tier_kills.py``."""
+
+import os
+import signal
+import time
+
+import pytest
+from support.killing import (
+    HOLD,
+    MIB,
+    Case,
+    Life,
+    Mode,
+    Zygote,
+    dry_run,
+    kill_both,
+    kill_flusher,
+    kill_trainer,
+    kill_while_making,
+    kill_while_opening,
+    points_of,
+    write,
+)
+
+from tierfs.store import Store, save
+
+SMALL = [
+    write("run/1/a", MIB + 1, "local"),
+    write("run/tmp", 1000, "staged"),
+    ["rename", "run/tmp", "run/1/b", "staged"],
+    write("run/junk", 70_000, "staged"),
+    ["delete", "run/junk", "staged"],
+    write("latest", 10, "local"),
+]
+WITH_NVME = Mode(SMALL, ram=40 * MIB, nvme=8 * MIB)
+# Without an nvme tier the writer itself publishes what is to be safer than `staged`.
+WITHOUT = Mode([[*one[:-1], "staged"] for one in SMALL], ram=40 * MIB, nvme=0)
+# The first is in the object tier by the time of the rest, which gets to the nvme tier.
+FILLED = Mode(
+    [
+        write("run/1/a", 70_000, "object"),
+        ["await", "go"],
+        write("run/2/a", MIB + 1, "staged"),
+        write("latest", 10, "local"),
+    ],
+    ram=40 * MIB,
+    nvme=8 * MIB,
+)
+# What the second file needs does not fit into the segment that the flusher has of the first.
+NO_FILES = Mode(
+    [write("run/a", MIB, "local"), write("run/b", 40 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
+)
+SOME_FILES = Mode(
+    [write("run/a", 30 * MIB, "local"), write("run/b", 30 * MIB, "local"), write("latest", 10, "local")],
+    ram=70 * MIB,
+    nvme=96 * MIB,
+    shm_room=40 * MIB,
+)
+SPILLED = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=20 * MIB, piece=70 * MIB)
+
+
+@pytest.fixture(scope="module")
+def zygote():
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture
+def case(zygote):
+    """Makes one in memory."""
+    cases = []
+
+    def make(mode):
+        cases.append(Case(zygote, mode, os.environ["TIERFS_SHM_DIR"], os.environ["TIERFS_SHM_DIR"]))
+        return cases[-1]
+
+    yield make
+    for one in cases:
+        one.__exit__(None)
+
+
+def test_without_a_kill_everything_goes_down_and_nothing_is_left_over(case):
+    writer, flusher = dry_run(case(WITH_NVME))
+    assert {point for point, _ in writer} >= {"before chunk.seal", "after draft.seal", "after announce", "after wait"}
+    assert {point for point, _ in flusher} >= {"after settle.commit", "after publish.record", "after index.release"}
+
+
+@pytest.mark.parametrize(
+    ("step", "number"),
+    [
+        ("after arena.write", 1),
+        ("after settle.commit", 1),
+        ("before release.draft", 2),
+        ("after upload.chunk", 1),
+        ("after publish.record", 3),
+        ("before arena.release", 2),
+    ],
+)
+def test_a_flusher_that_is_killed_is_replaced_and_nothing_acknowledged_is_lost(case, step, number):
+    kill_flusher(case(WITH_NVME), (step, number))
+
+
+@pytest.mark.parametrize(("step", "number"), [("after publish.record", 2), ("before release.draft", 1)])
+def test_a_killed_flusher_without_an_nvme_tier_loses_nothing_either(case, step, number):
+    kill_flusher(case(WITHOUT), (step, number))
+
+
+@pytest.mark.parametrize(
+    ("step", "number"), [("after chunk.seal", 1), ("before draft.seal", 4), ("after draft.seal", 5)]
+)
+def test_what_a_killed_trainer_had_closed_goes_down_and_the_rest_is_not_there(case, step, number):
+    assert kill_trainer(case(WITHOUT), (step, number), held=True)
+
+
+def test_both_killed_at_once_lose_nothing_that_was_acknowledged(case):
+    kill_both(case(WITH_NVME), ("after index.commit", 2))
+
+
+@pytest.mark.parametrize("forget", [True, False], ids=["shared memory lost", "shared memory there"])
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [Life("overwrite", kill=("after index.aside", 1)), Life(kill=("after index.create", 1))],
+        [Life(nvme=16 * MIB, kill=("before arena.grow", 1)), Life("lose", 4 * MIB, ("after arena.shrink", 1))],
+    ],
+    ids=["making the index anew", "growing and shrinking the arena"],
+)
+def test_two_flushers_that_die_while_they_open_the_nvme_tier_lose_nothing_that_was_local(case, lives, forget):
+    assert kill_while_opening(case(FILLED), lives, forget=forget) == 2
+
+
+def test_a_flusher_that_dies_between_index_and_arena_is_replaced_by_one_that_finds_nothing_lost(case):
+    assert kill_while_making(case(WITH_NVME), [("after index.create", 1), ("before arena.create", 1)]) == 2
+
+
+@pytest.mark.parametrize("step", ["before draft.seal", "before wait"])
+def test_a_trainer_without_files_for_its_segments_never_leaves_a_draft_whose_chunks_nobody_has(case, step):
+    assert kill_trainer(case(NO_FILES), (step, 2))
+
+
+@pytest.mark.parametrize("mode", [NO_FILES, SOME_FILES], ids=["no files", "some files"])
+def test_a_flusher_that_has_segments_without_a_file_is_replaced_and_gets_them_again(case, mode):
+    assert kill_flusher(case(mode), ("before settle.commit", 2))
+
+
+def test_a_flusher_that_dies_while_it_takes_down_what_has_no_file_is_replaced_and_gets_it_again(case):
+    mode = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=70 * MIB, shm_room=0)
+    assert kill_flusher(case(mode), ("before index.commit", 1))
+
+
+def test_what_is_local_survives_both_where_segments_have_no_file(case):
+    assert kill_both(case(NO_FILES), ("before wait", 2), first="trainer")
+
+
+@pytest.mark.parametrize("step", ["after chunk.copy", "before chunk.seal"])
+def test_a_trainer_that_dies_while_several_threads_copy_one_write_leaves_nothing_of_it(case, step):
+    assert kill_trainer(
+        case(Mode([write("run/a", 70 * MIB, "staged")], ram=120 * MIB, nvme=96 * MIB, piece=70 * MIB)), (step, 3)
+    )
+
+
+def test_a_trainer_that_dies_after_its_chunks_went_to_the_object_tier_leaves_no_file_there(case):
+    case = case(SPILLED)
+    assert kill_trainer(case, ("after spill", 2))
+    assert len(list((case.directory / "store/.tierfs/chunks").rglob("*.*"))) >= 2
+
+
+def test_a_flusher_that_dies_while_chunks_of_an_open_file_go_to_the_object_tier_is_replaced(case):
+    assert kill_flusher(case(SPILLED), ("after upload.chunk", 2))
+
+
+@pytest.mark.parametrize("lost", ["the flusher", "shared memory"])
+def test_nothing_is_published_before_a_file_that_is_too_large_for_the_nvme_tier_and_was_closed_earlier(case, lost):
+    """That file stays in memory while those behind it could reach the nvme tier, and would be taken for older then."""
+    operations = [write("run/a", MIB, "staged"), write("run/large", 5 * MIB, "staged"), write("latest", 10, "staged")]
+    case = case(Mode(operations, ram=120 * MIB, nvme=8 * MIB))
+    case.file("held").touch()
+    first = case.start("flusher", hold=["before upload.chunk"], held_while=str(case.file("held")))
+    trainer = case.start("trainer", leave=str(case.file("leave")))
+    case.await_done(trainer)
+    deadline = time.monotonic() + 1
+    while ("after release.draft", 2) not in points_of(first) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.kill()
+    if lost == "shared memory":
+        trainer.kill()
+        for path in case.shm.rglob("*.slab"):
+            path.unlink()
+    for number in (1, 2):
+        second = case.start("flusher", kill=("after publish.record", number))
+        second.has_ended(1)
+        second.kill()
+        case.check_right_now(trainer)
+    case.start("flusher")
+    case.file("leave").touch()
+    trainer.wait()
+
+
+def test_a_conflict_that_is_kept_in_memory_outlives_flusher_and_trainer(case):
+    case = case(Mode([write("run/x", MIB, "staged"), write("run/y", MIB, "staged")], ram=120 * MIB, nvme=0))
+    case.file("held").touch()
+    first = case.start("flusher", hold=HOLD, held_while=str(case.file("held")))
+    trainer = case.start("trainer", leave=str(case.file("leave")))
+    case.await_done(trainer)
+    save(Store(case.objects, case.descriptor, url=case.common["url"]), "run/x", b"theirs")
+    case.file("held").unlink()
+    case.await_conflict(first)
+    trainer.kill()
+    first.kill()
+    case.start("flusher")
+    assert case.ask("asker", waits_for="run/x")["conflicts"] == ["run/x"]
+    said = case.ask("asker", discards="run/x")
+    assert (said["discarded"], said["conflicts"], said["leaks"]) == (1, [], [])
+
+
+def test_a_file_that_is_moved_before_it_is_published_gives_its_memory_back(case):
+    case = case(
+        Mode([write("run/tmp", MIB, "staged"), ["rename", "run/tmp", "run/a", "staged"]], ram=120 * MIB, nvme=0)
+    )
+    case.file("held").touch()
+    flusher = case.start("flusher", hold=HOLD, held_while=str(case.file("held")))
+    trainer = case.start("trainer", leave=str(case.file("leave")))
+    case.await_done(trainer)
+    case.file("held").unlink()
+    assert not case.ask("reader")["leaks"]
+    case.file("leave").touch()
+    assert trainer.wait() == 0
+    case.check_all_went_down([case.mode.states[-1]], flusher)
+    assert flusher.status != -signal.SIGKILL

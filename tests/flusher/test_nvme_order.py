@@ -1,0 +1,110 @@
+"""Which drafts go to the nvme tier together."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tierfs.clock import ManualClock
+from tierfs.flusher.nvme import BATCH_BYTES_MAX, BATCH_DRAFTS_MAX, LATE_BYTES_MAX, Settler
+from tierfs.flusher.queue import Entries, Entry
+
+GIB = 1 << 30
+
+
+class Drafts:
+    """Drafts in closing order, of made-up files, and who settles them."""
+
+    def __init__(self):
+        self.state = SimpleNamespace(
+            changed=threading.Condition(), entries=Entries(), clock=ManualClock(), nvme_bytes=4 * GIB, nvme=None
+        )
+        self.settler = Settler(self.state, lambda _: None)
+        self.later = self.state.clock.monotonic() + 10
+
+    def add(self, path, length, *, turn=None, slots=(None,), **what):
+        number = len(self.state.entries) + 1
+        draft = SimpleNamespace(
+            path=path,
+            length=length,
+            slots=[object() for _ in slots] if slots == (None,) else slots,
+            names=[path.encode()] * len(slots),
+            write_id=b"%d" % number,
+            after=b"",
+            base=SimpleNamespace(write_id=b""),
+        )
+        entry = Entry(draft, (turn or number, 0, 0), 0.0, slot=object())
+        for name, value in what.items():
+            setattr(entry, name, value)
+        self.state.entries.add(entry)
+        return entry
+
+    def late(self, *batch):
+        return [entry.path for entry in self.settler._late(list(batch))]
+
+
+@pytest.fixture
+def drafts():
+    found = Drafts()
+    yield found
+    found.settler.stop()
+
+
+def test_small_drafts_go_together_up_to_a_bound_and_a_large_one_alone(drafts):
+    small = [drafts.add(f"s/{number}", BATCH_BYTES_MAX // 4) for number in range(5)]
+    large = drafts.add("large", GIB)
+    assert drafts.settler.batch([*small, large]) == small[:4]
+    assert drafts.settler.batch([small[4], large]) == small[4:]
+    assert drafts.settler.batch([large, *small]) == [large]
+
+
+def test_nothing_goes_before_its_next_attempt_nor_what_follows_it(drafts):
+    first, second = drafts.add("a", 1), drafts.add("b", 1)
+    second.retry_at = drafts.later
+    third = drafts.add("c", 1)
+    assert drafts.settler.batch([first, second, third]) == [first]
+    assert drafts.settler.batch([second, third]) == []
+
+
+def test_what_is_found_late_and_is_small_joins_a_large_one_in_its_order(drafts):
+    large = drafts.add("run/shard", GIB)
+    drafts.add("run/metadata", 1000)
+    drafts.add("run/more", LATE_BYTES_MAX - 1000)
+    drafts.add("run/too-much", 1)
+    assert drafts.late(large) == ["run/metadata", "run/more"]
+
+
+def test_no_more_go_together_than_one_commit_takes(drafts):
+    batch = [drafts.add(f"s/{number}", 1) for number in range(BATCH_DRAFTS_MAX - 1)]
+    drafts.add("one more", 1)
+    drafts.add("and one", 1)
+    assert drafts.late(*batch) == ["one more"]
+
+
+def test_where_one_before_them_was_found_as_well_none_joins(drafts):
+    large = drafts.add("run/shard", 1000, turn=10)
+    drafts.add("run/metadata", 1000, turn=11)
+    drafts.add("run/before", 1000, turn=9)
+    assert drafts.late(large) == []
+
+
+def test_none_joins_before_its_next_attempt_nor_in_conflict(drafts):
+    large = drafts.add("run/shard", GIB)
+    drafts.add("run/conflict", 1000, conflict=True)
+    drafts.add("run/metadata", 1000)
+    drafts.add("run/failed", 1000, retry_at=drafts.later)
+    drafts.add("run/behind", 1000)
+    assert drafts.late(large) == ["run/metadata"]
+
+
+def test_none_joins_that_follows_one_which_stays_in_memory(drafts):
+    drafts.add("run/before", 1000, settled=True)
+    large = drafts.add("other/shard", GIB)
+    drafts.add("run/metadata", 1000)
+    assert drafts.late(large) == []
+
+
+def test_none_joins_of_which_a_chunk_has_to_be_asked_for(drafts):
+    large = drafts.add("run/shard", GIB)
+    drafts.add("run/appended", 1000, slots=[object(), None])
+    assert drafts.late(large) == []

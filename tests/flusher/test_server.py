@@ -1,0 +1,736 @@
+"""The flusher's face to its clients: who is served, who is not, and when it retires."""
+
+import array
+import contextlib
+import errno
+import gc
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from support.fake_flusher import FakeEngine, Running, in_child, launcher, nobody_holds_the_lock, until
+from support.opened import descriptors
+
+from tierfs.clock import ManualClock
+from tierfs.errors import CapacityError, InvalidInputError, StoreError
+from tierfs.flusher import limits
+from tierfs.flusher import server as service_module
+from tierfs.host.host import ExclusiveLock
+from tierfs.host.rpc import protocol as wire
+from tierfs.host.rpc.client import FlusherClient
+from tierfs.host.rpc.protocol import LOCK_NAME
+
+
+@contextlib.contextmanager
+def raw_connection(directory, *, greet=True):
+    with dial(directory) as connection:
+        if greet:
+            ask(connection, "hello", {"version": "1.0"})
+        yield connection
+
+
+def dial(directory):
+    found = []
+    until(lambda: (connection := wire.connect(directory, 5)) and not found.append(connection))
+    return found[0]
+
+
+def nobody_listens(directory):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(0)  # where a backlog is full, too, somebody listens
+        try:
+            connection.connect(str(directory / wire.SOCKET_NAME))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return True
+        except BlockingIOError:
+            pass
+        return False
+
+
+def ask(connection, do, arguments=None):
+    wire.send(connection, wire.encode({"id": 7, "do": do, "arguments": arguments or {}}))
+    received = wire.receive(connection)
+    return received and received[0]
+
+
+def is_closed(connection):
+    try:
+        return wire.receive(connection) is None
+    except ConnectionResetError:
+        return True
+
+
+# -- requests ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_is_answered_by_the_engine(client):
+    assert client.request("echo", {"a": [1, "é"]}) == {"a": [1, "é"], "pid": os.getpid(), "peer": os.getpid()}
+
+
+def test_errors_of_the_engine_are_raised_at_the_client(client):
+    with pytest.raises(CapacityError, match="all is dirty") as caught:
+        client.request("full")
+    assert (caught.value.path, caught.value.tier) == ("a/b", "nvme")
+    with pytest.raises(TimeoutError, match="not in time"):
+        client.request("late")
+
+
+def test_what_the_engine_does_not_know_is_an_error_and_the_connection_goes_on(client, running):
+    client.request("echo")
+    for _ in range(3):
+        with pytest.raises(InvalidInputError, match="what is that"):
+            client.request("fly")
+    assert len(running.engine.hellos) == 1
+
+
+def test_a_mistake_in_the_engine_is_logged_and_told(client, caplog):
+    with pytest.raises(StoreError, match="the flusher failed: ZeroDivisionError"):
+        client.request("bug")
+    assert "ZeroDivisionError" in caplog.text
+    assert client.request("echo")["pid"]
+
+
+def test_an_answer_that_is_too_long_is_an_error(client):
+    with pytest.raises(InvalidInputError, match="over the limit"):
+        client.request("large")
+
+
+def test_descriptors_arrive_and_are_closed_unless_kept(client, running, tmp_path):
+    (tmp_path / "one").write_text("first")
+    (tmp_path / "two").write_text("second")
+    with open(tmp_path / "one") as one, open(tmp_path / "two") as two:
+        fds = [one.fileno(), two.fileno()]
+        assert client.request("contents", fds=fds) == {"contents": ["first", "second"]}
+        client.request("keep", fds=fds)
+    assert os.pread(running.engine.kept, 100, 0) == b"first"
+    os.close(running.engine.kept)
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Paths of as many files as fit into a message, each of which holds its number."""
+    paths = [tmp_path / f"file{number}" for number in range(wire.DESCRIPTORS_MAX)]
+    for number, path in enumerate(paths):
+        path.write_text(str(number))
+    return [str(path) for path in paths]
+
+
+def test_an_answer_brings_descriptors_and_the_service_keeps_none(client, running, files):
+    client.request("echo")
+    before = descriptors()
+    came = client.request_fds("open", {"paths": files})
+    assert [os.pread(fd, 10, 0).decode() for fd in came] == [str(number) for number in range(wire.DESCRIPTORS_MAX)]
+    assert not any(os.get_inheritable(fd) for fd in came)
+    until(lambda: len(descriptors() - before) == len(came))
+    wire.close_all(came)
+    assert descriptors() <= before
+
+
+def test_descriptors_that_nobody_asked_for_are_closed(client, files):
+    client.request("echo")
+    before = descriptors()
+    assert client.request("open", {"paths": files}) == {"count": len(files)}
+    until(lambda: descriptors() <= before)
+
+
+def test_an_answer_without_descriptors_is_none_of_them(client):
+    assert client.request_fds("echo") == []
+    with pytest.raises(CapacityError, match="all is dirty"):
+        client.request_fds("full")
+
+
+@pytest.mark.parametrize(("do", "more"), [("open", 1), ("open_and_say_too_much", 0)])
+def test_an_answer_that_does_not_fit_into_a_message_is_an_error_and_its_descriptors_are_closed(client, files, do, more):
+    client.request("echo")
+    before = descriptors()
+    with pytest.raises(InvalidInputError, match="over the limit"):
+        client.request_fds(do, {"paths": files + files[:more]})
+    assert descriptors() <= before
+    assert client.request("echo")
+
+
+def test_descriptors_for_a_client_that_has_gone_are_closed(running, directory, files):
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "open_and_wait", "arguments": {"paths": files}}))
+        until(lambda: running.engine.waiting)
+    until(lambda: running.engine.told_gone)
+    opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in running.engine.opened]
+    assert opened == files
+    running.engine.release()
+    until(lambda: not running.service._connections)
+    for fd in running.engine.opened:
+        with contextlib.suppress(FileNotFoundError):
+            assert os.readlink(f"/proc/self/fd/{fd}") not in files
+
+
+def test_descriptors_are_closed_where_the_service_stops_before_it_answers(running, directory, files):
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "open_and_wait", "arguments": {"paths": files}}))
+        until(lambda: running.engine.waiting)
+        running.service.stop()
+        until(lambda: wire.identity_of(directory) is None)
+        running.engine.release()
+        answer, came = wire.receive(connection)
+        wire.close_all(came)  # sent all the same, or not at all
+        assert answer in ({"id": 1, "ok": {"count": len(files)}}, {"id": 1, "ended": True})
+    assert running.end()
+
+
+def test_the_engine_learns_who_asks(client, running):
+    client.request("echo")
+    ((arguments, peer),) = running.engine.hellos
+    assert arguments == {"version": "1.0"}
+    assert (peer.pid, peer.version) == (os.getpid(), "1.0")
+
+
+# -- those who do not behave -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "packet",
+    [
+        b"garbage",
+        b'{"id": 1, "do": "ec',
+        b"x" * 70_000,
+        b"[" * 50_000,
+        b"[]",
+        b'{"do": "echo"}',
+        b'{"id": "1", "do": "echo"}',
+        b'{"id": true, "do": "echo"}',
+        b'{"id": 1, "do": 3}',
+        b'{"id": 1, "do": "echo", "arguments": []}',
+        b"",
+    ],
+    ids=lambda packet: repr(packet[:24]),
+)
+@pytest.mark.parametrize("greet", [True, False])
+def test_malformed_input_closes_its_own_connection_only(client, directory, packet, greet):
+    client.request("echo")
+    with raw_connection(directory, greet=greet) as connection:
+        connection.sendmsg([packet], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+        assert is_closed(connection)
+    assert client.request("echo")["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(
+    "first", [("echo", {"version": "1"}), ("hello", {}), ("hello", {"version": 1}), ("retire", {})]
+)
+def test_a_connection_that_does_not_begin_with_hello_is_closed(running, directory, first):
+    with raw_connection(directory, greet=False) as connection:
+        assert ask(connection, *first) is None
+    assert not running.engine.hellos
+    assert not running.engine.told_gone
+
+
+def test_a_connection_is_closed_even_while_a_process_that_is_being_started_has_a_copy(running, directory):
+    with raw_connection(directory) as connection:
+        until(lambda: running.service._connections)
+        copy = os.dup(next(iter(running.service._connections)))
+        try:
+            connection.send(b"garbage")
+            connection.settimeout(5)
+            assert is_closed(connection)
+        finally:
+            os.close(copy)
+
+
+def test_a_client_that_does_not_read_its_answers_is_closed(client, directory):
+    with raw_connection(directory) as connection:
+        connection.settimeout(5)
+        with pytest.raises((BrokenPipeError, ConnectionResetError)):
+            for _ in range(10_000):
+                wire.send(connection, wire.encode({"id": 1, "do": "echo", "arguments": {"a": "x" * 50_000}}))
+    assert client.request("echo")
+
+
+def test_connections_that_say_nothing_hold_up_nobody(client, directory):
+    with contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(raw_connection(directory, greet=False))
+        assert client.request("echo")
+
+
+def test_an_idle_connection_makes_room_where_there_are_too_many(running, client, directory, monkeypatch):
+    monkeypatch.setattr(service_module, "CONNECTIONS_MAX", 3)
+    with contextlib.ExitStack() as stack:
+        idle = [stack.enter_context(raw_connection(directory)) for _ in range(3)]
+        assert client.request("echo")
+        assert is_closed(idle[0])
+        assert ask(idle[2], "echo")["ok"]
+
+
+def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, client, directory, monkeypatch):
+    monkeypatch.setattr(service_module, "CONNECTIONS_MAX", 2)
+    engine = running.engine
+    with raw_connection(directory) as one, raw_connection(directory) as two:
+        for connection in (one, two):
+            wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
+        until(lambda: engine.waiting == 2)
+        with pytest.raises(TimeoutError):
+            client.request("echo", timeout_s=0.2)
+        one.close()
+        assert client.request("echo", timeout_s=10)
+
+
+class NoThreads:
+    """From now on no thread for a client begins."""
+
+    def __init__(self, monkeypatch, error):
+        self.refused = 0
+        self.is_over = False
+        begin = threading.Thread.start
+
+        def start(thread):
+            if thread.name.startswith("tierfs-flusher-") and not self.is_over:
+                self.refused += 1
+                raise error
+            begin(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", start)
+
+
+NO_THREAD = pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
+
+
+@NO_THREAD
+def test_it_retires_where_it_can_have_no_threads_and_the_next_one_serves(start, directory, monkeypatch, caplog, error):
+    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.3)
+    none, first = NoThreads(monkeypatch, error), start()
+    until(lambda: first.service._identity)
+
+    def launch():
+        assert not first.thread.is_alive()
+        none.is_over = True
+        return start()
+
+    with FlusherClient(directory, launch, "1.0", dict) as client:
+        assert client.request("echo", timeout_s=20)
+    assert first.end() is True
+    assert not first.engine.running  # stopped in good order
+    assert none.refused > 2
+    told = [record.getMessage() for record in caplog.records if record.name == "tierfs.flush"]
+    assert len(told) == 2
+    assert "could not be served" in told[0]
+    assert "retires" in told[1]
+
+
+@NO_THREAD
+def test_it_stays_where_it_can_have_threads_again_soon(running, client, monkeypatch, error):
+    monkeypatch.setattr(limits, "REFUSING_S_MAX", 1.0)
+    none = NoThreads(monkeypatch, error)
+    for _ in range(2):
+        none.refused, none.is_over = 0, False
+        answers = []
+        asking = threading.Thread(target=lambda: answers.append(client.request("echo")))  # noqa: B023 - joined below
+        asking.start()
+        until(lambda: none.refused > 2)
+        none.is_over = True
+        asking.join()
+        assert answers
+        client._forget_idle()
+        time.sleep(1.1)
+    assert running.thread.is_alive()
+
+
+def test_it_stays_where_it_has_clients_enough_though_it_can_have_no_more(running, directory, monkeypatch):
+    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.1)
+    monkeypatch.setattr(service_module, "CONNECTIONS_USEFUL", 2)
+    engine = running.engine
+    with raw_connection(directory) as one, raw_connection(directory) as two:
+        for connection in (one, two):
+            wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
+        until(lambda: engine.waiting == 2)
+        none = NoThreads(monkeypatch, MemoryError())
+        until(lambda: none.refused > 20 or dial(directory).close())
+        assert running.thread.is_alive()
+        engine.release()
+        assert wire.receive(one)[0]["ok"]
+
+
+def test_it_retires_where_no_descriptor_is_left_for_a_client(start, directory, monkeypatch):
+    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.2)
+    listen = wire.listen
+
+    class Full:
+        def __init__(self, sock):
+            self.sock = sock
+
+        def __getattr__(self, name):
+            return getattr(self.sock, name)
+
+        def accept(self):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(wire, "listen", lambda directory: Full(listen(directory)))
+    running = start()
+    until(lambda: running.service._identity)
+    with wire.connect(directory, 5):
+        assert running.end() is True
+
+
+@pytest.mark.parametrize("do", ["forget", "hello"])
+def test_a_request_without_memory_is_told_what_to_do_and_is_not_served(running, directory, monkeypatch, caplog, do):
+    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.1)
+
+    def forget(arguments, fds, peer):
+        raise MemoryError
+
+    running.engine.do_forget = forget
+    with raw_connection(directory) as connection:
+        if do == "hello":
+            running.engine.handle = lambda do, *more: forget(*more)
+        answer = ask(connection, do, {"version": "1.0"})
+        assert answer["error"]["kind"] == "store"
+        assert "no more memory" in answer["error"]["message"]
+        assert "tierfs flusher stop" in answer["error"]["message"]
+        assert "Traceback" not in caplog.text
+        time.sleep(0.2)
+        ask(connection, do, {"version": "1.0"})
+        assert running.end() is True
+
+
+def test_it_says_at_each_turn_that_it_is_not_frozen(start, directory):
+    alarms = []
+    running = start(alarm=alarms.append)
+    with raw_connection(directory) as connection:
+        ask(connection, "echo")
+    assert set(alarms) == {service_module.ALARM_S}
+    running.stop()
+    assert alarms[-1] == 0
+
+
+@pytest.mark.parametrize("clients", [0, 1])
+def test_one_that_freezes_is_ended_by_its_alarm(directory, clients):
+    code = """
+        import signal, sys, time
+        from pathlib import Path
+        sys.path.insert(0, sys.argv[2])
+        from support.fake_flusher import FakeEngine
+        from tierfs.flusher import server as service
+        service.ALARM_S = 2
+        service.TICK_BUSY_S = 0.1
+        engine = FakeEngine()
+        begin = time.monotonic()
+        engine.is_idle = lambda: time.monotonic() > begin + 3 and time.sleep(3600)
+        service.Service(engine, Path(sys.argv[1]), version="1.0", linger_s=0, alarm=signal.alarm).run()
+    """
+    argv = [sys.executable, "-c", textwrap.dedent(code), str(directory), str(Path(__file__).parents[1])]
+    with subprocess.Popen(argv) as process, contextlib.ExitStack() as held:
+        for _ in range(clients):
+            held.enter_context(raw_connection(directory))
+        assert process.wait(60) == -signal.SIGALRM
+    assert nobody_holds_the_lock(directory)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_turned_away(start, public_directory):
+    running = start(directory=public_directory)
+    until(lambda: running.service._identity)
+    os.chmod(public_directory / wire.SOCKET_NAME, 0o666)
+
+    def as_somebody_else():
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+            connection.connect(str(public_directory / wire.SOCKET_NAME))
+            with contextlib.suppress(BrokenPipeError):
+                wire.send(connection, wire.encode({"id": 1, "do": "hello", "arguments": {"version": "1"}}))
+            return is_closed(connection)
+
+    assert in_child(as_somebody_else)
+    assert not running.engine.hellos
+    with raw_connection(public_directory) as connection:
+        assert ask(connection, "echo")["ok"]
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_long_request_holds_up_no_other(client, running):
+    answers = []
+    waiter = threading.Thread(target=lambda: answers.append(client.request("wait")))
+    waiter.start()
+    until(lambda: running.engine.waiting)
+    for _ in range(100):
+        client.request("echo", timeout_s=5)
+    assert not answers
+    running.engine.release()
+    waiter.join()
+    assert answers == [{"pid": os.getpid()}]
+
+
+def test_a_request_over_its_time_raises_and_ends_in_the_engine(client, running):
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"'wait' within 0\.1 s"):
+        client.request("wait", timeout_s=0.1)
+    assert time.monotonic() - start < 2
+    until(lambda: not running.engine.waiting)
+    assert client.request("echo")
+
+
+def test_a_client_that_goes_away_ends_what_it_waits_for(running, directory):
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
+        until(lambda: running.engine.waiting)
+        assert not running.engine.told_gone
+    until(lambda: not running.engine.waiting)
+    until(lambda: len(running.engine.told_gone) == 2)  # while it waits, and when that has returned
+    assert running.engine.hellos[0][1].gone.is_set()
+
+
+def test_a_client_that_is_killed_ends_what_it_waits_for(running, directory):
+    child = os.fork()
+    if child == 0:
+        FlusherClient(directory, lambda: None, "1.0", dict).request("wait")
+        os._exit(1)
+    until(lambda: running.engine.waiting)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    until(lambda: not running.engine.waiting)
+
+
+def test_an_idle_client_that_goes_away_is_told_of_once(running, directory):
+    with raw_connection(directory):
+        assert not running.engine.told_gone
+    until(lambda: running.engine.told_gone)
+    running.stop()
+    assert running.engine.told_gone == [1]
+
+
+# -- retiring ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_stays_while_there_is_a_client(start, directory):
+    running = start(linger_s=0)
+    until(lambda: wire.identity_of(directory))
+    with raw_connection(directory):
+        time.sleep(0.3)
+        assert running.thread.is_alive()
+    assert running.end() is True
+    assert wire.identity_of(directory) is None
+    assert not running.engine.running
+    assert nobody_holds_the_lock(directory)
+
+
+def test_it_stays_while_there_is_something_to_do(start, directory):
+    engine = FakeEngine()
+    engine.idle = False
+    running = start(engine=engine, linger_s=0)
+    until(lambda: wire.identity_of(directory))
+    with raw_connection(directory):
+        pass
+    time.sleep(0.3)
+    assert running.thread.is_alive()
+    engine.idle = True
+    assert running.end()
+
+
+def test_it_lingers_from_when_it_was_last_needed(start, directory):
+    clock = ManualClock()
+    running = start(linger_s=60, clock=clock)
+    until(lambda: wire.identity_of(directory))
+    with raw_connection(directory):
+        clock.sleep(100)
+        time.sleep(0.2)
+    time.sleep(0.2)
+    clock.sleep(59)
+    time.sleep(0.3)
+    assert running.thread.is_alive()
+    clock.sleep(2)
+    assert running.end()
+
+
+def test_a_new_one_waits_for_its_first_client_even_without_a_linger(start, directory):
+    clock = ManualClock()
+    running = start(linger_s=0, clock=clock)
+    until(lambda: wire.identity_of(directory))
+    time.sleep(0.3)
+    assert running.thread.is_alive()
+    clock.sleep(service_module.FIRST_CLIENT_S + 1)
+    assert running.end()
+
+
+def test_only_one_holds_the_lock(running, start, monkeypatch):
+    monkeypatch.setattr(service_module, "ACQUIRE_S", 0.1)
+    second = start()
+    assert second.end() is False
+    assert not second.engine.running
+    assert running.engine.running
+
+
+def test_whoever_looks_at_the_lock_for_an_instant_does_not_keep_it_from_starting(start, directory):
+    lock = ExclusiveLock(directory / LOCK_NAME)
+    lock.acquire()
+    running = start()
+    time.sleep(0.1)
+    lock.release()
+    until(lambda: running.engine.running)
+
+
+def test_one_that_cannot_start_lets_go_of_the_lock(directory):
+    engine = FakeEngine()
+    engine.start = lambda: 1 / 0
+    service = service_module.Service(engine, directory, version="1", linger_s=0)
+    with pytest.raises(ZeroDivisionError):
+        service.run()
+    assert nobody_holds_the_lock(directory)
+    assert wire.identity_of(directory) is None
+
+
+def test_a_newer_client_may_have_it_retire(running, directory):
+    with raw_connection(directory, greet=False) as connection:
+        ask(connection, "hello", {"version": "1.0.1"})
+        assert ask(connection, "retire") == {"id": 7, "ok": {}}
+        assert is_closed(connection)
+    assert running.end()
+
+
+@pytest.mark.parametrize("version", ["1.0", "0.9", "1.0.0", "nonsense"])
+def test_no_other_client_may_have_it_retire(running, directory, version):
+    with raw_connection(directory, greet=False) as connection:
+        assert ask(connection, "hello", {"version": version})["ok"] == {"greeting": "hello", "version": "1.0"}
+        assert ask(connection, "retire")["error"]["kind"] == "invalid-input"
+        assert ask(connection, "echo")["ok"]
+
+
+def test_what_is_under_way_when_it_stops_is_left_to_the_next_one(running, directory):
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
+        until(lambda: running.engine.waiting)
+        running.stop()
+        assert wire.receive(connection)[0] == {"id": 1, "ended": True}  # and not the engine's error
+        assert is_closed(connection)
+
+
+def test_the_lock_is_held_until_the_last_request_has_ended(running, directory):
+    engine, finish = running.engine, threading.Event()
+
+    def stubborn(arguments, fds, peer):
+        engine.waiting += 1
+        finish.wait(10)
+        return {"done": True}
+
+    engine.do_stubborn = stubborn
+    with raw_connection(directory) as connection:
+        wire.send(connection, wire.encode({"id": 1, "do": "stubborn"}))
+        until(lambda: engine.waiting)
+        running.service.stop()
+        until(lambda: wire.identity_of(directory) is None)
+        assert not nobody_holds_the_lock(directory)
+        assert not engine.closed
+        finish.set()
+        assert wire.receive(connection)[0]["ok"] == {"done": True}
+    assert running.end()
+    assert engine.closed
+
+
+def test_it_retires_where_its_socket_was_taken_away(running, directory):
+    (directory / wire.SOCKET_NAME).unlink()
+    assert running.end()
+
+
+def test_a_socket_that_took_its_place_is_left_alone(running, directory):
+    (directory / wire.SOCKET_NAME).unlink()
+    (directory / wire.SOCKET_NAME).write_text("somebody's")
+    assert running.end()
+    assert (directory / wire.SOCKET_NAME).read_text() == "somebody's"
+
+
+def test_a_forked_child_neither_listens_nor_keeps_connections_open(running, client, directory):
+    client.request("echo")
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    try:
+        with raw_connection(directory) as connection:
+            running.stop()
+            connection.settimeout(5)
+            assert is_closed(connection)
+        assert nobody_listens(directory)
+        assert nobody_holds_the_lock(directory)
+    finally:
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def test_a_child_of_a_flusher_that_was_killed_leaves_no_socket_that_nobody_answers(directory):
+    reading, writing = os.pipe()
+    flusher = os.fork()
+    if flusher == 0:
+        os.close(writing)
+        Running(directory)
+        with raw_connection(directory):
+            if os.fork() == 0:
+                os.read(reading, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(reading)
+    os.waitpid(flusher, 0)
+    try:
+        assert wire.identity_of(directory)
+        until(lambda: nobody_listens(directory))
+        until(lambda: nobody_holds_the_lock(directory))  # the child closes one after the other
+    finally:
+        os.close(writing)
+
+
+def test_it_stops_when_told_not_when_it_next_looks_around(start, directory, monkeypatch):
+    monkeypatch.setattr(service_module, "TICK_S", 60)
+    monkeypatch.setattr(service_module, "TICK_BUSY_S", 60)
+    running = start()
+    with raw_connection(directory):
+        time.sleep(0.05)
+        running.service.stop()
+        assert running.end()
+
+
+def test_a_process_retires_by_itself_when_asked_by_a_signal(directory):
+    launched = launcher(directory, linger_s=3600)()
+    until(lambda: wire.identity_of(directory))
+    os.kill(launched.pid, signal.SIGTERM)
+    until(lambda: launched.status() is not None)
+    assert launched.status() == 0
+    assert wire.identity_of(directory) is None
+    assert (directory / "history").read_text() == f"{launched.pid} served\n"
+
+
+def test_one_of_eight_processes_started_at_once_serves(directory):
+    from support.fake_flusher import __file__ as program
+
+    command = [sys.executable, program, str(directory), "1.0", "0"]
+    processes = [subprocess.Popen(command) for _ in range(8)]
+    until(lambda: wire.identity_of(directory))
+    with raw_connection(directory) as connection:
+        pid = ask(connection, "echo")["ok"]["pid"]
+        until(lambda: sum(process.poll() is None for process in processes) == 1)
+    assert [process.wait() for process in processes] == [0] * 8
+    history = (directory / "history").read_text().splitlines()
+    assert [line for line in history if "served" in line] == [f"{pid} served"]
+    assert len(history) == 8
+
+
+def test_hundreds_of_connections_leave_nothing_behind(directory):
+    running = Running(directory)
+    until(lambda: wire.identity_of(directory))
+    before = descriptors()
+    for number in range(300):
+        with raw_connection(directory) as connection:
+            if number % 3:
+                connection.send(b"rubbish")
+    try:
+        until(lambda: not running.service._connections)
+        # Threads of other tests that are about to end may open something for a moment.
+        until(lambda: gc.collect() >= 0 and descriptors() <= before)
+        assert len(running.service._threads) <= 1
+    finally:
+        running.stop()

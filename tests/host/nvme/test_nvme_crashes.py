@@ -1,0 +1,292 @@
+"""A crash before or after every ordered step: what was acknowledged is there byte for byte, and nothing is half there."""
+
+import contextlib
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from support.nvme_tools import Crash, Steps, content_of, draft, drop_index, open_tier, read, save, write
+
+from tierfs.host.nvme.writer import NvmeReader
+
+LAST = 99999
+# Path of each draft, and the numbers of its chunks.
+NEEDS = {
+    "a": (1, 2),
+    "b": (2, 3),
+    "g": (),
+    "c": (4,),
+    "d": (5, 6, 7),
+    "e1": (8,),
+    "e2": (8, 9),
+    "f": (1, 10),
+}
+
+
+class Story:
+    """A day in the life of the tier, and what its callers were told."""
+
+    def __init__(self, directory, steps):
+        self.directory = directory
+        self.steps = steps
+        self.tier = None
+        self.safe = set()  # acknowledged, and not asked to be published
+        self.gone = set()  # publish has returned
+        self.doubtful = set()  # somebody was about to be told something
+        self.seqs = {}
+
+    def commit(self, *some):
+        self.doubtful |= set(some)
+        drafts = [draft(path, write(self.tier, *NEEDS[path])) for path in some]
+        self.seqs.update(zip(some, self.tier.commit(drafts=drafts), strict=True))
+        self.doubtful -= set(some)
+        self.safe |= set(some)
+
+    def publish(self, *some):
+        self.safe -= set(some)
+        self.doubtful |= set(some)
+        self.tier.publish(*(self.seqs[path] for path in some))
+        self.doubtful -= set(some)
+        self.gone |= set(some)
+
+    def open(self, budget=3 << 20):
+        self.tier = open_tier(self.directory, faults=self.steps, budget=budget)
+
+    def run(self):
+        self.open()
+        self.commit("a")
+        self.commit("b", "g")
+        self.tier.set_state(self.seqs["b"], "conflict", "why")
+        self.publish("a")
+        self.tier.quarantine(content_of(1)[0])
+        write(self.tier, 20, 21, keep=False)
+        self.tier.commit(holds={"open:me:1": [content_of(20)[0]]})
+        self.tier.evict()
+        self.commit("c")
+        self.tier.drop_hold("open:me:1")
+        self.tier.close()
+        self.open(budget=5 << 19)
+        self.commit("d", "e1")
+        self.publish("e1", "g")
+        self.commit("e2")  # room is made for it
+        self.publish("c")
+        write(self.tier, 30, 31, keep=False)
+        self.tier.commit()
+        write(self.tier, 32, 33, keep=False)
+        self.commit("f")
+        assert self.tier.usage().evicted_bytes, "the story lacks the eviction that makes room"
+
+    def crash(self):
+        with contextlib.suppress(Crash):
+            self.run()
+        if self.tier is not None:
+            # What the kernel does with a dead process's locks and descriptors. The journal, too, is left as it is.
+            self.tier.close()
+
+    def check(self, tier):
+        found = {item.path: item for item in tier.drafts()}
+        assert self.safe <= set(found)
+        assert not set(found) & self.gone
+        assert set(found) <= self.safe | self.doubtful
+        for path, item in found.items():
+            assert item.state in ("pending", "conflict"), (path, item)
+            assert item.data == f"manifest of {path}".encode()
+            assert all(read(tier, number) for number in NEEDS[path]), path
+        reader = NvmeReader(self.directory)
+        for number in range(1, 34):
+            read(reader, number)  # absent or right
+        assert {item.path for item in reader.drafts_below("", conflicts=True)} == set(found)
+        reader.close()
+        order = [item.path for item in tier.drafts() if item.path in self.seqs]
+        assert order == sorted(order, key=list(NEEDS).index)
+
+
+@pytest.fixture
+def memory(tmp_path):
+    """Where flushing costs nothing: a process that crashes loses nothing of what it wrote, flushed or not."""
+    shm = "/dev/shm"
+    if not os.access(shm, os.W_OK) or os.statvfs(shm).f_bavail * os.statvfs(shm).f_frsize < 64 << 20:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="tierfs-test-", dir=shm) as directory:
+        yield Path(directory)
+
+
+def total_steps(tmp_path):
+    steps = Steps()
+    story = Story(tmp_path / "rehearsal", steps)
+    story.run()
+    story.check(story.tier)
+    story.tier.close()
+    return len(steps.points)
+
+
+@pytest.mark.parametrize("index", ["kept", "lost"])
+def test_a_crash_at_any_step_loses_nothing_and_leaves_nothing_half_there(memory, index):
+    total = total_steps(memory)
+    assert total > 100
+    # Before a step the disk is as after the one before it; only what the callers were told differs.
+    for crash_at in range(0, total, 1 if index == "kept" else 2):
+        story = Story(memory / "n", Steps(crash_at))
+        story.crash()
+        if index == "lost" and (story.directory / "nvme.db").exists():
+            drop_index(story.directory)
+        tier = open_tier(story.directory)
+        try:
+            story.check(tier)
+            # And life goes on.
+            tier.publish(*(item.seq for item in tier.drafts()))
+            save(tier, "after", 50, 1, 2)
+            assert read(tier, 50)
+        except BaseException:
+            print(f"after a crash at {crash_at}: {story.steps.points[crash_at - 1 : crash_at + 1]}")
+            raise
+        finally:
+            tier.close()
+        if index == "kept":
+            # What was given up before the index was lost stays given up.
+            drop_index(story.directory)
+            tier = open_tier(story.directory)
+            assert [item.path for item in tier.drafts()] == ["after"], (crash_at, story.steps.points[crash_at - 1])
+            assert read(tier, 50)
+            tier.close()
+        shutil.rmtree(story.directory, ignore_errors=True)
+
+
+class Flushed(Steps):
+    """Remembers what the arena held when it was flushed last, and puts that back: the host lost its power."""
+
+    def __init__(self, crash_at, directory):
+        super().__init__(crash_at)
+        self.arena = directory / "nvme.arena"
+        self.content = None
+
+    def __call__(self, point):
+        super().__call__(point)
+        if point in ("after arena.create", "after arena.sync", "after arena.grow", "after arena.shrink"):
+            self.content = self.arena.read_bytes()
+
+    def lose_power(self):
+        if self.content is not None:
+            self.arena.write_bytes(self.content)
+
+
+def test_a_host_that_loses_its_power_at_any_step_keeps_what_was_acknowledged(memory):
+    for crash_at in range(0, total_steps(memory), 2):
+        steps = Flushed(crash_at, memory / "n")
+        story = Story(memory / "n", steps)
+        story.crash()
+        steps.lose_power()
+        tier = open_tier(story.directory)
+        story.check(tier)
+        tier.close()
+        shutil.rmtree(story.directory)
+
+
+def test_a_crash_while_the_index_is_made_anew_loses_nothing(tmp_path):
+    directory = tmp_path / "n"
+    tier = open_tier(directory)
+    save(tier, "a", 1)
+    save(tier, "b", 2)
+    tier.close()
+    crash_at = 0
+    while True:
+        (directory / "nvme.db").write_bytes(b"garbage")
+        steps = Steps(crash_at)
+        try:
+            open_tier(directory, faults=steps).close()
+        except Crash:
+            crash_at += 1
+        else:
+            break
+        tier = open_tier(directory)
+        assert [item.path for item in tier.drafts()] == ["a", "b"]
+        assert read(tier, 1)
+        assert read(tier, 2)
+        tier.close()
+    assert crash_at >= 4
+
+
+CHILD = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from support.nvme_tools import open_tier, save, write
+kill_at, seen = {kill_at}, 0
+
+def steps(point):
+    global seen
+    seen += 1
+    if seen == kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+tier = open_tier(Path({directory!r}), faults=steps)
+for number in range(1000):
+    seq = save(tier, f"f{{number}}", number, 5000 + number // 3)
+    os.write(1, f"saved {{number}}\\n".encode())
+    if number % 2:
+        os.write(1, f"publishing {{number}}\\n".encode())
+        tier.publish(seq)
+        os.write(1, f"published {{number}}\\n".encode())
+    write(tier, 9000 + number, keep=False)
+    if len(tier.drafts()) > 3:
+        first = tier.drafts()[0]
+        os.write(1, f"publishing {{first.path[1:]}}\\n".encode())
+        tier.publish(first.seq)
+        os.write(1, f"published {{first.path[1:]}}\\n".encode())
+"""
+
+
+def told(output):
+    events = {"saved": set(), "publishing": set(), "published": set()}
+    for line in output.decode().splitlines():
+        what, number = line.split()
+        events[what].add(int(number))
+    return events
+
+
+def check_killed(directory, events):
+    tier = open_tier(directory)
+    found = {int(item.path[1:]): item for item in tier.drafts()}
+    assert events["saved"] - events["publishing"] <= set(found)
+    assert not set(found) & events["published"]
+    for number, item in found.items():
+        assert item.state == "pending"
+        assert read(tier, number)
+        assert number == LAST or read(tier, 5000 + number // 3)
+    save(tier, f"f{LAST}", LAST)
+    tier.close()
+
+
+@pytest.mark.parametrize("kill_at", [20, 61, 62, 63, 64, 71, 150])
+def test_a_process_that_is_killed_at_a_step_leaves_what_it_acknowledged(tmp_path, kill_at):
+    directory = str(tmp_path / "n")
+    script = CHILD.format(path=sys.path, kill_at=kill_at, directory=directory)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    check_killed(tmp_path / "n", told(done.stdout))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_a_process_that_is_killed_at_any_time_leaves_what_it_acknowledged(tmp_path, seed):
+    script = CHILD.format(path=sys.path, kill_at=0, directory=str(tmp_path / "n"))
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    first = os.read(process.stdout.fileno(), 65536)
+    time.sleep(random.Random(seed).uniform(0.05, 0.4))
+    process.kill()
+    rest = process.stdout.read()
+    process.stdout.close()
+    process.wait()
+    events = told(first + rest)
+    assert events["saved"]
+    check_killed(tmp_path / "n", events)
+    if seed == 3:
+        drop_index(tmp_path / "n")
+        check_killed(tmp_path / "n", events)

@@ -1,0 +1,1329 @@
+"""The ram tier of a host: what is found, how it stays within its budget, and what happens when it is full."""
+
+import contextlib
+import errno
+import itertools
+import logging
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from support.opened import descriptors, mappings
+
+from tierfs.clock import ManualClock, SystemClock
+from tierfs.errors import CapacityError, InvalidInputError
+from tierfs.host.host import Host
+from tierfs.host.slab import new_segment as newslab
+from tierfs.host.slab import pool as supply
+from tierfs.host.slab.budget import Shares
+from tierfs.host.slab.growth import next_layout
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Segment, SlotKind, SlotState
+from tierfs.host.slab.table import Layout
+
+STORE = "0123456789abcdef0123456789abcdef"
+OTHER = "fedcba9876543210fedcba9876543210"
+KIB, MIB = 1 << 10, 1 << 20
+BUDGET = 8 * MIB
+
+
+@pytest.fixture
+def shm():
+    path = Path("/dev/shm") / f"tierfs-test-{uuid.uuid4().hex}"
+    path.mkdir(mode=0o700)
+    yield path
+    subprocess.run(["rm", "-r", path], check=True)
+
+
+@pytest.fixture
+def host(tmp_path, shm):
+    return Host(tmp_path / "state", shm)
+
+
+@pytest.fixture
+def open_tier(host):
+    tiers = []
+
+    def start(store=STORE, *, budget=BUDGET, clock=None, segment=MIB, on=host):
+        tier = RamTier(on, store, budget_bytes=budget, clock=clock or SystemClock(), segment_bytes_max=segment)
+        tiers.append(tier)
+        return tier
+
+    yield start
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.fixture
+def tier(open_tier):
+    return open_tier()
+
+
+def put(tier, name, data=b"data", *, kind=SlotKind.CHUNK, clean=False, stamp_ns=None, timeout_s=0.0, length=None):
+    slot = tier.take(kind, length or len(data), timeout_s=timeout_s)
+    slot.segment.view(slot)[: len(data)] = data
+    stamp_ns = time.monotonic_ns() if stamp_ns is None else stamp_ns
+    sealed = slot.segment.seal(slot, name, b"", stamp_ns=stamp_ns)
+    if clean:
+        slot.segment.mark(sealed, SlotState.CLEAN)
+    return sealed
+
+
+def content(slot):
+    out = bytearray(slot.length)
+    slot.segment.read(slot, 0, memoryview(out))
+    return bytes(out)
+
+
+def in_child(work):
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+def killed(host, work, *, store=STORE, budget=BUDGET, segment=MIB):
+    """A process with a tier of its own that does ``work`` and is killed."""
+
+    def child():
+        work(RamTier(host, store, budget_bytes=budget, clock=SystemClock(), segment_bytes_max=segment))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert os.WIFSIGNALED(in_child(child))
+
+
+def fill(tier, *, clean=False):
+    """Slots of 256 KiB until there is room for no more."""
+    slots = []
+    with contextlib.suppress(CapacityError):
+        while True:
+            slots.append(put(tier, b"fill-%d" % len(slots), length=256 * KIB, stamp_ns=len(slots)))
+    for slot in slots if clean else ():
+        slot.segment.mark(slot, SlotState.CLEAN)
+    return slots
+
+
+def filling(tier):
+    return sum(segment.sums().filling for segment in tier.own_segments())
+
+
+def suffixes(host):
+    return sorted(path.suffixes[-1] for path in host.segments.iterdir() if path.suffix)
+
+
+# -- found -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_is_found_by_its_writer_and_by_other_processes(tier, open_tier):
+    put(tier, b"a", b"bytes")
+    assert content(tier.find(b"a")) == b"bytes"
+    other = open_tier()
+    assert content(other.find(b"a")) == b"bytes"
+    put(tier, b"b", b"more")
+    assert content(other.find(b"b")) == b"more"
+    assert other.find(b"c") is None
+
+
+def test_segments_that_come_and_go_are_noticed(tier, open_tier):
+    put(tier, b"a")
+    time.sleep(0.06)
+    assert tier.find(b"a") is not None
+    for turn in range(20):
+        other = open_tier()
+        put(other, b"b", b"%d" % turn, clean=True)
+        assert content(tier.find(b"b")) == b"%d" % turn
+        other.close()
+        assert tier.find(b"b") is None
+
+
+def test_a_segment_is_noticed_that_came_within_one_tick_of_the_file_systems_clock(tier, open_tier, host):
+    put(tier, b"a")
+    now_ns = time.time_ns()
+    os.utime(host.segments, ns=(now_ns, now_ns))
+    assert tier.find(b"b") is None
+    other = open_tier()
+    put(other, b"b")
+    os.utime(host.segments, ns=(now_ns, now_ns))
+    assert tier.find(b"b") is not None
+
+
+def test_another_stores_chunks_are_not_found(tier, open_tier):
+    put(tier, b"a")
+    other = open_tier(OTHER)
+    assert other.find(b"a") is None
+    assert other.segments() == []
+    alike = open_tier(STORE[:8] + "0" * 24)
+    assert alike.segments() == []
+
+
+def test_a_segment_is_found_by_its_id(tier, open_tier):
+    slot = put(tier, b"a")
+    assert open_tier().segment(slot.segment.id).find(b"a").serial == slot.serial
+    assert tier.segment("0" * 32) is None
+
+
+def test_drafts_come_in_the_order_they_were_sealed_in(tier, open_tier):
+    other = open_tier()
+    for number, writer in enumerate([tier, other, tier, other]):
+        put(writer, b"%d" % number, kind=SlotKind.DRAFT, stamp_ns=10 - number)
+    conflict = put(tier, b"conflict", kind=SlotKind.DRAFT, stamp_ns=99)
+    conflict.segment.mark(conflict, SlotState.CONFLICT)
+    put(tier, b"chunk")
+    assert [slot.name for slot in other.drafts()] == [b"3", b"2", b"1", b"0"]
+    assert [slot.name for slot in other.drafts((SlotState.CONFLICT,))] == [b"conflict"]
+
+
+def test_what_a_killed_process_sealed_is_found_and_what_it_did_not_seal_is_not(tier, host):
+    def work(other):
+        put(other, b"a", b"whole")
+        put(other, b"draft", kind=SlotKind.DRAFT)
+        slot = other.take(SlotKind.CHUNK, 100_000, timeout_s=0)
+        slot.segment.view(slot)[:] = bytes(100_000)
+
+    killed(host, work)
+    assert content(tier.find(b"a")) == b"whole"
+    assert [slot.name for slot in tier.drafts()] == [b"draft"]
+    needed = tier.find(b"a")
+    assert tier.reclaim(lambda segment: {needed.index}) == 102400
+    assert content(tier.find(b"a")) == b"whole"
+    assert tier.reclaim(lambda segment: set()) == 4096
+    assert tier.find(b"a") is None
+    (draft,) = tier.drafts()
+    draft.segment.mark(draft, SlotState.CLEAN)
+    assert tier.reclaim(lambda segment: set()) == 0
+    assert suffixes(host) == [".slab"]  # clean still: a cache, until somebody needs the room
+
+
+def test_an_empty_segment_of_a_dead_process_is_removed(tier, host):
+    killed(host, lambda other: other.take(SlotKind.CHUNK, 10, timeout_s=0))
+    assert tier.reclaim(lambda segment: set()) == 4096
+    assert suffixes(host) == []
+    assert tier.segments() == []
+
+
+def test_what_a_live_process_has_is_not_reclaimed(tier, open_tier):
+    put(tier, b"a")
+    tier.take(SlotKind.CHUNK, 10, timeout_s=0)
+    assert open_tier().reclaim(lambda segment: pytest.fail("asked")) == 0
+
+
+def test_a_damaged_segment_is_passed_over_with_one_warning_and_left_alone(tier, host, caplog):
+    put(tier, b"a")
+    damaged = host.segments / f"{STORE[:8]}-{'0' * 16}-7.slab"
+    damaged.write_bytes(tier.own_segments()[0].path.read_bytes()[:4096].replace(b"TFSSLAB1", b"TFSSLAB9"))
+    assert tier.find(b"b") is None
+    assert tier.find(b"a") is not None
+    damaged.with_name(damaged.name.replace("-7", "-8")).write_bytes(b"")
+    tier.find(b"b")
+    time.sleep(0.06)
+    tier.find(b"b")
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    fill(tier)
+    assert damaged.exists()
+
+
+def test_a_name_is_found_in_less_than_50_us_while_nothing_changes(open_tier, monkeypatch):
+    monkeypatch.setattr("tierfs.host.slab.table.BYTES_PER_SLOT", 4096)
+    writer, reader = open_tier(budget=64 * MIB, segment=32 * MIB), open_tier()
+    names = [b"%033d" % number for number in range(4096)]
+    for name in names:
+        put(writer, name, b"x")
+    time.sleep(0.06)
+    reader.find(b"")
+
+    def seconds():
+        start = time.perf_counter()
+        for name in names:
+            assert reader.find(name)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) / len(names) < 50e-6
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+def test_segments_double_up_to_the_longest_and_leave_half_of_the_rest():
+    sizes, room, newest = [], 4 << 30, None
+    while (newest := next_layout(16 * MIB, newest=newest, room=room, data_bytes_max=1 << 30)) is not None:
+        sizes.append(newest.data_bytes // MIB)
+        room -= newest.size
+    # Whole chunks, and a mebibyte for what comes with them.
+    assert sizes[:6] == [65, 129, 257, 513, 1025, 1025]
+    assert all(size % 16 == 1 for size in sizes[:-1])
+    assert room < 17 * MIB
+
+
+@pytest.mark.parametrize("room", [100, 80 * KIB, MIB, 3 * MIB, 17 * MIB, 33 * MIB, 200 * MIB])
+@pytest.mark.parametrize("length", [0, 1, 4096, MIB, 16 * MIB])
+def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
+    layout = next_layout(length, newest=None, room=room, data_bytes_max=1 << 30)
+    if layout is None:
+        assert Layout.for_data(max(length, 1)).size > room
+    else:
+        assert layout.size <= room
+        assert layout.data_bytes >= max(length, 1)
+
+
+def test_where_it_is_known_how_much_is_wanted_that_much_is_made():
+    newest = Layout.for_data(64 * MIB)
+    for known, made in ((1, 65), (100 * MIB, 113), (900 * MIB, 913), (3 << 30, 1025)):
+        layout = next_layout(MIB, newest=newest, room=4 << 30, data_bytes_max=1 << 30, known=known)
+        assert layout.data_bytes // MIB == made
+
+
+def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tier):
+    tier = open_tier(budget=8 * MIB, segment=4 * MIB)
+    runs = tier.take_runs(SlotKind.CHUNK, [[MIB, MIB], [MIB], [10]], timeout_s=0)
+    assert [[slot.length for slot in run] for run in runs] == [[MIB, MIB], [MIB], [10]]
+    assert len({slot.segment.id for run in runs for slot in run}) == 1
+    before = filling(tier)
+    with pytest.raises(CapacityError, match="no room for 4 MiB"):
+        tier.take_runs(SlotKind.CHUNK, [[MIB], [4 * MIB], [MIB]], timeout_s=0)
+    assert filling(tier) == before
+    assert tier.take_runs(SlotKind.CHUNK, [[MIB]], timeout_s=0)
+
+
+@pytest.mark.parametrize(("budget", "chunks"), [(50, 3), (66, 4), (100, 6)])
+def test_room_for_what_is_small_costs_a_small_budget_no_chunk(open_tier, budget, chunks):
+    tier = open_tier(budget=budget * MIB, segment=1 << 30)
+    for _ in range(chunks):
+        tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0)
+
+
+def test_what_is_small_leaves_room_for_whole_chunks(open_tier):
+    """Whatever is freed in whichever order: a chunk needs its bytes in one piece."""
+    tier = open_tier(budget=160 * MIB, segment=64 * MIB)
+    chunks, small = [], []
+    for _ in range(4):
+        small.append(tier.take(SlotKind.DRAFT, 100 * KIB, timeout_s=0))
+        chunks.append(tier.take(SlotKind.CHUNK, 16 * MIB, timeout_s=0))
+    assert len({slot.segment.id for slot in (*chunks, *small)}) == 1
+    for slot in chunks:
+        slot.segment.give(slot)
+    assert tier.take_runs(SlotKind.CHUNK, [[16 * MIB] * 4], timeout_s=0)
+    assert len(tier.own_segments()) == 1
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_the_last_of_a_budget_is_taken_in_small_pieces_only_where_nothing_can_be_evicted(open_tier, monkeypatch, clean):
+    tier = open_tier(budget=100 * MIB, segment=64 * MIB)
+    monkeypatch.setattr(tier._supply, "_worthwhile", 25 * MIB)
+    taken = []
+    with contextlib.suppress(CapacityError):
+        for number in range(9):
+            slot = tier.take(SlotKind.CHUNK, 15 * MIB, timeout_s=0)
+            state = SlotState.CLEAN if clean else SlotState.SEALED
+            taken.append(slot.segment.seal(slot, b"%d" % number, b"", state=state, stamp_ns=number))
+    sizes = [segment.data_bytes // MIB for segment in tier.own_segments()]
+    assert (len(taken), sizes) == ((9, [49]) if clean else (6, [49, 17, 16, 15]))
+
+
+@pytest.mark.parametrize("spares_copies", [False, True])
+def test_what_a_dead_process_left_is_taken_over_before_the_last_of_a_budget(open_tier, host, spares_copies):
+    def leave(other):
+        for number in range(5):
+            put(other, b"%d" % number, length=15 * MIB, clean=True)
+
+    killed(host, leave, budget=100 * MIB, segment=64 * MIB)
+    tier = open_tier(budget=100 * MIB, segment=64 * MIB)
+    tier._supply._worthwhile = 25 * MIB
+    for number in range(9):
+        slot = tier.take(SlotKind.CHUNK, 15 * MIB, timeout_s=0, spares_copies=spares_copies)
+        slot.segment.seal(slot, b"mine-%d" % number, b"", state=SlotState.CLEAN, stamp_ns=number)
+    assert sum(segment.data_bytes for segment in tier.own_segments()) > 60 * MIB
+
+
+def test_runs_that_were_taken_are_given_back_when_the_wait_for_the_next_is_interrupted(open_tier):
+    tier = open_tier(budget=8 * MIB, segment=4 * MIB)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tier.take_runs(SlotKind.CHUNK, [[MIB]] * 12, timeout_s=5, on_wait=interrupt)
+    assert filling(tier) == 0
+
+
+def test_what_no_segment_can_hold_is_refused_at_once(open_tier):
+    tier = open_tier(budget=8 * MIB, segment=MIB)
+    with pytest.raises(CapacityError, match=r"more than the ram tier can hold in one piece.*TIERFS_RAM"):
+        tier.take(SlotKind.CHUNK, MIB + 1, timeout_s=None)
+    tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    with pytest.raises(CapacityError, match="one piece"):
+        open_tier(budget=0).take(SlotKind.CHUNK, 1, timeout_s=None)
+
+
+def test_a_budget_of_one_process_is_used_to_nine_tenths(open_tier, host):
+    tier = open_tier(budget=32 * MIB, segment=16 * MIB)
+    slots = fill(tier)
+    assert len(slots) * 256 * KIB > 0.9 * 32 * MIB
+    usage = tier.usage()
+    assert usage.host_bytes == usage.store_bytes <= usage.budget_bytes == 32 * MIB
+    assert usage.dirty_bytes == usage.used_bytes == len(slots) * 256 * KIB
+    assert usage.host_bytes == sum(path.stat().st_size for path in host.segments.glob("*.slab"))
+
+
+def test_stores_share_the_budget(open_tier):
+    tiers = [open_tier(), open_tier(OTHER)]
+    for tier in tiers:
+        fill(tier)
+    assert tiers[0].usage().host_bytes <= BUDGET
+    assert tiers[0].usage().store_bytes + tiers[1].usage().store_bytes == tiers[1].usage().host_bytes
+
+
+WRITER = """
+import sys, time
+from pathlib import Path
+from tierfs.clock import SystemClock
+from tierfs.errors import CapacityError
+from tierfs.host.host import Host
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.budget import Shares
+from tierfs.host.slab.segment import SlotKind
+# Long enough for others to come in between looking and making, if they could.
+Shares.free_bytes = lambda self, files: time.sleep(0.01) or 1 << 40
+tier = RamTier(Host(Path(sys.argv[1]), Path(sys.argv[2])), sys.argv[3], budget_bytes=24 << 20, clock=SystemClock(), segment_bytes_max=4 << 20)
+print("ready", flush=True)
+sys.stdin.readline()
+count = 0
+try:
+    while True:
+        slot = tier.take(SlotKind.CHUNK, 100_000, timeout_s=0)
+        slot.segment.view(slot)[:5] = b"dirty"
+        slot.segment.seal(slot, b"%d" % count, b"", stamp_ns=1)
+        count += 1
+except CapacityError:
+    pass
+print(count, flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_the_budget_holds_when_processes_start_at_once(host, shm):
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", WRITER, host.directory, shm, [STORE, OTHER][number % 2]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    counts, most, done = [], 0, threading.Event()
+
+    def watch():
+        nonlocal most
+        while not done.is_set():
+            with host.locked("ram"):  # who lists a folder while files are renamed may see one twice
+                taken = sum(path.stat().st_size for path in host.segments.iterdir())
+            most = max(most, taken)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        for writer in writers:
+            assert writer.stdout.readline() == "ready\n"
+        for writer in writers:
+            writer.stdin.write("go\n")
+            writer.stdin.flush()
+        counts = [int(writer.stdout.readline()) for writer in writers]
+    finally:
+        done.set()
+        watcher.join()
+        for writer in writers:
+            writer.communicate("\n")
+    assert 20 * MIB < most <= (24 << 20) + 100  # a file there says whose folder it is
+    assert sum(counts) * 100_000 > 15 * MIB
+    assert [writer.returncode for writer in writers] == [0] * 4
+
+
+# -- eviction ----------------------------------------------------------------------------------------------------------
+
+
+def test_clean_slots_go_as_they_were_used_and_hidden_ones_first(open_tier):
+    tier = open_tier(budget=5 * MIB)
+    slots = fill(tier, clean=True)
+    order = [slots[(number * 7) % len(slots)] for number in range(len(slots))]
+    assert len({slot.name for slot in order}) == len(slots) > 10
+    for used_s, slot in enumerate(order):
+        slot.segment.touch(slot, 100 + used_s)
+    order[-1].segment.hide(order[-1])
+    put(tier, b"new", length=256 * KIB)
+    left = {slot.name for segment in tier.segments() for slot in segment.slots()}
+    gone = [slot for slot in order if slot.name not in left]
+    assert gone == [*order[: len(gone) - 1], order[-1]]
+    assert 0 < len(gone) < len(slots) // 3
+    assert tier.usage().evicted_bytes == len(gone) * 256 * KIB
+
+
+def test_what_is_sealed_or_a_conflict_or_being_filled_is_never_evicted(open_tier):
+    tier = open_tier(budget=5 * MIB, clock=ManualClock())
+    slots = fill(tier, clean=False)
+    for slot in slots[::3]:
+        slot.segment.mark(slot, SlotState.CONFLICT)
+        slot.segment.hide(slot)
+    for slot in slots[1::3]:
+        slot.segment.hide(slot)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=10)
+    assert all(slot.segment.is_still(slot) for slot in slots)
+    assert tier.usage().evicted_bytes == 0
+
+
+def test_a_save_reuses_the_memory_of_the_one_before(open_tier):
+    tier = open_tier(budget=64 * MIB, segment=4 * MIB)
+    for save in range(6):
+        slots = [put(tier, b"%d-%d" % (save, part), length=256 * KIB) for part in range(15)]
+        for slot in slots:
+            slot.segment.mark(slot, SlotState.CLEAN)
+    assert tier.usage().segments == 1
+
+
+def save_of(tier, number, clock, parts=4):
+    """Slots of one save, taken at once, and clean soon."""
+    slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * parts, timeout_s=0)]
+    clock.sleep(0.125)
+    for part, slot in enumerate(slots):
+        stamp_ns = int(clock.monotonic() * 1e9)
+        sealed = slot.segment.seal(slot, b"%d-%d" % (number, part), b"", stamp_ns=stamp_ns)
+        slot.segment.mark(sealed, SlotState.CLEAN)
+    clock.sleep(10.25)
+
+
+def kept(tier, number, parts=4):
+    return sum(tier.find(b"%d-%d" % (number, part)) is not None for part in range(parts))
+
+
+def test_what_is_older_than_the_last_save_makes_room_for_the_next_ahead_of_it(open_tier):
+    clock = ManualClock()
+    tier = open_tier(budget=int(3.4 * MIB), segment=4 * MIB, clock=clock)
+    for number in range(3):
+        save_of(tier, number, clock)
+        tier.evict_ahead()
+        assert kept(tier, number) == 4, "what was saved last stays"
+    evicted = tier.usage().evicted_bytes
+    assert kept(tier, 1) < 4
+    save_of(tier, 3, clock)
+    assert tier.usage().evicted_bytes == evicted, "there was room for all of it"
+
+
+def test_what_was_read_since_the_last_save_stays(open_tier):
+    clock = ManualClock()
+    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    save_of(tier, 1, clock)
+    for segment in tier.own_segments():
+        for slot in segment.slots():
+            segment.touch(slot, int(clock.monotonic()))
+    left = kept(tier, 0)
+    tier.evict_ahead()
+    assert left == kept(tier, 0) > 0
+    assert kept(tier, 1) == 4
+
+
+def test_where_there_is_room_for_one_save_alone_it_stays(open_tier):
+    clock = ManualClock()
+    clock.sleep(0.375)
+    tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    tier.evict_ahead()
+    assert kept(tier, 0) == 4
+
+
+def test_what_is_taken_within_a_moment_is_of_one_save_and_stays(open_tier):
+    clock = ManualClock()
+    clock.sleep(10)
+    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)
+    for number in (0, 1):
+        slots = [run[0] for run in tier.take_runs(SlotKind.CHUNK, [[256 * KIB]] * 4, timeout_s=0)]
+        for part, slot in enumerate(slots):
+            sealed = slot.segment.seal(slot, b"%d-%d" % (number, part), b"", stamp_ns=int(clock.monotonic() * 1e9))
+            slot.segment.mark(sealed, SlotState.CLEAN)
+        clock.sleep(1)
+    tier.evict_ahead()
+    assert kept(tier, 0) == kept(tier, 1) == 4
+
+
+def test_room_that_was_not_found_is_looked_for_again_only_when_something_has_changed(open_tier, monkeypatch):
+    clock = ManualClock()
+    tier = open_tier(budget=int(1.6 * MIB), segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    looks = []
+    monkeypatch.setattr("tierfs.host.slab.eviction.evictable", lambda own: looks.append(own) or [])
+    for _ in range(3):
+        tier.evict_ahead()
+    assert len(looks) == 1
+    (segment,) = tier.own_segments()
+    segment.hide(segment.slots()[0])
+    tier.evict_ahead()
+    assert len(looks) == 2
+
+
+def test_who_takes_one_slot_after_the_other_has_nothing_evicted_ahead(open_tier):
+    tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB)
+    fill(tier, clean=True)
+    tier.evict_ahead()
+    assert not tier.usage().evicted_bytes
+
+
+def test_a_copy_takes_the_place_of_others_only_when_the_budget_is_used_up(open_tier):
+    tier = open_tier(budget=16 * MIB, segment=4 * MIB)
+    names = []
+    while not tier.usage().evicted_bytes:
+        assert len(names) < 100
+        names.append(b"%d" % len(names))
+        slot = tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=0, spares_copies=True)
+        slot.segment.seal(slot, names[-1], b"", state=SlotState.CLEAN, stamp_ns=len(names))
+    assert len(names) * 256 * KIB > 0.8 * tier.budget_bytes
+    left = sum(tier.find(name) is not None for name in names)
+    assert 0.7 * len(names) < left < len(names)
+
+
+def test_room_in_pieces_is_made_whole_by_evicting_what_lies_between(open_tier):
+    tier = open_tier(budget=int(2.2 * MIB), segment=MIB)
+    fill(tier, clean=True)
+    slot = tier.take(SlotKind.CHUNK, 900 * KIB, timeout_s=0)
+    assert slot.length == 900 * KIB
+
+
+# -- waiting -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_waits_until_another_process_has_cleaned_something(open_tier, host):
+    tier = open_tier(budget=2 * MIB)
+    slots = fill(tier)
+    asked = threading.Event()
+    child = os.fork()
+    if not child:
+        flusher = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock())
+        time.sleep(0.2)
+        slot = flusher.find(slots[0].name)
+        os._exit(0 if flusher.segment(slot.segment.id).mark(slot, SlotState.CLEAN) else 1)
+    start = time.monotonic()
+    slot = tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=20, on_wait=asked.set)
+    assert 0.1 < time.monotonic() - start < 5
+    assert os.waitpid(child, 0)[1] == 0
+    assert asked.is_set()
+    usage = tier.usage()
+    assert usage.waits == 1
+    assert 0.1 < usage.waited_s < 5
+    assert not list(host.segments.glob("*.want"))
+    assert (slot.segment, slot.index) == (slots[0].segment, slots[0].index)
+
+
+def test_a_writer_gives_up_after_its_timeout_and_says_what_to_do(open_tier):
+    clock = ManualClock()
+    tier = open_tier(budget=2 * MIB, clock=clock)
+    slots = fill(tier)
+    before = clock.monotonic()
+    asked = []
+    with pytest.raises(CapacityError, match=r"within 3 s.* dirty, waiting for the flusher; raise ram= \(TIERFS_RAM\)"):
+        tier.take(SlotKind.CHUNK, 256 * KIB, timeout_s=3, on_wait=lambda: asked.append(1))
+    assert clock.monotonic() - before == pytest.approx(3)
+    assert asked == [1]
+    assert tier.usage().waited_s == pytest.approx(3)
+    assert all(slot.segment.is_still(slot) for slot in slots)
+
+
+def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_says_why(
+    open_tier, host, monkeypatch, caplog
+):
+    opened, tried = os.open, []
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_CREAT and str(path).startswith(f"{host.segments}/") and len(tried) < limit:
+            tried.append(path)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, flags, *mode)
+
+    monkeypatch.setattr("os.open", refuse)
+    tier, limit = open_tier(), 1 << 20
+    with pytest.raises(
+        CapacityError, match=r"within 0\.05 s: .*\.slab\.new cannot be made: No space .*: free some room"
+    ):
+        put(tier, b"a", timeout_s=0.05)
+    assert "cannot be told" in caplog.text
+    limit = len(tried) + 3
+    assert content(put(tier, b"a", timeout_s=60)) == b"data"
+    assert len(tried) == limit
+
+
+def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open_tier, host):
+    """Also where what it has is clean, and it has no reason of its own to let go of it."""
+    first = open_tier(budget=8 * MIB)
+    fill(first, clean=True)
+    time.sleep(0.06)
+
+    def work():
+        second = RamTier(host, STORE, budget_bytes=8 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
+        for number in range(8):
+            put(second, b"second-%d" % number, length=256 * KIB, timeout_s=20)
+        put(second, b"draft", kind=SlotKind.DRAFT, timeout_s=20)
+
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    deadline = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        assert time.monotonic() < deadline
+        first.make_room_for_others()
+        time.sleep(0.01)
+    assert first.find(b"second-7") is not None
+    assert first.usage().host_bytes <= 8 * MIB
+    assert first.make_room_for_others() == 0
+
+
+def test_dirty_segments_that_others_wait_for_take_nothing_more_and_go_when_they_are_clean(open_tier, host):
+    first = open_tier(budget=4 * MIB)
+    slots = fill(first)
+    other = Host(host.directory, host.segments.parent)
+    with contextlib.ExitStack() as stack:
+        (host.segments / f"{other.owner()}.want").touch()  # and has not said yet how much all may take
+        stack.callback((host.segments / f"{other.owner()}.want").unlink, missing_ok=True)
+        other_is_another_process = other.owner() != host.owner()
+        assert other_is_another_process
+        spare = [next(slot for slot in slots if slot.segment is segment) for segment in first.own_segments()]
+        for slot in spare:
+            slot.segment.give(slot)
+            slots.remove(slot)
+        # Only what was not taken: two of them are beyond its share.
+        assert 2 * 256 * KIB <= first.make_room_for_others() < 3 * 256 * KIB
+        assert all(content(slot)[:4] == b"data" for slot in slots)
+        used = {put(first, b"x%d" % number, length=4 * KIB, clean=True).segment for number in range(64)}
+        assert sum(segment.size for segment in used) <= 2 * MIB
+        for slot in slots:
+            slot.segment.mark(slot, SlotState.CLEAN)
+        # Back to its share: half of the budget.
+        assert first.make_room_for_others() > 0
+        assert sum(segment.size for segment in first.own_segments()) <= 2 * MIB
+    put(first, b"a")
+
+
+@contextlib.contextmanager
+def another_waits(host):
+    other = Host(host.directory, host.segments.parent)
+    path = host.segments / f"{other.owner()}.want"
+    path.touch()
+    time.sleep(0.06)
+    try:
+        yield other
+    finally:
+        path.unlink()
+
+
+def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
+    clock = ManualClock()
+    idle = open_tier(budget=64 * MIB, segment=8 * MIB, clock=clock)
+    kept = put(idle, b"kept", b"dirty")
+    idle.take(SlotKind.CHUNK, 100, timeout_s=0)
+    put(idle, b"copy", b"clean", clean=True)
+    kept.segment.mark(kept, SlotState.CONFLICT)
+    with another_waits(host):
+        assert idle.make_room_for_others() == 0  # within its share
+        clock.sleep(supply.IDLE_S + 1)
+        assert idle.make_room_for_others() > 7 * MIB
+        assert idle.usage().host_bytes < 100 * KIB
+        assert content(idle.find(b"kept")) == b"dirty"
+        assert idle.find(b"copy") is None
+        assert idle.make_room_for_others() == 0
+        idle.grow_ahead()
+        assert idle._supply._ahead is None
+        assert put(idle, b"new").segment is not kept.segment
+    assert put(idle, b"newer").segment is not kept.segment
+
+
+def test_a_segment_that_was_given_back_but_for_what_is_dirty_goes_when_that_is_clean(open_tier, host):
+    clock = ManualClock()
+    idle = open_tier(clock=clock)
+    dirty = put(idle, b"dirty")
+    with another_waits(host):
+        clock.sleep(supply.IDLE_S + 1)
+        assert idle.make_room_for_others()
+    dirty.segment.mark(dirty, SlotState.CLEAN)
+    while dirty.segment in idle.own_segments():
+        put(idle, b"more", length=256 * KIB)
+    assert not dirty.segment.path.exists()
+
+
+class SharedClock(ManualClock):
+    """What time passes for one tier passes for all, which then look after the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.tiers = []
+
+    def sleep(self, seconds):
+        super().sleep(seconds)
+        for tier in self.tiers:
+            tier.make_room_for_others()
+
+
+@pytest.mark.parametrize("how", ["killed", "closed", "idle", "idle without a file"])
+def test_stores_in_which_a_little_is_dirty_leave_the_rest_of_the_budget_to_others(open_tier, host, how, monkeypatch):
+    if how == "idle without a file":
+        monkeypatch.setattr(Shares, "free_bytes", lambda *_: 0)
+    clock = SharedClock()
+
+    def put_little(tier):
+        slot = tier.take(SlotKind.CHUNK, 9 * MIB, timeout_s=60)
+        slot = slot.segment.seal(slot, b"a", b"", length=100, stamp_ns=1)
+        slot.segment.mark(slot, SlotState.CONFLICT)
+        return slot
+
+    for number in range(8):
+        store = f"{number:08x}" + STORE[8:]
+        if how == "killed":
+            killed(host, put_little, store=store, budget=20 * MIB, segment=16 * MIB)
+            continue
+        own = Host(host.directory, host.segments.parent)
+        tier = open_tier(store, on=own, budget=20 * MIB, segment=16 * MIB, clock=clock)
+        slot = put_little(tier)
+        assert tier.usage().host_bytes <= 20 * MIB
+        if how == "closed":
+            tier.close()
+        else:
+            clock.tiers.append(tier)
+            assert len(content(slot)) == 100
+
+
+def test_what_is_given_back_of_a_segment_is_nothing_that_is_used(open_tier, host):
+    generator = random.Random(7)
+    tier = open_tier(budget=64 * MIB, segment=16 * MIB)
+    slots = []
+    for number in range(150):
+        data = generator.randbytes(generator.choice([1, 4096, 5000, 60_000]))
+        slot = tier.take(SlotKind.CHUNK, len(data), timeout_s=0)
+        slot.segment.view(slot)[:] = data
+        state = generator.choice([SlotState.CLEAN, SlotState.SEALED])
+        slots.append((slot.segment.seal(slot, b"%d" % number, data[:900], state=state, stamp_ns=1), data))
+    filling = tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    view = filling.segment.view(filling)
+    view[:] = generator.randbytes(MIB)
+    before = bytes(view)
+    for segment in tier.own_segments():
+        segment.shed()
+    for slot, data in slots:
+        if slot.state is SlotState.CLEAN:
+            assert slot.segment.find(slot.name) is None
+        else:
+            assert content(slot.segment.find(slot.name)) == data
+            assert slot.segment.meta(slot) == data[:900]
+    assert view == before
+    used = sum(slot.length + 8192 for slot, _ in slots if slot.state is SlotState.SEALED) + MIB
+    assert tier.usage().host_bytes < used + 150 * KIB
+    assert tier.usage().store_bytes == tier.usage().host_bytes
+
+
+def test_a_segment_with_holes_is_taken_over_by_nobody(open_tier, host):
+    killed(host, lambda other: put(other, b"a"), budget=2 * MIB)
+    tier = open_tier(budget=2 * MIB)
+    (slot,) = [tier.find(b"a")]
+    fill(tier)
+    assert content(slot) == b"data"
+    slot.segment.mark(slot, SlotState.CLEAN)
+    assert tier.usage().host_bytes <= 2 * MIB
+    own = len(tier.own_segments())
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, MIB // 2, timeout_s=0)
+    assert slot.segment.path not in {segment.path for segment in tier.own_segments()}
+    assert len(tier.own_segments()) >= own
+
+
+def test_a_conflict_in_a_small_segment_is_no_obstacle_to_a_large_slot(open_tier):
+    tier = open_tier(budget=10 * MIB, segment=8 * MIB)
+    first = put(tier, b"a", length=100)
+    assert first.segment.data_bytes < 7 * MIB
+    first.segment.mark(first, SlotState.CONFLICT)
+    assert tier.take(SlotKind.CHUNK, 7 * MIB, timeout_s=0)
+    assert content(first)[:4] == b"data"
+
+
+def test_nobody_waits_for_what_they_hold_themselves(open_tier):
+    """A save that is hardly smaller than the budget blocked training for the timeout."""
+    clock = ManualClock()
+    tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
+    runs, before = [[2 * MIB]] * 3, clock.monotonic()
+    with pytest.raises(CapacityError, match="none will come by waiting"):
+        tier.take_runs(SlotKind.CHUNK, runs, timeout_s=600)
+    assert clock.monotonic() - before < 1
+    assert not tier.usage().used_bytes
+
+
+def test_what_others_of_the_process_hold_is_waited_for(open_tier, monkeypatch):
+    clock = ManualClock()
+    tier = open_tier(budget=6 * MIB, segment=6 * MIB, clock=clock)
+    ((other,),) = tier.take_runs(SlotKind.CHUNK, [[2 * MIB]], timeout_s=0)
+    given = []
+
+    def sleep(_seconds):
+        if not given:
+            given.append(other.segment.give(other))
+
+    monkeypatch.setattr(clock, "sleep", sleep)
+    assert len(tier.take_runs(SlotKind.CHUNK, [[2 * MIB]] * 2, timeout_s=600)) == 2
+    assert given
+
+
+@pytest.mark.parametrize("timeout_s", [600, None])
+def test_where_waiting_brings_no_room_nobody_waits(open_tier, timeout_s):
+    clock = ManualClock()
+    tier = open_tier(budget=4 * MIB, segment=4 * MIB, clock=clock)
+    for slot in fill(tier):
+        slot.segment.mark(slot, SlotState.CONFLICT)
+    before = clock.monotonic()
+    with pytest.raises(CapacityError, match="none will come by waiting") as raised:
+        tier.take(SlotKind.CHUNK, 2 * MIB, timeout_s=timeout_s)
+    assert clock.monotonic() - before < 1
+    assert f"MiB of store {STORE[:8]}" in str(raised.value)
+
+
+def test_what_others_have_is_waited_for(open_tier, host):
+    clock = ManualClock()
+    put(open_tier(OTHER, budget=4 * MIB, on=Host(host.directory, host.segments.parent)), b"a")
+    tier = open_tier(budget=4 * MIB, segment=4 * MIB, clock=clock)
+    before = clock.monotonic()
+    with pytest.raises(CapacityError, match="within 5 s"):
+        tier.take(SlotKind.CHUNK, 3 * MIB, timeout_s=5)
+    assert clock.monotonic() - before == pytest.approx(5)
+
+
+def test_a_process_that_died_waiting_is_waited_for_by_nobody(open_tier, host):
+    first = open_tier(budget=4 * MIB)
+    fill(first, clean=True)
+    before = first.own_segments()
+    (host.segments / "00000000000000dd.want").touch()
+    assert first.make_room_for_others() == 0
+    put(first, b"a")
+    assert first.own_segments() == before
+
+
+# -- what the dead left ------------------------------------------------------------------------------------------------
+
+
+def test_a_new_process_takes_the_warm_memory_of_a_dead_one_when_the_budget_is_used_up(open_tier, host):
+    killed(host, lambda other: fill(other, clean=True), budget=2 * MIB)
+    before = set(host.segments.glob("*.slab"))
+    tier = open_tier(budget=2 * MIB)
+    cached = tier.find(b"fill-0")
+    assert content(cached)[:4] == b"data"
+    slot = put(tier, b"a", length=256 * KIB)
+    assert set(host.segments.glob("*.slab")) == before
+    assert slot.segment.path in before
+    assert slot.segment.owner == host.owner()
+    assert len(tier.own_segments()) == 1
+
+
+def test_the_dead_of_other_stores_make_room_but_not_what_is_dirty_there(open_tier, host):
+    killed(host, lambda other: fill(other, clean=True), store=OTHER, budget=2 * MIB)
+    assert len(fill(open_tier(budget=2 * MIB))) > 4
+    killed(host, fill, store=OTHER, budget=4 * MIB)
+    dirty = open_tier(OTHER, budget=4 * MIB)
+    kept = {slot.name for segment in dirty.segments() for slot in segment.slots()}
+    fill(open_tier(budget=4 * MIB))
+    assert {slot.name for segment in dirty.segments() for slot in segment.slots()} == kept
+
+
+def test_a_segment_that_was_being_made_by_a_killed_process_does_not_count_for_ever(open_tier, host, monkeypatch):
+    def work(other):
+        monkeypatch.setattr(newslab, "allocate", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+        other.take(SlotKind.CHUNK, MIB, timeout_s=0)
+
+    killed(host, work, budget=int(2.2 * MIB))
+    assert suffixes(host) == [".new"]
+    tier = open_tier(budget=int(1.3 * MIB))
+    assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    assert suffixes(host) == [".slab"]
+
+
+def test_segments_of_an_earlier_run_of_the_kernel_make_room(open_tier, host, monkeypatch, caplog):
+    with monkeypatch.context() as patch:
+        patch.setattr(newslab, "boot_id", lambda: "f" * 32)
+        killed(host, fill, budget=2 * MIB)
+    tier = open_tier(budget=2 * MIB)
+    assert tier.find(b"fill-0") is None
+    assert "before it was started anew" in caplog.text
+    assert len(fill(tier)) > 4
+
+
+def test_what_is_dirty_at_close_stays_until_it_is_flushed_and_copies_are_given_back(open_tier, host):
+    first, second = open_tier(), open_tier()
+    put(first, b"a", b"dirty")
+    put(second, b"b", b"a copy", clean=True)
+    first.close()
+    second.close()
+    assert suffixes(host) == [".slab"]
+    third = open_tier()
+    assert third.find(b"b") is None
+    slot = third.find(b"a")
+    assert content(slot) == b"dirty"
+    assert slot.segment.owner == "0" * 16
+    third.reclaim(lambda _: {slot.index})
+    assert suffixes(host) == [".slab"]
+    slot.segment.mark(slot, SlotState.CLEAN)
+    third.reclaim(lambda _: set())
+    assert suffixes(host) == []
+
+
+def test_a_tier_never_takes_the_last_of_the_machine_s_memory(open_tier, monkeypatch):
+    tier = open_tier()
+    monkeypatch.setattr(supply, "memory_available", lambda: 10 * MIB)
+    monkeypatch.setattr(supply, "memory_limit", lambda: 320 * MIB)  # of which 20 are spared
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+    monkeypatch.setattr(supply, "memory_available", lambda: 1 << 40)
+    assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
+
+
+def test_what_the_dead_left_is_given_back_when_asked_for_but_not_what_is_dirty(open_tier, host):
+    killed(host, lambda other: put(other, b"a", b"a copy", clean=True))
+    tier = open_tier()
+    assert tier.find(b"a")
+    assert tier.reap() == len(b"a copy")
+    assert tier.find(b"a") is None
+    killed(host, lambda other: put(other, b"b", b"dirty"))
+    assert tier.reap() == 0
+    assert content(tier.find(b"b")) == b"dirty"
+
+
+def test_a_closed_tier_says_so(open_tier):
+    first = open_tier()
+    first.close()
+    with pytest.raises(InvalidInputError, match="closed"):
+        first.take(SlotKind.CHUNK, 1, timeout_s=0)
+
+
+# -- growing ahead -----------------------------------------------------------------------------------------------------
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_the_next_segment_is_made_ahead_when_the_newest_is_half_full(tier):
+    tier.grow_ahead()
+    wait_for(lambda: len(tier.own_segments()) == 1)
+    put(tier, b"a", length=400 * KIB)
+    tier.grow_ahead()
+    time.sleep(0.05)
+    assert len(tier.own_segments()) == 1
+    put(tier, b"b", length=400 * KIB)
+    tier.grow_ahead()
+    wait_for(lambda: len(tier.own_segments()) == 2)
+
+
+def test_what_is_clean_is_no_reason_to_grow_ahead_and_the_budget_bounds_it(open_tier):
+    tier = open_tier(budget=2 * MIB)
+    put(tier, b"a", length=800 * KIB, clean=True)
+    tier.grow_ahead()
+    time.sleep(0.05)
+    assert len(tier.own_segments()) == 1
+    fill(tier)
+    before = len(tier.own_segments())
+    tier.grow_ahead()
+    time.sleep(0.05)
+    assert len(tier.own_segments()) == before
+
+
+def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
+    tier = open_tier()
+    begun = threading.Event()
+    allocate = newslab.allocate
+
+    def slow(*given, stopped, **options):
+        begun.set()
+        wait_for(stopped)
+        return allocate(*given, stopped=stopped, **options)
+
+    monkeypatch.setattr(newslab, "allocate", slow)
+    tier.grow_ahead()
+    begun.wait()
+    tier.close()
+    assert suffixes(host) == []
+
+
+# -- too little shared memory ------------------------------------------------------------------------------------------
+
+
+def test_where_shared_memory_is_too_small_segments_have_no_file_which_is_said_once(
+    open_tier, tmp_path, small_shm, caplog
+):
+    host = Host(tmp_path / "other-state", small_shm)
+    tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
+    for number in range(9):
+        put(tier, b"%d" % number, b"bytes", length=16 * MIB)
+    usage = tier.usage()
+    assert (usage.segments, usage.memfd_segments) == (3, 2)
+    assert usage.host_bytes == usage.store_bytes > 144 * MIB
+    assert caplog.text.count("--shm-size") == 1
+    assert content(tier.find(b"8")).startswith(b"bytes")
+    assert suffixes(host) == [".memfd", ".memfd", ".slab"]  # the last one fits
+    assert all(path.stat().st_blocks == 0 for path in host.segments.glob("*.memfd"))
+
+
+def test_a_file_system_that_fills_up_meanwhile_is_no_failure(open_tier, tmp_path, small_shm, monkeypatch, caplog):
+    host = Host(tmp_path / "other-state", small_shm)
+    tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
+    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 1 << 40)
+    put(tier, b"a", length=16 * MIB)
+    assert tier.usage().memfd_segments == 1
+    assert suffixes(host) == [".memfd"]
+    assert "--shm-size" in caplog.text
+
+
+def test_where_there_is_no_folder_in_shared_memory_the_state_directory_counts(open_tier, tmp_path):
+    host = Host(tmp_path / "other-state", tmp_path / "none")
+    assert host.segments is None
+    tier = open_tier(budget=2 * MIB, on=host)
+    slots = fill(tier)
+    assert 0 < len(slots) * 256 * KIB <= tier.usage().host_bytes <= 2 * MIB
+    tier.close()
+    assert list((host.directory / "segments").iterdir()) == []
+
+
+def test_a_segment_without_a_file_is_read_and_freed_by_the_flusher_that_was_given_it(open_tier, host, monkeypatch):
+    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
+    flusher = open_tier(on=Host(host.directory, host.segments.parent))
+
+    reading, writing = os.pipe()
+    ours, theirs = socket.socketpair()
+
+    def work(other):
+        put(other, b"a", b"bytes")
+        put(other, b"draft", kind=SlotKind.DRAFT)
+        socket.send_fds(theirs, [b"x"], [segment.fd for segment in other.own_segments()])
+        os.read(reading, 1)
+
+    child = os.fork()
+    if not child:
+        os.close(writing)
+        with contextlib.suppress(BaseException):
+            work(RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB))
+        os.kill(os.getpid(), signal.SIGKILL)
+    _, fds, _, _ = socket.recv_fds(ours, 10, 4)
+    for fd in fds:
+        flusher.add(Segment.attach_fd(fd))
+        flusher.add(Segment.attach_fd(fd))
+        os.close(fd)
+    os.close(writing)
+    os.waitpid(child, 0)
+    os.close(reading)
+    ours.close()
+    theirs.close()
+    assert content(flusher.find(b"a")) == b"bytes"
+    assert flusher.usage().memfd_segments == 1
+    assert suffixes(host) == [".memfd"]
+    flusher.reclaim(lambda segment: {segment.find(b"a").index})
+    # It counts for as long as somebody has it.
+    with pytest.raises(CapacityError):
+        open_tier(budget=flusher.usage().host_bytes).take(SlotKind.CHUNK, 10, timeout_s=0)
+    (draft,) = flusher.drafts()
+    for slot in draft.segment.slots():
+        slot.segment.mark(slot, SlotState.CLEAN)
+    del slot, draft
+    flusher.reclaim(lambda segment: set())
+    assert flusher.segments() == []
+    assert suffixes(host) == []
+
+
+def test_a_segment_without_a_file_stops_counting_when_its_process_is_killed(open_tier, host, monkeypatch):
+    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
+    killed(host, fill, budget=2 * MIB)
+    assert set(suffixes(host)) == {".memfd"}
+    assert len(fill(open_tier(budget=2 * MIB))) > 4
+
+
+# -- forks and leaks ---------------------------------------------------------------------------------------------------
+
+
+def test_a_forked_child_reads_its_parents_segments_and_writes_into_its_own(tier, monkeypatch):
+    put(tier, b"a", b"parents")
+    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
+    put(tier, b"b", bytes(MIB))
+    assert tier.usage().memfd_segments == 1
+    monkeypatch.undo()
+
+    def work():
+        assert tier.own_segments() == []
+        assert content(tier.find(b"a")) == b"parents"
+        assert tier.find(b"b").segment.path is None
+        put(tier, b"c", b"childs")
+        assert len(tier.own_segments()) == 1
+        tier.close()
+
+    assert in_child(work) == 0
+    assert content(tier.find(b"c")) == b"childs"
+    assert len(tier.own_segments()) == 2
+    assert content(tier.find(b"a")) == b"parents"
+    put(tier, b"d", b"more")
+
+
+def test_a_tier_that_was_closed_leaves_no_descriptor_and_no_mapping(host, open_tier):
+    def opened():
+        return descriptors() + mappings("tierfs-test-")
+
+    host.owner()
+    before = opened()
+    first = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
+    second = RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB)
+    slots = fill(first, clean=True)
+    assert second.find(b"fill-0")
+    put(second, b"a", clean=True)
+    first.close()
+    second.close()
+    del slots
+    assert opened() <= before
+
+
+def test_threads_write_at_once_into_a_tier_that_is_too_small_for_all(open_tier):
+    tier = open_tier(budget=3 * MIB)
+    failures = []
+
+    def work(number):
+        try:
+            for turn in range(25):
+                name = b"%d-%d" % (number, turn)
+                slot = put(tier, name, name * 20, length=200 * KIB, timeout_s=30)
+                assert content(slot).startswith(name * 20)
+                slot.segment.mark(slot, SlotState.CLEAN)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert tier.usage().host_bytes <= 3 * MIB
+    assert tier.usage().evicted_bytes > 15 * MIB
+
+
+def test_copies_that_a_dead_process_left_under_another_state_directory_make_way(tmp_path, shm, host, open_tier):
+    def leave(name, work):
+        def child():
+            killed(Host(tmp_path / name, shm), work)
+
+        assert not in_child(child)  # none of ours holds the folder
+
+    leave("copies", lambda tier: put(tier, b"a", clean=True))
+    leave("dirty", lambda tier: put(tier, b"b"))
+    other = Host(tmp_path / "alive", shm)
+    put(open_tier(on=other), b"c", clean=True)
+    folders = [path.parent for path in shm.glob("*/state") if path.parent not in (other.segments, host.segments)]
+    count = {folder: len(list(folder.glob("*.slab"))) for folder in folders}
+    assert sorted(count.values()) == [1, 1]
+    tier = open_tier()
+    fill(tier)  # to the budget, so that it looks for room everywhere
+    assert sorted(len(list(folder.glob("*.slab"))) for folder in folders) == [0, 1]
+    assert other.segments is not None
+    assert list(other.segments.glob("*.slab"))
+
+
+def test_a_segment_with_nothing_dirty_that_is_too_small_makes_way_for_one_that_is_not(open_tier):
+    tier = open_tier(budget=16 * MIB, segment=16 * MIB)
+    put(tier, b"small", clean=True)
+    assert tier.own_segments()[0].data_bytes < 12 * MIB
+    tier.take(SlotKind.CHUNK, 12 * MIB, timeout_s=0)
+    dirty = open_tier(store="0" * 32, budget=64 * MIB, segment=64 * MIB)
+    put(dirty, b"dirty")
+    with pytest.raises(CapacityError):
+        dirty.take(SlotKind.CHUNK, 56 * MIB, timeout_s=0)
+    assert dirty.find(b"dirty")
+
+
+def test_who_was_told_of_a_larger_budget_makes_room_for_one_with_a_smaller(open_tier, host):
+    first = open_tier(budget=16 * MIB)
+    fill(first, clean=True)
+    assert first.usage().host_bytes > 8 * MIB
+    failures = []
+
+    def work():
+        second = RamTier(host, STORE, budget_bytes=4 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
+        put(second, b"a", length=4 * KIB, timeout_s=20)
+
+    child = os.fork()
+    if not child:
+        try:
+            work()
+        except BaseException as error:
+            failures.append(error)
+        os._exit(len(failures))
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        assert time.monotonic() < deadline
+        first.make_room_for_others()
+        time.sleep(0.01)
+    assert ended[1] == 0
+    assert 0 < sum(segment.size for segment in first.own_segments()) <= 2 * MIB
+
+
+def test_waiting_for_room_needs_none(tmp_path, small_shm):
+    host, other = Host(tmp_path / "state", small_shm), Host(tmp_path / "state", small_shm)
+    waits, sees = Shares(host), Shares(other)
+    with open(small_shm / "all", "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4 * KIB))
+    with waits.wanting(100 * MIB):
+        assert list(sees.others_wanting().values()) == [100 * MIB]
+    assert not sees.others_wanting()
+
+
+def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):
+    """At any moment all of it may be free, and taken by somebody else in the next."""
+    tier = open_tier(segment=8 * MIB)
+    sealed, errors, ends = queue.SimpleQueue(), [], time.monotonic() + 2
+
+    def flush():
+        while (slot := sealed.get()) is not None:
+            slot.segment.mark(slot, SlotState.CLEAN)
+
+    def write(thread):
+        for number in itertools.count():
+            if time.monotonic() > ends:
+                return
+            try:
+                sealed.put(put(tier, b"%d-%d" % (thread, number), timeout_s=60, length=2 * MIB))
+            except CapacityError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
+    flusher = threading.Thread(target=flush)
+    for thread in (flusher, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sealed.put(None)
+    flusher.join()
+    assert errors == []
+
+
+@pytest.mark.parametrize("state", [SlotState.FILLING, SlotState.SEALED])
+def test_what_is_about_to_be_free_keeps_its_warm_memory_when_there_is_no_room(open_tier, state):
+    tier = open_tier(budget=5 * MIB, segment=4 * MIB)
+    slot = tier.take(SlotKind.CHUNK, MIB, timeout_s=0) if state is SlotState.FILLING else put(tier, b"a", length=MIB)
+    with pytest.raises(CapacityError):
+        tier.take(SlotKind.CHUNK, 4 * MIB - 64 * KIB, timeout_s=0)
+    assert not slot.segment.retired
+    assert slot.segment.memory_bytes == slot.segment.size

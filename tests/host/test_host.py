@@ -1,0 +1,860 @@
+"""A host is a state directory; a process of it is alive for as long as it runs, and not a moment longer."""
+
+import contextlib
+import errno
+import fcntl
+import gc
+import itertools
+import os
+import re
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+from support.opened import descriptors, no_descriptors_left
+
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.host.host import ExclusiveLock, Host, state_directory
+from tierfs.host.private import entries_of, make_private
+from tierfs.host.slab.budget import Shares
+
+AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+
+
+@pytest.fixture
+def shm(tmp_path):
+    (tmp_path / "shm").mkdir()
+    return tmp_path / "shm"
+
+
+@pytest.fixture
+def directory(tmp_path):
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def host(directory, shm):
+    return Host(directory, shm)
+
+
+@pytest.fixture
+def start(directory, shm):
+    """Starts another process that makes its own ``host``, runs some code, prints a line, and waits for its end."""
+    with contextlib.ExitStack() as stack:
+
+        def run(code):
+            script = (
+                "import os, sys; from pathlib import Path; from tierfs.host.host import Host, ExclusiveLock\n"
+                f"host = Host(Path({str(directory)!r}), Path({str(shm)!r}))\n{code}\nsys.stdin.read()"
+            )
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                )
+            )
+            stack.callback(process.kill)
+            return process, process.stdout.readline().strip()
+
+        yield run
+
+
+def in_child(call):
+    """What ``call`` returns in a forked child, as text."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, str(call()).encode())
+        except BaseException:
+            os.write(writing, traceback.format_exc().encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def eventually(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# -- who is alive --------------------------------------------------------------------------------------------------
+
+
+def test_a_process_has_one_id_and_is_alive(host):
+    owner = host.owner()
+    assert re.fullmatch("[0-9a-f]{16}", owner)
+    assert host.owner() == owner
+    assert host.is_alive(owner)
+
+
+def test_threads_that_ask_at_once_get_one_id(host):
+    barrier = threading.Barrier(8)
+    found = []
+
+    def ask():
+        barrier.wait()
+        found.append(host.owner())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert len(os.listdir(host.directory / "processes")) == 1
+
+
+def test_two_processes_have_two_ids_and_see_each_other_alive(host, start):
+    _, other = start("print(host.owner(), flush=True)")
+    _, seen = start(f"print(host.is_alive({host.owner()!r}), host.is_alive({other!r}), flush=True)")
+    assert other != host.owner()
+    assert host.is_alive(other)
+    assert seen == "True True"
+
+
+def test_a_killed_process_is_dead(host, start):
+    process, other = start("print(host.owner(), flush=True)")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not host.is_alive(other)
+
+
+def test_a_process_that_ended_by_itself_is_dead_and_says_nothing_on_its_way_out(directory, shm, host):
+    script = (
+        "from pathlib import Path; from tierfs.host.host import Host\n"
+        f"host = Host(Path({str(directory)!r}), Path({str(shm)!r})); print(host.owner())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not done.stderr
+    assert not host.is_alive(done.stdout.strip())
+
+
+def test_asking_disturbs_neither_the_living_nor_those_who_ask(host, start):
+    _, other = start("print(host.owner(), flush=True)")
+    ended, dead = start("print(host.owner(), flush=True)")
+    ended.kill()
+    ended.wait()
+    answers = []
+
+    def ask():
+        for _ in range(300):
+            answers.append((host.is_alive(other), host.is_alive(dead)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(answers) == {(True, False)}
+    assert len(answers) == 1200
+
+
+def test_a_forked_child_has_an_id_of_its_own_and_sees_its_parent_alive(host):
+    owner = host.owner()
+    child, parent_alive, again = in_child(
+        lambda: " ".join([host.owner(), str(host.is_alive(owner)), host.owner()])
+    ).split()
+    assert child != owner
+    assert (parent_alive, again) == ("True", child)
+    assert not host.is_alive(child)
+    assert host.is_alive(owner)
+
+
+def test_a_forked_child_does_not_keep_its_dead_parent_alive(host, start):
+    process, line = start(
+        "owner = host.owner()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    print(owner, host.owner(), flush=True)\n"
+        "    sys.stdin.read(); os._exit(0)\n"
+        "os.waitpid(child, 0)\n"
+    )
+    parent, child = line.split()
+    assert host.is_alive(parent)
+    process.send_signal(signal.SIGKILL)
+    eventually(lambda: not host.is_alive(parent))
+    assert host.is_alive(child)
+    process.stdin.close()
+    eventually(lambda: not host.is_alive(child))
+
+
+def test_a_program_that_was_executed_does_not_keep_its_parent_alive(host, start):
+    process, owner = start(
+        "import subprocess; child = subprocess.Popen(['sleep', '60'], close_fds=False)\n"
+        "print(host.owner() + ' ' + str(child.pid), flush=True)"
+    )
+    owner, child = owner.split()
+    try:
+        process.kill()
+        process.wait()
+        assert not host.is_alive(owner)
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+
+
+def test_forks_on_one_thread_and_locks_on_another_do_not_get_in_each_other_s_way(directory, shm):
+    stop = threading.Event()
+    host = Host(directory, shm)
+    owner = host.owner()
+
+    def work(host):
+        while not stop.is_set():
+            with host.locked("ram"):
+                pass
+
+    threads = [threading.Thread(target=work, args=[host]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    children = []
+    try:
+        for _ in range(20):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+                os._exit(0)
+            children.append(child)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        # The children live, and hold nothing of ours.
+        assert ExclusiveLock(directory / "ram.lock").acquire()
+        assert host.is_alive(owner)
+        del host
+        gc.collect()
+        assert not Host(directory, shm).is_alive(owner)
+    finally:
+        stop.set()
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_process_that_goes_on_without_its_host_is_not_that_owner_any_more(directory, shm):
+    first, second = Host(directory, shm), Host(directory, shm)
+    owner = first.owner()
+    assert second.owner() != owner
+    assert second.is_alive(owner)
+    del first
+    gc.collect()
+    assert not second.is_alive(owner)
+
+
+@pytest.mark.parametrize("owner", ["0" * 16, "", "../escape", "0" * 17, "A" * 16, "0" * 15 + "\n", "/etc/passwd"])
+def test_what_was_never_an_owner_is_dead(host, owner):
+    assert not host.is_alive(owner)
+    host.bury(owner)
+
+
+def test_an_owner_s_name_leads_nowhere_else(host):
+    lock = ExclusiveLock(host.directory / "elsewhere.lock")
+    lock.acquire()
+    assert not host.is_alive("../elsewhere")
+    lock.release()
+    host.bury("../elsewhere")
+    assert lock.path.exists()
+
+
+def test_the_dead_are_buried_and_the_living_are_not(host, start):
+    process, other = start("print(host.owner(), flush=True)")
+    file = host.directory / "processes" / f"{other}.lock"
+    host.bury(other)
+    host.bury(host.owner())
+    assert file.exists()
+    assert host.is_alive(host.owner())
+    process.kill()
+    process.wait()
+    host.bury(other)
+    assert not file.exists()
+    host.bury(other)
+
+
+def test_lock_files_of_the_dead_do_not_pile_up(host, start):
+    for _ in range(3):
+        process, _ = start("print(host.owner(), flush=True)")
+        process.kill()
+        process.wait()
+    host.owner()
+    assert len(os.listdir(host.directory / "processes")) == 1
+
+
+# -- locks ---------------------------------------------------------------------------------------------------------
+
+
+def test_one_at_a_time_is_in_a_locked_section(host, start):
+    process, line = start("with host.locked('ram'):\n    print('in', flush=True)\n    sys.stdin.readline()")
+    assert line == "in"
+    entered = threading.Event()
+
+    def enter():
+        with host.locked("ram"):
+            entered.set()
+
+    with host.locked("other"):
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert not entered.wait(0.1)
+    process.stdin.write("\n")
+    process.stdin.flush()
+    assert entered.wait(20)
+    thread.join()
+
+
+def test_a_section_whose_process_was_killed_is_free_though_its_child_lives(host, start):
+    process, line = start(
+        "with host.locked('ram'):\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        print('in', flush=True); sys.stdin.read(); os._exit(0)\n"
+        "    sys.stdin.read()\n"
+    )
+    assert line == "in"
+    process.send_signal(signal.SIGKILL)
+    done = threading.Event()
+
+    def enter():
+        with host.locked("ram"):
+            done.set()
+
+    threading.Thread(target=enter, daemon=True).start()
+    assert done.wait(20)
+
+
+def test_a_child_that_leaves_its_parent_s_section_does_not_open_it(host):
+    def leave():
+        section.__exit__(None, None, None)
+        return ExclusiveLock(host.directory / "ram.lock").acquire()
+
+    section = host.locked("ram")
+    section.__enter__()
+    assert in_child(leave) == "False"
+    section.__exit__(None, None, None)
+    assert in_child(lambda: ExclusiveLock(host.directory / "ram.lock").acquire()) == "True"
+
+
+def test_a_long_lock_has_one_holder(tmp_path):
+    first, second = ExclusiveLock(tmp_path / "a.lock"), ExclusiveLock(tmp_path / "a.lock")
+    assert first.acquire()
+    assert not second.acquire()
+    assert (first.held, second.held) == (True, False)
+    first.release()
+    first.release()
+    assert second.acquire()
+    second.release()
+    assert first.acquire(blocking=True)
+
+
+def test_letting_go_counts_at_once_though_a_program_about_to_be_executed_has_the_open_file(tmp_path):
+    lock = ExclusiveLock(tmp_path / "a.lock")
+    lock.acquire()
+    inherited = os.dup(lock._fd)
+    lock.release()
+    assert ExclusiveLock(tmp_path / "a.lock").acquire()
+    os.close(inherited)
+
+
+def test_a_lock_lost_with_its_object_is_free(tmp_path):
+    lock = ExclusiveLock(tmp_path / "a.lock")
+    lock.acquire()
+    del lock
+    gc.collect()
+    assert ExclusiveLock(tmp_path / "a.lock").acquire()
+
+
+def test_a_child_does_not_hold_its_parent_s_long_lock_and_cannot_let_go_of_it(tmp_path):
+    lock = ExclusiveLock(tmp_path / "a.lock")
+    lock.acquire()
+
+    def child():
+        held = lock.held
+        lock.release()
+        return f"{held} {ExclusiveLock(tmp_path / 'a.lock').acquire()}"
+
+    assert in_child(child) == "False False"
+    assert lock.held
+    assert not ExclusiveLock(tmp_path / "a.lock").acquire()
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_on_the_new_one(tmp_path):
+    path = tmp_path / "a.lock"
+    holder, waiter = ExclusiveLock(path), ExclusiveLock(path)
+    holder.acquire()
+    waiting = threading.Thread(target=waiter.acquire, kwargs={"blocking": True})
+    waiting.start()
+    time.sleep(0.05)
+    path.unlink()
+    holder.release()
+    waiting.join()
+    assert waiter.held
+    assert not ExclusiveLock(path).acquire()
+
+
+def test_a_lock_that_cannot_be_made_is_an_error_of_ours(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be locked: Not a directory"):
+        ExclusiveLock(tmp_path / "file" / "a.lock").acquire()
+
+
+def test_a_state_directory_that_was_removed_while_it_is_in_use_is_said_to_be(host):
+    lock = ExclusiveLock(host.store_directory("a") / "flusher.lock")
+    shutil.rmtree(host.directory)
+    host.directory.mkdir(mode=0o700)
+    with pytest.raises(
+        StoreError, match="was removed while it is in use, and what was pending there is lost: start"
+    ) as caught:
+        lock.acquire()
+    assert caught.value.kind == "store"
+    assert not caught.value.transient
+
+
+def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_that_names_it(host):
+    shares = Shares(host)
+    looks = [
+        (host.directory / "processes", host._bury_the_dead),
+        (shares.directory, shares.files),
+        (shares.directory, shares.names),
+        (shares.directory, shares.others_wanting),
+        (shares.directory.parent, shares.sweep_abandoned),
+        (host.directory / "processes", lambda: host.is_alive("0" * 16)),
+    ]
+    for directory, look in looks:
+        with no_descriptors_left(), pytest.raises(StoreError) as caught:
+            look()
+        assert str(directory) in str(caught.value)
+        assert "Too many open files" in str(caught.value)
+        assert "ulimit -n" in str(caught.value)
+    assert entries_of(host.directory / "absent") == []
+
+
+def test_lock_files_do_not_leak_descriptors(tmp_path):
+    before = descriptors()
+    holder = ExclusiveLock(tmp_path / "a.lock")
+    holder.acquire()
+    for _ in range(50):
+        assert not ExclusiveLock(tmp_path / "a.lock").acquire()
+    holder.release()
+    assert descriptors() <= before
+
+
+# -- directories ---------------------------------------------------------------------------------------------------
+
+
+def test_what_is_made_is_closed_to_others(host, directory):
+    host.owner()
+    with host.locked("ram"):
+        pass
+    for path in (directory, host.segments, host.store_directory("0123-abcd"), directory / "processes"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for path in [*directory.rglob("*.lock"), *host.segments.iterdir()]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_store_s_directory_is_its_own(host, directory):
+    assert host.store_directory("0123-abcd") == directory / "stores" / "0123-abcd"
+
+
+def test_a_relative_directory_is_made_absolute(tmp_path, shm, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Host(Path("state"), shm).directory == tmp_path / "state"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o770])
+def test_a_directory_open_to_others_is_refused(directory, shm, mode):
+    directory.mkdir()
+    directory.chmod(mode)
+    with pytest.raises(ReadOnlyError, match=f"chmod 700 {directory}"):
+        Host(directory, shm)
+
+
+@AS_ROOT
+def test_a_directory_of_somebody_else_is_refused(directory, shm):
+    directory.mkdir(mode=0o700)
+    os.chown(directory, 65534, 65534)
+    with pytest.raises(ReadOnlyError, match="must belong to you"):
+        Host(directory, shm)
+
+
+def test_a_file_in_its_place_is_refused(directory, shm):
+    directory.write_text("")
+    with pytest.raises(StoreError, match="cannot be made: File exists"):
+        Host(directory, shm)
+
+
+def test_a_disk_without_room_for_it_is_an_error_that_says_what_to_do(directory, shm, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(CapacityError, match=rf"{directory} cannot be made: No space.*: free some room"):
+        Host(directory, shm)
+
+
+@pytest.mark.parametrize("filesystem", ["nfs4", "fuse.sshfs", "lustre"])
+def test_a_network_filesystem_is_refused_before_anything_is_made_there(directory, shm, filesystem):
+    mountinfo = f"1 1 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:40 / {directory.parent} rw - {filesystem} server:/x rw\n"
+    with pytest.raises(InvalidInputError, match=rf"network filesystem \({filesystem}\).*TIERFS_STATE_DIR"):
+        Host(directory, shm, mountinfo=mountinfo)
+    assert not directory.exists()
+
+
+def test_a_link_to_a_private_directory_will_do_unless_links_are_refused(tmp_path):
+    (tmp_path / "real").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    make_private(tmp_path / "link")
+    with pytest.raises(ReadOnlyError):
+        make_private(tmp_path / "link", follow_links=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "xdg", "expected"),
+    [
+        ("/a/b", "/x", "/a/b"),
+        ("~/b", None, "/home/me/b"),
+        ("", "/x", "/x/tierfs"),
+        (None, None, "/home/me/.local/state/tierfs"),
+        (None, "~/x", "/home/me/x/tierfs"),
+        (None, "relative", "/home/me/.local/state/tierfs"),
+        (None, "./relative", "/home/me/.local/state/tierfs"),
+    ],
+)
+def test_the_state_directory_is_named_by_the_environment(monkeypatch, given, xdg, expected):
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in (("TIERFS_STATE_DIR", given), ("XDG_STATE_HOME", xdg)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert state_directory() == Path(expected)
+    assert state_directory("~/given") == Path("/home/me/given")
+
+
+@pytest.mark.parametrize("given", ["relative", "./relative", "~nobody-of-this-name/state"])
+def test_a_relative_state_directory_is_refused_by_name(monkeypatch, given):
+    with pytest.raises(InvalidInputError, match=f"{given}: .* from the root"):
+        state_directory(given)
+    monkeypatch.setenv("TIERFS_STATE_DIR", given)
+    with pytest.raises(InvalidInputError, match=f"{given}: .* from the root"):
+        state_directory()
+
+
+# -- segments ------------------------------------------------------------------------------------------------------
+
+
+def test_processes_of_one_host_share_a_folder_in_shared_memory(host, start, shm):
+    _, other = start("print(host.segments, flush=True)")
+    assert other == str(host.segments)
+    assert host.segments.parent == shm
+    assert host.segments.name.startswith(f"tierfs-{os.geteuid()}-")
+
+
+def test_shared_memory_lies_where_the_environment_says(directory, shm, monkeypatch):
+    monkeypatch.setenv("TIERFS_SHM_DIR", str(shm))
+    assert Host(directory).segments.parent == shm
+
+
+def test_two_state_directories_have_two_folders(host, tmp_path, shm):
+    assert Host(tmp_path / "other", shm).segments != host.segments
+
+
+def moved_away_and_made_anew(directory):
+    """As in two containers: another directory by the same name."""
+    directory.rename(directory.with_name("elsewhere"))
+
+
+def test_another_directory_by_the_same_name_does_not_share_the_folder_of_one_in_use(host, directory, shm):
+    moved_away_and_made_anew(directory)
+    other = Host(directory, shm)
+    assert other.segments.name == f"{host.segments.name}-1"
+    assert Host(directory, shm).segments == other.segments
+
+
+def test_a_directory_that_was_made_anew_finds_its_folder_again(directory, shm):
+    host = Host(directory, shm)
+    folder = host.segments
+    (folder / "left").write_text("behind")
+    del host
+    gc.collect()
+    moved_away_and_made_anew(directory)
+    assert (Host(directory, shm).segments / "left").exists()
+    assert Host(directory, shm).segments == folder
+
+
+def test_a_folder_is_in_use_for_as_long_as_any_of_its_hosts_is(directory, shm):
+    first, second = Host(directory, shm), Host(directory, shm)
+    folder = first.segments
+    del first
+    gc.collect()
+    moved_away_and_made_anew(directory)
+    assert Host(directory, shm).segments != folder
+    assert second.segments == folder
+
+
+def test_looking_for_a_folder_leaks_no_descriptors(host, directory, shm):
+    moved_away_and_made_anew(directory)
+    before = descriptors()
+    for _ in range(20):
+        Host(directory, shm)
+    gc.collect()
+    assert descriptors() <= before
+
+
+def test_a_folder_is_in_use_for_as_long_as_a_forked_child_lives(directory, shm):
+    host = Host(directory, shm)
+    folder = host.segments
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    os.close(reading)
+    del host
+    gc.collect()
+    moved_away_and_made_anew(directory)
+    assert Host(directory, shm).segments != folder
+    os.close(writing)
+    os.waitpid(child, 0)
+
+
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def make_unusable(shm, name, how):
+    match how:
+        case "link":
+            (shm / "elsewhere").mkdir(mode=0o700)
+            (shm / name).symlink_to(shm / "elsewhere")
+        case "open":
+            (shm / name).mkdir()
+            (shm / name).chmod(0o777)
+        case "file":
+            (shm / name).write_text("")
+        case "foreign":
+            (shm / name).mkdir(mode=0o700)
+            os.chown(shm / name, 65534, 65534)
+
+
+@pytest.mark.parametrize("how", ["link", "open", "file", pytest.param("foreign", marks=AS_ROOT)])
+def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_counted(directory, shm, caplog, how):
+    name = Host(directory, shm).segments.name
+    gc.collect()
+    shutil.rmtree(directory)
+    shutil.rmtree(shm / name)
+    make_unusable(shm, name, how)
+    other = Host(directory, shm)
+    assert other.segments is None
+    assert other.failures == 1
+    assert caplog.text.count("no segments can be made") == 1
+
+
+@pytest.mark.parametrize(
+    ("how", "is_used"),
+    [
+        *itertools.product(["link", "open", "file"], [True, False]),
+        pytest.param("foreign", True, marks=AS_ROOT),
+    ],
+)
+def test_a_folder_that_the_host_has_and_somebody_else_may_change_is_an_error(directory, shm, how, is_used):
+    host = Host(directory, shm)
+    name = host.segments.name
+    if not is_used:
+        del host
+        gc.collect()
+    shutil.rmtree(shm / name)
+    make_unusable(shm, name, how)
+    with pytest.raises(OSError, match=f"{name} (must belong to you and be closed to others|cannot be made)") as caught:
+        Host(directory, shm)
+    assert isinstance(caught.value, TierfsError)
+
+
+@AS_ROOT
+def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nobody_out(directory, shm, tmp_path):
+    name = Host(directory, shm).segments.name
+    gc.collect()
+    shutil.rmtree(shm / name)  # as by systemd-logind, after a logout
+    make_unusable(shm, name, "foreign")
+    assert Host(directory, shm).segments is None
+    gc.collect()
+    (tmp_path / "elsewhere").mkdir()
+    assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
+
+
+def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplog):
+    host = Host(directory, tmp_path / "missing")
+    assert host.segments is None
+    assert not (tmp_path / "missing").exists()
+    assert "no segments can be made" in caplog.text
+    assert host.is_alive(host.owner())
+
+
+def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, monkeypatch):
+    write = os.pwrite
+
+    def full(fd, data, at):
+        if re.fullmatch(rb"\d+:\d+\n", data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(fd, data, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        first = Host(tmp_path / "state", tmp_path)
+    assert first.segments is None
+    del first
+    gc.collect()
+    assert Host(tmp_path / "state", tmp_path).segments is not None
+
+
+def test_a_state_directory_by_two_paths_has_one_folder(directory, shm):
+    first = Host(directory, shm)
+    other = directory.with_name("other")
+    directory.rename(other)  # as where it is mounted at two paths
+    assert Host(other, shm).segments == first.segments
+
+
+def test_who_comes_with_another_place_for_segments_has_those_of_the_others(directory, shm, tmp_path, caplog):
+    first = Host(directory, shm)
+    (tmp_path / "elsewhere").mkdir()
+    second = Host(directory, tmp_path / "elsewhere")
+    assert second.segments == first.segments
+    assert f"segments are not in {tmp_path}/elsewhere but in {first.segments}" in caplog.text
+    assert Host(directory, tmp_path / "missing").segments == first.segments
+
+
+def test_who_comes_with_a_place_for_segments_where_others_have_none_has_none(directory, shm, tmp_path):
+    first = Host(directory, tmp_path / "missing")
+    second = Host(directory, shm)
+    assert (first.segments, second.segments) == (None, None)
+    assert first.counting == second.counting
+    del first, second
+    gc.collect()
+    assert Host(directory, shm).segments.parent == shm
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_segments_that_were_left_keep_their_folder(directory, shm, tmp_path, is_left):
+    folder = Host(directory, shm).segments
+    if is_left:
+        (folder / "01234567-0123456789abcdef-1.slab").touch()
+    gc.collect()
+    (tmp_path / "elsewhere").mkdir()
+    found = Host(directory, tmp_path / "elsewhere").segments
+    assert (found == folder) == is_left
+    assert is_left or found.parent == tmp_path / "elsewhere"
+
+
+def test_who_cannot_see_the_segments_of_others_is_refused(directory, shm, tmp_path):
+    host = Host(directory, shm)
+    shm.rename(tmp_path / "hidden")  # as in a container with shared memory of its own
+    (tmp_path / "elsewhere").mkdir()
+    for there in (shm, tmp_path / "elsewhere"):
+        with pytest.raises(
+            StoreError, match=f"{directory} is in use by processes .* in {host.segments}, which this one"
+        ):
+            Host(directory, there)
+    assert Host(directory, tmp_path / "hidden").segments == tmp_path / "hidden" / host.segments.name
+    del host
+    gc.collect()
+    assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
+
+
+def test_a_copy_of_a_state_directory_has_a_folder_of_its_own(directory, shm, tmp_path):
+    folder = Host(directory, shm).segments
+    (folder / "01234567-0123456789abcdef-1.slab").touch()
+    gc.collect()
+    shutil.copytree(directory, tmp_path / "copy")
+    assert Host(tmp_path / "copy", shm).segments != folder
+    assert Host(directory, shm).segments == folder
+
+
+@pytest.mark.parametrize("said", [b"", b"\n", b"some thing\n", b"\xff\0 \n", b"0 1 /\n", b"0 x segments"])
+def test_what_does_not_say_where_segments_are_is_written_anew(directory, shm, said):
+    folder = Host(directory, shm).segments
+    gc.collect()
+    (directory / "segments.at").write_bytes(said)
+    host = Host(directory, shm)
+    assert host.segments == folder
+    assert (directory / "segments.at").read_bytes().endswith(f" {folder}\n".encode())
+
+
+def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(directory, shm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("os.pwrite", full)
+        before = descriptors()
+        with pytest.raises(CapacityError, match=r"segments.at cannot be written: No space.*: free some room"):
+            Host(directory, shm)
+        assert descriptors() == before
+    assert Host(directory, shm).segments is not None
+
+
+def test_a_child_that_was_forked_before_that_failed_keeps_nobody_waiting(directory, shm, monkeypatch):
+    inherited = []
+
+    def full_after_fork(fd, *_):
+        inherited.append(os.dup(fd))  # what a child has: the same open file, and its lock
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    Host(directory, shm)
+    gc.collect()
+    (directory / "segments.at").write_bytes(b"")
+    write = os.pwrite
+    monkeypatch.setattr("os.pwrite", lambda fd, data, at: (full_after_fork if b" " in data else write)(fd, data, at))
+    with pytest.raises(CapacityError):
+        Host(directory, shm)
+    with (directory / "segments.at").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for fd in inherited:
+        os.close(fd)
+
+
+def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_SHM_DIR", "shm")
+    with pytest.raises(InvalidInputError, match="named from the root"):
+        Host(tmp_path / "state")
+
+
+@pytest.mark.parametrize("said", [None, b"of an earlier run of the kernel\n"])
+def test_the_folder_of_segments_is_found_where_the_state_directory_is_read_only_by_now(
+    directory, shm, monkeypatch, said
+):
+    folder, opened = Host(directory, shm).segments, os.open
+    gc.collect()
+    if said is not None:
+        (directory / "segments.at").write_bytes(said)
+
+    def read_only(name, flags, *mode):
+        if flags & os.O_RDWR and directory in Path(name).parents:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr("os.open", read_only)
+    assert Host(directory, shm).segments == folder
+
+
+def test_a_lock_is_taken_where_its_disk_is_read_only_by_now(tmp_path, monkeypatch):
+    path, opened = tmp_path / "a.lock", os.open
+    lock = ExclusiveLock(path)
+    assert lock.acquire()
+    lock.release()
+
+    def read_only(name, flags, *mode):
+        if flags & os.O_RDWR:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return opened(name, flags, *mode)
+
+    monkeypatch.setattr("os.open", read_only)
+    assert lock.acquire()
+    assert not ExclusiveLock(path).acquire()
+    lock.release()

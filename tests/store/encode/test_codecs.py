@@ -1,0 +1,37 @@
+"""The option ``codecs``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tierfs.codec import Codec
+from tierfs.errors import InvalidInputError
+from tierfs.store.encode.codecs import AUTO, Codecs
+
+
+@pytest.mark.parametrize(
+    ("text", "allowed", "always"),
+    [
+        ("auto", set(Codec), False),
+        ("all", set(Codec), True),
+        ("off", {Codec.STORE}, False),
+        ("zstd, Plane", {Codec.STORE, Codec.CONST, Codec.ZSTD, Codec.PLANE}, True),
+        ("store", {Codec.STORE}, True),
+    ],
+)
+def test_what_is_allowed_is_read_from_a_text(text, allowed, always):
+    codecs = Codecs.parse(text)
+    assert (set(codecs.allowed), codecs.always) == (allowed, always)
+
+
+@pytest.mark.parametrize("text", ["auto", "all", "off", "zstd,plane", "dplane"])
+def test_what_is_allowed_is_handed_to_another_process_as_a_text(text):
+    codecs = Codecs.parse(text)
+    assert Codecs.parse(str(codecs)).allowed == codecs.allowed
+    assert Codecs.parse("auto") == AUTO == Codecs.parse(str(AUTO))
+
+
+@pytest.mark.parametrize("text", ["", "gzip", "zstd,", "auto,zstd", "ALL", "3"])
+def test_what_is_no_codec_is_refused_by_name(text):
+    with pytest.raises(InvalidInputError, match="neither auto, all nor off, nor names among store, zstd"):
+        Codecs.parse(text)

@@ -1,0 +1,1146 @@
+"""How chunks come to be encoded as they are: tried once, remembered, and not at all where that takes too long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.saving import XXH3, Training, bfloat16
+
+from tierfs import digest
+from tierfs.buffers import Buffers, buffers
+from tierfs.clock import ManualClock
+from tierfs.codec import Codec, Coding, Reason, decode_block
+from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CorruptionError
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
+from tierfs.host.pending.publisher import Hint, Tensor
+from tierfs.store.encode import encoder as encoder_module
+from tierfs.store.encode import pipeline as encoding
+from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.deriving import Piece
+from tierfs.store.encode.desks import Desks, desks
+from tierfs.store.encode.encoder import MARGIN, REPROBE_SAVES, Encoder
+from tierfs.store.encode.estimates import CHANGED, EVIDENCE_BYTES, EXPIRES_BYTES, LITTLE_BYTES, PASSED_MAX, Puts, Speed
+from tierfs.store.encode.pipeline import blocks_of
+from tierfs.store.encode.room import Room, lend_room
+
+MIB = 1 << 20
+MASTER = Tensor("run:master:float4", "float", 4)
+
+
+class Host:
+    """Where an encoder's chunks lie."""
+
+    def __init__(self):
+        self.local, self.remote = {}, {}
+        self.reads = self.fetches = 0
+
+    def chunk(self, raw, place):
+        name = digest.combine(XXH3, len(raw), [digest.hash_bytes(XXH3, block) for block in blocks_of(memoryview(raw))])
+        place[name] = bytes(raw)
+        return Row(ChunkName(name), len(raw), len(raw) // 2)
+
+    def read(self, row, start, out):
+        self.reads += 1
+        raw = self.local.get(row.name.digest)
+        if raw is not None:
+            out[:] = raw[start : start + len(out)]
+        return raw is not None
+
+    def fetch(self, row, start, out):
+        self.fetches += 1
+        if row.name.digest not in self.remote:
+            raise CorruptionError("it is gone")
+        out[:] = self.remote[row.name.digest][start : start + len(out)]
+
+
+@pytest.fixture
+def host():
+    return Host()
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    """What was tried out, in order."""
+    found, choose = [], encoder_module.choose
+
+    def counted(sample, **about):
+        found.append(about["base"] is not None)
+        return choose(sample, **about)
+
+    monkeypatch.setattr(encoder_module, "choose", counted)
+    return found
+
+
+def encoder_for(codecs="all", clock=None, *, is_near=False):
+    return Encoder(XXH3, Codecs.parse(codecs), clock or ManualClock(), is_near=is_near)
+
+
+def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
+    hint = Hint((tensor,) * -(-len(raw) // MIB), save, base)
+    return encode_as(encoder, host, raw, hint, sources)
+
+
+def encode_as(encoder, host, raw, hint, sources=()):
+    return encoder.encode(memoryview(raw), hint, sources, room=Room(), read=host.read, fetch=host.fetch)
+
+
+def decoded(encoded, raw, reference=b""):
+    """What a reader makes of it."""
+    out, factor, at = bytearray(len(raw)), len(reference) // len(raw), 0
+    for block, target in zip(encoded.blocks, blocks_of(memoryview(out)), strict=True):
+        base = memoryview(reference)[at * factor : (at + len(target)) * factor] if factor else None
+        decode_block(block.codec, memoryview(bytes(block.data)), target, base, "chunk")
+        assert digest.hash_bytes(XXH3, target) == digest.hash_bytes(XXH3, memoryview(raw)[at : at + len(target)])
+        at += len(target)
+    return bytes(out)
+
+
+def codecs_of(encoded):
+    return {block.codec for block in encoded.blocks}
+
+
+def reasons_of(encoded):
+    return {block.reason for block in encoded.blocks}
+
+
+def numbers(seed=0, count=MIB // 2):
+    return Training(count, seed).master
+
+
+def near(master, size=1e-6):
+    noise = np.random.default_rng(1).standard_normal(master.size) * size
+    return (master * (1 + noise)).astype("<f4")
+
+
+def test_a_tensor_is_tried_out_once_and_then_remembered(host, tried):
+    encoder = encoder_for()
+    for save in range(4):
+        raw = numbers(save).tobytes()
+        encoded = encode(encoder, host, raw, save=save)
+        assert codecs_of(encoded) == {Codec.PLANE}
+        assert decoded(encoded, raw) == raw
+    assert tried == [False]
+
+
+def test_it_is_tried_out_again_now_and_then(host, tried):
+    encoder, raw = encoder_for(), numbers().tobytes()
+    for save in range(2 * REPROBE_SAVES):
+        encode(encoder, host, raw, save=save)
+    assert len(tried) == 2
+
+
+def test_saves_that_are_counted_anew_do_not_keep_it_from_being_tried_again(host, tried):
+    encoder, raw = encoder_for(), numbers().tobytes()
+    encode(encoder, host, raw, save=1000)
+    encode(encoder, host, raw, save=1)
+    assert len(tried) == 2
+
+
+def test_it_is_tried_out_again_when_there_is_something_to_encode_it_against(host, tried):
+    encoder, master = encoder_for(), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    encode(encoder, host, master.tobytes())
+    raw = near(master).tobytes()
+    for save in range(1, 3):
+        encoded = encode(encoder, host, raw, save=save, base=base)
+        assert codecs_of(encoded) == {Codec.DPLANE}
+        assert encoded.needs == (base.name,)
+        assert decoded(encoded, raw, master.tobytes()) == raw
+    assert tried == [False, True]
+
+
+@pytest.mark.parametrize("size", [1e-6, 1e-3, 30])
+def test_a_delta_is_taken_only_where_it_is_worth_its_base(host, size):
+    master = numbers()
+    raw = near(master, size).tobytes()
+    alone = sum(len(block.data) for block in encode(encoder_for(), host, raw).blocks)
+    encoded = encode(encoder_for(), host, raw, base=host.chunk(master.tobytes(), host.local))
+    length = sum(len(block.data) for block in encoded.blocks)
+    if encoded.bases:
+        assert length < 1.05 * DELTA_WORTH * alone  # decided by a sample
+    else:
+        assert length == alone
+        assert reasons_of(encoded) == {Reason.DELTA_TOO_LARGE}
+    assert bool(encoded.bases) == (size < 1)
+
+
+def test_what_has_grown_away_from_its_base_is_tried_again_with_the_next_save(host, tried):
+    encoder, master = encoder_for(), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    encode(encoder, host, near(master).tobytes(), save=1, base=base)
+    far = numbers(7).tobytes()
+    assert codecs_of(encode(encoder, host, far, save=2, base=base)) <= {Codec.DPLANE, Codec.STORE}
+    assert len(tried) == 1
+    encoded = encode(encoder, host, far, save=3, base=base)
+    assert len(tried) == 2
+    assert codecs_of(encoded) == {Codec.PLANE}
+    assert not encoded.bases
+
+
+def test_a_base_on_this_host_is_not_fetched(host):
+    master = numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    assert encode(encoder_for(), host, near(master).tobytes(), base=base).bases
+    assert host.fetches == 0
+
+
+def test_a_base_that_is_damaged_on_this_host_is_fetched(host):
+    master = numbers()
+    base = host.chunk(master.tobytes(), host.remote)
+    host.local[base.name.digest] = b"x" + master.tobytes()[1:]
+    raw = near(master).tobytes()
+    assert decoded(encode(encoder_for(), host, raw, base=base), raw, master.tobytes()) == raw
+    assert host.fetches == 1
+
+
+@pytest.mark.parametrize("ends", ["amid a block", "before the last block"])
+def test_a_base_that_goes_while_it_is_read_leaves_nothing_behind(host, tried, ends):
+    """What is encoded against bytes that no reader will get can never be decoded, and what was learnt from them is wrong."""
+    encoder, master = encoder_for(), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    read, raw = host.read, near(master).tobytes()
+
+    def going(row, start, out):
+        found = read(row, start, out)
+        if start + len(out) == base.raw_length:
+            if ends == "before the last block":
+                return False
+            out[-5] ^= 1
+        return found
+
+    host.read = going
+    encoded = encode(encoder, host, raw, base=base)
+    assert codecs_of(encoded) == {Codec.PLANE}
+    assert not encoded.bases
+    assert decoded(encoded, raw) == raw
+    assert tried == [True, False]
+    host.read = read
+    encoded = encode(encoder, host, raw, save=1, base=base)
+    assert codecs_of(encoded) == {Codec.DPLANE}
+    assert decoded(encoded, raw, master.tobytes()) == raw
+
+
+def test_a_base_on_this_host_takes_the_memory_of_a_block(host, monkeypatch):
+    monkeypatch.setattr(encoder_module, "buffers", None)
+    encoder, master, sizes = encoder_for(), numbers(), []
+    base, read, raw = host.chunk(master.tobytes(), host.local), host.read, near(master).tobytes()
+
+    def noted(row, start, out):
+        sizes.append(len(out))
+        return read(row, start, out)
+
+    host.read = noted
+    assert encode(encoder, host, raw, base=base).bases
+    assert sizes == [MIB] * (len(raw) // MIB)
+
+
+def sizes_read(host):
+    """How much is read at a time from now on."""
+    sizes, read = [], host.read
+
+    def noted(row, start, out):
+        sizes.append(len(out))
+        return read(row, start, out)
+
+    host.read = noted
+    return sizes
+
+
+def test_of_a_base_that_nothing_follows_from_samples_are_read(host):
+    """Of what has no name nothing is remembered, so nobody has to know whether they were sound."""
+    base, raw = os.urandom(3 * MIB), os.urandom(3 * MIB)
+    row, sizes = host.chunk(base, host.local), sizes_read(host)
+    encoded = encode(encoder_for(), host, raw, base=row, tensor=Tensor())
+    assert codecs_of(encoded) == {Codec.STORE}
+    assert sizes == 3 * [SAMPLE_BYTES]
+
+
+@pytest.mark.parametrize("how", ["damaged", "read wrong once"])
+def test_what_is_remembered_of_a_tensor_comes_from_bytes_that_were_verified(host, how):
+    """Else it would be taken for one whose difference is large, for many saves."""
+    encoder, master = encoder_for(), numbers()
+    raw, base = near(master).tobytes(), host.chunk(master.tobytes(), host.local)
+    read, reads = host.read, []
+
+    def wrong(row, start, out):
+        read(row, start, out)
+        reads.append(start)
+        if how == "damaged" or len(reads) == 1:
+            out[:] = os.urandom(len(out))
+        return True
+
+    host.read = wrong
+    assert codecs_of(encode(encoder, host, raw, base=base)) == {Codec.PLANE}
+    host.read = read
+    assert codecs_of(encode(encoder, host, raw, save=1, base=base)) == {Codec.DPLANE}
+
+
+def test_that_a_difference_is_too_large_is_remembered_of_a_tensor(host):
+    encoder, raw = encoder_for(), numbers().tobytes()
+    base = host.chunk(os.urandom(len(raw)), host.local)
+    sizes, tried_at = sizes_read(host), []
+    for save in range(4 * REPROBE_SAVES):
+        assert reasons_of(encode(encoder, host, raw, save=save, base=base)) == {Reason.DELTA_TOO_LARGE}
+        if sizes:
+            tried_at.append(save)
+        sizes.clear()
+    assert tried_at == [0, 1, 3, 7, 15, 31, 47, 63]
+
+
+def test_chunks_that_are_tried_at_the_same_time_count_once(host):
+    encoder, raw, together = encoder_for(), numbers().tobytes(), threading.Barrier(4)
+    base = host.chunk(os.urandom(len(raw)), host.local)
+    read = host.read
+
+    def wait_for_the_others(row, start, out):
+        if not together.broken:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(5)
+            together.abort()
+        return read(row, start, out)
+
+    host.read = wait_for_the_others
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: encode(encoder, host, raw, base=base), range(4)))
+    sizes = sizes_read(host)
+    encode(encoder, host, raw, save=1, base=base)
+    assert sizes
+
+
+def test_what_has_a_keyframe_nearby_again_has_differences_again(host):
+    """The sample is too far from its base, once; the next save has another one."""
+    encoder, far, raw = encoder_for(), os.urandom(4 * MIB), numbers().tobytes()
+    encode(encoder, host, raw, base=host.chunk(far[: len(raw)], host.local))
+    base = host.chunk(raw, host.local)
+    later = near(numbers(), 1e-5).tobytes()
+    assert codecs_of(encode(encoder, host, later, save=1, base=base)) == {Codec.DPLANE}
+
+
+def test_a_sample_that_says_too_much_good_of_the_rest_is_not_believed_for_long(host):
+    """The first block of a tensor stays as it is, the others are noise."""
+    encoder, still, saves = encoder_for(), numbers()[: MIB // 4].tobytes(), 4 * REPROBE_SAVES
+    alone = total = 0
+    base = host.chunk(still + numbers(99).tobytes()[: 3 * MIB], host.local)
+    for save in range(saves):
+        raw = still + numbers(save).tobytes()[: 3 * MIB]
+        total += sum(len(block.data) for block in encode(encoder, host, raw, save=save, base=base).blocks[1:])
+        alone += sum(len(block.data) for block in encode(encoder_for(), host, raw).blocks[1:])
+    assert total < 1.03 * alone
+
+
+def test_blocks_that_are_not_encoded_at_all_save_nothing(host):
+    row = replace(host.chunk(os.urandom(4 * MIB), host.remote), stored_length=3 * MIB)
+    choice = Choice(Coding(Codec.PLANE, 4), 0.8, Coding(Codec.DPLANE, 4), 0.2)
+    for blocks, worth in ((1, False), (4, True)):
+        asked = encoder_module._Asked(memoryview(b""), memoryview(b""), [MASTER] * blocks, {MASTER: choice})
+        assert encoder_for("auto")._is_worth_fetching(row, asked) is worth
+
+
+def test_what_was_not_verified_tells_nothing_of_others(host):
+    encoder, raw = encoder_for("auto"), os.urandom(MIB)
+    base = host.chunk(raw, host.remote)
+    host.local[base.name.digest] = os.urandom(MIB)
+    assert not encode(encoder, host, raw, base=base, tensor=Tensor()).bases
+    del host.local[base.name.digest]
+    assert encode(encoder, host, raw, save=1, base=base, tensor=Tensor()).bases
+
+
+@pytest.mark.parametrize("damaged", [None, 0, 1, 2])
+def test_a_base_of_which_some_blocks_are_of_use_is_verified_as_a_whole(host, damaged):
+    master = numbers(count=3 * MIB // 4)
+    base = host.chunk(master.tobytes(), host.local)
+    raw = bytearray(os.urandom(3 * MIB))
+    raw[MIB : 2 * MIB] = near(master).tobytes()[MIB : 2 * MIB]
+    sound = host.local[base.name.digest]
+    if damaged is not None:
+        at = damaged * MIB + 5
+        host.local[base.name.digest] = sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :]
+    sizes = sizes_read(host)
+    encoded = encode(encoder_for(), host, bytes(raw), base=base, tensor=Tensor("", "float", 4))
+    assert [block.codec.base_factor for block in encoded.blocks] == [0, int(damaged is None), 0]
+    assert decoded(encoded, bytes(raw), sound if encoded.bases else b"") == raw
+    assert sorted(sizes[:6]) == 3 * [SAMPLE_BYTES] + 3 * [MIB]
+
+
+@pytest.mark.parametrize("alike", [False, True])
+def test_for_bytes_of_nothing_known_bases_are_fetched_while_that_saves_something(host, alike):
+    encoder = encoder_for("auto")
+    for save in range(5):
+        raw = os.urandom(2 * MIB)
+        base = replace(host.chunk(raw if alike else os.urandom(len(raw)), host.remote), stored_length=len(raw))
+        assert bool(encode(encoder, host, raw, save=save, base=base, tensor=Tensor()).bases) == alike
+    assert host.fetches == (5 if alike else 1)
+
+
+def test_what_was_not_known_of_a_name_is_found_out_whatever_others_came_to(host):
+    encoder, kind = encoder_for("auto"), ("bytes", 1)
+    for number in range(3):
+        raw = os.urandom(MIB)
+        base = host.chunk(os.urandom(MIB), host.remote)
+        encode(encoder, host, raw, base=base, tensor=Tensor(f"{number}", *kind))
+    assert host.fetches == 3
+
+
+def test_one_that_saves_nothing_does_not_make_all_others_be_taken_for_such(host):
+    encoder = encoder_for("auto")
+    for alike in (True, True, False, True):
+        raw = os.urandom(MIB)
+        base = replace(host.chunk(raw if alike else os.urandom(MIB), host.remote), stored_length=MIB)
+        assert bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) == alike
+
+
+def test_whether_a_base_saves_something_is_found_out_again_after_some_that_were_not_fetched(host):
+    encoder, raw = encoder_for("auto"), os.urandom(MIB)
+    encode(encoder, host, raw, base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
+    base = host.chunk(raw, host.remote)
+    found = [bool(encode(encoder, host, raw, base=base, tensor=Tensor()).bases) for _ in range(3 * PASSED_MAX)]
+    assert found == [False] * PASSED_MAX + [True] * 2 * PASSED_MAX
+    assert host.fetches == 1 + 2 * PASSED_MAX
+
+
+@pytest.mark.parametrize(("known", "fetched"), [(3, True), (1, False)])
+def test_what_a_base_saves_is_counted_by_blocks(host, known, fetched):
+    """Here those of a tensor that it saves most of, beside some of which nothing comes."""
+    encoder, tensor = encoder_for("auto"), Tensor("w", "float", 4)
+    encode(encoder, host, os.urandom(MIB), base=host.chunk(os.urandom(MIB), host.remote), tensor=Tensor())
+    master = numbers(count=MIB // 4)
+    encode(encoder, host, near(master).tobytes(), base=host.chunk(master.tobytes(), host.remote), tensor=tensor)
+    fetches, raw = host.fetches, near(master).tobytes() * known + os.urandom((4 - known) * MIB)
+    base = replace(
+        host.chunk(master.tobytes() * known + os.urandom((4 - known) * MIB), host.remote), stored_length=3 * MIB
+    )
+    hint = Hint((tensor,) * known, 0, base)
+    encoded = encode_as(encoder, host, raw, hint)
+    assert bool(encoded.bases) == fetched
+    assert host.fetches == fetches + fetched
+
+
+def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
+    encoder, raw = encoder_for("auto"), os.urandom(2 * MIB)
+    known, unknown = (Tensor(name, "float", 4) for name in "ku")
+    base = host.chunk(os.urandom(MIB), host.remote)
+    encode(encoder, host, raw[:MIB], base=base, tensor=known)
+    base = host.chunk(os.urandom(2 * MIB), host.remote)
+    for _ in range(2):
+        encode_as(encoder, host, raw, Hint((known, unknown), 0, base))
+    assert host.fetches == 2
+
+
+def test_only_a_base_says_what_one_saves(host):
+    encoder = encoder_for("auto")
+    raw = os.urandom(MIB)
+    encode(encoder, host, raw, tensor=Tensor())
+    assert encode(encoder, host, raw, save=1, base=host.chunk(raw, host.remote), tensor=Tensor()).bases
+
+
+@pytest.mark.parametrize(("stored", "fetches"), [(100, 3), (100 * MIB, 1)], ids=["worth it", "not worth it"])
+def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
+    encoder, master = encoder_for("auto"), numbers()
+    base = replace(host.chunk(master.tobytes(), host.remote), stored_length=stored)
+    for save in range(3):  # the first time that has to be found out
+        encode(encoder, host, near(master).tobytes(), save=save, base=base)
+    assert host.fetches == fetches
+
+
+@pytest.mark.parametrize(("is_near", "fetches"), [(True, 3 * 2), (False, 1)])  # there block by block
+def test_where_the_object_tier_is_the_hosts_own_a_base_may_save_less(host, is_near, fetches):
+    encoder, master = encoder_for("auto", is_near=is_near), numbers()
+    base = replace(host.chunk(master.tobytes(), host.remote), stored_length=3 * len(master.tobytes()))
+    for save in range(3):
+        encode(encoder, host, near(master).tobytes(), save=save, base=base)
+    assert host.fetches == fetches
+
+
+def test_where_it_is_a_base_that_saves_nothing_is_not_fetched_all_the_same(host):
+    encoder = encoder_for("auto", is_near=True)
+    for save in range(3):
+        base = host.chunk(os.urandom(MIB), host.remote)
+        encode(encoder, host, os.urandom(MIB), save=save, base=base, tensor=Tensor())
+    assert host.fetches == 1
+
+
+def test_few_bases_are_fetched_at_a_time(host, monkeypatch):
+    """On four processors or fewer one at a time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    encoder, fetch = encoder_for("auto"), host.fetch
+    begun, go_on, at_once = threading.Event(), threading.Event(), []
+
+    def slow(row, start, out):
+        at_once.append(row)
+        begun.set()
+        assert go_on.wait(60)
+        assert len(at_once) == 1
+        fetch(row, start, out)
+        at_once.clear()
+
+    monkeypatch.setattr(host, "fetch", slow)
+    bases = [host.chunk(os.urandom(MIB), host.remote) for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        tasks = [pool.submit(encode, encoder, host, os.urandom(MIB), base=base, tensor=Tensor()) for base in bases]
+        assert begun.wait(60)
+        go_on.set()
+        assert not any(task.result().bases for task in tasks)
+    assert host.fetches
+
+
+def test_a_base_that_cannot_be_read_is_none(host):
+    encoder, master = encoder_for(), numbers()
+    gone = host.chunk(master.tobytes(), {})
+    raw = near(master).tobytes()
+    encoded = encode(encoder, host, raw, base=gone)
+    assert not encoded.bases
+    assert decoded(encoded, raw) == raw
+    assert encoder.status()["unreadable_bases"] == 1
+
+
+@pytest.mark.parametrize("codecs", ["off", "zstd,plane", "plane,derive"])
+def test_a_base_is_not_read_where_nothing_is_to_be_encoded_against_one(host, tried, codecs):
+    encoder, master = encoder_for(codecs), numbers()
+    base = host.chunk(master.tobytes(), host.remote)
+    for save in range(3):
+        assert not encode(encoder, host, near(master).tobytes(), save=save, base=base).bases
+    assert (host.reads, host.fetches, len(tried)) == (0, 0, 1)
+
+
+def test_nothing_is_encoded_where_that_is_off(host):
+    encoded = encode(encoder_for("off"), host, numbers().tobytes())
+    assert codecs_of(encoded) == {Codec.STORE}
+
+
+class Ticking(ManualClock):
+    """A clock by which encoding a chunk takes so many seconds."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+
+    def monotonic(self):
+        self.sleep(self.seconds / 2)
+        return super().monotonic()
+
+
+def put(encoder, clock, seconds, count=EVIDENCE_BYTES):
+    with encoder.putting(count, count):
+        clock.sleep(seconds)
+
+
+@pytest.mark.parametrize("codecs", ["auto", "all"])
+def test_a_link_that_is_faster_than_encoding_gets_raw_bytes(host, codecs):
+    clock = Ticking(1)
+    encoder, raw = encoder_for(codecs, clock), numbers().tobytes()
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "nothing is known of the link"
+    put(encoder, clock, 1, EVIDENCE_BYTES - 1)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "little is known of the link"
+    put(encoder, clock, 1)
+    encoded = encode(encoder, host, raw)
+    assert codecs_of(encoded) == ({Codec.STORE} if codecs == "auto" else {Codec.PLANE})
+    assert reasons_of(encoded) == ({Reason.LINK_IS_FASTER} if codecs == "auto" else {Reason.NO_BASE})
+    put(encoder, clock, 1_000_000, 100 * EVIDENCE_BYTES)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "the link has become slow"
+
+
+@pytest.mark.parametrize(("seconds", "encoded"), [(0.001, True), (20, False)], ids=["fast again", "slow still"])
+def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, encoded):
+    clock = Ticking(20)
+    encoder, raw = encoder_for("auto", clock, is_near=True), numbers(count=1 << 14).tobytes()
+    encode(encoder, host, raw)  # a thread's first one does not count
+    (block,) = encode(encoder, host, raw).blocks
+    saved_s_per_byte = 0.5 * MARGIN * 10 / len(raw)  # encoding takes twice what would pay
+    sending = saved_s_per_byte / (1 - len(block.data) / len(raw)) * EVIDENCE_BYTES - 10
+    put(encoder, clock, sending)
+    clock.seconds = seconds
+    codecs = [encode(encoder, host, raw).blocks[0].codec for _ in range(33_000)]
+    assert set(codecs[:30_000]) == {Codec.STORE}
+    assert codecs.count(Codec.PLANE) > 100 if encoded else codecs.count(Codec.PLANE) == 1
+
+
+@pytest.mark.parametrize(("is_steady", "after_one"), [(True, 1.1), (False, 10.9)])
+def test_one_chunk_that_takes_very_long_counts_little_where_a_speed_is_steady(is_steady, after_one):
+    speed = Speed(is_steady=is_steady)
+    for _ in range(20):
+        speed.add(CHUNK_BYTES, 1.0)
+    speed.add(CHUNK_BYTES, 100.0)
+    assert speed.s_per_byte * CHUNK_BYTES == pytest.approx(after_one)
+    for _ in range(80):
+        speed.add(CHUNK_BYTES, 100.0)
+    assert speed.s_per_byte * CHUNK_BYTES == pytest.approx(100, rel=0.02), "if it lasts it is believed"
+
+
+def test_a_moment_without_a_processor_does_not_keep_from_encoding(host):
+    clock = Ticking(0.1)
+    encoder, raw = encoder_for("auto", clock), numbers(count=1 << 14).tobytes()
+    for _ in range(20):
+        encode(encoder, host, raw)
+    believed = encoder.status()["encode_s_per_GB"]["plane"]
+    clock.seconds = 100
+    encode(encoder, host, raw)
+    assert believed < encoder.status()["encode_s_per_GB"]["plane"] <= 1.1 * believed
+
+
+def test_deriving_that_was_slow_for_a_while_is_measured_again_by_what_was_not_derived(host):
+    """Whole files are not looked into while it is, and a file asks once."""
+    clock = Ticking(20)
+    encoder, master = encoder_for("auto", clock), numbers()
+    source, raw = host.chunk(master.tobytes(), host.local), bfloat16(master)
+    about = {"sources": [Piece(source, 0, 2 * len(raw))], "tensor": Tensor("w", "float", 2)}
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw, **about)
+    put(encoder, clock, 0.5 * MARGIN * 10 / len(raw) * EVIDENCE_BYTES - 10)
+    asked = [encoder.derives(400 << 20) for _ in range(120)]
+    assert asked == sorted(asked)
+    assert 40 < asked.index(True) < 100
+
+
+def test_a_put_that_fails_says_nothing_of_the_link(host):
+    clock = Ticking(1)
+    encoder = encoder_for("auto", clock)
+    encode(encoder, host, numbers().tobytes())
+    with pytest.raises(OSError, match="broke"), encoder.putting(EVIDENCE_BYTES, EVIDENCE_BYTES):
+        raise OSError("broke")
+    assert encoder.status()["put_s_per_GB"] == 0.0
+
+
+def test_a_working_copy_is_derived_from_its_master(host):
+    master = numbers()
+    source = host.chunk(master.tobytes(), host.local)
+    raw = bfloat16(master)
+    half = len(raw)
+    pieces = [Piece(source, 0, half), Piece(source, half, half)]
+    encoded = encode(encoder_for(), host, raw, sources=pieces, tensor=Tensor("w", "float", 2))
+    assert codecs_of(encoded) == {Codec.DERIVE}
+    assert decoded(encoded, raw, master.tobytes()) == raw
+    assert [(base.offset, base.length) for base in encoded.bases] == [(0, half), (half, half)]
+
+
+def test_what_is_not_derived_after_all_is_encoded_otherwise(host):
+    source = host.chunk(numbers().tobytes(), host.local)
+    raw = bfloat16(numbers(3))
+    pieces = [Piece(source, 0, 2 * len(raw))]
+    encoded = encode(encoder_for(), host, raw, sources=pieces, tensor=Tensor("w", "float", 2))
+    assert not encoded.bases
+    assert decoded(encoded, raw) == raw
+
+
+def test_a_source_that_is_damaged_on_this_host_is_none(host):
+    master = numbers()
+    raw = bfloat16(master)
+    source = host.chunk(master.tobytes() + b"more", host.local)
+    pieces = [Piece(source, 0, 2 * len(raw))]
+    encoder = encoder_for()
+    assert encode(encoder, host, raw, sources=pieces, tensor=Tensor("w", "float", 2)).bases
+    sound = host.local[source.name.digest]
+    host.local[source.name.digest] = bytes(len(sound))
+    other = host.chunk(numbers(seed=9).tobytes() + b"else", host.local)
+    encode(encoder, host, raw, sources=[Piece(other, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    # Where its zeros happen to be what a copy has, the copy would be derived from what no reader will get.
+    assert not encode(encoder, host, bytes(len(raw) - 2) + b"ab", sources=pieces, tensor=Tensor("z", "float", 2)).bases
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "fails"])
+def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
+    """Its memory holds other bytes by then."""
+    encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(2)]
+    rows = [host.chunk(master.tobytes(), host.local) for master in masters]
+    half = len(host.local[rows[0].name.digest]) // 2
+    read = host.read
+
+    def derives(index):
+        raw, source = bfloat16(masters[index][: half // 4]), masters[index].tobytes()[:half]
+        encoded = encode(
+            encoder, host, raw, sources=[Piece(rows[index], 0, half)], tensor=Tensor(f"{index}", "float", 2)
+        )
+        assert decoded(encoded, raw, source if encoded.bases else b"") == raw
+        return bool(encoded.bases)
+
+    def bad(_row, _start, out):
+        out[:] = b"?" * len(out)
+        if how == "fails":
+            raise OSError("it fails")
+        return how == "damaged"
+
+    assert derives(0)
+    host.read = bad
+    if how == "fails":
+        with pytest.raises(OSError, match="it fails"):
+            derives(1)
+    else:
+        assert not derives(1)
+    host.read = read
+    assert derives(0)
+    assert derives(1)
+
+
+def test_blocks_of_two_tensors_are_encoded_as_each_would_be_by_itself(host):
+    first = numbers(1, MIB // 4)
+    raw, tensors = np.square(first).tobytes() + first.tobytes(), [Tensor(name, "float", 4) for name in ("v", "m")]
+    found = encode_as(encoder_for(), host, raw, Hint(tuple(tensors)))
+    alone = [
+        encode(encoder_for(), host, raw[at : at + MIB], tensor=tensor)
+        for at, tensor in zip((0, MIB), tensors, strict=True)
+    ]
+    assert [len(block.data) for block in found.blocks] == [len(encoded.blocks[0].data) for encoded in alone]
+
+
+@pytest.mark.parametrize(
+    ("share", "codec"), [(None, Codec.PLANE), (1.0, Codec.STORE), (2.0, Codec.STORE), (0.5, Codec.PLANE)]
+)
+def test_puts_while_most_is_encoded_are_timed_apart(host, share, codec):
+    """They are faster then where a link is shared, since fewer threads send at a time: what would not pay at the speed of raw ones does."""
+    clock = Ticking(1)
+    encoder, raw = encoder_for("auto", clock), numbers().tobytes()
+    encode(encoder, host, raw)  # a thread's first one does not count
+    saved = 1 - sum(len(block.data) for block in encode(encoder, host, raw).blocks) / len(raw)
+    # Encoding takes 1.3 times what would pay at the speed that raw puts have.
+    seconds = MARGIN * 0.5 / len(raw) / saved / 1.3 * EVIDENCE_BYTES
+    put(encoder, clock, seconds - 0.5)
+    if share is not None:
+        for part in (*[1.0] * 2, *[share] * 8):  # most are not encoded at first
+            with encoder.putting(EVIDENCE_BYTES // 4, EVIDENCE_BYTES // 2):
+                clock.sleep(part * seconds / 4 - 0.5)
+        told = encoder.status()
+        assert told["encoded_put_s_per_GB"] == pytest.approx(share * told["put_s_per_GB"], rel=0.05)
+    assert codecs_of(encode(encoder, host, raw)) == {codec}
+
+
+ENOUGH = EVIDENCE_BYTES // CHUNK_BYTES
+
+
+def add(puts, chunks, seconds, count=CHUNK_BYTES, *, is_raw):
+    for _ in range(chunks):
+        puts.add(count, seconds, is_raw=is_raw)
+
+
+def puts_of_both(raw, encoded):
+    """Puts that were found to take so many seconds a chunk, both ways, and are encoded now."""
+    puts = Puts()
+    add(puts, 2 * ENOUGH, raw, is_raw=True)
+    add(puts, 2, raw, is_raw=False)  # most are not, at first
+    add(puts, 2 * ENOUGH, encoded, is_raw=False)
+    return puts
+
+
+def by_chunk(puts):
+    """Seconds of a chunk with an encoding that takes no time and changes nothing, and of one that is sent raw."""
+    return puts.with_encoding(0, 1) * CHUNK_BYTES, puts.raw_s_per_byte * CHUNK_BYTES
+
+
+def test_encoding_that_takes_longer_than_to_send_raw_bytes_is_not_tried():
+    puts = Puts()
+    puts.add(CHUNK_BYTES, 1.0, is_raw=True)
+    raw = puts.raw_s_per_byte
+    assert puts.with_encoding(0.9 * raw, 0.8) == pytest.approx(0.9 * raw)
+    assert puts.with_encoding(0.1 * raw, 0.8) == pytest.approx(0.8 * raw)
+    assert puts.with_encoding(1.1 * raw, 0.0) > raw
+
+
+@pytest.mark.parametrize(("is_near", "tried"), [(False, True), (True, False)])
+def test_on_a_disk_of_this_host_nothing_is_tried(host, is_near, tried):
+    """It takes processors and memory from who trains there, and no link is waited for."""
+    clock = Ticking(1)
+    encoder, raw = encoder_for("auto", clock, is_near=is_near), numbers().tobytes()
+    for _ in range(2):  # a thread's first one does not count
+        encoded = encode(encoder, host, raw)
+    ratio = sum(len(block.data) for block in encoded.blocks) / len(raw)
+    # Encoding takes a third of what raw puts take, and saves a fifth.
+    assert 0.75 < ratio < 0.9
+    for _ in range(2):
+        put(encoder, clock, 3 * MARGIN * 0.5 / len(raw) * EVIDENCE_BYTES - 0.5)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE if tried else Codec.STORE}
+    for _ in range(40):
+        put(encoder, clock, 20 * MARGIN * 0.5 / len(raw) * EVIDENCE_BYTES - 0.5)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "it pays whatever the others do"
+
+
+def test_a_link_that_changes_while_most_is_encoded_goes_on_being_encoded_for():
+    puts = puts_of_both(2.0, 1.9)
+    while puts._encoded.count:
+        puts.add(CHUNK_BYTES, 20.0, is_raw=False)
+    assert puts.with_encoding(0.1 / CHUNK_BYTES, 0.8) < puts.raw_s_per_byte
+
+
+def test_puts_are_what_most_of_them_are():
+    puts = puts_of_both(2.0, 1.0)
+    assert by_chunk(puts) == pytest.approx((1.0, 2.0))
+    puts.add(CHUNK_BYTES, 1.5, is_raw=True)  # one that is not encoded has no less of the link than the others
+    assert by_chunk(puts) == pytest.approx((1.05, 2.0), rel=0.01)
+    add(puts, 3, 1.0, is_raw=True)
+    encoded, raw = by_chunk(puts)
+    puts.add(CHUNK_BYTES, 3.0, is_raw=False)  # nor has one more that is
+    assert by_chunk(puts)[0] == encoded
+    assert by_chunk(puts)[1] > raw
+
+
+def test_puts_that_are_slower_while_others_encode_are_believed():
+    """All wait for processors then."""
+    puts = puts_of_both(1.0, 1.2)
+    assert puts.with_encoding(0, 0.9) > puts.raw_s_per_byte
+
+
+def test_one_way_of_which_little_is_known_is_not_judged_by_that():
+    puts = Puts()
+    add(puts, 2 * ENOUGH, 1.0, is_raw=True)
+    add(puts, 2, 1.0, is_raw=False)
+    add(puts, ENOUGH - 1, 5.0, is_raw=False)
+    assert puts.with_encoding(0, 0.9) < puts.raw_s_per_byte
+    add(puts, 1, 5.0, is_raw=False)
+    assert puts.with_encoding(0, 0.9) > puts.raw_s_per_byte
+    puts = Puts()
+    add(puts, 2 * ENOUGH, 1.0, is_raw=False)
+    add(puts, 2, 1.0, is_raw=True)
+    add(puts, ENOUGH - 1, 0.5, is_raw=True)
+    assert by_chunk(puts) == pytest.approx((1.0, 1.0 / CHANGED)), "raw puts are tried"
+    add(puts, 1, 0.5, is_raw=True)
+    assert by_chunk(puts)[1] < 0.6
+
+
+@pytest.mark.parametrize("count", [CHUNK_BYTES, CHUNK_BYTES // 8])
+def test_what_is_not_done_is_found_out_again(count):
+    """After so many bytes, in however many chunks."""
+    enough, many = EVIDENCE_BYTES // count, EXPIRES_BYTES // count
+    share = count / CHUNK_BYTES
+    puts = puts_of_both(2.0, 1.0)
+    add(puts, many - 3 * enough, share, count, is_raw=False)
+    assert by_chunk(puts) == pytest.approx((1.0, 2.0))
+    add(puts, 3 * enough, share, count, is_raw=False)
+    assert by_chunk(puts) == pytest.approx((1.0, 1.0 / CHANGED)), "raw puts are tried"
+    add(puts, 5 * enough, 2.0 * share, count, is_raw=True)
+    assert by_chunk(puts) == pytest.approx((1.0, 2.0), rel=0.3)
+    add(puts, many - 3 * enough, 2.0 * share, count, is_raw=True)
+    assert by_chunk(puts) == pytest.approx((2.0, 2.0))
+    assert puts.with_encoding(0.9 * puts.raw_s_per_byte, 0.9) < puts.raw_s_per_byte, "it is tried"
+
+
+def test_what_never_becomes_most_of_what_is_sent_is_not_tried_for_long():
+    puts = puts_of_both(2.0, 1.0)
+    add(puts, EXPIRES_BYTES // CHUNK_BYTES + 10, 2.0, is_raw=True)
+    for _ in range(2 * ENOUGH):
+        add(puts, 1, 2.0, is_raw=False)
+        add(puts, 1, 2.0, is_raw=True)
+        add(puts, 1, 2.0, is_raw=True)
+    assert puts.with_encoding(0.9 * puts.raw_s_per_byte, 0.9) > puts.raw_s_per_byte
+    assert puts.with_encoding(0.05 * puts.raw_s_per_byte, 0.9) < puts.raw_s_per_byte
+
+
+@pytest.mark.parametrize("is_raw", [True, False])
+@pytest.mark.parametrize("seconds", [0.2, 20.0])
+def test_a_link_that_changes_leaves_nothing_to_be_believed(seconds, is_raw):
+    """What is not sent any more is not measured: it would be taken to be as fast as the link was, for gigabytes."""
+    puts = puts_of_both(2.0, 1.9)
+    if is_raw:
+        add(puts, 2 * ENOUGH, 2.0, is_raw=True)
+    add(puts, 2 * ENOUGH, seconds, is_raw=is_raw)
+    add(puts, 2 * ENOUGH, seconds, is_raw=is_raw)
+    encoded, raw = by_chunk(puts)
+    assert encoded == pytest.approx(seconds, rel=0.2) or encoded == pytest.approx(seconds / CHANGED, rel=0.2)
+    assert raw == pytest.approx(seconds if is_raw else seconds / CHANGED, rel=0.2)
+
+
+def share_encoded(encode_s, ratio, raw_s, encoded_s, *, can_be=lambda _: True, chunks=4096, tries=True):
+    """Of the chunks that can be encoded, which take so many seconds to encode, and to send while the last four were raw or encoded."""
+    puts, recent, found = Puts(tries=tries), deque([False] * 4, 4), []
+    for number in range(chunks):
+        is_encoded = can_be(number) and (
+            puts.count < EVIDENCE_BYTES
+            or puts.with_encoding(MARGIN * encode_s / CHUNK_BYTES, ratio) < puts.raw_s_per_byte
+        )
+        if can_be(number):
+            found.append(is_encoded)
+        recent.append(is_encoded)
+        size = int(CHUNK_BYTES * (ratio if is_encoded else 1))
+        seconds = raw_s + (encoded_s - raw_s) * sum(recent) / 4
+        puts.add(size, seconds * size / CHUNK_BYTES, is_raw=not is_encoded)
+    return sum(found[chunks // 16 :]) / len(found[chunks // 16 :])
+
+
+@pytest.mark.parametrize("tries", [True, False])
+@pytest.mark.parametrize(("encode_s", "ratio"), [(0.3, 0.7), (0.4, 0.5), (0.9, 0.1)])
+def test_where_all_wait_for_processors_what_does_not_pay_is_not_encoded(encode_s, ratio, tries):
+    """Also where all was encoded at first, and would pay if raw puts were as slow."""
+    assert share_encoded(encode_s, ratio, 1.0, 1.5, tries=tries) < 0.2
+
+
+@pytest.mark.parametrize("offset", [0, 64, 100])
+@pytest.mark.parametrize("noise", [0, 16, 64])
+def test_where_a_link_is_waited_for_what_pays_only_then_is_encoded(noise, offset):
+    """Whatever else is sent in between."""
+    found = share_encoded(4.0, 0.75, 20.0, 16.0, can_be=lambda number: (number + offset) % 128 >= noise)
+    assert found > 0.85
+
+
+def test_what_every_put_takes_is_not_saved():
+    puts = Puts()
+    add(puts, 10, 0.5, LITTLE_BYTES // 2, is_raw=True)
+    add(puts, 10, 0.2, LITTLE_BYTES // 2, is_raw=True)
+    add(puts, 4 * ENOUGH, 1.2, is_raw=True)
+    assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(1.0, rel=0.1)
+    add(puts, 1_000, 0.5, LITTLE_BYTES // 2, is_raw=True)  # it grows slowly
+    add(puts, 4 * ENOUGH, 1.2, is_raw=True)
+    assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(0.7, rel=0.2)
+    add(puts, 20 * ENOUGH, 0.2, is_raw=True)  # no put takes less than every put
+    assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(0.1, rel=0.1)
+
+
+def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
+    """Not reading what a chunk is encoded against, nor finding out about a tensor."""
+    clock, encode_blocks, choose, read = ManualClock(), encoding.encode_blocks, encoder_module.choose, host.read
+
+    def taking(seconds, function):
+        def slow(*args, **named):
+            clock.sleep(seconds)
+            return function(*args, **named)
+
+        return slow
+
+    monkeypatch.setattr(encoding, "encode_blocks", taking(1, encode_blocks))
+    monkeypatch.setattr(encoder_module, "choose", taking(100, choose))
+    host.read = taking(10_000, read)
+    encoder, master = encoder_for(clock=clock), numbers()
+    base = host.chunk(master.tobytes(), host.local)
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, near(master).tobytes(), base=base)
+    found = encoder.status()["encode_s_per_GB"]
+    assert found == {"dplane": pytest.approx(1e9 / master.nbytes)}  # blocks that are encoded together
+
+
+class Elsewhere:
+    """Stands for a process that encodes, and is waited for three seconds for each job."""
+
+    def __init__(self, clock):
+        self.clock = clock
+        self.jobs = []
+        self.failures = 0
+
+    @contextlib.contextmanager
+    def lend(self, size):
+        assert size == MIB
+        self.clock.sleep(100)
+        yield self
+
+    def begin(self, job):
+        self.jobs.append(job)
+        return True
+
+    def finish(self):
+        self.clock.sleep(3)
+        job = self.jobs.pop(0)
+        if self.failures:
+            self.failures -= 1
+            return None
+        return encoding.encode_blocks(job.raws, job.coding, job.bases, job.outs)
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_waiting_for_a_process_that_encodes_is_what_that_costs_once_it_is_at_work(host, monkeypatch, failures):
+    clock = ManualClock()
+    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
+    elsewhere, raw = Elsewhere(clock), numbers().tobytes()[:MIB]
+    elsewhere.failures = failures
+    monkeypatch.setattr(encoding, "encode_workers", lambda: elsewhere)
+    encoder = encoder_for(clock=clock)
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw)
+    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(3e9 / MIB)}
+    assert not elsewhere.jobs
+
+
+@pytest.mark.parametrize("codec", ["plane", "derive"])
+def test_waiting_for_a_desk_is_not_part_of_what_encoding_costs(host, monkeypatch, codec):
+    """Others send meanwhile."""
+    clock, master, encode_blocks, take = ManualClock(), numbers(), encoding.encode_blocks, Desks._take
+    source, raw = host.chunk(master.tobytes(), host.local), bfloat16(master)
+
+    def after_a_while(owner):
+        clock.sleep(100)
+        return take(owner)
+
+    def slow(*args):
+        clock.sleep(6)
+        return encode_blocks(*args)
+
+    monkeypatch.setattr(Desks, "_take", after_a_while)
+    monkeypatch.setattr(encoding, "encode_blocks", slow)
+    encoder = encoder_for(clock=clock)
+    sources = [Piece(source, 0, 2 * len(raw))] if codec == "derive" else []
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw, sources=sources, tensor=Tensor("w", "float", 2))
+    assert encoder.status()["encode_s_per_GB"] == {codec: pytest.approx(6e9 / MIB)}
+
+
+def test_decoding_a_base_of_a_near_object_tier_is_part_of_what_encoding_costs(host):
+    clock, master, fetch = ManualClock(), numbers(count=MIB // 2), host.fetch
+
+    def slow(row, start, out):
+        clock.sleep(5)
+        fetch(row, start, out)
+
+    host.fetch = slow
+    encoder, base = encoder_for(clock=clock, is_near=True), host.chunk(master.tobytes(), host.remote)
+    for save in range(3):  # a thread's first one does not count, and the first block was read to find out
+        encode(encoder, host, near(master).tobytes(), save=save, base=base)
+    assert encoder.status()["encode_s_per_GB"] == {"dplane": pytest.approx(5e9 / MIB)}
+
+
+def test_waiting_for_ones_turn_to_derive_is_not_part_of_what_that_costs(host, monkeypatch):
+    """Others send meanwhile."""
+    clock, master = ManualClock(), numbers()
+    encoder, source, raw = encoder_for(clock=clock), host.chunk(master.tobytes(), host.local), bfloat16(master)
+    derive = encoder._deriver.encode
+
+    class Turn:
+        is_taken = False
+
+        def __enter__(self):
+            clock.sleep(1_000)
+            self.is_taken = True
+
+        def __exit__(self, *_):
+            self.is_taken = False
+
+    def slow(*args):
+        assert turn.is_taken
+        clock.sleep(5)
+        return derive(*args)
+
+    turn = encoder._deriving = Turn()
+    monkeypatch.setattr(encoder._deriver, "encode", slow)
+    for _ in range(2):  # a thread's first one does not count
+        encode(encoder, host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    assert encoder.status()["encode_s_per_GB"] == {"derive": pytest.approx(5e9 / len(raw))}
+
+
+def test_a_source_that_is_not_on_this_host_is_none(host):
+    master = numbers()
+    source = host.chunk(master.tobytes(), host.remote)
+    raw = bfloat16(master)
+    encoded = encode(encoder_for(), host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    assert not encoded.bases
+    assert host.fetches == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, MIB - 1, MIB + 1, 3 * MIB + 5])
+@pytest.mark.parametrize("tensor", [MASTER, Tensor("h", "float", 2), Tensor("i", "integer", 8), Tensor()])
+def test_chunks_of_any_length_come_back(host, size, tensor):
+    base, raw = os.urandom(size), bytearray(os.urandom(size))
+    raw[: size // 2] = base[: size // 2]
+    encoded = encode(encoder_for(), host, bytes(raw), base=host.chunk(base, host.local), tensor=tensor)
+    assert decoded(encoded, bytes(raw), base if encoded.bases else b"") == raw
+
+
+@pytest.mark.parametrize("processors", [1, 2])
+def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(host, monkeypatch, processors):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+    monkeypatch.setattr(desks, "shared", Desks())
+    encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(4)]
+    bases = [host.chunk(master.tobytes(), host.local) for master in masters]
+
+    def one(index):
+        master, base = masters[index % 4], bases[index % 4]
+        if index % 3:
+            raw, reference = near(master).tobytes(), master.tobytes()
+            encoded = encode(encoder, host, raw, save=index, base=base, tensor=Tensor(f"{index % 4}", "float", 4))
+        else:
+            raw, reference = bfloat16(master), master.tobytes()
+            encoded = encode(encoder, host, raw, save=index, sources=[Piece(base, 0, base.raw_length)])
+        return decoded(encoded, raw, reference if encoded.bases else b"") == raw
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(one, range(96)))
+    assert 1 <= len(desks()._free) <= processors
+    assert encoder.status()["derive_blocks"] == 32
+
+
+def test_what_is_not_encoded_waits_for_no_desk(host, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setattr(desks, "shared", Desks())
+    raw, off = numbers(count=MIB // 4).tobytes(), encoder_for("off")
+    encode(off, host, raw)  # finds out about the tensor
+    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
+        with desks().lend() as taken, desks().lend():
+            assert len(other.submit(taken.take).result(60).out) == CHUNK_BYTES
+            assert codecs_of(pool.submit(encode, off, host, raw).result(60)) == {Codec.STORE}
+            waiting = pool.submit(encode, encoder_for(), host, raw)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.2)
+        assert codecs_of(waiting.result(60)) == {Codec.PLANE}
+
+
+def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_same(host):
+    """Also in the memory that it lies in."""
+    master = numbers(count=2 * MIB)
+    whole = near(master).tobytes()
+    reads, read = [], host.read
+    for damage in (None, "gone", "other bytes"):
+
+        def broken(row, start, out, damage=damage):
+            reads.append(start)
+            if start >= 4 * MIB and damage == "gone":
+                return False
+            found = read(row, start, out)
+            if start >= 4 * MIB and damage:
+                out[5] ^= 1
+            return found
+
+        encoder, room = encoder_for(), Room()
+        raw = room.memory[: len(whole)]
+        raw[:] = whole
+        base = host.chunk(master.tobytes(), host.local)
+        hint = Hint((Tensor("w", "float", 4),) * 8, 0, base)
+        encoded = encoder.encode(raw, hint, (), room=room, read=broken, fetch=host.fetch)
+        assert bool(encoded.bases) is (damage is None)
+        assert decoded(encoded, whole, master.tobytes() if encoded.bases else b"") == whole
+    assert reads
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_base_in_an_object_tier_of_this_host_is_read_block_by_block(host, monkeypatch, breaks):
+    monkeypatch.setattr(buffers, "shared", Buffers())
+    monkeypatch.setattr(desks, "shared", Desks())
+    master, fetch, wanted = numbers(count=MIB), host.fetch, []
+    whole, base = near(master).tobytes(), host.chunk(master.tobytes(), host.remote)
+
+    def noted(row, start, out):
+        wanted.append((start, len(out)))
+        if breaks and start == 2 * MIB:
+            raise CorruptionError("it is damaged")
+        fetch(row, start, out)
+
+    encoder = encoder_for(is_near=True)
+    with lend_room() as room:
+        raw = room.memory[: len(whole)]
+        raw[:] = whole
+        hint = Hint((Tensor("w", "float", 4),) * 4, 0, base)
+        encoded = encoder.encode(raw, hint, (), room=room, read=host.read, fetch=noted)
+        assert decoded(encoded, whole, b"" if breaks else master.tobytes()) == whole
+        assert bool(encoded.bases) is not breaks
+    assert wanted == [(number * MIB, MIB) for number in range(3 if breaks else 4)]
+    assert encoder.status().get("unreadable_bases", 0) == breaks
+    assert encoder.status()["fetched_base_bytes"] == (2 if breaks else 4) * MIB
+    assert (buffers()._taken, len(buffers()._free)) == (1, 1)  # a desk's, and what was the room's
+
+
+@pytest.mark.parametrize(
+    ("codecs", "codec"), [("off", Codec.STORE), ("store", Codec.STORE), ("zstd,plane", Codec.CONST)]
+)
+def test_what_is_found_to_be_constant_is_stored_as_that_only_where_it_may_be(host, codecs, codec):
+    encoded = encode(encoder_for(codecs), host, bytes(2 * MIB), tensor=MASTER)
+    assert {block.codec for block in encoded.blocks} == {codec}
+    assert (sum(len(block.data) for block in encoded.blocks) == 2 * MIB) is (codec is Codec.STORE)
+
+
+def test_what_does_not_follow_from_its_source_is_no_plane_where_that_is_forbidden(host):
+    numbers = np.random.default_rng(1).standard_normal(MIB, dtype=np.float32)
+    wide, narrow = numbers.tobytes(), bytearray(bfloat16(numbers))
+    narrow[MIB:] = np.random.default_rng(2).bytes(MIB)
+    pieces = [Piece(host.chunk(wide, host.local), 0, len(wide))]
+    encoded = encode(encoder_for("derive"), host, bytes(narrow), sources=pieces, tensor=Tensor("w", "float", 2))
+    assert [block.codec for block in encoded.blocks] == [Codec.DERIVE, Codec.STORE]

@@ -1,0 +1,453 @@
+"""The rules that keep garbage collection and writers apart, one by one."""
+
+import sys
+import uuid
+from dataclasses import replace
+
+import pytest
+
+from tierfs.clock import ManualClock
+from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.errors import CorruptionError, StoreError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.format.keys import ChunkName
+from tierfs.format.lease import Condemned, Lease
+from tierfs.format.manifest import Row
+from tierfs.objects import MeasuredObjects, MemoryObjects, RetryingObjects
+from tierfs.objects.wrappers.verify import as_promised
+from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat
+from tierfs.store.chunks import LOOK_BYTES_MIN
+from tierfs.store.transfers import Transfers
+from tierfs.store.tree.records import observe
+from tierfs.testing import Fault, FaultyObjects
+
+CONTENT = b"content" * 20000
+OTHER = b"other" * 20000
+
+
+@pytest.fixture
+def clock():
+    return ManualClock()
+
+
+@pytest.fixture
+def tier():
+    return MemoryObjects(f"/presence-{uuid.uuid4().hex}")
+
+
+def open_on(objects, clock):
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, objects.capabilities, lease_s=60, grace_s=3600)
+    return Store(objects, descriptor, url="store", clock=clock)
+
+
+@pytest.fixture
+def store(tier, clock):
+    return open_on(tier, clock)
+
+
+def rows_of(store, path):
+    return observe(store, path).manifest.rows
+
+
+def condemn(tier, *names, epoch=1):
+    listed = Condemned(epoch, 0, DigestKind.XXH3_128, frozenset(names))
+    tier.put(keys.condemned_key(epoch), [listed.encode()])
+
+
+def remove_chunk(tier, name):
+    tier.delete([keys.chunk_key(name)])
+
+
+def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    condemn(tier, name)
+    clock.sleep(40)  # past half the lease: it is renewed, and the list read
+    save(store, "b", CONTENT)
+    assert rows_of(store, "b")[0].name == name._replace(generation=1)
+    remove_chunk(tier, name)
+    assert load(store, "b") == CONTENT
+
+
+def test_what_a_manifest_names_may_be_referred_to_until_it_is_condemned(store, tier, clock):
+    base, delta = ChunkName(bytes(16)), ChunkName(bytes(15) + b"1", 0, b"recipe__")
+    term = store.presence.ensure()
+    store.presence.learn(term, [Row(delta, 1, 1, (base,))])
+    assert store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
+    store.presence.hear(term, [Row(delta, 1, 1, (base,))])
+    assert not store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
+    condemn(tier, base)
+    clock.sleep(40)
+    store.presence.ensure()
+    assert len(store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])) == 2
+
+
+def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    condemn(tier, name)
+    other = open_on(tier, clock)
+    save(other, "b", CONTENT)
+    assert rows_of(other, "b")[0].name.generation == 1
+
+
+def test_what_a_manifest_names_is_not_taken_for_seen(store):
+    rows = [
+        Row(ChunkName(bytes(16)), 1, 1),
+        Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (ChunkName(bytes(16)),)),
+    ]
+    store.presence.hear(store.presence.ensure(), rows)
+    for row in rows:
+        assert store.presence.find(row.name.digest) is None
+        assert store.presence.find_heard(row.name.digest) == row
+        store.presence.see(row.name)
+    assert [store.presence.find(row.name.digest) for row in rows] == [rows[0], None], "what a delta needs was not read"
+    store.presence.distrust(rows[0].name)
+    assert [store.presence.find_heard(row.name.digest) for row in rows] == [None, None]
+
+
+def test_what_this_writer_saw_is_not_looked_for_again_while_a_manifest_names_it(store, clock):
+    row = Row(ChunkName(bytes(16)), 1, 1)
+    delta = Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (row.name,))
+    presence = store.presence
+    presence.learn(presence.ensure(), [delta])
+    clock.sleep(61)
+    presence.hear(presence.ensure(), [row, delta])
+    assert [presence.find(each.name.digest) for each in (row, delta)] == [None, None], "its base was not seen"
+    presence.learn(presence.ensure(), [row])
+    clock.sleep(61)
+    term = presence.ensure()
+    assert presence.find(row.name.digest) is None
+    presence.hear(term, [row, delta])
+    assert [presence.find(each.name.digest) for each in (row, delta)] == [row, delta]
+    presence.distrust(row.name)
+    presence.trust(row.name)
+    presence.hear(term, [row, delta])
+    assert [presence.find(each.name.digest) for each in (row, delta)] == [None, None]
+
+
+def test_nobody_who_reads_waits_for_a_lease(store):
+    row = Row(ChunkName(bytes(16)), 1, 1)
+    store.presence.hear(store.presence.ensure(), [row])
+    with store.presence._lock:
+        store.presence.see(row.name)
+    assert store.presence.find(row.name.digest) is None
+
+
+def test_what_was_heard_in_an_expired_lease_is_forgotten(store, clock):
+    row = Row(ChunkName(bytes(16)), 1, 1)
+    term = store.presence.ensure()
+    store.presence.hear(term, [row])
+    clock.sleep(61)
+    store.presence.ensure()
+    store.presence.hear(term, [row])
+    assert store.presence.find_heard(row.name.digest) is None
+    assert store.presence.doubtful([row])
+
+
+def test_bytes_that_are_saved_are_looked_for_whatever_a_manifest_says(tier, clock):
+    save(open_on(tier, clock), "a", CONTENT)
+    store = open_on(tier, clock)
+    copy(store, "a", "b")
+    remove_chunk(tier, rows_of(store, "a")[0].name)
+    save(store, "c", CONTENT)
+    for path in ("a", "b", "c"):
+        assert load(store, path) == CONTENT
+
+
+def test_an_append_does_not_speak_for_the_chunks_that_it_keeps(tier, clock):
+    save(open_on(tier, clock), "a", chunks(2, 0))
+    store = open_on(tier, clock)
+    with_more = Writer(store, "a", mode=WriteMode.APPEND)
+    with_more.write(OTHER)
+    with_more.commit()
+    remove_chunk(tier, rows_of(store, "a")[0].name)
+    save(store, "b", chunks(2, 0))
+    assert load(store, "a") == chunks(2, 0) + OTHER
+
+
+def test_what_was_learned_in_an_expired_lease_is_looked_up_again(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    clock.sleep(61)
+    remove_chunk(tier, name)
+    save(store, "b", CONTENT)
+    assert load(store, "b") == CONTENT
+
+
+def test_what_is_reused_is_read_back_once_in_the_duration_of_a_lease(tier, clock):
+    measured = MeasuredObjects(tier)
+    store = open_on(measured, clock)
+    save(store, "a", CONTENT)
+    gets = []
+    for number in range(5):
+        clock.sleep(20)
+        gets.append(chunk_requests(measured, lambda number=number: save(store, f"b{number}", CONTENT))[0])
+    assert gets == [1, 0, 0, 1, 0]
+
+
+def test_what_this_writer_put_beyond_a_network_is_read_back_by_one_block(tier, clock):
+    measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, host_local=False)))
+    store = open_on(measured, clock)
+    save(store, "a", chunks(1, 0))
+    before = measured.snapshot()["get"]
+    save(store, "b", chunks(1, 0))
+    save(store, "c", chunks(1, 0))
+    after = measured.snapshot()["get"]
+    assert after["requests"] - before["requests"] <= 2
+    assert after["bytes"] - before["bytes"] < 2 * BLOCK_BYTES
+
+
+def test_a_writer_whose_lease_ran_out_checks_its_chunks_before_it_publishes(store, tier, clock):
+    writer = Writer(store, "a")
+    writer.write(CONTENT)
+    writer._finish_rows()
+    name = writer._sink._rows[0].name
+    clock.sleep(61)
+    remove_chunk(tier, name)
+    with pytest.raises(StoreError, match=r"collected while this writer was out of touch.*write the file again"):
+        writer.commit()
+    assert observe(store, "a").record is None
+
+
+def test_a_writer_whose_chunk_was_condemned_stores_it_anew_before_it_publishes(store, tier, clock):
+    writer = Writer(store, "a")
+    writer.write(CONTENT)
+    writer._finish_rows()
+    name = writer._sink._rows[0].name
+    condemn(tier, name)
+    clock.sleep(40)
+    writer.commit()
+    assert rows_of(store, "a")[0].name == name._replace(generation=1)
+
+
+def test_a_copy_of_a_file_whose_chunk_is_condemned_refers_to_a_new_chunk(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    condemn(tier, name)
+    clock.sleep(40)
+    copy(store, "a", "b")
+    assert rows_of(store, "b")[0].name == name._replace(generation=1)
+
+
+def test_a_lease_that_was_swept_is_taken_anew_and_teaches_nothing(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    tier.delete([info.key for info in tier.list(keys.LEASES)])
+    remove_chunk(tier, name)
+    clock.sleep(40)
+    save(store, "b", CONTENT)
+    assert load(store, "b") == CONTENT
+
+
+def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
+    save(store, "a", CONTENT)
+    name = rows_of(store, "a")[0].name
+    delete(store, "a")
+    condemn(tier, name)
+    clock.sleep(40)
+    save(store, "b", CONTENT)
+    remove_chunk(tier, name)
+    tier.delete([keys.condemned_key(1)])
+    clock.sleep(61)
+    assert store.presence.is_unusable(name)
+    store.presence.ensure()
+    assert not store.presence.is_unusable(name)
+
+
+def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
+    for _ in range(3):
+        store.presence.ensure()
+        clock.sleep(31)
+    (info,) = tier.list(keys.LEASES)
+    lease = Lease.decode(tier.read(info.key, 4096)[0], info.key)
+    assert (lease.sequence, lease.duration_s, keys.lease_key(lease.holder)) == (3, 60, info.key)
+
+
+def test_the_lease_of_a_new_holder_counts_from_one(store, tier, clock):
+    for _ in range(3):
+        store.presence.ensure()
+        clock.sleep(31)
+    (swept,) = tier.list(keys.LEASES)
+    tier.delete([swept.key])
+    store.presence.ensure()
+    (info,) = tier.list(keys.LEASES)
+    assert info.key != swept.key
+    assert Lease.decode(tier.read(info.key, 4096)[0], info.key).sequence == 1
+
+
+def test_a_renewal_that_outlasts_the_lease_is_an_error(tier, clock):
+    faulty = FaultyObjects(tier, clock=clock)
+    store = open_on(faulty, clock)
+    faulty.inject(Fault.SLOW, method="put", key_part="/leases/", seconds=61)
+    with pytest.raises(StoreError, match="too slow"):
+        save(store, "a", CONTENT)
+    save(store, "a", CONTENT)
+    assert load(store, "a") == CONTENT
+
+
+def test_a_renewal_whose_answer_was_lost_is_recognised(tier, clock):
+    faulty = FaultyObjects(tier, clock=clock)
+    store = open_on(RetryingObjects(faulty, clock=clock), clock)
+    save(store, "a", CONTENT)
+    term = store.presence.ensure()
+    clock.sleep(31)
+    faulty.inject(Fault.LOST_RESPONSE, method="put", key_part="/leases/")
+    assert store.presence.ensure() == term
+    assert faulty.pending == 0
+    assert len(list(tier.list(keys.LEASES))) == 1
+
+
+def test_leases_that_ran_out_long_ago_are_tidied_up(tier, clock, monkeypatch):
+    old = open_on(tier, clock)
+    save(old, "a", CONTENT)
+    (lease,) = tier.list(keys.LEASES)
+    now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
+    monkeypatch.setattr("time.time_ns", lambda: now_ns)
+    save(open_on(tier, clock), "b", OTHER)
+    assert lease.key not in {info.key for info in tier.list(keys.LEASES)}
+    assert len(list(tier.list(keys.LEASES))) == 1
+
+
+@pytest.mark.parametrize("method", ["list", "delete"])
+def test_a_save_goes_on_where_leases_that_ran_out_cannot_be_tidied_up(tier, clock, monkeypatch, caplog, method):
+    save(open_on(tier, clock), "a", CONTENT)
+    (lease,) = tier.list(keys.LEASES)
+    now_ns = lease.modified_ns + (60 + 3600 + 10) * 1_000_000_000
+    monkeypatch.setattr("time.time_ns", lambda: now_ns)
+    faulty = FaultyObjects(tier)
+    faulty.inject(Fault.DENIED, method=method, key_part="" if method == "delete" else keys.LEASES)
+    save(open_on(faulty, clock), "b", CONTENT)
+    assert "leases that ran out are left" in caplog.text
+    assert lease.key in {info.key for info in tier.list(keys.LEASES)}
+
+
+def test_something_else_among_the_condemned_lists_stops_nobody(store, tier):
+    tier.put(f"{keys.GC}.DS_Store", [b"rubbish"])
+    save(store, "a", CONTENT)
+    assert load(store, "a") == CONTENT
+
+
+def test_a_file_of_more_chunks_than_a_writer_remembers_is_published(store, monkeypatch):
+    monkeypatch.setattr("tierfs.store.leases.KNOWN_MAX", 1)
+    content = b"".join(bytes([number]) * (16 << 20) for number in range(3))
+    save(store, "a", content)
+    assert load(store, "a") == content
+
+
+def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(store, tier, clock, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.write.writer"], "DIRECT_ROW_BYTES_MAX", 0)
+    writer = Writer(store, "a")
+    writer.write(CONTENT)
+    writer._finish_rows()
+    clock.sleep(61)
+    remove_chunk(tier, writer._sink._rows[0].name)
+    with pytest.raises(StoreError, match="collected"):
+        writer.commit()
+    save(store, "b", CONTENT)
+    manifest = observe(store, "b").manifest
+    assert manifest.indirect
+    clock.sleep(61)
+    remove_chunk(tier, manifest.rows[0].name)
+    with pytest.raises(CorruptionError):
+        copy(store, "b", "c")
+
+
+def test_an_indirect_file_is_appended_copied_and_renamed(store, monkeypatch):
+    monkeypatch.setattr(sys.modules["tierfs.store.write.writer"], "DIRECT_ROW_BYTES_MAX", 0)
+    save(store, "a", CONTENT)
+    writer = Writer(store, "a", mode=WriteMode.APPEND)
+    writer.write(OTHER)
+    writer.commit()
+    copy(store, "a", "b")
+    rename(store, "b", "c")
+    assert observe(store, "c").manifest.indirect
+    assert load(store, "c") == CONTENT + OTHER
+
+
+def test_a_file_held_in_its_manifest_takes_no_lease(store, tier):
+    save(store, "a", b"small")
+    assert not list(tier.list(keys.LEASES))
+
+
+def chunk_requests(measured, action):
+    """How often chunks were got and put; what is not a chunk in these tests is neither got nor put in a batch."""
+    before = measured.snapshot()
+    action()
+    after = measured.snapshot()
+    return tuple(after[method]["requests"] - before[method]["requests"] for method in ("get", "put"))
+
+
+@pytest.fixture
+def one_at_a_time(monkeypatch):
+    monkeypatch.setattr("tierfs.store.transfers.transfers.shared", Transfers(workers=1))
+
+
+def chunks(number, kind):
+    """The content of so many chunks."""
+    return b"".join(bytes([kind, index]) * (8 << 20) for index in range(number))
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_chunks_are_looked_for_only_while_some_are_found(tier, clock):
+    measured = MeasuredObjects(tier)
+    first, other = open_on(measured, clock), open_on(measured, clock)
+    looks, puts = chunk_requests(measured, lambda: save(first, "a", chunks(6, 0)))
+    assert looks == 2, "nothing was there, so nobody went on looking"
+    assert puts == 6 + 2  # the record, and the lease
+    looks, puts = chunk_requests(measured, lambda: save(other, "b", chunks(6, 0)))
+    assert (looks, puts) == (6 * 2, 2), "each find pays for the next look, so nothing is sent that is there"
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_a_chunk_that_was_sent_in_vain_has_the_next_ones_looked_for(tier, clock):
+    measured = MeasuredObjects(tier)
+    first, other = open_on(measured, clock), open_on(measured, clock)
+    save(first, "a", chunks(4, 1))
+    save(other, "b", chunks(4, 2))  # uses up the looks
+    looks, puts = chunk_requests(measured, lambda: save(other, "a2", chunks(4, 1)))
+    # At the one that was sent and refused, and for the others; each is then read back.
+    assert looks == (1 + 3) * 2
+    assert puts == 1 + 1
+    assert load(other, "a2") == chunks(4, 1)
+
+
+@pytest.mark.parametrize(("length", "gets"), [(12 << 20, 1), (1 << 20, 2)], ids=["most", "a-little"])
+def test_most_of_an_encoded_chunk_comes_in_one_request(tier, clock, length, gets):
+    measured = MeasuredObjects(tier)
+    store = open_on(measured, clock)
+    content = b"".join(b"%07d," % number for number in range(12 << 17))
+    save(store, "a", content)
+    out = bytearray(length)
+    reader = open_entry(store, stat(store, "a"))
+    assert chunk_requests(measured, lambda: reader.read_into(0, memoryview(out)))[0] == gets
+    assert out == content[:length]
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+@pytest.mark.parametrize(("length", "expected"), [(LOOK_BYTES_MIN - 1, 0), (LOOK_BYTES_MIN, 1)])
+def test_little_is_sent_without_a_look(tier, clock, length, expected):
+    """It would cost as much."""
+    measured, content = MeasuredObjects(tier), chunks(1, 3)[:length]
+    first, again = open_on(measured, clock), open_on(measured, clock)
+    assert chunk_requests(measured, lambda: save(first, "a", content)) == (expected, 1 + 2)
+    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1 + 1, 1 + 2 - expected), (
+        "sent in vain, or found, and read back"
+    )
+    assert load(again, "b") == content
+
+
+@pytest.mark.usefixtures("one_at_a_time")
+def test_little_is_looked_for_where_a_put_does_not_say_that_it_found_something(tier, clock):
+    measured = MeasuredObjects(as_promised(tier, replace(tier.capabilities, conditional_create=False)))
+    content = chunks(1, 3)[: LOOK_BYTES_MIN - 1]
+    save(open_on(measured, clock), "a", content)
+    again = open_on(measured, clock)
+    assert chunk_requests(measured, lambda: save(again, "b", content)) == (1 + 1, 2), (
+        "looked for, read back, and not put"
+    )
+    assert load(again, "b") == content

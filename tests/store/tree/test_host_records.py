@@ -1,0 +1,170 @@
+"""What one process of a host has seen, another one lists without fetching it."""
+
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+
+import pytest
+
+from tierfs.objects import MeasuredObjects, MemoryObjects
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store, delete, list_directory, save
+from tierfs.store.create import create_store
+from tierfs.store.tree.host_records import HostRecords
+
+
+class Elsewhere(WrappedObjects):
+    """An object tier that is not this host's own."""
+
+    @property
+    def capabilities(self):
+        return replace(self.inner.capabilities, host_local=False)
+
+
+@pytest.fixture
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def tier():
+    return MeasuredObjects(Elsewhere(MemoryObjects(f"/host-{uuid.uuid4().hex}")))
+
+
+@pytest.fixture
+def open_store(state, tier):
+    """Opens the store as another process would."""
+    descriptor, _ = create_store(tier, "store", random_bytes=os.urandom(16))
+    return lambda: Store(tier, descriptor, url="store")
+
+
+def reads(tier):
+    counts = tier.snapshot()
+    return counts["read"]["requests"] + counts["get"]["requests"]
+
+
+def listed(store):
+    return {entry.path: entry.length for entry in list_directory(store, "")}
+
+
+def test_a_listing_fetches_nothing_that_another_process_wrote_or_listed(open_store, tier):
+    writer = open_store()
+    for number in range(20):
+        save(writer, f"file{number}", b"x" * number)
+    writer.host_records.flush()
+    before = reads(tier)
+    assert listed(open_store()) == {f"file{number}": number for number in range(20)}
+    assert reads(tier) == before
+
+
+def test_a_record_in_another_version_is_fetched(open_store, tier):
+    writer = open_store()
+    save(writer, "a", b"1")
+    save(writer, "b", b"1")
+    writer.host_records.flush()
+    save(writer, "a", b"22")
+    before = reads(tier)
+    assert listed(open_store()) == {"a": 2, "b": 1}
+    assert reads(tier) == before + 1
+
+
+def test_a_deleted_file_is_not_brought_back(open_store):
+    writer = open_store()
+    save(writer, "a", b"1")
+    writer.host_records.flush()
+    delete(writer, "a")
+    assert listed(open_store()) == {}
+
+
+def test_a_damaged_record_on_the_host_is_fetched_anew_and_logged(open_store, state, caplog):
+    writer = open_store()
+    save(writer, "a", b"1")
+    writer.host_records.flush()
+    with sqlite3.connect(state / "records.sqlite") as connection:
+        connection.execute("UPDATE records SET data = x'00112233'")
+    connection.close()
+    assert listed(open_store()) == {"a": 1}
+    assert "fetched anew" in caplog.text
+
+
+def test_a_damaged_file_is_logged_once_and_replaced(open_store, state, caplog):
+    writer = open_store()
+    save(writer, "a", b"1")
+    writer.host_records.flush()
+    (state / "records.sqlite").write_bytes(b"rubbish" * 1000)
+    reader = open_store()
+    assert listed(reader) == {"a": 1}
+    assert listed(reader) == {"a": 1}
+    assert caplog.text.count("cannot be used") == 1
+    assert reader.host_records.failures == 1
+    again = open_store()
+    assert listed(again) == {"a": 1}
+    again.host_records.flush()
+    assert again.host_records.failures == 0
+
+
+def test_a_state_directory_that_others_may_read_is_not_used(open_store, state, caplog):
+    state.mkdir(mode=0o755)
+    writer = open_store()
+    save(writer, "a", b"1")
+    writer.host_records.flush()
+    assert "chmod 700" in caplog.text
+    assert not (state / "records.sqlite").exists()
+    reader = open_store()
+    assert listed(reader) == {"a": 1}
+    reader.host_records.flush()
+
+
+def test_the_file_has_a_bound(state, monkeypatch):
+    monkeypatch.setattr("tierfs.store.tree.host_records.ROWS_MAX", 100)
+    records = HostRecords("0" * 32, state)
+    for number in range(500):
+        records.add(f"key{number}", "1", b"x")
+    records.flush()
+    with sqlite3.connect(state / "records.sqlite") as connection:
+        (count,) = connection.execute("SELECT COUNT(*) FROM records").fetchone()
+    connection.close()
+    assert count <= 100
+    assert len(records._pending) == 0
+
+
+def test_what_was_noted_is_written_when_the_process_ends(state):
+    script = (
+        "from pathlib import Path; from tierfs.store.tree.host_records import HostRecords\n"
+        f"HostRecords('0' * 32, Path({str(state)!r})).add('key', '1', b'data')"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+    with sqlite3.connect(state / "records.sqlite") as connection:
+        assert connection.execute("SELECT key, data FROM records").fetchall() == [("key", b"data")]
+    connection.close()
+
+
+def test_what_was_seen_earlier_and_written_later_does_not_replace_what_was_seen_last(state):
+    early, late, reader = (HostRecords("0" * 32, state) for _ in range(3))
+    early.add("key", "1", b"one")
+    late.add("key", "2", b"two")
+    late.flush()
+    assert early.newest("key") == ("2", b"two")
+    early.flush()
+    assert reader.newest("key") == ("2", b"two")
+
+
+def test_what_was_seen_before_the_clock_was_set_back_is_replaced(state, monkeypatch):
+    records = HostRecords("0" * 32, state)
+    records.add("key", "1", b"one")
+    records.flush()
+    monkeypatch.setattr(time, "time_ns", lambda: 1_600_000_000_000_000_000)
+    records.add("key", "2", b"two")
+    records.flush()
+    assert records.newest("key") == ("2", b"two")
+
+
+def test_a_store_on_this_host_keeps_no_records_beside_it(state):
+    tier = MemoryObjects(f"/host-{uuid.uuid4().hex}")
+    descriptor, _ = create_store(tier, "store", random_bytes=os.urandom(16))
+    assert Store(tier, descriptor, url="store").host_records is None

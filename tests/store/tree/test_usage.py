@@ -1,0 +1,341 @@
+"""What files hold, what they share with others, and what deleting them frees; and how little is asked to know it."""
+
+import importlib
+import logging
+import os
+import random
+import uuid
+from dataclasses import replace
+
+import pytest
+
+from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.errors import CorruptionError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.header import Kind
+from tierfs.format.manifest import Manifest, content_digest
+from tierfs.objects import MeasuredObjects, MemoryObjects
+from tierfs.store import Store, Usage, delete, make_directory, save, stat, usage, usages
+from tierfs.store.create import create_store
+from tierfs.store.tree.records import observe, publish
+
+KIB = 1024
+measured = importlib.import_module("tierfs.store.tree.usage")
+
+
+@pytest.fixture
+def tier():
+    return MemoryObjects(f"/usage-{uuid.uuid4().hex}")
+
+
+@pytest.fixture
+def opened(tier, tmp_path):
+    """Opens the same store anew, which knows nothing of it then, over an object tier that counts."""
+    descriptor, _ = create_store(tier, "memory://s", digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))
+    numbers = iter(range(100))
+    return lambda: Store(
+        MeasuredObjects(tier), descriptor, url="memory://s", state_dir=tmp_path / f"host{next(numbers)}"
+    )
+
+
+@pytest.fixture
+def store(opened):
+    return opened()
+
+
+def asked(store):
+    """How many requests, by method, of those that were used."""
+    return {method: counts["requests"] for method, counts in store.objects.snapshot().items() if counts["requests"]}
+
+
+def chunk(store, size=100 * KIB):
+    """A chunk that is in the store, as a row; no file names it."""
+    path = f"tmp-{uuid.uuid4().hex}"
+    (row,) = save(store, path, os.urandom(size)).rows
+    delete(store, path)
+    return row
+
+
+def put(store, path, *rows):
+    """A file of just these chunks."""
+    length = sum(row.raw_length for row in rows)
+    kind = store.descriptor.digest_kind
+    manifest = Manifest(
+        kind=Kind.FILE,
+        write_id=os.urandom(16),
+        length=length,
+        created_ns=0,
+        modified_ns=0,
+        digest_kind=kind,
+        digest=content_digest(kind, length, [row.name.digest for row in rows]),
+        rows=rows,
+    )
+    publish(store, observe(store, path), manifest)
+
+
+def record_bytes(tier, *paths):
+    return sum(tier.head(keys.record_key(path)).size for path in paths)
+
+
+def test_what_two_directories_share_is_freed_by_neither(store, tier):
+    both, first, second = (chunk(store, size * KIB) for size in (300, 200, 100))
+    put(store, "run/step_1/a", both, first)
+    put(store, "run/step_1/b", first)
+    put(store, "run/step_2/a", both, second, both)
+    found = usages(store, ["run/step_1", "run/step_2"])
+    records = record_bytes(tier, "run/step_1/a", "run/step_1/b")
+    assert found["run/step_1"] == Usage(
+        files=2,
+        logical_bytes=700 * KIB,
+        stored_bytes=both.stored_length + first.stored_length + records,
+        shared_bytes=both.stored_length,
+        freed_bytes=first.stored_length + records,
+        deduplicated_bytes=200 * KIB,
+        chunks=2,
+    )
+    assert found["run/step_2"].shared_bytes == both.stored_length
+    assert usage(store, "run/step_2") == found["run/step_2"]
+    # Together they share with nobody.
+    assert usage(store, "run").shared_bytes == usage(store, "").shared_bytes == 0
+    assert usage(store, "run").freed_bytes == usage(store, "run").stored_bytes
+    # Of a file, what its neighbour needs is shared.
+    assert usage(store, "run/step_1/b").shared_bytes == first.stored_length
+
+
+def test_a_file_that_is_no_part_of_what_is_asked_for_keeps_chunks_too(store):
+    row = chunk(store)
+    put(store, "run/step_1/a", row)
+    put(store, "elsewhere", row)
+    assert usages(store, ["run/step_1"])["run/step_1"].shared_bytes == row.stored_length
+    delete(store, "elsewhere")
+    assert usages(store, ["run/step_1"])["run/step_1"].shared_bytes == 0
+
+
+def test_what_lies_in_an_inner_directory_counts_there_alone(store):
+    outer, inner = chunk(store), chunk(store)
+    put(store, "run/a", outer)
+    put(store, "run/step_1/deep/a", inner, outer)
+    found = usages(store, ["run", "run/step_1"])
+    assert (found["run"].files, found["run"].chunks) == (1, 1)
+    assert (found["run/step_1"].files, found["run/step_1"].chunks) == (1, 2)
+    assert found["run"].shared_bytes == found["run/step_1"].shared_bytes == outer.stored_length
+    assert usages(store, ["", "run/step_1"])[""] == found["run"]
+
+
+def test_names_that_begin_alike_are_told_apart(store):
+    put(store, "run/step_1/a", chunk(store))
+    put(store, "run/step_10/a", chunk(store))
+    put(store, "run/step_1.bak", chunk(store))
+    assert usage(store, "run/step_1").files == usages(store, ["run/step_1"])["run/step_1"].files == 1
+
+
+def test_small_files_and_those_of_others_are_counted(store, tier):
+    save(store, "run/small", b"x" * 1000)
+    tier.put("run/theirs", [b"y" * 500])
+    tier.put("other", [b"y" * 50])
+    found = usage(store, "run")
+    size = record_bytes(tier, "run/small")
+    assert found == Usage(
+        files=1,
+        logical_bytes=1000,
+        stored_bytes=size,
+        shared_bytes=0,
+        freed_bytes=size + 500,
+        foreign_files=1,
+        foreign_bytes=500,
+    )
+    assert (usage(store, "run/theirs").foreign_bytes, usage(store, "run/theirs").freed_bytes) == (500, 500)
+    assert (usage(store).foreign_files, usage(store).foreign_bytes) == (2, 550)
+
+
+def test_an_object_where_a_file_of_ours_is_counts_for_nobody(store, tier):
+    put(store, "run/a", chunk(store))
+    tier.put("run/a", [b"stray"])
+    assert (usage(store).files, usage(store).foreign_files) == (1, 0)
+
+
+def test_a_file_that_goes_while_it_is_counted_is_not_counted(store, opened, monkeypatch):
+    put(store, "run/a", chunk(store))
+    put(store, "run/b", chunk(store))
+    fresh, read = opened(), MeasuredObjects.read
+
+    def vanished(self, key, limit):
+        self.delete([keys.record_key("run/a")])
+        return read(self, key, limit)
+
+    monkeypatch.setattr(MeasuredObjects, "read", vanished)
+    assert usage(fresh, "").files == 1
+
+
+def test_the_chunks_of_a_table_of_chunks_are_counted(store, tier, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("tierfs.store.write.writer"), "DIRECT_ROW_BYTES_MAX", 50)
+    manifest = save(store, "large", os.urandom(CHUNK_BYTES + 100 * KIB))
+    assert manifest.indirect
+    found = usage(store)
+    assert found.chunks == 3
+    assert found.stored_bytes == sum(info.size for info in tier.list(keys.CHUNKS)) + record_bytes(tier, "large")
+    assert (found.logical_bytes, found.deduplicated_bytes) == (manifest.length, 0)
+
+
+def test_nothing_is_there(store):
+    make_directory(store, "run/empty")
+    assert usage(store, "run/empty") == Usage(shared_bytes=0, freed_bytes=0)
+    assert usages(store, ["nothing"]) == {"nothing": Usage(shared_bytes=0, freed_bytes=0)}
+    assert usages(store, []) == {}
+    with pytest.raises(NotFoundError):
+        usage(store, "nothing")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_told_to_be_freed_is_what_nobody_needs_any_more(store, tier, seed):
+    chance = random.Random(seed)
+    rows = [chunk(store, chance.randrange(70, 120) * KIB) for _ in range(12)]
+    files = {f"run/step_{number % 4}/{number}": chance.choices(rows, k=chance.randrange(1, 4)) for number in range(10)}
+    based = {
+        path: [replace(row, bases=tuple({one.name for one in chance.choices(rows, k=2)} - {row.name})) for row in held]
+        for path, held in files.items()
+    }
+    for path, held in based.items():
+        put(store, path, *held)
+
+    def needed():
+        """Bytes of all objects that files need, counted from the manifests and the objects themselves."""
+        held = [path for path in based if path in left]
+        names = {name for path in held for row in based[path] for name in (row.name, *row.bases)}
+        return sum(tier.head(keys.chunk_key(name)).size for name in names) + record_bytes(tier, *held)
+
+    left = set(based)
+    while left:
+        directory = min(left).rpartition("/")[0]
+        told, before = usage(store, directory), needed()
+        assert told.stored_bytes == told.shared_bytes + told.freed_bytes
+        assert usage(store).stored_bytes == before
+        gone = {path for path in left if path.startswith(f"{directory}/")}
+        left -= gone
+        assert before - needed() == told.freed_bytes
+        for path in gone:
+            delete(store, path)
+
+
+# -- bases ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_base_is_needed_by_what_is_stored_against_it(store, tier):
+    base, changed, other = chunk(store, 300 * KIB), chunk(store, 90 * KIB), chunk(store)
+    put(store, "run/step_1/a", base)
+    put(store, "run/step_2/a", replace(changed, bases=(base.name,)), other)
+    keyframe, delta = usages(store, ["run/step_1", "run/step_2"]).values()
+    records = record_bytes(tier, "run/step_2/a")
+    assert delta.chunks == 3
+    assert delta.logical_bytes == 190 * KIB
+    assert delta.stored_bytes == sum(row.stored_length for row in (base, changed, other)) + records
+    assert delta.deduplicated_bytes == 0
+    assert delta.shared_bytes == keyframe.shared_bytes == base.stored_length
+    assert delta.freed_bytes == changed.stored_length + other.stored_length + records
+    assert keyframe.freed_bytes == record_bytes(tier, "run/step_1/a")
+
+
+@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_base_that_no_file_is_made_of_any_more_is_asked_for_its_size(store, opened, monkeypatch, one_by_one, shared):
+    if not one_by_one:
+        monkeypatch.setattr(measured, "HEADS_MAX", 0)
+    base, changed = chunk(store, 300 * KIB), chunk(store, 90 * KIB)
+    for number in range(3):
+        put(store, f"run/step_{number}/a", replace(changed, bases=(base.name,)))
+    fresh = opened()
+    found = usages(fresh, ["run/step_1", "run/step_2"], shared=shared)["run/step_1"]
+    size = record_bytes(fresh.objects, "run/step_1/a")
+    assert found.stored_bytes == base.stored_length + changed.stored_length + size
+    assert found.shared_bytes == (base.stored_length + changed.stored_length if shared else None)
+    assert found.freed_bytes == (size if shared else None)
+    asked_chunks = asked(fresh)
+    assert asked_chunks["read"] == (3 if shared else 2)
+    # The last of the listings is that of the chunks with the base's first digits.
+    assert asked_chunks["list"] == (2 if one_by_one else 3)
+    assert asked_chunks.get("head", 0) - 1 == (1 if one_by_one else 0) + (0 if shared else 1)
+
+
+@pytest.mark.parametrize("heads", [0, 1000])
+def test_a_base_that_is_lost_is_warned_of(store, tier, monkeypatch, caplog, heads):
+    monkeypatch.setattr(measured, "HEADS_MAX", heads)
+    base, changed = chunk(store), chunk(store)
+    put(store, "delta", replace(changed, bases=(base.name,)))
+    tier.delete([keys.chunk_key(base.name)])
+    with caplog.at_level(logging.WARNING, "tierfs"):
+        assert usage(store).stored_bytes == changed.stored_length + record_bytes(tier, "delta")
+    assert f"1 chunks that files need are not there, like memory://s/{keys.chunk_key(base.name)}" in caplog.text
+
+
+# -- what it costs -------------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_store_is_one_listing_and_a_request_for_each_record(store, opened):
+    row = chunk(store)
+    for number in range(30):
+        put(store, f"run/step_{number % 3}/{number}", row)
+        make_directory(store, f"run/empty_{number}")
+    fresh = opened()
+    paths = [f"run/step_{number}" for number in range(3)]
+    usages(fresh, paths)
+    assert asked(fresh) == {"list": 2, "read": 30}
+    usages(fresh, paths)
+    assert asked(fresh) == {"list": 4, "read": 30}
+
+
+def test_what_another_process_of_the_host_read_is_not_read_again(store, tier, tmp_path):
+    descriptor = replace(store.descriptor, endpoint=replace(store.descriptor.endpoint, host_local=False))
+    for number in range(5):
+        save(store, f"run/{number}", os.urandom(100 * KIB))
+    stores = [
+        Store(MeasuredObjects(tier), descriptor, url="memory://s", state_dir=tmp_path / "shared") for _ in range(2)
+    ]
+    first = usage(stores[0], "")
+    stores[0].host_records.flush()
+    assert usage(stores[1], "") == first
+    assert [asked(one).get("read", 0) for one in stores] == [5, 0]
+
+
+def test_without_what_is_shared_nothing_but_the_directories_is_read(store, opened):
+    row = chunk(store)
+    for directory in ("run/step_1", "run/step_2", "run/step_3", "elsewhere"):
+        put(store, f"{directory}/a", row)
+    fresh = opened()
+    found = usages(fresh, ["run/step_1", "run/step_3"], shared=False)
+    assert asked(fresh)["read"] == 2
+    assert [(one.files, one.shared_bytes, one.freed_bytes) for one in found.values()] == [(1, None, None)] * 2
+    assert usage(opened(), "run/step_1/a", shared=False) == found["run/step_1"]
+
+
+def test_looking_at_the_root_lists_no_chunks(store, monkeypatch):
+    save(store, "run/a", os.urandom(100 * KIB))
+    store.objects.put("theirs/deep/file", [b"y"])
+    store.objects.put("top", [b"yy"])
+    listed = []
+    listing = MeasuredObjects.list
+    monkeypatch.setattr(
+        MeasuredObjects,
+        "list",
+        lambda self, prefix, **how: (listed.append(x.key) or x for x in listing(self, prefix, **how)),
+    )
+    assert usage(store).foreign_bytes == 3
+    assert not [key for key in listed if key.startswith(keys.CHUNKS)]
+
+
+# -- damage --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_record_elsewhere_is_passed_over_and_one_here_is_an_error(store, tier, opened, caplog):
+    row = chunk(store)
+    put(store, "run/good", row)
+    put(store, "other/bad", row)
+    key = keys.record_key("other/bad")
+    data, _ = tier.read(key, 1 << 20)
+    tier.put(key, [data[:-1]])
+    with caplog.at_level(logging.WARNING, "tierfs"):
+        assert usage(opened(), "run").files == 1
+        assert usages(opened(), ["other"])["other"].files == 0
+    assert caplog.text.count("a file is not counted") == 1, "a process says it once"
+    with pytest.raises(CorruptionError):
+        usage(opened(), "other")
+    assert stat(store, "run/good").length == row.raw_length

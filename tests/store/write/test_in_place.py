@@ -1,0 +1,164 @@
+"""Files that are written in place before they have a name."""
+
+import gc
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from support.tiered import MIB, content
+
+from tierfs.errors import CapacityError, StoreError
+from tierfs.host.pending.levels import Level
+from tierfs.host.slab.segment import SlotKind, SlotState
+from tierfs.store import find, load, status, wait
+from tierfs.store.write.in_place import StagedFile
+
+
+def states(host):
+    slots = [slot for segment in host.tiers.ram.segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
+    return {slot.state for slot in slots}
+
+
+def becomes_empty(host):
+    """Give the thread that gives back what was dropped its time."""
+    ends = time.monotonic() + 20
+    while states(host) and time.monotonic() < ends:
+        time.sleep(0.001)
+    assert states(host) == set()
+
+
+def fill(run, data):
+    run.view[:] = data
+
+
+LENGTHS = ([100], [16 * MIB, 16 * MIB, 5 * MIB + 3], [2 * MIB], [1])
+
+
+@pytest.mark.parametrize("level", Level, ids=lambda level: level.label)
+def test_what_was_written_in_place_is_the_file_in_the_order_of_its_runs(any_host, level):
+    if level is Level.NONE or (level is Level.LOCAL and not any_host.settings.nvme_bytes):
+        pytest.skip("not a level that a save can have here")
+    staged = StagedFile(any_host.store)
+    runs = staged.add_runs(LENGTHS)
+    parts = [content(sum(lengths)) for lengths in LENGTHS]
+    assert [run.length for run in runs] == [len(part) for part in parts]
+    for run, part in zip(runs, parts, strict=True):
+        fill(run, part)
+    order = [2, 0, 1, 3]
+    staged.seal(runs)
+    manifest = staged.commit("run/a", [runs[number] for number in order], level=level, metadata={"step": 7})
+    expected = b"".join(parts[number] for number in order)
+    assert load(any_host.store, "run/a") == expected
+    assert [row.raw_length for row in manifest.rows] == [length for number in order for length in LENGTHS[number]]
+    wait(any_host.store, "", Level.OBJECT, 20)
+    assert load(any_host.plain(), "run/a") == expected
+    assert status(any_host.store)["tiers"]["ram"]["dirty_bytes"] == 0
+
+
+def test_a_store_without_local_tiers_is_written_to_from_private_memory(host):
+    store = host.plain()
+    staged = StagedFile(store)
+    runs = staged.add_runs([[MIB, 10], [5]])
+    data = content(MIB + 15)
+    fill(runs[0], data[: MIB + 10])
+    fill(runs[1], data[MIB + 10 :])
+    staged.seal(runs)
+    staged.commit("a", runs)
+    assert load(host.plain(), "a") == data
+
+
+def test_a_store_without_local_tiers_that_fails_may_be_tried_again(host):
+    store = host.plain()
+    staged = StagedFile(store)
+    runs = staged.add_runs([[MIB, 10], [5]])
+    data = content(MIB + 15)
+    fill(runs[0], data[: MIB + 10])
+    fill(runs[1], data[MIB + 10 :])
+    staged.seal(runs)
+    with host.held(), pytest.raises(StoreError, match="down"):
+        staged.commit("a", runs)
+    staged.commit("a", runs)
+    assert load(host.plain(), "a") == data
+
+
+def test_a_run_lies_side_by_side_in_memory(host):
+    run = StagedFile(host.store).add_runs([[16 * MIB, 16 * MIB, 7]])[0]
+    array = np.frombuffer(run.view, np.uint8)
+    assert array.shape == (32 * MIB + 7,)
+    assert array.flags.c_contiguous
+    assert array.ctypes.data % 4096 == 0
+
+
+def test_what_is_in_no_run_of_the_file_is_given_back(host):
+    staged = StagedFile(host.store)
+    runs = staged.add_runs([[MIB]] * 3)
+    for run in runs:
+        fill(run, content(MIB))
+    staged.seal(runs)
+    with host.held():
+        staged.commit("a", runs[1:2])
+        slots = [slot for segment in host.tiers.ram.segments() for slot in segment.slots(kind=SlotKind.CHUNK)]
+        assert len(slots) == 1
+    wait(host.store, "", Level.OBJECT, 20)
+
+
+@pytest.mark.parametrize("how", ["abort", "forget"])
+def test_what_is_given_up_leaves_nothing(host, how):
+    staged = StagedFile(host.store)
+    runs = staged.add_runs([[MIB, MIB], [10]])
+    staged.seal(runs[:1])
+    assert states(host) == {SlotState.SEALED, SlotState.FILLING}
+    if how == "abort":
+        staged.abort()
+        staged.abort()
+        with pytest.raises(StoreError, match="stage it again"):
+            staged.commit("a", runs[:1])
+    del staged, runs
+    gc.collect()
+    becomes_empty(host)
+    assert find(host.store, "") == []
+
+
+def test_garbage_may_be_collected_under_the_lock_of_a_segment(host):
+    kept = StagedFile(host.store)
+    segment = kept.add_runs([[MIB]])[0]._chunks[0].buffer.slot.segment
+
+    def drop():
+        staged = StagedFile(host.store)
+        staged.add_runs([[MIB]])
+        staged.itself = staged
+        with segment._lock.held():
+            del staged
+            gc.collect()
+
+    thread = threading.Thread(target=drop, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    kept.abort()
+    becomes_empty(host)
+
+
+def test_a_forked_child_gives_back_nothing_of_its_parents(host):
+    staged = StagedFile(host.store)
+    runs = staged.add_runs([[MIB]])
+    fill(runs[0], content(MIB))
+    staged.seal(runs)
+    child = os.fork()
+    if not child:
+        try:
+            staged.abort()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert states(host) == {SlotState.SEALED}
+    staged.commit("a", runs)
+    assert len(load(host.store, "a")) == MIB
+
+
+def test_more_than_the_ram_tier_can_hold_in_one_piece_is_said_at_once(host):
+    with pytest.raises(CapacityError, match="in one piece"):
+        StagedFile(host.store).add_runs([[16 * MIB] * 20])
+    assert states(host) == set()

@@ -1,0 +1,204 @@
+"""A flusher with nothing behind it: an engine that answers, waits, fails and dies as it is told.
+
+Also a program: ``fake_flusher.py DIRECTORY VERSION LINGER_S``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
+from tierfs.flusher.server import Answer, Service
+from tierfs.host.host import ExclusiveLock
+from tierfs.host.rpc.client import FlusherClient
+from tierfs.host.rpc.launch import LOG_NAME, spawn
+from tierfs.host.rpc.protocol import LOCK_NAME
+
+
+class FakeEngine:
+    def __init__(self, directory=None):
+        self.directory = directory
+        self.condition = threading.Condition()
+        self.idle = True
+        self.running = False
+        self.asked = []
+        self.told_gone = []
+        self.hellos = []
+        self.waiting = 0
+        self.released = False
+        self.closed = False
+
+    def start(self):
+        self.running = True
+
+    def stop(self):
+        with self.condition:
+            self.running = False
+            self.condition.notify_all()
+
+    def close(self):
+        self.closed = True
+
+    def release(self):
+        with self.condition:
+            self.released = True
+            self.condition.notify_all()
+
+    def is_idle(self):
+        return self.idle
+
+    def gone(self, peer):
+        with self.condition:
+            self.told_gone.append(peer.number)
+            self.condition.notify_all()
+
+    def handle(self, do, arguments, fds, peer):
+        if not self.running:
+            raise InvalidInputError("this flusher has ended")
+        if do == "hello":
+            self.hellos.append((arguments, peer))
+            return Answer({"greeting": "hello"})
+        self.asked.append(do)
+        answer = getattr(self, f"do_{do}", self.unknown)(arguments, fds, peer)
+        return answer if isinstance(answer, Answer) else Answer(answer)
+
+    def unknown(self, arguments, fds, peer):
+        raise InvalidInputError("what is that?")
+
+    def do_echo(self, arguments, fds, peer):
+        return {**arguments, "pid": os.getpid(), "peer": peer.pid}
+
+    def do_wait(self, arguments, fds, peer):
+        with self.condition:
+            self.waiting += 1
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: self.released or peer.gone.is_set() or not self.running)
+            self.waiting -= 1
+            self.condition.notify_all()
+        if not self.running:
+            raise NotFoundError("never mind")
+        return {"pid": os.getpid()}
+
+    def do_contents(self, arguments, fds, peer):
+        return {"contents": [os.pread(fd, 100, 0).decode() for fd in fds]}
+
+    def do_open(self, arguments, fds, peer):
+        """Answer with files. ``opened`` says which descriptors they were."""
+        self.opened = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in arguments["paths"]]
+        return Answer({"count": len(self.opened)}, list(self.opened))
+
+    def do_open_and_say_too_much(self, arguments, fds, peer):
+        return Answer({"answer": "x" * 100_000}, self.do_open(arguments, fds, peer).fds)
+
+    def do_open_and_wait(self, arguments, fds, peer):
+        answer = self.do_open(arguments, fds, peer)
+        with self.condition:
+            self.waiting += 1
+            self.condition.wait_for(lambda: self.released)
+        return answer
+
+    def do_keep(self, arguments, fds, peer):
+        self.kept = fds.pop(0)
+        return {}
+
+    def do_full(self, arguments, fds, peer):
+        raise CapacityError("all is dirty", path="a/b", tier="nvme")
+
+    def do_late(self, arguments, fds, peer):
+        raise TimeoutError("not in time")
+
+    def do_bug(self, arguments, fds, peer):
+        return {"answer": 1 / 0}
+
+    def do_large(self, arguments, fds, peer):
+        return {"answer": "x" * 100_000}
+
+    def do_die_once(self, arguments, fds, peer):
+        """Be killed at work, if nobody was before."""
+        try:
+            os.close(os.open(self.directory / "died", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return {"pid": os.getpid()}
+        return self.do_die(arguments, fds, peer)
+
+    def do_die(self, arguments, fds, peer):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def until(condition, timeout_s=10.0):
+    ends = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < ends, "it did not come to pass"
+        time.sleep(0.002)
+
+
+class Running:
+    """A service on a thread."""
+
+    def __init__(self, directory, *, engine=None, version="1.0", linger_s=3600.0, clock=None, **more):
+        self.engine = engine or FakeEngine()
+        self.service = Service(self.engine, directory, version=version, linger_s=linger_s, clock=clock, **more)
+        self.outcome = []
+        self.thread = threading.Thread(target=lambda: self.outcome.append(self.service.run()))
+        self.thread.start()
+
+    def stop(self):
+        self.service.stop()
+        self.thread.join()
+
+    def status(self):
+        """As `Launched` has it."""
+        return None if self.thread.is_alive() else 0
+
+    def end(self):
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.outcome[0]
+
+
+def nobody_holds_the_lock(directory):
+    lock = ExclusiveLock(directory / LOCK_NAME)
+    taken = lock.acquire()
+    lock.release()
+    return taken
+
+
+def in_child(call):
+    """Run ``call`` in a forked child; what it returned must be true."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            status = 0 if call() else 1
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
+
+
+def launcher(directory, version="1.0", linger_s=0.0):
+    """What starts this file as a process."""
+    argv = [sys.executable, __file__, str(directory), version, str(linger_s)]
+    return lambda: spawn(argv, directory / LOG_NAME)
+
+
+def process_client(directory, version="1.0", linger_s=0.0, **more):
+    return FlusherClient(directory, launcher(directory, version, linger_s), version, dict, **more)
+
+
+def main():
+    directory, version, linger_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    service = Service(FakeEngine(directory), directory, version=version, linger_s=linger_s)
+    signal.signal(signal.SIGTERM, lambda *_: service.stop())
+    had_the_lock = service.run()
+    with open(directory / "history", "a") as file:
+        file.write(f"{os.getpid()} {'served' if had_the_lock else 'too late'}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the tests of the nvme tier share: chunks that verify themselves, crashes at any step, and a look at what is left."""
+
+import hashlib
+import os
+
+from tierfs.clock import ManualClock
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.nvme.writer import NvmeReader, NvmeTier
+
+CHUNK = 150_000
+BUDGET = 2 << 20
+
+
+class Crash(BaseException):
+    """Not an error that anything may handle: what comes after a crash is nothing."""
+
+
+class Steps:
+    """Counts the ordered steps, and crashes at one of them; a crashed process takes no further step."""
+
+    def __init__(self, crash_at=None):
+        self.points = []
+        self.crash_at = crash_at
+
+    def __call__(self, point):
+        self.points.append(point)
+        if self.crash_at is not None and len(self.points) > self.crash_at:
+            raise Crash(point)
+
+
+def content_of(number, length=CHUNK):
+    """Bytes that no other chunk has, and their name."""
+    seed = hashlib.sha256(str(number).encode()).digest()
+    data = (seed * (length // 32 + 1))[:length]
+    return name_of(data), data
+
+
+def name_of(data):
+    return b"\1" + hashlib.blake2b(data, digest_size=16).digest()
+
+
+def meta_of(data):
+    return hashlib.sha256(data).digest()
+
+
+def open_tier(directory, *, budget=BUDGET, faults=no_faults, clock=None):
+    return NvmeTier(directory, budget_bytes=budget, clock=clock or ManualClock(), faults=faults)
+
+
+def write(tier, *numbers, length=CHUNK, keep=True):
+    names = []
+    for number in numbers:
+        name, data = content_of(number, length)
+        tier.write(name, meta_of(data), memoryview(data), keep=keep)
+        names.append(name)
+    return names
+
+
+def draft(path, names, data=None):
+    write_id = hashlib.md5(path.encode()).digest()
+    return (write_id, path, data or f"manifest of {path}".encode(), names)
+
+
+def save(tier, path, *numbers):
+    """What a flusher does with one file. Returns the seq."""
+    return tier.commit(drafts=[draft(path, write(tier, *numbers))])[0]
+
+
+def read(source, number, length=CHUNK):
+    """The chunk's bytes if they are there and right, None if absent; fails if they are wrong."""
+    name, data = content_of(number, length)
+    out = bytearray(length)
+    if isinstance(source, NvmeReader):
+        meta = source.read(name, 0, memoryview(out))
+        if meta is None:
+            return None
+        assert meta == meta_of(data)
+    elif not source.read_into(name, 0, memoryview(out)):
+        return None
+    assert out == data
+    return bytes(out)
+
+
+def drop_index(directory):
+    os.remove(directory / "nvme.db")
+
+
+def paths(tier):
+    return [stored.path for stored in tier.drafts()]

@@ -1,0 +1,516 @@
+"""Hosts whose trainers and flushers are driven step by step on one thread, so that a run repeats exactly.
+
+A *trainer* is what a process that uses a store has: a `Host` with a lock of its own, a `RamTier`, `Tiers` and a
+`Store`. It crashes when its lock is let go of and nothing of it is called any more. A *flusher* is the real one behind
+its real engine, but for its threads: `SteppedHost.work` does what they would do next. It crashes at one of its
+fault points, by an exception that nobody handles.
+
+Time passes only when somebody waits; then the flushers get to work, as they would in the meantime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+from tierfs.clock import ManualClock
+from tierfs.errors import ReadOnlyError, StoreError, TierfsError
+from tierfs.flusher.engine import FlushEngine
+from tierfs.flusher.flusher import Flusher
+from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher.server import Peer
+from tierfs.format import keys
+from tierfs.format.manifest import decode_record
+from tierfs.host.host import Host
+from tierfs.host.nvme.index import IndexReader
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.pending.record import Draft
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import SlotKind, SlotState
+from tierfs.host.tiers import Tiers
+from tierfs.objects import OVERWRITE, MemoryObjects
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store
+from tierfs.store.transfers import Transfers
+from tierfs.testing import FaultyObjects
+
+CHUNK = 16 << 10
+"""What a chunk is in these tests, so that a file of several is small."""
+
+TICK_S = 2e-6
+WAIT_S = 90.0
+ROOM_S = 4.0
+STEPS_MAX = 400
+PEER = Peer(1, 0, "1.0")
+
+
+class FlusherDied(BaseException):
+    """The flusher's process ended here."""
+
+
+class SteppedClock(ManualClock):
+    """A clock that never says the same twice, and lets others work while somebody sleeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.meanwhile = lambda: None
+        self._asleep = False
+
+    def monotonic(self):
+        self._now_s += TICK_S
+        return self._now_s
+
+    def sleep(self, seconds):
+        self._now_s += seconds
+        if not self._asleep:
+            self._asleep = True
+            try:
+                self.meanwhile()
+            finally:
+                self._asleep = False
+
+
+class Inline:
+    """An executor without threads."""
+
+    def submit(self, task, *arguments, **options):
+        future = Future()
+        try:
+            future.set_result(task(*arguments, **options))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, *_, **__):
+        pass
+
+
+class InlineTransfers(Transfers):
+    """Transfers without threads."""
+
+    def submit(self, task, argument):
+        return Inline().submit(task, argument)
+
+
+class NoFlusher:
+    """For who only looks."""
+
+    def request(self, do, arguments, *, fds=(), timeout_s=None, again=None):
+        raise AssertionError(f"looking needs no flusher: {do} {arguments}")
+
+    def is_running(self):
+        return False
+
+
+class Applied(MemoryObjects):
+    """The object tier itself; tells of every record that takes effect."""
+
+    def __init__(self, root, on_record):
+        super().__init__(root)
+        self._on_record = on_record
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        info = super().put(key, data, mode=mode, checksum=checksum)
+        if key.startswith(keys.TREE):
+            path = keys.parse_record_key(key)
+            self._on_record(path, decode_record(b"".join(data), path, key), info.version)
+        return info
+
+    def erase(self):
+        self.delete([item.key for item in self.list("")])
+
+
+class Link(WrappedObjects):
+    """One host's way to the object tier; tells of every record before it is sent, and may be down."""
+
+    def __init__(self, inner, on_send):
+        super().__init__(inner)
+        self._on_send = on_send
+        self.trouble = None
+        self.refused = 0
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        if key.startswith(keys.TREE):
+            path = keys.parse_record_key(key)
+            self._on_send(path, decode_record(b"".join(data), path, key), mode)
+        return super().put(key, data, mode=mode, checksum=checksum)
+
+    def _around(self, request, send):
+        self._check(request.key)
+        return send()
+
+    def _around_list(self, request, send):
+        self._check(request.key)
+        return send()
+
+    def _check(self, key):
+        if self.trouble is not None:
+            self.refused += 1
+        if self.trouble == "down":
+            raise StoreError(f"{key}: the object tier is down", transient=True, path=key)
+        if self.trouble == "denied":
+            raise ReadOnlyError(f"{key}: the credentials are too old", path=key)
+
+
+def forget(tiers):
+    """Let go of what tiers have open, and of the memory."""
+    tiers.cache.close()
+    tiers.nvme.close()
+    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer, tiers.writer.lending, tiers._handover):
+        part._ram = None
+    tiers.ram = None
+
+
+class ImpatientRam(RamTier):
+    """Where nobody waits for room for as long as for a level, which would be thousands of steps."""
+
+    def take_runs(self, kind, runs, *, timeout_s, **how):
+        return super().take_runs(kind, runs, timeout_s=min(timeout_s, ROOM_S), **how)
+
+
+class Trainer:
+    """A process that uses the store on a host."""
+
+    def __init__(self, host):
+        self.place = host
+        world, setup = host.world, host.setup
+        self.host = Host(host.state, host.shm)
+        self.ram = ImpatientRam(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
+        self.tiers = Tiers(
+            self.ram,
+            NvmeReader(self.host.store_directory(world.uuid), clock=world.clock),
+            host,
+            kind=world.descriptor.digest_kind,
+            has_nvme=bool(setup.nvme),
+            gives_local=bool(setup.nvme),
+            keeps_reads=setup.keeps_reads,
+            passes_by=setup.passes_by,
+            clock=world.clock,
+        )
+        self.tiers.cache._keeper = self
+        announce = self.tiers.writer.announce
+        self.tiers.writer.announce = lambda **_: announce()  # not on a thread
+        self.tiers.writer.expect = lambda: None
+        self.queue = []
+        self._seal = self.tiers.writer.seal_draft
+        self.tiers.writer.seal_draft = self.seal_draft
+        self.store = world.open(host.link, tiers=self.tiers)
+        self.alive = True
+
+    def seal_draft(self, draft, **how):
+        self._seal(draft, **how)
+        self.place.world.sealed(self.place, draft)
+
+    def add(self, slot):
+        """As a `Keeper`."""
+        self.queue.append(slot)
+
+    def keep(self):
+        """What a keeper's thread does."""
+        slots, self.queue = self.queue, []
+        with contextlib.suppress(TierfsError, TimeoutError):
+            self.tiers.cache.keep(slots)
+
+    def crash(self):
+        """End, as by SIGKILL: locks and descriptors go, and nothing is put in order."""
+        self.alive = False
+        if self.host._own is not None:
+            self.host._own.release()
+        for segment in self.ram.segments():
+            segment.close()
+        self.tiers.writer.close()
+        forget(self.tiers)
+        self.ram = self.host = None
+
+
+class Observer:
+    """Somebody on a host who looks, and changes nothing."""
+
+    def __init__(self, host):
+        world, setup = host.world, host.setup
+        self.world = world
+        self.host = Host(host.state, host.shm)
+        self.ram = RamTier(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
+        directory = self.host.store_directory(world.uuid)
+        self.index = IndexReader(directory / "nvme.db", busy_s=1.0)
+        self.tiers = Tiers(
+            self.ram,
+            NvmeReader(directory, clock=world.clock),
+            NoFlusher(),
+            kind=world.descriptor.digest_kind,
+            has_nvme=bool(setup.nvme),
+            gives_local=bool(setup.nvme),
+            keeps_reads=False,
+            passes_by=False,
+            clock=world.clock,
+        )
+        self.store = world.open(world.tier, tiers=self.tiers)
+
+    def close(self):
+        for segment in self.ram.segments():
+            segment.close()
+        self.index.close()
+        forget(self.tiers)
+        self.ram = self.host = None
+
+    def select(self, query):
+        found = self.index.select(query)
+        return [] if found is None else found[1]
+
+    def look(self):
+        """Where this host has what."""
+        drafts, states = {}, {}
+        for slot in self.ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
+            data = bytearray(slot.length)
+            slot.segment.read(slot, 0, memoryview(data))
+            drafts[slot.name] = Draft.decode(bytes(data), "a slab")
+            states[slot.name] = {"conflict" if slot.state is SlotState.CONFLICT else "ram"}
+        for write_id, data, state in self.select("SELECT write_id, data, state FROM drafts"):
+            drafts[write_id] = Draft.decode(data, "nvme.db")
+            states.setdefault(write_id, set()).add("conflict" if state == "conflict" else "nvme")
+            assert state != "damaged", f"a draft in the nvme tier is damaged: {drafts[write_id].path}"
+        chunks = {
+            slot.name
+            for segment in self.ram.segments()
+            for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.SEALED,))
+        }
+        held = {name for (name,) in self.select("SELECT refs.name FROM refs JOIN chunks USING (name) WHERE NOT bad")}
+        return SimpleNamespace(drafts=drafts, states=states, ram=chunks, nvme=held)
+
+    def dirty_ram_bytes(self):
+        return sum(segment.sums().dirty + segment.sums().filling for segment in self.ram.segments())
+
+
+class SteppedHost:
+    """A host: its directories, its trainers, its flusher. To trainers it is the flusher's client, too."""
+
+    def __init__(self, world, number, setup, directory, shm):
+        self.world, self.number, self.setup = world, number, setup
+        self.state, self.shm = directory / f"host{number}", shm / f"host{number}"
+        self.shm.mkdir()
+        self.faulty = FaultyObjects(world.tier, seed=number, clock=world.clock)
+        self.link = Link(self.faulty, world.sent)
+        self.trainers = [Trainer(self), Trainer(self)]
+        self.observer = Observer(self)
+        self.engine = None
+        self.flusher = None
+        self.held = []
+        self.settling = False
+        self.crash_at = None
+        self.meanwhile = {}
+        self.nvme_trouble = False
+        self.unreachable = False
+        self.deaths = 0
+
+    # -- the flusher's life --------------------------------------------------------------------------------------------
+
+    def fault(self, life):
+        def at(point):
+            if not life.alive:
+                raise FlusherDied(point)
+            if self.nvme_trouble and point in {"before arena.write", "before arena.sync"}:
+                raise StoreError("the disk says no", tier="nvme")
+            if self.crash_at is not None:
+                part, left = self.crash_at
+                if part in point:
+                    self.crash_at = (part, left - 1) if left else None
+                    if not left:
+                        life.alive = False
+                        raise FlusherDied(point)
+            for part in [part for part in self.meanwhile if part in point]:
+                if point.partition(" ")[2].partition(".")[0] not in {"arena", "index"}:  # locks are held there
+                    self.meanwhile.pop(part)()
+                    if not life.alive:
+                        raise FlusherDied(point)
+
+        return at
+
+    def start_flusher(self):
+        world, setup = self.world, self.setup
+        life = SimpleNamespace(alive=True)
+        self.life = life
+        nvme = None
+        try:
+            self.process = Host(self.state, self.shm)
+            if setup.nvme:
+                directory = self.process.store_directory(world.uuid)
+                nvme = NvmeTier(directory, budget_bytes=setup.nvme, clock=world.clock, faults=self.fault(life))
+                nvme._durable = True
+            ram = RamTier(self.process, world.uuid, budget_bytes=setup.ram, clock=world.clock)
+            flusher = Flusher(ram, nvme, clock=world.clock, random=world.random.random, faults=self.fault(life))
+            uploader = flusher.uploader
+            uploader._may_go_ahead = lambda entry: not entry.ahead and entry.draft.length >= setup.ahead_from
+            uploader._chunks = uploader._releases = flusher.settler._writes = Inline()
+            if nvme is not None:
+                flusher._state.nvme_bytes = 2 * setup.passed_by_over
+            flusher.connect(StorePublisher(lambda: world.open(self.link)))
+            self.flusher = flusher
+            flusher.finder.resume()
+            self.engine = FlushEngine(lambda: flusher, lambda _: None)
+            self.engine._started = flusher
+        except BaseException:
+            if self.flusher is None and nvme is not None:
+                nvme.close()
+            self.bury_flusher()
+            raise
+
+    def bury_flusher(self):
+        """Its process has ended: what it had open is closed."""
+        self.deaths += 1
+        flusher, self.flusher, self.engine, self.held, self.settling = self.flusher, None, None, [], False
+        self.life.alive = False
+        self.process = None
+        if flusher is not None:
+            if flusher.nvme is not None:
+                flusher.nvme.close()
+            for segment in flusher.ram.segments():
+                segment.close()
+            flusher.ram = None
+
+    def running(self):
+        if self.unreachable:
+            raise StoreError("no flusher can be started", transient=True)
+        if self.engine is None:
+            self.start_flusher()
+        return self.engine
+
+    # -- the flusher's work --------------------------------------------------------------------------------------------
+
+    def step(self, what, *arguments):
+        """Let a running flusher do something, which may be its end. Returns what it returned; None if it ended."""
+        if self.engine is None:
+            return None
+        life = self.life
+        try:
+            return getattr(self, f"_step_{what}")(*arguments)
+        except FlusherDied:
+            if self.life is life and self.flusher is not None:
+                self.bury_flusher()
+            return None
+
+    def work(self):
+        """Do the next unit of work there is. Returns whether there was one. Starts a flusher where none runs."""
+        try:
+            self.running()
+        except (FlusherDied, TierfsError):
+            return False
+        return bool(self.step("any"))
+
+    def _step_any(self):
+        if not self.settling:
+            self.flusher.finder.discover()
+            self.flusher.finder.sweep()
+            self.flusher.settler.commit_ahead()
+            if self._step_settle():
+                return True
+        return self._step_advance(0) or (self._step_take() and self._step_advance(0))
+
+    def _step_discover(self):
+        self.flusher.finder.discover()
+        return True
+
+    def _step_sweep(self):
+        if not self.settling:
+            self.flusher.finder.sweep()
+        return True
+
+    def _step_settle(self):
+        """The next drafts that are to go to the nvme tier."""
+        if self.settling:
+            return False
+        settler = self.flusher.settler
+        batch = settler.batch(settler.waiting()[: self.world.random.randint(1, 3)])
+        if not batch:
+            return False
+        life, self.settling = self.life, True
+        try:
+            return settler.settle(batch)
+        finally:
+            if self.life is life:
+                self.settling = False
+
+    def _step_take(self):
+        """Give the next draft that something can be done for to a thread."""
+        entry = self.flusher.uploader.next()
+        if entry is None:
+            return False
+        entry.busy, entry.ahead = True, not entry.settled
+        self.held.append(entry)
+        return True
+
+    def _step_advance(self, index):
+        """Have one of those threads go on."""
+        if not self.held:
+            return False
+        self.flusher.uploader.advance(self.held.pop(index % len(self.held)))
+        return True
+
+    # -- as trainers reach it ------------------------------------------------------------------------------------------
+
+    def is_running(self):
+        return self.engine is not None
+
+    def request(self, do, arguments, *, fds=(), timeout_s=None, again=None):
+        assert not fds
+        arguments = json.loads(json.dumps(arguments))
+        if do != "wait":
+            return self._ask(do, arguments)
+        limit_s = arguments.get("timeout_s")
+        ends = self.world.clock.monotonic() + (WAIT_S if limit_s is None else limit_s)
+        for _ in range(STEPS_MAX):
+            try:
+                return self._ask(do, {**arguments, "timeout_s": 0})
+            except TimeoutError:
+                if self.world.clock.monotonic() >= ends:
+                    raise
+            self.world.clock._now_s += 0.3 if self.work() else 2.0
+        raise AssertionError("a flusher that is always at work gets nowhere")
+
+    def _ask(self, do, arguments):
+        for _ in range(2):
+            life = None
+            try:
+                engine, life = self.running(), self.life
+                return engine.handle(do, arguments, [], PEER).outcome
+            except FlusherDied:
+                if life is not None and self.life is life and self.flusher is not None:
+                    self.bury_flusher()
+        raise StoreError("the flusher ended before it answered", transient=True)
+
+    # -- what ends more than that --------------------------------------------------------------------------------------
+
+    def reboot(self):
+        """All processes end, and memory is empty."""
+        if self.flusher is not None:
+            self.bury_flusher()
+        for trainer in self.trainers:
+            trainer.crash()
+        self.observer.close()
+        shutil.rmtree(self.shm)
+        self.shm.mkdir()
+        self.trainers = [Trainer(self), Trainer(self)]
+        self.observer = Observer(self)
+
+    def close(self):
+        if self.flusher is not None:
+            self.bury_flusher()
+        for trainer in self.trainers:
+            trainer.crash()
+        self.observer.close()
+        self.meanwhile.clear()
+
+
+def store_on(objects, world, tiers=None):
+    return Store(
+        objects,
+        world.descriptor,
+        url="store",
+        clock=world.clock,
+        random_bytes=world.random.randbytes,
+        tiers=tiers,
+        timeout_s=WAIT_S,
+    )

@@ -1,0 +1,88 @@
+"""A host with a store in memory behind local tiers of its own, and an object tier that can be down."""
+
+import contextlib
+
+import numpy as np
+
+from tierfs.digest import DigestKind
+from tierfs.errors import StoreError
+from tierfs.host.pending.levels import Level
+from tierfs.objects.backends.memory import MemoryObjects
+from tierfs.session.settings import ResolvedTiers
+from tierfs.session.tiers import Target, home_of, tiers_for
+from tierfs.store import (
+    Writer,
+)
+from tierfs.store.store import Store
+
+MIB = 1 << 20
+BIG = 40 * MIB
+
+
+class Host:
+    """One host: its own state directory, and a store opened there with local tiers."""
+
+    def __init__(self, tmp_path, objects, descriptor, name="here", ram=128 * MIB, nvme=128 * MIB, ack=Level.STAGED):
+        self.settings = ResolvedTiers(ack, ram, nvme, tmp_path / name, 20.0)
+        self.objects, self.descriptor = objects, descriptor
+        self.open()
+
+    def open(self):
+        target = Target(
+            self.descriptor.uuid, "memory://store", self.objects.places(), {}, DigestKind.XXH3_128, False, True
+        )
+        self.tiers = tiers_for(target, self.settings, self.plain, home_of(target, self.settings))
+        self.store = Store(
+            self.objects,
+            self.descriptor,
+            url="memory://store",
+            tiers=self.tiers,
+            ack=self.settings.ack,
+            timeout_s=20,
+        )
+
+    @property
+    def flusher(self):
+        """A thread of this process, once something was written."""
+        return self.tiers.flusher._launcher._service._engine._flusher
+
+    def plain(self):
+        return Store(self.objects, self.descriptor, url="memory://store")
+
+    def close(self):
+        self.tiers.close()
+
+    @contextlib.contextmanager
+    def held(self):
+        """While the object tier refuses everything, so that nothing gets past the local tiers."""
+        self.objects.down = True
+        try:
+            yield
+        finally:
+            self.objects.down = False
+
+
+class Gate(MemoryObjects):
+    """An object tier that is down when told to be."""
+
+    down = False
+
+    def __getattribute__(self, name):
+        if name in ("put", "get", "read", "head", "list", "delete") and object.__getattribute__(self, "down"):
+
+            def refuse(*_args, **_kwargs):
+                raise StoreError("the object tier is down", transient=True)
+
+            return refuse
+        return super().__getattribute__(name)
+
+
+def content(size=BIG):
+    """Noise, which the kernel would take several times as long to make."""
+    return np.random.SFC64().random_raw(-(-size // 8)).tobytes()[:size]
+
+
+def save_at(store, path, data, level):
+    writer = Writer(store, path, level=level)
+    writer.write(data)
+    writer.commit()

@@ -1,0 +1,600 @@
+"""What each of two spawned ranks does in the tests of TierWriter: every scenario in one world, since torch starts slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from support.dcp_ranks import Trainer, stop_checkpoint_process
+from support.held_planner import Held
+from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.errors import NotFoundError
+from tierfs.format.checkpoint import SaveMark
+from tierfs.store import stat
+
+WORLD = 2
+OPTIONS = {"ram": "256MiB", "nvme": "0"}
+
+
+class Unlucky(TierWriter):
+    """Rank 1 cannot write its part."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("rank 1 lost its disk")
+        return super().write_data(plan, planner)
+
+
+def whole(seed: int) -> torch.Tensor:
+    return torch.arange(1001 * 64, dtype=torch.float32).reshape(1001, 64) + seed
+
+
+def sharded(mesh: DeviceMesh, seed: int, placements: Any) -> dict[str, Any]:
+    return {
+        "rows": distribute_tensor(whole(seed), mesh, placements),
+        "everywhere": distribute_tensor(whole(seed)[:7], mesh, [Replicate()]),
+        "plain": torch.full((5,), float(seed)),
+        "step": seed,
+    }
+
+
+def check(
+    url: str, mesh: DeviceMesh, seed: int, placements: Any, options: Any = OPTIONS, *, reader: Any = TierReader
+) -> None:
+    found = sharded(mesh, -1, placements)
+    dcp.load(found, storage_reader=reader(url, **options))
+    expected = sharded(mesh, seed, placements)
+    assert torch.equal(found["rows"].full_tensor(), expected["rows"].full_tensor())
+    assert torch.equal(found["everywhere"].full_tensor(), expected["everywhere"].full_tensor())
+    assert torch.equal(found["plain"], expected["plain"])
+    assert found["step"] == seed
+
+
+def resharding(url: str, mesh: DeviceMesh) -> None:
+    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=TierWriter(f"{url}/rows", **OPTIONS))
+    for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+        check(f"{url}/rows", mesh, 1, placements)
+
+
+def staged(url: str, mesh: DeviceMesh) -> None:
+    writer = TierWriter(url, **OPTIONS)
+    futures = []
+    for seed in (1, 2, 3):
+        live = sharded(mesh, seed, [Shard(0)])
+        futures.append(dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{url}/{seed}"))
+        for tensor in (live["rows"].to_local(), live["everywhere"].to_local(), live["plain"]):
+            tensor.zero_()
+        # One at a time: both ranks use the same group for their collectives.
+        futures[-1].result()
+    for seed in (1, 2, 3):
+        check(f"{url}/{seed}", mesh, seed, [Shard(1)])
+
+
+def training_goes_on(url: str, mesh: DeviceMesh) -> None:
+    """Two runs from one seed, one of which is saved after each step: they end the same, and so does what was saved."""
+    plain, saved = Trainer(mesh, seed=3), Trainer(mesh, seed=3)
+    writer, group = TierWriter(url, **OPTIONS), dist.new_group(backend="gloo")
+    fingerprints = []
+    future = None
+    for step in range(4):
+        for trainer in (plain, saved):
+            torch.manual_seed(step)
+            trainer.step()
+        fingerprints.append(saved.fingerprint())
+        if future is not None:
+            future.result()  # one save at a time uses the group
+        future = dcp.async_save(
+            saved.state(), storage_writer=writer, checkpoint_id=f"{url}/{step}", process_group=group
+        )
+    future.result()
+    assert plain.fingerprint() == saved.fingerprint()
+    for step, expected in enumerate(fingerprints):
+        other = Trainer(mesh, seed=4)
+        state = other.state()
+        dcp.load(state, storage_reader=TierReader(f"{url}/{step}", **OPTIONS))
+        other.take(state)
+        assert other.fingerprint() == expected, step
+
+
+def in_a_process(url: str, mesh: DeviceMesh) -> None:
+    for seed, layout in ((1, "tierfs"), (2, "tierfs"), (3, "dcp")):
+        live = sharded(mesh, seed, [Shard(0)])
+        writer = TierWriter(f"{url}/elsewhere", layout=layout, **OPTIONS)
+        future = dcp.async_save(
+            live,
+            storage_writer=writer,
+            checkpoint_id=f"{url}/{seed}",
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        live["rows"].to_local().zero_()
+        future.result()
+        # This process hears where it went, and which save it was, on every rank.
+        assert writer.checkpoint_id == f"{url}/{seed}"
+        writer.wait("object", timeout=60)
+        assert writer.ack() == "object"
+        store, path = writer._address.open()
+        assert (writer._saves.done.root, writer._saves.done.mark) == (
+            f"{path}/.metadata",
+            SaveMark.of(stat(store, f"{path}/.metadata").manifest.metadata),
+        )
+    for seed in (1, 2, 3):
+        check(f"{url}/{seed}", mesh, seed, [Shard(1)])
+    check(f"{url}/3", mesh, 3, [Shard(1)], reader=FsspecReader)
+    stop_checkpoint_process()
+
+
+class Slow(DefaultSavePlanner):
+    """Is at it while the other process's trainer asks."""
+
+    def finish_plan(self, *arguments: Any, **options: Any) -> Any:
+        time.sleep(3)
+        return super().finish_plan(*arguments, **options)
+
+
+def in_a_process_staged_by_torch(url: str, mesh: DeviceMesh) -> None:
+    """A save that the writer hears of when it is handed over, on a thread of DCP's, and not before."""
+    writer = TierWriter(url, **OPTIONS)
+    for number in range(3):
+        future = dcp.async_save(
+            sharded(mesh, number, [Shard(0)]),
+            storage_writer=writer,
+            checkpoint_id=f"{url}/{number}",
+            async_stager=DefaultStager(StagingOptions(False, True, False, False)),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            planner=Slow() if number else None,
+        )
+        assert isinstance(future, Future)
+        is_refused = number == 0
+        while not is_refused and not future.done():
+            try:
+                writer.wait("object", timeout=30)
+            except NotFoundError as error:
+                is_refused = "has not come to its end here" in str(error)
+        assert is_refused, "the save that was under way seemed to be safe"
+        future.result()
+        writer.wait("object", timeout=60)
+        assert (writer.ack(), writer.checkpoint_id) == ("object", f"{url}/{number}")
+    stop_checkpoint_process()
+
+
+def stock_layout(url: str, mesh: DeviceMesh) -> None:
+    """What torch's own readers read is saved in every way, and loaded by them under another layout of ranks."""
+    writer = TierWriter(url, layout="dcp", **OPTIONS)
+    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer, checkpoint_id=f"{url}/1")
+    for seed in (2, 3):  # the second of them stages replicas once
+        live = sharded(mesh, seed, [Shard(0)])
+        future = dcp.async_save(live, storage_writer=writer, checkpoint_id=f"{url}/{seed}")
+        live["rows"].to_local().zero_()
+        future.result()
+    for seed in (1, 2, 3):
+        for placements in ([Shard(0)], [Shard(1)], [Replicate()]):
+            check(f"{url}/{seed}", mesh, seed, placements)
+            check(f"{url}/{seed}", mesh, seed, placements, reader=FsspecReader)
+    here = {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/stock-{dist.get_rank()}"}
+    try:
+        dcp.save(sharded(mesh, 4, [Shard(0)]), storage_writer=TierWriter(f"{url}/4", layout="dcp", **here))
+    except CheckpointException as error:
+        assert "save with ack='object'" in str(error)  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("half of it is on another host")
+    dcp.save(sharded(mesh, 4, [Shard(0)]), storage_writer=TierWriter(f"{url}/4", layout="dcp", ack="object", **here))
+    check(f"{url}/4", mesh, 4, [Shard(1)], here, reader=FsspecReader)
+
+
+def failure(url: str, mesh: DeviceMesh) -> None:
+    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=TierWriter(url, **OPTIONS))
+    try:
+        dcp.save(sharded(mesh, 2, [Shard(0)]), storage_writer=Unlucky(url, **OPTIONS))
+    except CheckpointException as error:
+        assert "rank 1 lost its disk" in str(error)  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("the save seemed to succeed")
+    check(url, mesh, 1, [Shard(0)])
+    try:
+        dcp.save(sharded(mesh, 2, [Shard(0)]), storage_writer=Unlucky(f"{url}-new", **OPTIONS))
+    except CheckpointException:
+        pass
+    try:
+        TierReader(f"{url}-new", **OPTIONS).read_metadata()
+    except NotFoundError:
+        return
+    raise AssertionError("half a checkpoint is there")
+
+
+class UnluckyAtTheEnd(TierWriter):
+    """Every rank has written its part, and the coordinator cannot publish them."""
+
+    is_unlucky = False
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        if self.is_unlucky:
+            raise OSError("rank 0 lost its network")
+        super().finish(metadata, results)
+
+
+def failure_of_the_coordinator(url: str, mesh: DeviceMesh) -> None:
+    """Every rank hears of it, and says so whoever asks; and of what came to its end, each knows which save it was."""
+    writer = UnluckyAtTheEnd(url, **OPTIONS)
+    metadata = dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
+    for how in (dcp.save, dcp.async_save):
+        writer.is_unlucky = True
+        try:
+            saving = how(sharded(mesh, 2, [Shard(0)]), storage_writer=writer)
+            saving.result()
+        except CheckpointException as error:
+            assert "rank 0 lost its network" in str(error)  # noqa: PT017 - on every rank
+        else:
+            raise AssertionError("the save seemed to succeed")
+        pickle.loads(pickle.dumps(metadata))  # tells of another save
+        for ask in (writer.wait, writer.ack):
+            try:
+                ask()
+            except NotFoundError as error:
+                assert "has not come to its end here" in str(error)  # noqa: PT017 - on every rank
+            else:
+                raise AssertionError("the save that failed seemed to be safe")
+        writer.is_unlucky = False
+        metadata = dcp.save(sharded(mesh, 3, [Shard(0)]), storage_writer=writer)
+        writer.wait(timeout=60)
+        assert writer.ack() == "object"
+        ids: list[Any] = [None] * WORLD
+        dist.all_gather_object(ids, writer.save_id)
+        assert set(ids) == {metadata.storage_meta.save_id}, ids
+    check(url, mesh, 3, [Shard(1)])
+
+
+def unusual_on_one_rank(url: str, mesh: DeviceMesh) -> None:
+    made: dict[str, Any] = {
+        "sparse": lambda: torch.eye(3).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "mkldnn": lambda: torch.ones(3, 3).to_mkldnn(),
+        "not initialized": torch.nn.UninitializedParameter,
+    }
+    writer = TierWriter(url, **OPTIONS)
+    state = {"odd": torch.ones(3), "same": torch.ones(3)}
+    dcp.async_save(state, storage_writer=writer).result()
+    for what, make in made.items():
+        odd = {"odd": make()} if dist.get_rank() == 1 else {}
+        try:
+            dcp.async_save({**state, **odd}, storage_writer=writer, checkpoint_id=f"{url}-{what}").result()
+        except CheckpointException as error:
+            assert "'odd', a tensor" in str(error)  # noqa: PT017 - on every rank
+            assert what in str(error)  # noqa: PT017
+        else:
+            raise AssertionError(f"{what}: the save seemed to succeed")
+        dcp.async_save(state, storage_writer=writer, checkpoint_id=f"{url}-{what}").result()
+
+
+def on_two_hosts(url: str, mesh: DeviceMesh) -> None:
+    """Each rank on a host of its own: there is no checkpoint before both hosts' parts are in the object tier."""
+    rank, here = dist.get_rank(), {**OPTIONS, "state_dir": f"{os.environ['HOSTS']}/{dist.get_rank()}"}
+    writer = TierWriter(url, **here)
+    dcp.save(sharded(mesh, 1, [Shard(0)]), storage_writer=writer)
+    writer.wait("object", timeout=60)
+    check(url, mesh, 1, [Shard(1)], here)
+    dist.barrier()
+    # The second host's flusher stands still: what it holds keeps the save from being one.
+    flusher = writer.status()["flusher"].get("pid") if rank == 1 else None
+    if flusher is None and rank == 1:
+        dcp.save({"x": torch.ones(1)}, storage_writer=TierWriter(f"{url}-other", **here), no_dist=True)
+        flusher = writer.status()["flusher"]["pid"]
+    if flusher is not None:
+        os.kill(flusher, signal.SIGSTOP)
+    dist.barrier()
+    dcp.save(sharded(mesh, 2, [Shard(0)]), storage_writer=writer)
+    assert writer.ack() == "staged"
+    if rank == 0:
+        try:
+            writer.wait("object", timeout=1)
+        except TimeoutError as error:
+            assert "waits for 1 of 2 files: rank-00001" in str(error), error  # noqa: PT017 - on this rank alone
+        else:
+            raise AssertionError("nobody has published rank 1's part")
+    dist.barrier()
+    check(url, mesh, 1, [Shard(0)], here)
+    dist.barrier()
+    if flusher is not None:
+        os.kill(flusher, signal.SIGCONT)
+    writer.wait("object", timeout=60)
+    check(url, mesh, 2, [Shard(0)], here)
+    assert writer.ack() == "object"
+
+
+@contextlib.contextmanager
+def bytes_staged() -> Iterator[list[int]]:
+    """How many bytes each staging of this rank copies."""
+    counted: list[int] = []
+    real = ShardFile._add
+
+    def add(self: ShardFile, tensors: Any, **options: Any) -> Any:
+        counted.append(sum(tensor.numel() * tensor.element_size() for _, tensor in tensors))
+        return real(self, tensors, **options)
+
+    ShardFile._add = add  # type: ignore[method-assign]
+    try:
+        yield counted
+    finally:
+        ShardFile._add = real  # type: ignore[method-assign]
+
+
+def replicated(mesh: DeviceMesh, seed: int, tensors: int = 9) -> dict[str, Any]:
+    """A state that every rank has all of, tied weights and names in lists included."""
+    state: dict[str, Any] = {
+        f"layer{number}": {"weight": whole(seed + number), "moments": [whole(-number), torch.tensor(float(seed))]}
+        for number in range(tensors)
+    }
+    state["tied"] = state["layer0"]["weight"]
+    state["mesh"] = distribute_tensor(whole(seed), mesh, [Replicate()])
+    state["step"] = seed
+    state[""] = {"layer0": {"weight": whole(-seed)}}  # a name that begins with a dot
+    return state
+
+
+def save_replicated(writer: TierWriter, url: str, state: dict[str, Any], **options: Any) -> None:
+    dcp.async_save(state, storage_writer=writer, checkpoint_id=url, **options).result()
+
+
+def check_replicated(url: str, mesh: DeviceMesh, seed: int, tensors: int = 9) -> None:
+    found, expected = replicated(mesh, -5, tensors), replicated(mesh, seed, tensors)
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    for number in range(tensors):
+        for name in ("weight", "moments"):
+            ours, theirs = found[f"layer{number}"][name], expected[f"layer{number}"][name]
+            assert all(map(torch.equal, ours, theirs)) if name == "moments" else torch.equal(ours, theirs)
+    assert torch.equal(found["tied"], expected["tied"])
+    assert torch.equal(found["mesh"].full_tensor(), expected["mesh"].full_tensor())
+    assert found["step"] == seed
+
+
+def replicas(url: str, mesh: DeviceMesh) -> None:
+    """From the second save on each is staged once."""
+    for caching in (False, True):
+        writer = TierWriter(url, **OPTIONS)
+        with bytes_staged() as counted:
+            for seed in range(1, 5):
+                options = {"planner": DefaultSavePlanner(enable_plan_caching=caching)}
+                save_replicated(writer, f"{url}/{caching}/{seed}", replicated(mesh, seed), **options)
+        # The last number of a save is that of what `write_data` had to add, which is nothing.
+        mine = torch.tensor([counted[0], *counted[2::2]])
+        dist.all_reduce(mine)
+        once = whole(0).nbytes * 21
+        assert mine[0] >= 2 * once * 0.9, mine
+        assert all(later <= 1.05 * once for later in mine[1:]), (mine, once)
+        for seed in range(1, 5):
+            check_replicated(f"{url}/{caching}/{seed}", mesh, seed)
+
+
+def replicas_of_saves_that_overlap(url: str, mesh: DeviceMesh) -> None:
+    """One that is overtaken has not failed: when all have come to their end each replica is staged once again."""
+    writer, groups = TierWriter(url, **OPTIONS), [dist.new_group(backend="gloo") for _ in range(3)]
+    save_replicated(writer, f"{url}/0", replicated(mesh, 0))
+    planners, slow = [Held("create_local_plan"), Held("create_local_plan")], []
+    try:
+        for seed in (0, 1):
+            options = {"planner": planners[seed], "process_group": groups[seed]}
+            target = f"{url}/slow-{seed}"
+            slow.append(dcp.async_save(replicated(mesh, seed), storage_writer=writer, checkpoint_id=target, **options))
+            save_replicated(writer, f"{url}/{seed}", replicated(mesh, seed), process_group=groups[2])
+    finally:
+        for planner in planners:
+            planner.go_on.set()
+    for seed, saving in enumerate(slow):
+        saving.result()
+        check_replicated(f"{url}/slow-{seed}", mesh, seed)
+    save_replicated(writer, f"{url}/2", replicated(mesh, 2))
+    with bytes_staged() as counted:
+        save_replicated(writer, f"{url}/3", replicated(mesh, 3))
+    mine = torch.tensor(counted[0])
+    dist.all_reduce(mine)
+    assert mine <= 1.05 * whole(0).nbytes * 21, mine
+    check_replicated(f"{url}/3", mesh, 3)
+
+
+def replicas_that_change(url: str, mesh: DeviceMesh) -> None:
+    """Where the ranks' states change alike all goes on; where one rank lacks what it is to save, nothing is lost silently."""
+    rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
+    save_replicated(writer, f"{url}/1", replicated(mesh, 1))
+    save_replicated(writer, f"{url}/2", replicated(mesh, 2, tensors=12))
+    check_replicated(f"{url}/2", mesh, 2, tensors=12)
+    save_replicated(writer, f"{url}/3", replicated(mesh, 3, tensors=5))
+    check_replicated(f"{url}/3", mesh, 3, tensors=5)
+    # Other shapes, other dtypes, another placement.
+    state = replicated(mesh, 4)
+    state["layer1"]["weight"] = whole(4)[:50].contiguous()
+    state["layer2"]["weight"] = whole(4).to(torch.float16)
+    state["mesh"] = distribute_tensor(whole(4), mesh, [Shard(0)])
+    save_replicated(writer, f"{url}/4", state)
+    found = {"layer1": {"weight": torch.zeros(50, 64)}, "mesh": distribute_tensor(whole(0), mesh, [Shard(1)])}
+    dcp.load(found, storage_reader=TierReader(f"{url}/4", **OPTIONS))
+    assert torch.equal(found["layer1"]["weight"], state["layer1"]["weight"])
+    assert torch.equal(found["mesh"].full_tensor(), state["mesh"].full_tensor())
+    # Rank 0 has nothing but its step any more, of what it is to save, too.
+    save_replicated(writer, f"{url}/5", replicated(mesh, 5))
+    one_sided = replicated(mesh, 6)  # on both, since it takes collectives
+    if rank == 0:
+        one_sided = {"step": 6}
+    try:
+        save_replicated(writer, f"{url}/6", one_sided)
+    except CheckpointException as error:
+        assert "no rank has layer" in str(error), error  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("rank 0's tensors are nowhere, and nobody says so")
+    save_replicated(writer, f"{url}/6", one_sided)
+    check_replicated(f"{url}/6", mesh, 6)
+
+
+@dataclass
+class Holder:
+    """Something that is pickled as a whole."""
+
+    tensor: torch.Tensor
+
+
+def replicas_in_objects(url: str, mesh: DeviceMesh) -> None:
+    """What an object refers to is in the object, whichever rank saves it and whichever saves the tensor by its name."""
+    writer = TierWriter(url, **OPTIONS)
+    for seed in (1, 2, 3):
+        first, second = whole(seed), whole(-seed)
+        state = {"first": first, "second": second, "holders": [Holder(first), Holder(first), Holder(second)]}
+        # Lists at first, which DCP takes apart; then tuples, which it pickles.
+        state.update({name: [whole(seed), whole(seed)] if seed == 1 else (whole(seed), whole(seed)) for name in "abc"})
+        save_replicated(writer, f"{url}/{seed}", state)
+    found: dict[str, Any] = {"holders": None, **dict.fromkeys("abc")}
+    dcp.load(found, storage_reader=TierReader(f"{url}/3", **OPTIONS), planner=TierLoadPlanner(allow=[Holder]))
+    expected = [whole(3), whole(3), whole(-3)]
+    assert all(torch.equal(holder.tensor, tensor) for holder, tensor in zip(found["holders"], expected, strict=True))
+    assert all(torch.equal(tensor, whole(3)) for name in "abc" for tensor in found[name])
+    # A planner that does not take dicts apart, where the one before did.
+    nested = {name: {"x": whole(4), "y": whole(4)} for name in "abc"}
+    save_replicated(writer, f"{url}/4", nested)
+    flat = {"planner": DefaultSavePlanner(flatten_state_dict=False)}
+    try:
+        save_replicated(writer, f"{url}/5", nested, **flat)
+    except CheckpointException as error:
+        assert "has it in an object" in str(error), error  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("an object was saved without its tensors")
+    save_replicated(writer, f"{url}/5", nested, **flat)
+
+
+class Caching(DefaultSavePlanner):
+    """Plans are kept under the name of the class."""
+
+
+def replicas_of_cached_plans(url: str, mesh: DeviceMesh) -> None:
+    """A rank whose plan is the one kept from an earlier save still says what that leaves to others."""
+    rank, writer = dist.get_rank(), TierWriter(url, **OPTIONS)
+    state = {f"tensor{number}": whole(number) for number in range(4)}
+    for number in (1, 2, 3):
+        if number == 3:  # the plan changes, and what is kept from now on is what each rank saves itself
+            state["new"] = whole(9)
+        save_replicated(writer, f"{url}/{number}", state, planner=Caching(enable_plan_caching=True))
+    lost: list[Any] = [None] * WORLD
+    dist.all_gather_object(lost, sorted(set(state) - set(writer._replicas._items)))
+    if rank == 0:
+        del state[next(name for name in lost[0] if name not in lost[1])]
+    try:
+        save_replicated(writer, f"{url}/4", state, planner=Caching(enable_plan_caching=True))
+    except CheckpointException as error:
+        assert "no rank has tensor" in str(error), error  # noqa: PT017 - on every rank
+    else:
+        raise AssertionError("rank 1 has a tensor that is nowhere, and nobody says so")
+
+
+class Cloning(DefaultSavePlanner):
+    """What it saves is made of the state's tensors, so that nothing can stand for those."""
+
+    def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+        super().set_up_planner({name: value.clone() for name, value in state_dict.items()}, *args, **kwargs)
+
+
+def replicas_that_a_planner_cannot_do_without(url: str, mesh: DeviceMesh) -> None:
+    """It is found out in two saves, and not in every second one."""
+    writer = TierWriter(url, **OPTIONS)
+    failed = []
+    for seed in range(1, 9):
+        try:
+            save_replicated(writer, f"{url}/{seed}", {"a": whole(seed), "b": whole(-seed)}, planner=Cloning())
+        except CheckpointException:
+            failed.append(seed)
+    assert len(failed) == 2, failed
+    assert failed[-1] < 6, failed
+
+
+def what_one_rank_cannot_stage(url: str, mesh: DeviceMesh) -> None:
+    """Nobody waits for it, and the writer goes on."""
+    writer = TierWriter(url, **OPTIONS)
+    for bad in (threading.Lock() if dist.get_rank() else 1, threading.Lock()):
+        future = dcp.async_save({"a": whole(1), "mine": bad}, storage_writer=writer)
+        try:
+            future.result(timeout=30)
+        except CheckpointException as error:
+            assert "'mine' has something in it that cannot be copied" in str(error), error  # noqa: PT017 - on every rank
+            assert 1 in error.failures  # noqa: PT017
+        else:
+            raise AssertionError("a lock was saved")
+    kept = {"a": whole(2), "mine": 2}
+    dcp.async_save(kept, storage_writer=writer).result()
+    writer.wait("object")
+    found = {"a": torch.zeros(1001, 64), "mine": 0}
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    assert torch.equal(found["a"], kept["a"])
+    assert found["mine"] == 2
+
+
+def on_their_own(url: str, mesh: DeviceMesh) -> None:
+    rank = dist.get_rank()
+    dcp.save({"mine": torch.full((3,), float(rank))}, storage_writer=TierWriter(url, **OPTIONS), use_collectives=False)
+    found = {"mine": torch.zeros(3)}
+    dcp.load(found, storage_reader=TierReader(url, **OPTIONS))
+    assert torch.equal(found["mine"], torch.full((3,), float(rank)))
+
+
+SCENARIOS = {
+    scenario.__name__: scenario
+    for scenario in (
+        resharding,
+        staged,
+        training_goes_on,
+        in_a_process,
+        in_a_process_staged_by_torch,
+        stock_layout,
+        failure,
+        failure_of_the_coordinator,
+        unusual_on_one_rank,
+        on_two_hosts,
+        replicas,
+        replicas_of_saves_that_overlap,
+        replicas_that_change,
+        replicas_in_objects,
+        replicas_of_cached_plans,
+        replicas_that_a_planner_cannot_do_without,
+        what_one_rank_cannot_stage,
+        on_their_own,
+    )
+}
+
+
+def main(rank: int, directory: Path, url: str) -> None:
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD), HOSTS=str(directory / "hosts")
+    )
+    (directory / "hosts").mkdir(exist_ok=True)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    mesh = init_device_mesh("cpu", (WORLD,))
+    outcomes = {}
+    for name, scenario in SCENARIOS.items():
+        dist.barrier()
+        try:
+            scenario(f"{url}/{name}", mesh)
+            outcomes[name] = ""
+        except BaseException:
+            outcomes[name] = traceback.format_exc()
+    (directory / f"outcomes-{rank}.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()

@@ -1,0 +1,251 @@
+"""Garbage is collected later, and never not at all."""
+
+import contextlib
+import errno
+import gc
+import os
+import threading
+import time
+import traceback
+import weakref
+
+import pytest
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tierfs import gc_pause as garbage
+from tierfs.errors import TierfsError
+from tierfs.gc_pause import Uncollected
+from tierfs.host.nvme.arena import Arena
+from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage
+from tierfs.host.nvme.index import Index
+from tierfs.objects import FsspecObjects, LocalObjects
+
+
+@pytest.fixture(autouse=True)
+def enabled():
+    gc.enable()
+    yield
+    assert gc.isenabled()
+
+
+def until_enabled(seconds=20.0):
+    ends = time.monotonic() + seconds
+    while not gc.isenabled() and time.monotonic() < ends:
+        time.sleep(0.001)
+    return gc.isenabled()
+
+
+def test_nothing_is_collected_in_a_block_and_after_an_error_it_is():
+    with pytest.raises(ValueError, match="out"), Uncollected():
+        assert not gc.isenabled()
+        raise ValueError("out")
+    assert gc.isenabled()
+
+
+def test_of_several_that_overlap_the_last_that_ends_counts():
+    first, second = Uncollected(), Uncollected(60)
+    first.end()
+    first.end()
+    assert not gc.isenabled()
+    second.end()
+    assert gc.isenabled()
+
+
+def test_where_it_is_never_ended_it_ends_by_itself():
+    forgotten, other = Uncollected(0.05), Uncollected()
+    other.end()
+    assert until_enabled()
+    forgotten.end()
+    with Uncollected():
+        assert not gc.isenabled(), "it was counted twice"
+
+
+def test_a_thread_that_is_not_needed_any_more_ends():
+    one = Uncollected(60)
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "tierfs-uncollected"]
+    one.end()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_where_no_thread_can_be_started_nothing_is_put_off(monkeypatch):
+    monkeypatch.setattr(garbage, "start_daemon", lambda *_, **__: None)
+    one = Uncollected(60)
+    assert gc.isenabled()
+    one.end()
+
+
+def test_where_starting_the_thread_fails_nothing_is_put_off(monkeypatch):
+    def fail(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(garbage, "start_daemon", fail)
+    with pytest.raises(MemoryError):
+        Uncollected(60)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize("at", ["disable", "enable"])
+@pytest.mark.parametrize("what", ["a handler of signals", "a fork"])
+def test_whatever_comes_in_between_garbage_is_collected_in_the_end(monkeypatch, at, what):
+    """A handler that saves, or another thread's fork, while it is about to be turned off or on, and right after."""
+    real, children = getattr(gc, at), []
+
+    def between():
+        monkeypatch.setattr(gc, at, real)
+        if what == "a fork":
+            child = os.fork()
+            if not child:
+                with Uncollected():
+                    found = not gc.isenabled()
+                os._exit(0 if found and gc.isenabled() else 1)
+            children.append(child)
+        else:
+            with Uncollected(60):
+                pass
+        monkeypatch.setattr(gc, at, interrupted)
+
+    def interrupted():
+        between()
+        real()
+        between()
+
+    monkeypatch.setattr(gc, at, interrupted)
+    with Uncollected(60):
+        assert not gc.isenabled()
+    monkeypatch.undo()
+    assert gc.isenabled()
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * len(children)
+    with Uncollected():
+        assert not gc.isenabled()
+
+
+def test_a_program_that_collects_by_itself_goes_on_doing_so():
+    gc.disable()
+    try:
+        with Uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_a_forked_child_collects_whatever_its_parent_put_off():
+    one = Uncollected(60)
+    child = os.fork()
+    if not child:
+        found = gc.isenabled()
+        one.end()  # its parent's
+        with Uncollected():
+            found = found and not gc.isenabled()
+        os._exit(0 if found and gc.isenabled() else 1)
+    one.end()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Lent(bytearray):
+    """A buffer that can be asked whether it is there still."""
+
+
+def _fail(*_, **__):
+    raise OSError(errno.EIO, "the disk is on fire")
+
+
+def _read_by_the_system(lent, path, patch):
+    objects = LocalObjects(path)
+    objects.put("a", [bytes(8)])
+    patch.setattr(os, "preadv", _fail)
+    objects.get("a", [(0, memoryview(lent))])
+
+
+def _read_by_fsspec(lent, path, patch):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    objects = FsspecObjects(fs, "bucket")
+    objects.put("a", [bytes(8)])
+    patch.setattr(fs, "cat_file", _fail)
+    objects.get("a", [(0, memoryview(lent))])
+
+
+def _read_by_an_asynchronous_fsspec(lent, path, patch):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    objects = FsspecObjects(AsyncFileSystemWrapper(fs, asynchronous=False, skip_instance_cache=True), "bucket")
+    objects.put("a", [bytes(8)])
+    patch.setattr(fs, "cat_file", _fail)
+    objects.get("a", [(0, memoryview(lent))])
+
+
+def _written_by_fsspec(lent, path, patch):
+    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    patch.setattr(fs, "pipe_file", _fail)
+    patch.setattr(fs, "open", _fail)
+    FsspecObjects(fs, "bucket").put("a", [lent])
+
+
+def _streamed_by_the_system(lent, path, patch):
+    objects = LocalObjects(path)
+    objects.put("a", [bytes(8)])
+
+    def use(_, take):
+        lent.extend(take(8))
+        _fail()
+
+    objects.stream("a", 8, use)
+
+
+def _indexed(lent, path, patch):
+    Index.create(path / "nvme.db", epoch=bytes(16))
+    index = Index(path / "nvme.db")
+    try:
+        with index.transaction() as database:
+            database.execute("SELECT ?", [lent, lent])
+    finally:
+        index.close()
+
+
+def _written_to_the_arena(lent, path, patch):
+    arena = Arena.create(path / "arena", 1 << 20, epoch=bytes(16))
+    patch.setattr(os, "pwritev", _fail)
+    try:
+        arena.write(ExtentPage(ExtentKind.CHUNK, bytes(16), 1, GRANULE, len(lent), bytes(17)), memoryview(lent))
+    finally:
+        arena.close()
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        _read_by_the_system,
+        _streamed_by_the_system,
+        _read_by_fsspec,
+        _read_by_an_asynchronous_fsspec,
+        _written_by_fsspec,
+        _indexed,
+        _written_to_the_arena,
+    ],
+)
+def test_a_translated_error_gives_lent_memory_back(fails, tmp_path, monkeypatch):
+    lent = Lent(8)
+    alive = weakref.ref(lent)
+    gc.disable()
+    try:
+        with monkeypatch.context() as patch, pytest.raises(TierfsError):
+            fails(lent, tmp_path, patch)
+        del lent
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_the_frames_that_raised_stay_in_a_traceback():
+    @contextlib.contextmanager
+    def translating():
+        try:
+            yield
+        except OSError as error:
+            raise ValueError from garbage.untied(error)
+
+    with pytest.raises(ValueError) as caught, translating():
+        _fail()
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__cause__.__traceback__)]
+    assert names == ["test_the_frames_that_raised_stay_in_a_traceback", "_fail"]

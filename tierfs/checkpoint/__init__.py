@@ -1,0 +1,1 @@
+"""Tools on whole checkpoints: list, verify, compare, export, import."""

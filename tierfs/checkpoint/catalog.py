@@ -1,0 +1,249 @@
+"""Which checkpoints lie below a path of a store, and how each one stands: step, size, level, whether it is complete."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+
+from tierfs.dcp.address import inside
+from tierfs.dcp.checkpoint import Checkpoint, metadata_file, open_announced, open_checkpoint, rank_of
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
+from tierfs.format.checkpoint import is_save_id
+from tierfs.host.pending.levels import Level
+from tierfs.store import Store, find, stat
+from tierfs.store.commit import PENDING, ROOT
+from tierfs.store.transfers import transfers
+
+__all__ = ["Candidate", "Standing", "candidates", "natural_key", "standing", "step_of"]
+
+_DIGITS = re.compile(r"([0-9]+)")
+NAMED_MAX = 3
+_SHARD_FILE = re.compile(r"rank-([0-9]{5,9})-[0-9a-f]{8}\.safetensors|.+\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A directory with a checkpoint, or what is left of one.
+
+    Attributes:
+        directory: Relative to the store's root.
+        ranks: Whose metadata there is; ``None`` stands for that of all. Empty for shard files alone.
+        announced: Paths of the files that announce saves which are not published yet.
+        unsaid: Where ranks saved on their own, those of which there are shard files, and no metadata.
+    """
+
+    directory: str
+    ranks: tuple[int | None, ...]
+    announced: tuple[str, ...] = ()
+    unsaid: tuple[int, ...] = ()
+
+    @property
+    def step(self) -> int | None:
+        """By the directory's name."""
+        return step_of(self.directory)
+
+
+@dataclass(slots=True)
+class Standing:
+    """How a checkpoint stands, as this host sees it.
+
+    Attributes:
+        directory: Relative to the store's root.
+        step: As the checkpoint says itself, else by the directory's name.
+        format: ``tierfs``, or ``dcp`` for torch's own writers; ``None`` where nothing says.
+        tensors: How many; ``None`` where nothing says.
+        objects: The same of values that are no tensors.
+        files: How many its metadata names.
+        length: Bytes of tensors and objects; ``None`` where nothing says.
+        level: The lowest that a file of it has reached; ``None`` where one is missing, or nothing says which there are.
+        created_ns: When, in nanoseconds since the epoch; 0 where that is not known.
+        missing: What keeps it from being complete, in words.
+        damage: What is damaged, in words.
+        waiting: Saves to the same place that are announced and not published yet, in words.
+    """
+
+    directory: str
+    step: int | None
+    format: str | None = None
+    tensors: int | None = None
+    objects: int | None = None
+    files: int = 0
+    length: int | None = None
+    level: Level | None = None
+    created_ns: int = 0
+    missing: list[str] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        """``complete``, ``incomplete`` or ``damaged``."""
+        return "damaged" if self.damage else "incomplete" if self.missing else "complete"
+
+
+def step_of(directory: str) -> int | None:
+    """The last number in a directory's name."""
+    numbers: list[str] = _DIGITS.findall(directory.rpartition("/")[2])
+    return int(numbers[-1]) if numbers else None
+
+
+def natural_key(path: str) -> list[tuple[int, int | str]]:
+    """To sort paths by: numbers in them by their size."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in _DIGITS.split(path) if part]
+
+
+def candidates(store: Store, path: str) -> list[Candidate]:
+    """Every directory at or below a path that holds a checkpoint or shard files, in natural order.
+
+    One listing; no record is read.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier cannot be listed.
+    """
+    ranks: dict[str, set[int | None]] = {}
+    announced: dict[str, list[str]] = {}
+    shards: dict[str, set[int]] = {}
+    for entry in find(store, path, detail=False):
+        directory, _, name = entry.path.rpartition("/")
+        if entry.is_directory:
+            continue
+        if directory.rpartition("/")[2] == PENDING and is_save_id(name):
+            directory = directory[: -len(PENDING)].rstrip("/")
+            announced.setdefault(directory, []).append(entry.path)
+            ranks.setdefault(directory, set())
+        elif name == ROOT:
+            ranks.setdefault(directory, set()).add(None)
+        elif (rank := rank_of(name)) is not None:
+            ranks.setdefault(directory, set()).add(rank)
+        elif (shard := _SHARD_FILE.fullmatch(name)) is not None:
+            ranks.setdefault(directory, set())
+            if shard[1]:
+                shards.setdefault(directory, set()).add(int(shard[1]))
+    return [
+        # Where there is one for all, nobody asks for those of single ranks.
+        Candidate(
+            directory,
+            (None,) if None in found else tuple(sorted(rank for rank in found if rank is not None)),
+            tuple(announced.get(directory, ())),
+            tuple(sorted(shards.get(directory, set()) - found)) if found and None not in found else (),
+        )
+        for directory, found in sorted(ranks.items(), key=lambda item: natural_key(item[0]))
+    ]
+
+
+def standing(store: Store, candidate: Candidate) -> Standing:
+    """Look at one checkpoint: its metadata, and whether every file that it names is there in its length.
+
+    No shard file is read, so damage inside of one is not seen: `tierfs.checkpoint.verify` is for that.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    found = Standing(candidate.directory, candidate.step)
+    parts = [part for rank in candidate.ranks if (part := _open(store, rank, found)) is not None]
+    saves = [save for path in candidate.announced if (save := _open_announced(store, path, found)) is not None]
+    if not candidate.ranks:
+        parts = sorted(saves, key=lambda save: save.note.sequence if save.note is not None else -1)[-1:]
+        found.missing.append(f"{ROOT} is not there: a save that has not come to its end, or was replaced")
+    found.missing += [
+        f"{metadata_file(rank)} is not there: rank {rank} did not come to its end" for rank in candidate.unsaid
+    ]
+    if parts and not found.damage:
+        _describe(found, parts)
+    return found
+
+
+def _open_announced(store: Store, path: str, found: Standing) -> Checkpoint | None:
+    """A save that is announced; it leaves a checkpoint that is there as it is, whatever is wrong with it."""
+    try:
+        save = open_announced(store, path)
+    except NotFoundError:
+        return None  # published since the listing, or superseded
+    except (CorruptionError, FormatError, InvalidInputError) as error:
+        found.waiting.append(f"a save is announced, and cannot be read: {error}")
+        return None
+    missing = [name for name in sorted(save.files()) if not _is_published(store, inside(save.directory, name))]
+    waits = (
+        f"waits for {len(missing)} of {len(save.files())} files"
+        if missing
+        else "is complete, and waits to be published"
+    )
+    found.waiting.append(
+        f"save {path.rpartition('/')[2]} {waits}{': ' if missing else ''}{', '.join(missing[:NAMED_MAX])}"
+    )
+    return save
+
+
+def _is_published(store: Store, path: str) -> bool:
+    if _level(store, path) is not Level.OBJECT:
+        return False
+    try:
+        return not stat(store, path).is_directory
+    except (NotFoundError, CorruptionError, FormatError):
+        return False
+
+
+def _open(store: Store, rank: int | None, found: Standing) -> Checkpoint | None:
+    try:
+        return open_checkpoint(store, found.directory, rank=rank)
+    except NotFoundError:
+        found.missing.append(f"{metadata_file(rank)} was removed in the meantime")
+    except (CorruptionError, FormatError, InvalidInputError) as error:
+        found.damage.append(str(error))
+    return None
+
+
+def _describe(found: Standing, parts: list[Checkpoint]) -> None:
+    try:
+        files: dict[str, tuple[int, bool]] = {}
+        for part in parts:
+            for name, length in part.files().items():
+                files[name] = (max(length, files.get(name, (0, False))[0]), part.note is not None)
+        found.length = sum(part.length for part in parts)
+        if parts[0].rank is None:
+            parts[0].check_whole()
+    except CorruptionError as error:
+        found.damage.append(str(error))
+        return
+    steps = {part.note.step for part in parts if part.note is not None and part.note.step is not None}
+    found.step = max(steps) if steps else found.step
+    found.format = parts[0].format
+    found.tensors = len({fqn for part in parts for fqn in part.tensors})
+    found.objects = len({fqn for part in parts for fqn in part.objects})
+    found.files = len(files)
+    found.created_ns = max(part.created_ns for part in parts)
+    store, directory = parts[0].store, parts[0].directory
+
+    def look(item: tuple[str, tuple[int, bool]]) -> tuple[Level, str, str]:
+        name, (length, is_exact) = item
+        return _look(store, inside(directory, name), length, is_exact=is_exact)
+
+    looked = transfers().map(look, sorted(files.items()))
+    levels = [level for level, _, _ in looked]
+    levels += [_level(store, inside(directory, metadata_file(part.rank))) for part in parts]
+    found.missing += [missing for _, missing, _ in looked if missing]
+    found.damage += [damage for _, _, damage in looked if damage]
+    # What is missing has no level.
+    found.level = None if found.missing else min(levels)
+
+
+def _look(store: Store, path: str, length: int, *, is_exact: bool) -> tuple[Level, str, str]:
+    """A file's level, and what is missing or damaged about it."""
+    level = _level(store, path)
+    name = path.rpartition("/")[2]
+    try:
+        entry = stat(store, path)
+    except NotFoundError:
+        return level, f"{name} is not there", ""
+    except (CorruptionError, FormatError) as error:
+        return level, "", f"{name}: {error}"
+    if entry.is_directory:
+        return level, f"{name} is a directory", ""
+    if entry.length < length or (is_exact and entry.length != length):
+        return level, f"{name} has {entry.length} bytes, not {length}", ""
+    return level, "", ""
+
+
+def _level(store: Store, path: str) -> Level:
+    """As `tierfs.store.level_of`, for a file that may not be there."""
+    return store.tiers.drafts.level(path) if store.tiers is not None else Level.OBJECT

@@ -1,0 +1,198 @@
+"""How two checkpoints differ, tensor by tensor: read in pieces, so that neither has to fit into memory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
+from tierfs.dcp.tensorbytes import bytes_of
+
+__all__ = ["CheckpointDifference", "TensorDifference", "compare", "compare_tensors"]
+
+ELEMENTS_AT_ONCE = 1 << 20
+"""Bounds what is converted to float64 at a time."""
+_INTEGER = re.compile(r"torch\.(u?)int(8|16|32|64)")
+
+
+@dataclass(slots=True)
+class TensorDifference:
+    """What is different about the elements of two tensors of one dtype and shape.
+
+    Attributes:
+        elements: How many they have.
+        differing: How many do not have the same bits: a NaN equals itself, 0.0 and -0.0 differ.
+        max_abs: The largest absolute difference that is a finite number; ``None`` where there is none, or where the dtype is
+            none to reckon with.
+        not_finite: How many of them differ by what is no finite number: one of the two is a NaN or infinite, or they are further
+            apart than a float64 tells.
+    """
+
+    elements: int = 0
+    differing: int = 0
+    max_abs: float | int | None = None
+    not_finite: int = 0
+
+    @property
+    def fraction(self) -> float:
+        """Of the elements that differ."""
+        return self.differing / self.elements if self.elements else 0.0
+
+    def add(self, other: TensorDifference) -> None:
+        """Count another part of the same tensors in."""
+        self.elements += other.elements
+        self.differing += other.differing
+        self.not_finite += other.not_finite
+        if other.max_abs is not None:
+            self.max_abs = other.max_abs if self.max_abs is None else max(self.max_abs, other.max_abs)
+
+
+@dataclass(slots=True)
+class CheckpointDifference:
+    """How checkpoint A and B differ. All names are sorted.
+
+    Attributes:
+        only_a: Tensors and objects that only A has.
+        only_b: The same of B.
+        unlike: What has another dtype or shape, or is a tensor in one and an object in the other: in words, A's and B's.
+        tensors: Tensors whose elements differ.
+        objects: Objects whose bytes differ.
+        equal: How many tensors and objects are equal.
+    """
+
+    only_a: list[str] = field(default_factory=list)
+    only_b: list[str] = field(default_factory=list)
+    unlike: dict[str, tuple[str, str]] = field(default_factory=dict)
+    tensors: dict[str, TensorDifference] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    equal: int = 0
+
+    @property
+    def is_none(self) -> bool:
+        """Whether they do not."""
+        return not (self.only_a or self.only_b or self.unlike or self.tensors or self.objects)
+
+
+def compare(a: Checkpoint, b: Checkpoint, *, progress: Callable[[int], object] | None = None) -> CheckpointDifference:
+    """Compare what two checkpoints hold; how it is cut into shards does not matter.
+
+    Args:
+        a: One.
+        b: The other one, maybe of another store or format.
+        progress: Called with bytes of tensors of ``a`` as they are compared.
+
+    Raises:
+        CorruptionError: Stored bytes are wrong or missing, or the shards of a tensor do not make up the whole of it.
+        TierfsError: It failed.
+    """
+    found = CheckpointDifference()
+    described_a, described_b = _described(a), _described(b)
+    found.only_a = sorted(described_a.keys() - described_b.keys())
+    found.only_b = sorted(described_b.keys() - described_a.keys())
+    alike = []
+    for fqn in sorted(described_a.keys() & described_b.keys()):
+        if described_a[fqn] == described_b[fqn]:
+            alike.append(fqn)
+        else:
+            found.unlike[fqn] = described_a[fqn], described_b[fqn]
+    tensors = [fqn for fqn in alike if described_a[fqn] != _OBJECT]
+    for checkpoint in (a, b):
+        checkpoint.check_whole(tensors)
+    readers = BoxReader(a), BoxReader(b)
+    differences = {fqn: TensorDifference() for fqn in tensors}
+    for batch in in_batches(_boxes(a, b, tensors)):
+        for box, one, other in zip(batch, readers[0].read(batch), readers[1].read(batch), strict=True):
+            differences[box.fqn].add(compare_tensors(one, other))
+            if progress is not None:
+                progress(box.length)
+    found.tensors = {fqn: difference for fqn, difference in differences.items() if difference.differing}
+    found.objects = [
+        fqn for fqn in alike if described_a[fqn] == _OBJECT and readers[0].object(fqn) != readers[1].object(fqn)
+    ]
+    found.equal = len(alike) - len(found.tensors) - len(found.objects)
+    return found
+
+
+_OBJECT = "object"
+
+
+def _described(checkpoint: Checkpoint) -> dict[str, str]:
+    tensors = {
+        fqn: f"{str(item.properties.dtype).removeprefix('torch.')} {list(item.size)}"
+        for fqn, item in checkpoint.tensors.items()
+    }
+    return {**tensors, **dict.fromkeys(checkpoint.objects, _OBJECT)}
+
+
+def _boxes(a: Checkpoint, b: Checkpoint, names: list[str]) -> Iterator[Box]:
+    for fqn in names:
+        # What one of the two can only be read as a whole is read so of both.
+        yield from min(list(boxes_of(a, fqn)), list(boxes_of(b, fqn)), key=len)
+
+
+def compare_tensors(one: Any, other: Any) -> TensorDifference:
+    """Compare the elements of two tensors of one dtype and shape, on the CPU.
+
+    Args:
+        one: Of any dtype.
+        other: Of the same.
+    """
+    dtype: torch.dtype = one.dtype
+    found = TensorDifference(elements=one.numel())
+    raw_a, raw_b = (np.frombuffer(bytes_of(tensor), dtype=np.uint8) for tensor in (one, other))
+    step = ELEMENTS_AT_ONCE * dtype.itemsize
+    for start in range(0, len(raw_a), step):
+        part_a, part_b = raw_a[start : start + step], raw_b[start : start + step]
+        if np.array_equal(part_a, part_b):
+            continue
+        rows_a, rows_b = part_a.reshape(-1, dtype.itemsize), part_b.reshape(-1, dtype.itemsize)
+        differs = (rows_a != rows_b).any(axis=1)
+        found.add(_measure(rows_a[differs], rows_b[differs], dtype))
+    return found
+
+
+def _measure(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], dtype: torch.dtype) -> TensorDifference:
+    """How far elements are apart that all differ; they come as rows of bytes."""
+    found = TensorDifference(differing=len(a))
+    integer = _INTEGER.fullmatch(str(dtype))
+    if integer is not None or dtype == torch.bool:
+        kind = np.dtype(str(dtype).removeprefix("torch.")) if integer is not None else np.dtype(np.uint8)
+        whole_a, whole_b = a.copy().view(kind), b.copy().view(kind)
+        # The larger one less the smaller one fits into as many bits without a sign, and wraps around to them.
+        with np.errstate(over="ignore"):
+            apart = np.where(whole_a > whole_b, whole_a - whole_b, whole_b - whole_a)
+        found.max_abs = int(apart.view(f"u{kind.itemsize}").max())
+        return found
+    numbers = _as_float64(a, dtype), _as_float64(b, dtype)
+    if numbers[0] is None or numbers[1] is None:
+        return found
+    with np.errstate(over="ignore", invalid="ignore"):
+        apart = np.abs(numbers[0] - numbers[1])
+        if dtype.is_complex:
+            apart = np.hypot(apart[:, 0], apart[:, 1])
+        apart = apart.reshape(-1)
+    finite = np.isfinite(apart)
+    found.not_finite = int(len(apart) - np.count_nonzero(finite))
+    if finite.any():
+        found.max_abs = float(apart[finite].max())
+    return found
+
+
+def _as_float64(rows: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any] | None:
+    """Elements as numbers, complex ones as two; ``None`` for a dtype whose elements torch has no numbers for."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    real = dtype.to_real() if dtype.is_complex else dtype
+    flat = torch.from_numpy(rows.copy().reshape(-1)).view(real)
+    try:
+        converted: np.ndarray[Any, Any] = flat.to(torch.float64).numpy()
+    except (RuntimeError, NotImplementedError):
+        # Packed ones, like float4_e2m1fn_x2: there are no elements to convert.
+        return None
+    return converted.reshape(len(rows), -1)

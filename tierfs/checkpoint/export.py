@@ -1,0 +1,248 @@
+"""From a checkpoint to what others read: one safetensors file, a nested state for ``torch.save``, torch's own DCP directory.
+
+What cannot be exported is refused before the first byte is written. Tensors go through in pieces of `BATCH_BYTES`, or of one
+shard where ``torch.save`` wrote it, but for the nested state, which is all of them.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from tierfs.checkpoint.nesting import nested
+from tierfs.codec.layout.safetensors import HEADER_BYTES_MAX, Entry
+from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.load.boxes import BATCH_BYTES, Box, BoxReader, boxes_of, in_batches
+from tierfs.dcp.planner import unpickle_safely
+from tierfs.dcp.save.plan import header
+from tierfs.dcp.tensorbytes import bytes_of, in_safetensors
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.store.commit import ROOT
+
+__all__ = ["safetensors_pieces", "state_of", "write_dcp", "write_state"]
+
+DATA_FILE = "__0_0.distcp"
+_NOTE = {"format": "pt"}
+_NAMES_MAX = 5
+
+
+def safetensors_pieces(
+    checkpoint: Checkpoint, *, skip_objects: bool = False, progress: Callable[[int], object] | None = None
+) -> Iterator[memoryview]:
+    """One safetensors file with every tensor as a whole, in order, as pieces; each is valid until the next is asked for.
+
+    Args:
+        checkpoint: What to export.
+        skip_objects: Leave values that are no tensors out; else they are refused.
+        progress: Called with bytes of tensors as they are read.
+
+    Raises:
+        InvalidInputError: Something in it has no place in such a file; nothing was read yet.
+        CorruptionError: Stored bytes are wrong or missing.
+        TierfsError: It failed.
+    """
+    tensors = checkpoint.tensors
+    odd = {
+        fqn: item.properties.dtype
+        for fqn, item in tensors.items()
+        if in_safetensors(item.properties.dtype, item.size) is None
+    }
+    if odd:
+        listed = _listed([f"{fqn!r} ({str(dtype).removeprefix('torch.')})" for fqn, dtype in odd.items()])
+        raise InvalidInputError(f"the safetensors format has no dtype for {listed}: export to dcp or torch")
+    if "__metadata__" in tensors:
+        raise InvalidInputError(
+            "'__metadata__' is no name for a tensor in the safetensors format: export to dcp or torch"
+        )
+    if checkpoint.objects and not skip_objects:
+        raise InvalidInputError(
+            f"the safetensors format holds tensors alone, and there is {_listed(list(map(repr, checkpoint.objects)))}: leave "
+            "what is no tensor out with --skip-objects, or export to dcp or torch"
+        )
+    checkpoint.check_whole()
+    # The widest elements first: then each tensor is aligned for its own.
+    names = sorted(tensors, key=lambda fqn: (-tensors[fqn].properties.dtype.itemsize, fqn))
+    head = header(_entries(tensors, names), _NOTE)
+    if len(head) > HEADER_BYTES_MAX:
+        raise InvalidInputError(f"{len(names)} tensors are too many for a safetensors file: export to dcp or torch")
+    return _with_head(head, checkpoint, names, progress)
+
+
+def _with_head(
+    head: bytes, checkpoint: Checkpoint, names: list[str], progress: Callable[[int], object] | None
+) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for _, tensor in _read(checkpoint, names, progress):
+        if tensor.numel():
+            yield bytes_of(tensor)
+
+
+def _entries(tensors: Mapping[str, Any], names: list[str]) -> Iterator[Entry]:
+    at = 0
+    for fqn in names:
+        dtype, size = tensors[fqn].properties.dtype, tensors[fqn].size
+        length = math.prod(size) * dtype.itemsize
+        described = in_safetensors(dtype, size)
+        assert described is not None, "refused before"
+        yield Entry(fqn, *described, at, length)
+        at += length
+
+
+def state_of(
+    checkpoint: Checkpoint, *, skip_objects: bool = False, progress: Callable[[int], object] | None = None
+) -> dict[object, Any]:
+    """The whole state, nested as it was saved, in memory.
+
+    Args:
+        checkpoint: What to export.
+        skip_objects: Leave values that are no tensors out; else they are loaded with ``weights_only=True``.
+        progress: Called with bytes of tensors as they are read.
+
+    Raises:
+        InvalidInputError: An object is made with something that is not allowed, which was not run; no tensor was read yet.
+        CorruptionError: Stored bytes are wrong or missing.
+        TierfsError: It failed.
+    """
+    checkpoint.check_whole()
+    reader = BoxReader(checkpoint)
+    values: dict[str, Any] = {}
+    for fqn in [] if skip_objects else checkpoint.objects:
+        values[fqn] = unpickle_safely(
+            repr(fqn),
+            io.BytesIO(reader.object(fqn)),
+            allow=(),  # what reads the export with ``weights_only=True`` allows no more
+            hint="leave what is no tensor out with --skip-objects, or export to dcp",
+            map_location="cpu",
+        )
+    tensors = checkpoint.tensors
+    paths = checkpoint.metadata.planner_data
+    nested(dict.fromkeys([*values, *tensors]), paths)  # refuses paths that contradict each other
+    for batch in in_batches(
+        Box(fqn, item.properties.dtype, (0,) * len(item.size), tuple(item.size)) for fqn, item in tensors.items()
+    ):
+        for box, tensor in zip(batch, reader.read(batch), strict=True):
+            values[box.fqn] = tensor
+            if progress is not None:
+                progress(box.length)
+    return nested(values, paths)
+
+
+def write_state(state: Mapping[object, Any], stream: BinaryIO) -> None:
+    """Write a state as ``torch.save`` does.
+
+    Args:
+        state: As `state_of` gives it.
+        stream: Takes the bytes, in order.
+
+    Raises:
+        TierfsError, OSError: As the stream does.
+    """
+    _save(state, stream)
+
+
+def write_dcp(
+    checkpoint: Checkpoint,
+    directory: str,
+    *,
+    skip_objects: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> None:
+    """Write what torch's ``FileSystemReader`` reads: each piece of a tensor as ``torch.save`` writes it, pickled metadata.
+
+    Args:
+        checkpoint: What to export.
+        directory: A local one, empty.
+        skip_objects: Leave values that are no tensors out.
+        progress: Called with bytes of tensors as they are written.
+
+    Raises:
+        CorruptionError: Stored bytes are wrong or missing; what was written so far is in the directory.
+        TierfsError, OSError: It failed.
+    """
+    checkpoint.check_whole()
+    objects = [] if skip_objects else list(checkpoint.objects)
+    items: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    with open(os.path.join(directory, DATA_FILE), "wb") as stream:
+        reader = BoxReader(checkpoint)
+        for fqn in objects:
+            items[fqn] = checkpoint.metadata.state_dict_metadata[fqn]
+            places[MetadataIndex(fqn)] = _stored(stream, partial(stream.write, reader.object(fqn)))
+        for fqn, item in checkpoint.tensors.items():
+            items[fqn] = TensorStorageMetadata(item.properties, item.size, [])
+        for box, tensor in _read(checkpoint, list(checkpoint.tensors), progress):
+            offsets = torch.Size(box.offsets)
+            number = len(items[box.fqn].chunks)
+            items[box.fqn].chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
+            place = _stored(stream, partial(_save, tensor, stream))
+            places[MetadataIndex(box.fqn, offsets, number)] = place
+        _flush(stream)
+    metadata = replace(
+        checkpoint.metadata,
+        state_dict_metadata=items,
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        planner_data=_paths_of(checkpoint.metadata.planner_data, items),
+    )
+    with open(os.path.join(directory, ROOT), "wb") as stream:
+        pickle.dump(metadata, stream)
+        _flush(stream)
+
+
+def _stored(stream: BinaryIO, write: Callable[[], object]) -> Any:
+    at = stream.tell()
+    write()
+    return _StorageInfo(DATA_FILE, at, stream.tell() - at)
+
+
+def _save(value: Any, stream: BinaryIO) -> None:
+    try:
+        torch.save(value, stream)
+    except RuntimeError as error:
+        # When a write has failed, torch goes on to end its archive, and then complains of that.
+        cause = error.__context__
+        if isinstance(cause, (TierfsError, OSError)):
+            raise cause from None
+        raise
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _paths_of(paths: Any, items: Mapping[str, Any]) -> dict[str, Any] | None:
+    return None if paths is None else {fqn: path for fqn, path in paths.items() if fqn in items}
+
+
+def _read(
+    checkpoint: Checkpoint, names: list[str], progress: Callable[[int], object] | None
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Every box of the named tensors, in order, with its elements."""
+    reader = BoxReader(checkpoint)
+    boxes = (box for fqn in names for box in boxes_of(checkpoint, fqn, bytes_max=BATCH_BYTES))
+    for batch in in_batches(boxes):
+        for box, tensor in zip(batch, reader.read(batch), strict=True):
+            yield box, tensor
+            if progress is not None:
+                progress(box.length)
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMES_MAX} more" if len(names) > _NAMES_MAX else ""
+    return f"{', '.join(names[:_NAMES_MAX])}{more}"

@@ -1,0 +1,89 @@
+"""In which tiers the bytes of a checkpoint lie, as this host sees it."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierfs.dcp.address import inside
+from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.metadata import Place
+from tierfs.errors import NotFoundError
+from tierfs.format.manifest import Row
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.record import local_name
+from tierfs.store import level_of, stat
+from tierfs.store.read.reader import expand_rows
+
+__all__ = ["Placement"]
+
+LOCAL_TIERS = ("ram", "nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    level: Level
+    rows: Sequence[Row]
+    starts: Sequence[int]
+
+
+class Placement:
+    """Looks each file of a checkpoint up once. For one thread at a time.
+
+    Args:
+        checkpoint: Which one.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files: dict[str, _File | None] = {}
+
+    def __repr__(self) -> str:
+        return f"Placement({self._checkpoint.where!r})"
+
+    def level(self, place: Place) -> Level | None:
+        """The level that a file has reached; ``None`` where it is not there."""
+        file = self._file(place.file)
+        return None if file is None else file.level
+
+    def tiers(self, place: Place) -> list[str]:
+        """The tiers that hold all of these bytes, the nearest first.
+
+        Raises:
+            CorruptionError, FormatError: The file's record is damaged, or of another version.
+            StoreError, ReadOnlyError: The object tier failed.
+        """
+        file, tiers = self._file(place.file), self._checkpoint.store.tiers
+        if file is None or not place.length:
+            return []
+        first = max(0, bisect.bisect_right(file.starts, place.at) - 1)
+        last = bisect.bisect_left(file.starts, place.at + place.length)
+        kind = self._checkpoint.store.descriptor.digest_kind
+        names = [local_name(kind, row.name.digest) for row in file.rows[first:last]]
+        near = LOCAL_TIERS if tiers is not None and names else ()
+        found = [tier for tier in near if tiers is not None and all(tiers.reader.holds(name, tier) for name in names)]
+        return [*found, *(["object"] if file.level is Level.OBJECT else [])]
+
+    def rows(self, name: str) -> tuple[Sequence[Row], Sequence[int]]:
+        """The chunks of a file, and where in it each begins; none where it is not there, or has none."""
+        file = self._file(name)
+        return ((), ()) if file is None else (file.rows, file.starts)
+
+    def _file(self, name: str) -> _File | None:
+        if name not in self._files:
+            self._files[name] = self._look(inside(self._checkpoint.directory, name))
+        return self._files[name]
+
+    def _look(self, path: str) -> _File | None:
+        store = self._checkpoint.store
+        try:
+            level = level_of(store, path)
+            entry = stat(store, path)
+        except NotFoundError:
+            return None
+        rows: Sequence[Row] = ()
+        if entry.manifest is not None and entry.manifest.inline is None:
+            rows = expand_rows(store, entry.manifest, path)
+        return _File(level, rows, [0, *itertools.accumulate(row.raw_length for row in rows)][: len(rows)])

@@ -1,0 +1,280 @@
+"""Read every byte of a checkpoint back, and say which tensors are damaged. Nothing is changed, no pickle's code is run."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from tierfs.buffers import buffers
+from tierfs.codec.layout.safetensors import Entry, read_table
+from tierfs.dcp.address import inside
+from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.load.boxes import Box, BoxReader
+from tierfs.dcp.metadata import Place
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.host.pending.levels import Level
+from tierfs.store import Reader, level_of, open_entry, stat
+from tierfs.store.read.reader import expand_rows
+from tierfs.store.transfers import transfers
+
+__all__ = ["CheckpointReport", "ShardDamage", "verify_checkpoint"]
+
+BATCH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDamage:
+    """Something that is wrong with a file of a checkpoint, or with what is said of a tensor.
+
+    Attributes:
+        names: Tensors and objects that it concerns, sorted; empty where it concerns none, but the file.
+        file: Name of the shard file; empty where the metadata is at fault.
+        at: Offset of the damaged bytes in the file; with ``length`` of 0, no bytes in particular.
+        length: How many they are.
+        tier: Where they were read from: ``object``, or ``local`` for what is in no object tier yet.
+        kind: Category of the error.
+        problem: What is wrong, in words.
+    """
+
+    names: tuple[str, ...]
+    file: str
+    at: int
+    length: int
+    tier: str
+    kind: str
+    problem: str
+
+
+@dataclass(slots=True)
+class CheckpointReport:
+    """What was looked at and found.
+
+    Attributes:
+        files: Shard files that were read.
+        length: Bytes that were read of them.
+        tensors: How many the checkpoint has.
+        objects: The same of values that are no tensors.
+        undigested: Files that tierfs did not write: there is no digest to hold their bytes to.
+        damage: What is wrong; empty if all is well.
+    """
+
+    files: int = 0
+    length: int = 0
+    tensors: int = 0
+    objects: int = 0
+    undigested: list[str] = field(default_factory=list)
+    damage: list[ShardDamage] = field(default_factory=list)
+
+    def add(self, other: CheckpointReport) -> None:
+        """Count another part of the same checkpoint in."""
+        self.files += other.files
+        self.length += other.length
+        self.tensors += other.tensors
+        self.objects += other.objects
+        self.undigested += other.undigested
+        self.damage += other.damage
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    name: str
+    reader: Reader
+    borders: Sequence[int]
+    tier: str
+
+
+def verify_checkpoint(checkpoint: Checkpoint, *, progress: Callable[[int], object] | None = None) -> CheckpointReport:
+    """Check that a checkpoint is all there, and every byte as it was written.
+
+    What is in the object tier is read from there, whatever copies this host has.
+
+    Args:
+        checkpoint: Which one.
+        progress: Called with bytes as they are checked, from several threads.
+
+    Raises:
+        CorruptionError: The metadata does not say where something is.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    report = CheckpointReport(tensors=len(checkpoint.tensors), objects=len(checkpoint.objects))
+    places: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    for fqn, place in checkpoint.places():
+        places[place.file].append((fqn, place.at, place.length))
+    if checkpoint.rank is None:
+        problems = {fqn: checkpoint.problem_of(fqn) for fqn in checkpoint.tensors}
+        report.damage += [
+            ShardDamage((fqn,), "", 0, 0, "object", CorruptionError.kind, f"{fqn!r}: {problem}")
+            for fqn, problem in problems.items()
+            if problem
+        ]
+    for name, length in sorted(checkpoint.files().items()):
+        _check_file(checkpoint, name, length, places[name], report, progress)
+    if checkpoint.note is None:
+        _check_archives(checkpoint, report)
+    return report
+
+
+def _check_file(
+    checkpoint: Checkpoint,
+    name: str,
+    length: int,
+    places: Sequence[tuple[str, int, int]],
+    report: CheckpointReport,
+    progress: Callable[[int], object] | None,
+) -> None:
+    """Check a file of which the metadata says that it has this length, and at which places what lies."""
+    try:
+        file = _open(checkpoint, name, length, report)
+    except (CorruptionError, FormatError) as error:
+        names = tuple(sorted({fqn for fqn, _, _ in places}))
+        report.damage.append(ShardDamage(names, name, 0, 0, "object", error.kind, str(error)))
+        return
+    report.files += 1
+    found = _read(file, report, progress)
+    for at, count, problem in found:
+        names = tuple(sorted({fqn for fqn, begin, size in places if begin < at + count and at < begin + size}))
+        report.damage.append(ShardDamage(names, name, at, count, file.tier, problem.kind, str(problem)))
+    if checkpoint.note is not None and not found:
+        _check_table(checkpoint, file, report)
+
+
+def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointReport) -> _File:
+    store, path = checkpoint.store, inside(checkpoint.directory, name)
+    where = store.where(path)
+    try:
+        level = level_of(store, path)
+        entry = stat(store, path)
+        is_published = level is Level.OBJECT and entry.manifest is not None
+        reader = open_entry(store.without_local_tiers() if is_published else store, entry)
+    except NotFoundError as error:
+        raise CorruptionError(f"{where} is missing, and the checkpoint's metadata names it", path=path) from error
+    if reader.length < length or (checkpoint.note is not None and reader.length != length):
+        raise CorruptionError(
+            f"{where} has {reader.length} bytes, and {length} by the checkpoint's metadata", path=path
+        )
+    borders: Iterable[int] = range(CHUNK_BYTES, reader.length + CHUNK_BYTES, CHUNK_BYTES)
+    if entry.foreign is not None:
+        report.undigested.append(name)
+    elif entry.manifest is not None and entry.manifest.inline is None:
+        borders = itertools.accumulate(row.raw_length for row in expand_rows(store, entry.manifest, path))
+    return _File(name, reader, list(borders), "object" if level is Level.OBJECT else "local")
+
+
+def _read(
+    file: _File, report: CheckpointReport, progress: Callable[[int], object] | None
+) -> list[tuple[int, int, TierfsError]]:
+    """Read a file, and return offset, length and error of every piece that cannot be."""
+    lock = threading.Lock()
+    found: list[tuple[int, int, TierfsError]] = []
+
+    def check(piece: tuple[int, int]) -> None:
+        at, count = piece
+        try:
+            with buffers().lend(count) as out:
+                file.reader.read_into(at, out)
+        except (CorruptionError, ConflictError, FormatError) as error:
+            with lock:
+                found.append((at, count, error))
+        with lock:
+            report.length += count
+        if progress is not None:
+            progress(count)
+
+    pieces = list(_pieces(file))
+    for start in range(0, len(pieces), BATCH):
+        transfers().map(check, pieces[start : start + BATCH])
+    return sorted(found, key=lambda item: item[0])
+
+
+def _pieces(file: _File) -> Iterator[tuple[int, int]]:
+    at = 0
+    for border in file.borders:
+        end = min(border, file.reader.length)
+        if end > at:
+            yield at, end - at
+        at = end
+
+
+def _check_table(checkpoint: Checkpoint, file: _File, report: CheckpointReport) -> None:
+    """Hold what the metadata says of each tensor's place to what the safetensors file says of itself."""
+
+    def wrong(names: tuple[str, ...], at: int, length: int, problem: str) -> None:
+        report.damage.append(ShardDamage(names, file.name, at, length, file.tier, CorruptionError.kind, problem))
+
+    try:
+        entries, begin = read_table(file.reader.read_into, file.reader.length, file.name)
+    except CorruptionError as error:
+        wrong((), 0, 0, str(error))
+        return
+    table = _Table(entries.values(), begin)
+    for fqn, item in checkpoint.tensors.items():
+        for shard in checkpoint.shards(fqn):
+            if shard.place.file == file.name and shard.place.length:
+                problem = table.problem(shard.place.at, shard.place.length, item.properties.dtype, shard.sizes)
+                if problem:
+                    wrong((fqn,), shard.place.at, shard.place.length, f"{fqn!r} at {list(shard.offsets)}: {problem}")
+    for fqn, place in checkpoint.objects.items():
+        if place.file == file.name and place.length and (problem := table.problem(place.at, place.length, None, ())):
+            wrong((fqn,), place.at, place.length, f"{fqn!r}: {problem}")
+
+
+class _Table:
+    """What lies where in a safetensors file."""
+
+    def __init__(self, entries: Iterable[Entry], begin: int) -> None:
+        self._begin = begin
+        self._entries = sorted((entry for entry in entries if entry.length), key=lambda entry: entry.at)
+        self._starts = [entry.at for entry in self._entries]
+
+    def problem(self, at: int, length: int, dtype: Any, sizes: tuple[int, ...]) -> str:
+        """What is wrong with bytes of the file being a shard of this dtype and shape, or an object; empty for nothing."""
+        number = bisect.bisect_right(self._starts, at - self._begin) - 1
+        entry = self._entries[number] if number >= 0 else None
+        if entry is None or at - self._begin + length > entry.at + entry.length:
+            return f"bytes {at} to {at + length} are no tensor of the shard file, nor a part of one"
+        known = "U8" if dtype is None else SAFETENSORS_NAMES.get(dtype, "U8")
+        if entry.dtype not in {known, "U8"}:
+            return f"it is {dtype or 'an object'}, and {entry.dtype} by the shard file's own table"
+        if entry.length == length and entry.dtype == SAFETENSORS_NAMES.get(dtype) and entry.shape != sizes:
+            return f"it is {list(sizes)}, and {list(entry.shape)} by the shard file's own table"
+        return ""
+
+
+def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:
+    """Load what one of torch's own writers stored: what it lies in has a structure, and may have checksums."""
+    damaged = {name for damage in report.damage for name in damage.names}
+    reader = BoxReader(checkpoint)
+
+    def check(fqn: str, place: Place, read: Callable[[], object]) -> None:
+        error = _error_of(read)
+        if error is not None:
+            report.damage.append(
+                ShardDamage((fqn,), place.file, place.at, place.length, "object", error.kind, str(error))
+            )
+
+    for fqn, item in checkpoint.tensors.items():
+        for shard in checkpoint.shards(fqn) if fqn not in damaged else ():
+            box = Box(fqn, item.properties.dtype, shard.offsets, shard.sizes)
+            check(fqn, shard.place, partial(reader.read, [box]))
+    for fqn, place in checkpoint.objects.items():
+        if fqn not in damaged:
+            check(fqn, place, partial(reader.object, fqn))
+
+
+def _error_of(read: Callable[[], object]) -> TierfsError | None:
+    """What is wrong with what is read, if anything is."""
+    try:
+        read()
+    except StoreError:
+        raise
+    except TierfsError as error:
+        return error
+    return None

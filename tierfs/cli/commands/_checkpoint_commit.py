@@ -1,0 +1,39 @@
+"""``tierfs checkpoint commit``: publish a save of several hosts whose parts are all there."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from tierfs.cli.output import print_json, printable
+from tierfs.cli.places import store_place
+from tierfs.dcp.address import inside
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.format.checkpoint import SaveMark
+from tierfs.store import stat
+from tierfs.store.commit import ROOT, Commits
+
+__all__ = ["commit"]
+
+
+def commit(arguments: argparse.Namespace) -> int:
+    """Publish what can be, and say which save the checkpoint is of; what has to wait still is an error."""
+    timeout_s = 0.0 if arguments.timeout is None else arguments.timeout
+    if not (math.isfinite(timeout_s) and timeout_s >= 0):
+        raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
+    place = store_place(arguments.url)
+    Commits(place.store).wait(place.path, timeout_s)
+    root = inside(place.path, ROOT)
+    try:
+        manifest = stat(place.store, root).manifest
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"{place.url} is no checkpoint, and no save to it is announced: `tierfs checkpoint ls` lists those that there are",
+            path=place.path,
+        ) from error
+    mark = None if manifest is None else SaveMark.of(manifest.metadata)
+    if arguments.json:
+        print_json({"url": place.url, "save_id": mark.save_id if mark is not None else None})
+    else:
+        print(f"{printable(place.url)} is complete" + (f": save {mark.save_id}" if mark is not None else ""))
+    return 0

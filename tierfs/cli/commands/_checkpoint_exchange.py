@@ -1,0 +1,180 @@
+"""``tierfs checkpoint export`` and ``import``: checkpoints as others have them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO, cast
+
+from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
+from tierfs.checkpoint.import_ import import_checkpoint, import_file
+from tierfs.cli.commands._checkpoint_places import open_at, source_of
+from tierfs.cli.output import print_json, printable
+from tierfs.cli.places import LocalPlace, StorePlace, any_place, store_place
+from tierfs.cli.progress import Progress
+from tierfs.dcp.address import inside
+from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
+from tierfs.dcp.metadata import Place
+from tierfs.dcp.torch_format.streams import SaveStream
+from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.localfile import naming, replacing
+from tierfs.store import Writer, kind_of, load
+from tierfs.store.commit import ROOT
+from tierfs.units import format_bytes
+
+__all__ = ["export", "import_"]
+
+_BY_ENDING = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch"}
+_OF_A_CHECKPOINT = re.compile(r"\.metadata|__[0-9]+\.metadata|.+\.distcp")
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Write a checkpoint in another format."""
+    format_ = arguments.format or _BY_ENDING.get(os.path.splitext(arguments.other)[1].lower(), "dcp")
+    source = source_of(arguments.url)
+    checkpoint = open_at(source, arguments.rank)
+    target = any_place(arguments.other, write=True)
+    _refuse_taken(target, format_, force=arguments.force)
+    with Progress("export", total_bytes=checkpoint.length, wanted=arguments.progress) as progress:
+        if format_ == "safetensors":
+            pieces = safetensors_pieces(checkpoint, skip_objects=arguments.skip_objects, progress=progress.advance)
+            target.target().fill(pieces, None)
+        elif format_ == "torch":
+            state = state_of(checkpoint, skip_objects=arguments.skip_objects, progress=progress.advance)
+            with _stream_to(target) as stream:
+                write_state(state, stream)
+        else:
+            with _new_directory(target.url) as directory:
+                write_dcp(checkpoint, directory, skip_objects=arguments.skip_objects, progress=progress.advance)
+    skipped = checkpoint.objects if arguments.skip_objects else {}
+    _report(arguments, "exported", checkpoint, skipped, {"url": source.url, "target": target.url, "format": format_})
+    return 0
+
+
+def import_(arguments: argparse.Namespace) -> int:
+    """Make a checkpoint of what another format holds."""
+    place = store_place(arguments.other, write=True)
+    if not arguments.force and kind_of(place.store, inside(place.path, ROOT)) is not None:
+        raise AlreadyExistsError(
+            f"{place.url} holds a checkpoint: name another directory, or add --force to replace it", path=place.url
+        )
+    with Progress("import", total_bytes=None, wanted=arguments.progress) as progress:
+        if os.path.isfile(arguments.url):
+            import_file(arguments.url, place.url, where=arguments.url, overwrite=arguments.force)
+        else:
+            source = source_of(arguments.url)
+            if kind_of(source.store, source.path) == "file":
+                content = load(source.store, source.path)
+                import_file(content, place.url, where=source.url, overwrite=arguments.force)
+            else:
+                found = open_at(source, arguments.rank)
+                progress.expect(found.length)
+                import_checkpoint(found, place.url, overwrite=arguments.force, progress=progress.advance)
+    made = open_checkpoint(place.store, place.path)
+    _report(arguments, "imported", made, {}, {"source": arguments.url, "url": place.url})
+    return 0
+
+
+def _report(
+    arguments: argparse.Namespace,
+    done: str,
+    checkpoint: Checkpoint,
+    skipped: Mapping[str, Place],
+    named: dict[str, str],
+) -> None:
+    tensors, objects = len(checkpoint.tensors), len(checkpoint.objects) - len(skipped)
+    length = checkpoint.length - sum(place.length for place in skipped.values())
+    if arguments.json:
+        print_json({**named, "tensors": tensors, "objects": objects, "bytes": length})
+    else:
+        goal = named.get("target", named["url"])
+        print(f"{done} {tensors} tensors and {objects} objects, {format_bytes(length)}, to {printable(goal)}")
+
+
+# -- where an export goes ----------------------------------------------------------------------------------------------
+
+
+def _refuse_taken(target: LocalPlace | StorePlace, format_: str, *, force: bool) -> None:
+    """Check that there is nothing at the target, or that it may be, and can be, replaced.
+
+    Raises:
+        AlreadyExistsError: There is.
+        InvalidInputError: The format does not go there.
+    """
+    if format_ == "dcp" and isinstance(target, StorePlace):
+        raise InvalidInputError(
+            f"{target.url} is in a store: the dcp format goes to a local directory, from where `tierfs cp -r` takes it",
+            path=target.url,
+        )
+    kind = target.kind()
+    if kind is None:
+        return
+    wanted = "directory" if format_ == "dcp" else "file"
+    if kind != wanted:
+        raise AlreadyExistsError(
+            f"{target.url} is a {kind}, and {format_} is a {wanted}: choose another name", path=target.url
+        )
+    if not force:
+        raise AlreadyExistsError(f"{target.url} is there already: choose another name, or add --force", path=target.url)
+    if kind == "directory":
+        _refuse_others_files(target.url)
+
+
+def _refuse_others_files(directory: str) -> None:
+    others = [name for name in os.listdir(directory) if not _OF_A_CHECKPOINT.fullmatch(name)]
+    if others:
+        raise AlreadyExistsError(
+            f"{directory} holds {min(others)!r}, which is no part of a checkpoint, so it is not replaced: choose another name",
+            path=directory,
+        )
+
+
+@contextlib.contextmanager
+def _stream_to(target: LocalPlace | StorePlace) -> Iterator[BinaryIO]:
+    """A file being written, that gets its name when it is complete."""
+    if isinstance(target, LocalPlace):
+        with replacing(target.url) as file:
+            yield file
+        return
+    target.target()  # refuses the root
+    with SaveStream(Writer(target.store, target.path)) as stream:
+        yield cast("BinaryIO", stream)
+
+
+@contextlib.contextmanager
+def _new_directory(path: str) -> Iterator[str]:
+    """A directory being filled, that gets its name when it is complete; what is there makes room only then."""
+    target = os.path.realpath(path)
+    above = os.path.dirname(target)
+    os.makedirs(above, exist_ok=True)
+    temporary = os.path.join(above, f".tierfs-export-{secrets.token_hex(8)}")
+    os.mkdir(temporary)
+    try:
+        with naming(path):
+            yield temporary
+        if os.path.isdir(target):
+            _refuse_others_files(target)  # of what came since the export began
+            _exchange(temporary, target)
+            shutil.rmtree(temporary)
+        else:
+            os.rename(temporary, target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _exchange(one: str, other: str) -> None:
+    """Give two directories each other's names; on an error they have their own."""
+    aside = f"{one}-aside"
+    os.rename(other, aside)
+    try:
+        os.rename(one, other)
+    except BaseException:
+        os.rename(aside, other)
+        raise
+    os.rename(aside, one)

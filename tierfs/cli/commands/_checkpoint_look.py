@@ -1,0 +1,227 @@
+"""``tierfs checkpoint ls`` and ``show``: what is there, and what is in it."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+import threading
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from tierfs.checkpoint.catalog import Candidate, Standing, candidates, standing, step_of
+from tierfs.checkpoint.codings import Codings
+from tierfs.checkpoint.placement import Placement
+from tierfs.cli.commands._checkpoint_places import open_at, source_of
+from tierfs.cli.output import align, format_time, print_json, printable
+from tierfs.cli.parallel import run_in_parallel
+from tierfs.cli.places import StorePlace, requests_of, store_place
+from tierfs.dcp.checkpoint import Checkpoint, Shard
+from tierfs.errors import CorruptionError
+from tierfs.store import Usage, usages
+from tierfs.units import format_bytes
+
+__all__ = ["ls", "show"]
+
+
+def ls(arguments: argparse.Namespace) -> int:
+    """List checkpoints, and return the exit code of damage if one is damaged."""
+    place = store_place(arguments.url)
+    found = candidates(place.store, place.path)
+    if not found:
+        place.entry()
+    if arguments.limit is not None:
+        newest = sorted(found, key=lambda candidate: -1 if candidate.step is None else candidate.step)
+        kept = {candidate.directory for candidate in newest[len(newest) - min(len(newest), arguments.limit) :]}
+        found = [candidate for candidate in found if candidate.directory in kept]
+    listed: dict[str, Standing] = {}
+
+    def look(candidate: Candidate, _stop: threading.Event) -> None:
+        listed[candidate.directory] = standing(place.store, candidate)
+
+    run_in_parallel(look, found)
+    checkpoints = [listed[candidate.directory] for candidate in found]
+    # Last, when the records of the checkpoints themselves are known.
+    held = usages(place.store, [candidate.directory for candidate in found], shared=arguments.usage)
+    if arguments.json:
+        documents = [_document(place, checkpoint, held[checkpoint.directory]) for checkpoint in checkpoints]
+        print_json({"url": place.url, "checkpoints": documents, "requests": requests_of(place.store)})
+    elif checkpoints:
+        _print_list(place, checkpoints, held, usage=arguments.usage)
+    return CorruptionError.exit_code if any(checkpoint.damage for checkpoint in checkpoints) else 0
+
+
+def _name(place: StorePlace, checkpoint: Standing) -> str:
+    return place.relative(checkpoint.directory) or place.name
+
+
+def _document(place: StorePlace, checkpoint: Standing, held: Usage) -> dict[str, object]:
+    return {
+        "name": _name(place, checkpoint),
+        "step": checkpoint.step,
+        "state": checkpoint.state,
+        "level": None if checkpoint.level is None else checkpoint.level.label,
+        "size": checkpoint.length,
+        "stored": held.stored_bytes + held.foreign_bytes,
+        "shared": held.shared_bytes,
+        "freed": held.freed_bytes,
+        "tensors": checkpoint.tensors,
+        "objects": checkpoint.objects,
+        "files": checkpoint.files,
+        "format": checkpoint.format,
+        "created": format_time(checkpoint.created_ns, precise=True) if checkpoint.created_ns else None,
+        "problems": [*checkpoint.missing, *checkpoint.damage],
+        "waiting": checkpoint.waiting,
+    }
+
+
+def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[str, Usage], *, usage: bool) -> None:
+    sizes = ("size", "stored", "shared", "freed") if usage else ("size", "stored")
+    rows = [("step", "state", "level", *sizes, "tensors", "files", "format", "created", "name")]
+    for checkpoint in checkpoints:
+        document = _document(place, checkpoint, held[checkpoint.directory])
+        rows.append(
+            (
+                _or_dash(checkpoint.step),
+                checkpoint.state,
+                "-" if checkpoint.level is None else checkpoint.level.label,
+                *("-" if document[name] is None else format_bytes(cast("int", document[name])) for name in sizes),
+                _or_dash(checkpoint.tensors),
+                _or_dash(checkpoint.files),
+                _or_dash(checkpoint.format),
+                format_time(checkpoint.created_ns) if checkpoint.created_ns else "-",
+                printable(_name(place, checkpoint)),
+            )
+        )
+    head, *lines = align(rows, right=(0, *range(3, 5 + len(sizes))))
+    print(head)
+    for line, checkpoint in zip(lines, checkpoints, strict=True):
+        print(line)
+        for problem in (*checkpoint.missing, *checkpoint.damage, *checkpoint.waiting):
+            print(f"  {printable(problem)}")
+
+
+def _or_dash(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def show(arguments: argparse.Namespace) -> int:
+    """Show what is in a checkpoint."""
+    source = source_of(arguments.url)
+    checkpoint = open_at(source, arguments.rank)
+    names = _matching(checkpoint.tensors, arguments.other)
+    objects = _matching(checkpoint.objects, arguments.other)
+    where = Placement(checkpoint)
+    placement = where if arguments.shards else None
+    tensors = {fqn: _tensor(checkpoint, fqn, placement) for fqn in names}
+    if arguments.codecs:
+        codings = Codings(checkpoint, where)
+        for fqn, tensor in tensors.items():
+            coded = codings.of(shard.place for shard in checkpoint.shards(fqn))
+            tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
+    if arguments.json:
+        print_json(
+            {
+                **_summary(source, checkpoint),
+                "tensors": [{"name": fqn, **tensor} for fqn, tensor in tensors.items()],
+                "objects": [{"name": fqn, "size": checkpoint.object(fqn).length} for fqn in objects],
+            }
+        )
+        return 0
+    print("\n".join(align([(name, printable(_or_dash(value))) for name, value in _shown(source, checkpoint)])))
+    coding = ("stored", "codecs", "why") if arguments.codecs else ()
+    rows = [("size", "shards", "dtype", "shape", *coding, "name")]
+    for fqn, tensor in tensors.items():
+        size, count = cast("int", tensor["size"]), len(checkpoint.shards(fqn))
+        about = _coding_row(tensor) if arguments.codecs else ()
+        rows.append(
+            (format_bytes(size), str(count), str(tensor["dtype"]), str(tensor["shape"]), *about, printable(fqn))
+        )
+    for fqn in objects:
+        size = checkpoint.object(fqn).length
+        rows.append((format_bytes(size), "-", "object", "-", *["-" for _ in coding], printable(fqn)))
+    if len(rows) == 1:
+        return 0
+    head, *lines = align(rows, right=(0, 1, 4) if arguments.codecs else (0, 1))
+    print("", head, sep="\n")
+    for line, name in zip(lines, [*names, *objects], strict=True):
+        print(line)
+        if placement is not None and name in tensors:
+            shown = [_shard_row(shard, placement) for shard in checkpoint.shards(name)]
+            print("\n".join(f"    {text}" for text in align(shown)))
+    return 0
+
+
+def _coding_row(tensor: Mapping[str, object]) -> tuple[str, ...]:
+    codecs, reasons = cast("Counter[str]", tensor["codecs"]), cast("Counter[str]", tensor["reasons"])
+    return (format_bytes(cast("int", tensor["stored"])), "+".join(codecs) or "-", " + ".join(reasons) or "-")
+
+
+def _matching(names: Iterable[str], pattern: str | None) -> list[str]:
+    return [name for name in names if pattern is None or fnmatch.fnmatchcase(name, pattern)]
+
+
+def _summary(source: StorePlace, checkpoint: Checkpoint) -> dict[str, object]:
+    note = checkpoint.note
+    return {
+        "url": source.url,
+        "step": note.step if note is not None and note.step is not None else step_of(source.path),
+        "format": checkpoint.format,
+        "created": format_time(checkpoint.created_ns, precise=True) if checkpoint.created_ns else None,
+        "save_id": note.save_id if note is not None else None,
+        "rank": checkpoint.rank,
+        "size": checkpoint.length,
+        "files": [{"name": name, "size": length} for name, length in sorted(checkpoint.files().items())],
+    }
+
+
+def _shown(source: StorePlace, checkpoint: Checkpoint) -> list[tuple[str, object]]:
+    summary = _summary(source, checkpoint)
+    return [
+        ("url", summary["url"]),
+        ("step", summary["step"]),
+        ("format", summary["format"]),
+        ("created", summary["created"]),
+        ("size", f"{format_bytes(checkpoint.length)} ({checkpoint.length} bytes)"),
+        ("tensors", len(checkpoint.tensors)),
+        ("objects", len(checkpoint.objects)),
+        ("files", len(checkpoint.files())),
+    ]
+
+
+def _tensor(checkpoint: Checkpoint, fqn: str, placement: Placement | None) -> dict[str, object]:
+    item = checkpoint.metadata.state_dict_metadata[fqn]
+    shards = checkpoint.shards(fqn)
+    return {
+        "dtype": str(item.properties.dtype).removeprefix("torch."),
+        "shape": list(item.size),
+        "size": math.prod(item.size) * int(item.properties.dtype.itemsize),
+        "shards": len(shards) if placement is None else [_shard(shard, placement) for shard in shards],
+    }
+
+
+def _shard(shard: Shard, placement: Placement) -> dict[str, object]:
+    level = placement.level(shard.place)
+    return {
+        "offsets": list(shard.offsets),
+        "shape": list(shard.sizes),
+        "file": shard.place.file,
+        "at": shard.place.at,
+        "length": shard.place.length,
+        "level": None if level is None else level.label,
+        "tiers": placement.tiers(shard.place),
+    }
+
+
+def _shard_row(shard: Shard, placement: Placement) -> tuple[str, ...]:
+    place = shard.place
+    level = placement.level(place)
+    return (
+        f"at {list(shard.offsets)}",
+        f"{list(shard.sizes)}",
+        printable(place.file),
+        f"{place.at}-{place.at + place.length}",
+        "missing" if level is None else level.label,
+        "+".join(placement.tiers(place)) or "-",
+    )

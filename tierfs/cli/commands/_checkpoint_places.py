@@ -1,0 +1,30 @@
+"""Which checkpoint an argument of ``tierfs checkpoint`` names: in a store, or in a directory that belongs to none."""
+
+from __future__ import annotations
+
+from tierfs.checkpoint.plain_store import plain_store
+from tierfs.cli.places import StorePlace, find_store, store_place
+from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
+from tierfs.session import parse_url
+
+__all__ = ["open_at", "source_of"]
+
+
+def open_at(place: StorePlace, rank: int | None) -> Checkpoint:
+    """The checkpoint there. Raises as `open_checkpoint` does."""
+    return open_checkpoint(place.store, place.path, rank=rank)
+
+
+def source_of(text: str) -> StorePlace:
+    """What an argument names, also outside of any store where it does not begin with ``tierfs``.
+
+    Raises:
+        InvalidInputError: The argument is no good.
+        StoreNotFoundError: It begins with ``tierfs``, and no store holds it.
+        TierfsError: The store could not be opened.
+    """
+    place = store_place(text) if text.startswith("tierfs:") else find_store(text)
+    if place is not None:
+        return place
+    location = parse_url(text)
+    return StorePlace(location.url, *plain_store(location))

@@ -1,0 +1,256 @@
+"""``tierfs demo``: trains, is killed in the middle of a save, resumes, and proves that nothing was lost.
+
+The training itself is `tierfs.demo.worker`, run in processes of its own: no torch is imported here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import fsspec
+
+from tierfs.demo.ranks import RankGroup
+from tierfs.demo.report import Checkpoint, Report, compare_losses
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, StoreNotFoundError, TierfsError
+from tierfs.session import init, open_store, parse_url
+from tierfs.store import usage
+from tierfs.units import format_bytes, parse_size
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "demo"
+HELP = "train a small GPT, kill it in the middle of a save, resume, and check that the losses are equal"
+EXAMPLES = """\
+tierfs demo
+tierfs demo --keep --json
+tierfs demo --url tierfs::s3://bucket/demo --steps 200 --every 20 --params 100M"""
+
+_WORLD_SIZE = 2
+_PARAMETERS_MIN = 50_000
+_PARAMETERS_MAX = 10_000_000_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--url", help="where to save (default: a store in a temporary directory, removed at the end)")
+    parser.add_argument("--steps", type=int, default=30, help="steps of the uninterrupted run (default: %(default)s)")
+    parser.add_argument("--every", type=int, default=6, help="steps from one save to the next (default: %(default)s)")
+    parser.add_argument("--params", default="10M", help="size of the model, roughly (default: %(default)s)")
+    parser.add_argument("--keep", action="store_true", help="leave the temporary directory, and say where it is")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a phase may take (default: %(default)g)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the demo and print its report. Returns 0 only if the resumed run equals the uninterrupted one.
+
+    Raises:
+        InvalidInputError: An option makes no sense, or torch is not installed.
+        AlreadyExistsError: The URL holds an earlier demo.
+        CorruptionError: The killed save shows as complete, or no complete checkpoint is left.
+        TierfsError: A rank failed or took too long.
+    """
+    plan = _checked(arguments)
+    directory = None if arguments.url else tempfile.mkdtemp(prefix="tierfs-demo-")
+    url = arguments.url.rstrip("/") if arguments.url else f"tierfs::file://{directory}"
+    try:
+        report = _Demo(url, plan).play()
+    finally:
+        if directory and not arguments.keep:
+            shutil.rmtree(directory, ignore_errors=True)
+    print(json.dumps(report.as_document(), indent=2) if arguments.json else report.as_text())
+    if arguments.url or arguments.keep:
+        _say(f"the checkpoints are below {url}")
+    return 0 if report.equal else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The checked options."""
+
+    steps: int
+    every: int
+    parameters: int
+    timeout_s: float
+
+    @property
+    def killed_at(self) -> int:
+        """The step whose save is killed: one after the middle save, and never the first."""
+        return (self.steps // self.every // 2 + 1) * self.every
+
+
+def _checked(arguments: argparse.Namespace) -> _Plan:
+    """The options, or an error that says which one is wrong."""
+    if importlib.util.find_spec("torch") is None:
+        raise InvalidInputError("the demo trains with torch, which is not installed: pip install 'tierfs[torch]'")
+    if arguments.url and not (arguments.url.startswith("tierfs") and "://" in arguments.url):
+        # DCP takes anything without "://" for a local path, "tierfs::/data" included.
+        raise InvalidInputError(
+            f"{arguments.url!r} is no tierfs URL: for a directory, write tierfs::file:///absolute/path",
+            path=arguments.url,
+        )
+    if arguments.url and "memory://" in arguments.url:
+        raise InvalidInputError("memory:// ends with its process, and the demo needs several", path=arguments.url)
+    parameters = parse_size(arguments.params)
+    if not _PARAMETERS_MIN <= parameters <= _PARAMETERS_MAX:
+        raise InvalidInputError(f"--params must lie between {_PARAMETERS_MIN} and {_PARAMETERS_MAX}, not {parameters}")
+    if arguments.every < 1:
+        raise InvalidInputError(f"--every must be at least 1, not {arguments.every}")
+    if arguments.steps < 2 * arguments.every:
+        raise InvalidInputError(
+            f"--steps must be at least twice --every, {2 * arguments.every}: one save to resume from, one to be killed"
+        )
+    if not arguments.timeout > 0:
+        raise InvalidInputError(f"--timeout must be a positive number of seconds, not {arguments.timeout}")
+    return _Plan(arguments.steps, arguments.every, parameters, arguments.timeout)
+
+
+@dataclass(slots=True)
+class _Run:
+    """What the phases of one run told."""
+
+    losses: dict[int, str] = field(default_factory=dict)
+    blocked_s: dict[int, float] = field(default_factory=dict)
+    training_s: float = 0.0
+    parameters: int = 0
+    digest: str = ""
+
+    def take(self, event: dict[str, Any]) -> None:
+        """Note one event of rank 0."""
+        if event["event"] == "start":
+            self.parameters = event["parameters"]
+        elif event["event"] == "step":
+            self.losses[event["step"]] = event["loss"]
+            self.training_s += event["seconds"]
+        elif event["event"] == "save":
+            self.blocked_s[event["step"]] = event["seconds"]
+            self.training_s += event["seconds"]
+            loss = float.fromhex(self.losses[event["step"]])
+            size = format_bytes(event["bytes"])
+            _say(f"  step {event['step']:>4}  loss {loss:.4f}  saved {size} in {event['seconds']:.2f} s")
+        elif event["event"] == "done":
+            self.digest = event["digest"]
+
+
+class _Demo:
+    """The story, in its order.
+
+    Args:
+        url: Below it, ``straight/`` and ``resumed/`` are written.
+        plan: The checked options.
+    """
+
+    def __init__(self, url: str, plan: _Plan) -> None:
+        self._url = url
+        self._plan = plan
+
+    def play(self) -> Report:
+        """Run all phases and gather what they found."""
+        try:
+            store, path = open_store(parse_url(self._url))
+        except StoreNotFoundError:
+            store, path = init(self._url), ""
+        filesystem, root = fsspec.url_to_fs(self._url)
+        for name in ("straight", "resumed"):
+            if filesystem.exists(f"{root}/{name}"):
+                raise AlreadyExistsError(
+                    f"{self._url}/{name} exists, from an earlier demo: remove it or give another --url", path=self._url
+                )
+        stored = [usage(store, path, shared=False).stored_bytes if filesystem.exists(root) else 0]
+        plan = self._plan
+        began = time.monotonic()
+
+        _say(f"1/3 {plan.steps} steps without interruption, {_WORLD_SIZE} ranks, saving every {plan.every}")
+        straight, resumed = _Run(), _Run()
+        self._follow("uninterrupted run", straight, "straight")
+        stored.append(usage(store, path, shared=False).stored_bytes)
+
+        _say(f"2/3 the same again, killed in the middle of the save of step {plan.killed_at}")
+        self._follow_until_killed(resumed)
+        resumed_from = self._newest_complete(filesystem, f"{root}/resumed")
+
+        _say(f"3/3 resuming from step {resumed_from}")
+        before_kill, resumed.losses = resumed.losses, {}
+        self._follow("resumed run", resumed, "resumed", "--resume", str(resumed_from))
+        _say(f"done after {time.monotonic() - began:.0f} s")
+
+        # Up to the resume point there is only the killed process; after it, only what the resumed one computed.
+        resumed.losses.update({step: loss for step, loss in before_kill.items() if step <= resumed_from})
+        checkpoints = [
+            Checkpoint(f"{name}/step_{step}", filesystem.du(f"{root}/{name}/step_{step}"), blocked_s)
+            for name, one in (("straight", straight), ("resumed", resumed))
+            for step, blocked_s in sorted(one.blocked_s.items())
+        ]
+        stored.append(usage(store, path, shared=False).stored_bytes)
+        return Report(
+            url=self._url,
+            parameters=straight.parameters,
+            killed_at=plan.killed_at,
+            resumed_from=resumed_from,
+            rows=compare_losses(straight.losses, resumed.losses, first=1, last=plan.steps),
+            digests=(straight.digest, resumed.digest),
+            checkpoints=checkpoints,
+            stored_bytes={"straight": stored[1] - stored[0], "resumed": stored[2] - stored[1]},
+            training_s=straight.training_s + resumed.training_s,
+        )
+
+    def _ranks(self, phase: str, name: str, *more: str) -> RankGroup:
+        """The processes of one phase."""
+        plan = self._plan
+        options = {"url": f"{self._url}/{name}", "steps": plan.steps, "every": plan.every, "params": plan.parameters}
+        arguments = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+        return RankGroup(phase, [*arguments, *more], world_size=_WORLD_SIZE, timeout_s=plan.timeout_s)
+
+    def _follow(self, phase: str, told: _Run, name: str, *more: str) -> None:
+        """Run one phase to its end."""
+        with self._ranks(phase, name, *more) as ranks:
+            for event in ranks.events():
+                told.take(event)
+
+    def _follow_until_killed(self, told: _Run) -> None:
+        """Run one phase until all its ranks stand in the middle of a save, and kill them there."""
+        halted: set[int] = set()
+        with self._ranks("run to be killed", "resumed", "--halt", str(self._plan.killed_at)) as ranks:
+            for event in ranks.events():
+                if event["event"] == "mid-save":
+                    halted.add(event["rank"])
+                    if len(halted) == _WORLD_SIZE:
+                        break
+                else:
+                    told.take(event)
+            codes = ranks.kill()
+        if codes != [-signal.SIGKILL] * _WORLD_SIZE:
+            raise TierfsError(f"SIGKILL was to end every rank in the middle of the save; their exit codes are {codes}")
+        _say(f"  step {self._plan.killed_at:>4}  half of its save was written: SIGKILL to all {_WORLD_SIZE} ranks")
+
+    def _newest_complete(self, filesystem: fsspec.AbstractFileSystem, directory: str) -> int:
+        """The newest step with a complete checkpoint, once it is sure that the killed save is none."""
+        steps = _complete_steps(filesystem, directory)
+        killed_at = self._plan.killed_at
+        if killed_at in steps:
+            raise CorruptionError(f"the save of step {killed_at} was killed half way, but its .metadata is there")
+        if not steps:
+            raise CorruptionError(f"there is no complete checkpoint below {directory}", path=directory)
+        _say(f"  step {killed_at:>4}  its directory has no .metadata; complete: {', '.join(map(str, steps))}")
+        return steps[-1]
+
+
+def _complete_steps(filesystem: fsspec.AbstractFileSystem, directory: str) -> list[int]:
+    """The steps below a directory whose checkpoint has the ``.metadata`` that DCP writes last, in order."""
+    names = [str(path).rstrip("/").rpartition("/")[2] for path in filesystem.ls(directory, detail=False)]
+    steps = [int(name.removeprefix("step_")) for name in names if name.startswith("step_")]
+    return sorted(step for step in steps if filesystem.exists(f"{directory}/step_{step}/.metadata"))
+
+
+def _say(line: str) -> None:
+    """Progress, on stderr."""
+    print(line, file=sys.stderr, flush=True)

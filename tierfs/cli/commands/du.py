@@ -1,0 +1,48 @@
+"""``tierfs du``: how much a store or a part of it holds, and what deleting it would free."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from tierfs.cli.output import add_json_argument, align, print_json
+from tierfs.cli.places import add_url_argument, requests_of, store_place
+from tierfs.errors import NotFoundError
+from tierfs.store import usage
+from tierfs.units import format_bytes
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "du"
+HELP = "show how many bytes are held, how many of them are stored or shared, and what deleting would free"
+EXAMPLES = """\
+tierfs du tierfs::s3://bucket/run
+tierfs du /data/checkpoints --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Count, and print the counts."""
+    place = store_place(arguments.url)
+    try:
+        counts = asdict(usage(place.store, place.path))
+    except NotFoundError:
+        raise place.missing() from None
+    if arguments.json:
+        print_json({**counts, "requests": requests_of(place.store)})
+        return 0
+    rows = [
+        (name.replace("_", " "), format_bytes(count) if name.endswith("bytes") else str(count), _exactly(name, count))
+        for name, count in counts.items()
+    ]
+    print("\n".join(align(rows, right=(1,))))
+    return 0
+
+
+def _exactly(name: str, count: int) -> str:
+    return f"({count})" if name.endswith("bytes") and count >= 1024 else ""  # noqa: PLR2004 - less is exact already

@@ -1,0 +1,45 @@
+"""``tierfs evict``: drop clean copies from a local tier."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.cli.output import add_json_argument, print_json, printable
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.tiers import add_tier_argument
+from tierfs.errors import NotFoundError
+from tierfs.store import evict
+from tierfs.units import format_bytes
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "evict"
+HELP = "drop clean copies of a file, or of all that lies below a directory, from a local tier"
+EXAMPLES = """\
+tierfs evict tierfs::s3://bucket/run/step_1000
+tierfs evict tierfs::s3://bucket/run --tier ram"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    add_tier_argument(parser, default="nvme")
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evict, and say how much was dropped."""
+    place = store_place(arguments.url)
+    with Progress("evict", total_bytes=None, wanted=arguments.progress) as progress:
+        try:
+            count = evict(place.store, place.path, arguments.tier)
+        except NotFoundError:
+            raise place.missing() from None
+        progress.advance(count)
+    if arguments.json:
+        print_json({"bytes": count})
+    else:
+        print(f"{format_bytes(count)} of {printable(place.url)} dropped from the {arguments.tier} tier")
+    return 0

@@ -1,0 +1,360 @@
+"""``tierfs flusher``: run a store's flusher here, stop it, or give up what it keeps because of a conflict."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import math
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, cast
+
+from tierfs import __version__
+from tierfs.cli.failures import describe
+from tierfs.cli.log import FORMATS, logging_to_stderr
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.errors import (
+    AlreadyExistsError,
+    CapacityError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    StoreNotFoundError,
+    TierfsError,
+)
+from tierfs.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from tierfs.flusher.engine import FlushEngine
+    from tierfs.flusher.server import Service
+    from tierfs.host.host import Host
+    from tierfs.host.pending.publisher import Publisher
+    from tierfs.session import Location
+    from tierfs.store import Store
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "flusher"
+HELP = "run the process that takes what this host wrote to a store down to it, stop it, or deal with what it keeps"
+EXAMPLES = """\
+tierfs flusher run tierfs::s3://bucket/run
+tierfs flusher run tierfs::s3://bucket/run --ram 64GiB --log-format json
+tierfs flusher stop tierfs::s3://bucket/run
+tierfs flusher export tierfs::s3://bucket/run/step_1000/config.json ours.json
+tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
+
+LINGER_S = 10.0
+STOP_TIMEOUT_S = 60.0
+_ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "codecs", "linger", "log_format")
+_logger = logging.getLogger("tierfs.flush")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "action",
+        choices=["run", "stop", "export", "discard"],
+        help="run: until SIGTERM or Ctrl-C; stop: the one that runs, after the steps that are under way; export: write this "
+        "host's own change of URL, where somebody else's stands, to FILE; discard: give it up",
+    )
+    parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
+    parser.add_argument(
+        "file", metavar="FILE", nargs="?", help="for export: the local file to write, which must be new"
+    )
+    parser.add_argument("--state-dir", metavar="DIRECTORY", help="of this host (default: TIERFS_STATE_DIR)")
+    parser.add_argument("--ram", metavar="BYTES", help="for run: budget of the ram tier, like 64GiB")
+    parser.add_argument("--nvme", metavar="BYTES", help="for run: budget of the nvme tier, like 1TiB")
+    parser.add_argument(
+        "--bandwidth", metavar="BYTES", help="for run: per second to the object tier at most, like 500MB"
+    )
+    parser.add_argument(
+        "--codecs", metavar="CODECS", help="for run: auto, all, off, or names like zstd,plane (default: auto)"
+    )
+    parser.add_argument(
+        "--linger",
+        type=float,
+        metavar="SECONDS",
+        help=f"for run: end after so long with nothing to do (default: never, with --uuid {LINGER_S:g})",
+    )
+    parser.add_argument(
+        "--uuid",
+        help="for run: the store's id; its first client says how to reach it. This is how clients start one",
+    )
+    parser.add_argument(
+        "--log-format", choices=list(FORMATS), help="for run: of the log on stderr (default: TIERFS_LOG, else logfmt)"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run, stop, export or discard."""
+    if not arguments.url:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
+    if arguments.action == "run":
+        if arguments.json:
+            raise InvalidInputError("--json is for stop, export and discard; --log-format json is for run")
+        return _run(arguments)
+    for name in _ONLY_RUN:
+        if getattr(arguments, name) is not None:
+            raise InvalidInputError(f"--{name.replace('_', '-')} is for `tierfs flusher run` alone")
+    if (arguments.file is not None) != (arguments.action == "export"):
+        raise InvalidInputError("`tierfs flusher export URL FILE` takes a FILE, and nothing else does")
+    if arguments.action == "stop":
+        return _stop(arguments)
+    if arguments.action == "export":
+        return _export(arguments)
+    return _discard(arguments)
+
+
+def _location(arguments: argparse.Namespace) -> Location:
+    from tierfs.session import TierOptions, parse_url  # noqa: PLC0415 - a flusher that is waited for needs it later
+
+    location = parse_url(arguments.url)
+    given = TierOptions(
+        ram=arguments.ram,
+        nvme=arguments.nvme,
+        state_dir=arguments.state_dir,
+        bandwidth=arguments.bandwidth,
+        codecs=arguments.codecs,
+    )
+    return replace(location, tiers=given.over(location.tiers))
+
+
+# -- run ---------------------------------------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from tierfs.codec.workers import encode_workers  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.heaps import share_heaps  # noqa: PLC0415
+
+    share_heaps()
+    spawned = arguments.uuid is not None
+    if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
+        raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")
+    linger_s = arguments.linger
+    if linger_s is None:
+        linger_s = LINGER_S if spawned else math.inf
+    if not linger_s >= 0:
+        raise InvalidInputError(f"--linger {linger_s:g}: give a number of seconds from 0 on")
+    # Its log is the file of a process that nobody looks after, and may run for months: only what matters.
+    level = "warning" if spawned else "info"
+    with logging_to_stderr(level=level, format="logfmt", wanted_format=arguments.log_format):
+        try:
+            with encode_workers().allowed():
+                engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
+                return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
+        except (TierfsError, OSError, MemoryError, RuntimeError) as error:
+            from tierfs.flusher.limits import shortage  # noqa: PLC0415 - see `_spawned`
+
+            words = shortage(error)
+            if words is not None:
+                failure = describe(StoreError(words))
+            elif isinstance(error, (TierfsError, OSError)):
+                failure = describe(error)
+            else:
+                raise
+            _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - for people
+            return failure.exit_code
+
+
+def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, spawned: bool) -> int:
+    from tierfs.flusher.limits import is_short_of_memory  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.server import Service  # noqa: PLC0415
+
+    alarm = signal.alarm if is_short_of_memory() else None
+    service = Service(engine, directory, version=__version__, linger_s=linger_s, alarm=alarm)
+    about = {"store": url, "directory": str(directory), "pid": os.getpid()}
+    _logger.info("the flusher of %s begins", url, extra=about)
+    with _stopped_by_signals(service):
+        ran = service.run()
+    if ran:
+        _logger.info("the flusher of %s has ended", url, extra=about)
+        return 0
+    if spawned:
+        _logger.info("another flusher of %s runs already", url, extra=about)
+        return 0  # which is as good for whoever wanted one
+    raise AlreadyExistsError(f"a flusher of {url} runs already: `tierfs flusher stop {url}` ends it", path=url)
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(service: Service) -> Iterator[None]:
+    """The first SIGTERM or SIGINT ends the steps that are under way, a second one the process."""
+    signals = (signal.SIGTERM, signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_DFL)
+        service.stop()
+
+    previous = {number: signal.signal(number, stop) for number in signals}
+    previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whoever started it
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
+    """For the client that started it, which waits for an answer and then sends the credentials.
+
+    What is needed to answer is loaded here; the way to the object tier, which takes as long again, when it is needed.
+    """
+    from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.limits import raise_limits  # noqa: PLC0415
+    from tierfs.flusher.priority import give_way  # noqa: PLC0415
+    from tierfs.host.host import Host, state_directory  # noqa: PLC0415
+
+    raise_limits()
+    lesser = [] if give_way() else ["priority_refused"]
+    uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
+    state = state_directory(arguments.state_dir)
+    host = Host(state)
+    budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
+    engine = build_engine(
+        host,
+        uuid,
+        budgets,
+        lambda way: cast("Publisher", _LatePublisher(lambda: _open_as_told(way, uuid, codecs), host)),
+        # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
+        own={"url": arguments.url, "options": {}} if arguments.url.startswith("file://") else None,
+        lesser=lesser,
+    )
+    return engine, host.store_directory(uuid)
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgets:
+    ram_bytes: int
+    nvme_bytes: int
+    bandwidth: int
+
+
+class _LatePublisher:
+    """The way to the object tier, loaded at first use. See `tierfs.host.pending.publisher.Publisher`."""
+
+    def __init__(self, connect: Callable[[], Store], host: Host) -> None:
+        self._connect = connect
+        self._host = host
+        self._lock = threading.Lock()
+        self._loaded: Publisher | None = None
+
+    def asked(self) -> dict[str, Any]:
+        return {} if self._loaded is None else self._loaded.asked()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._load(), name)
+
+    def _load(self) -> Publisher:
+        with self._lock:
+            if self._loaded is None:
+                from tierfs.session.tiers import publisher_of  # noqa: PLC0415 - see `_spawned`
+
+                self._loaded = publisher_of(self._connect, self._host)
+            return self._loaded
+
+
+def _open_as_told(way: dict[str, Any], uuid: str, codecs: str) -> Store:
+    """The store with this id where a client says it is; what was written to it must never get into another one."""
+    from tierfs.session import parse_url  # noqa: PLC0415 - only what a command needs
+    from tierfs.session.open import open_bare  # noqa: PLC0415
+
+    url = str(way["url"])
+    location = parse_url(url)
+    tiers = replace(location.tiers, codecs=codecs)
+    store, _ = open_bare(replace(location, options={**location.options, **way["options"]}, tiers=tiers))
+    if store.descriptor.uuid != uuid:
+        raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
+    return store
+
+
+def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
+    """For whoever writes on this host, with the credentials of this process."""
+    from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.host.host import Host  # noqa: PLC0415
+    from tierfs.host.identity import claim  # noqa: PLC0415
+    from tierfs.session.open import open_bare  # noqa: PLC0415
+    from tierfs.session.tiers import publisher_of  # noqa: PLC0415
+
+    location = _location(arguments)
+    if location.protocol == "memory":
+        raise InvalidInputError(f"{location.url} lies in the memory of one process: it flushes by itself")
+    store, settings = open_bare(location)
+    if not (settings.ram_bytes or settings.nvme_bytes):
+        raise InvalidInputError(f"the local tiers of {store.url} are switched off: give them room with --ram or --nvme")
+    host, uuid = Host(settings.directory), store.descriptor.uuid
+    directory = claim(host, uuid, store.objects.places(), store.url)
+    publisher = publisher_of(lambda: open_bare(location)[0], host)
+    engine = build_engine(host, uuid, settings, None, publisher=publisher)
+    ram, nvme = settings.ram_bytes, settings.nvme_bytes
+    words = "budgets: ram %s, nvme %s"
+    _logger.info(
+        words, format_bytes(ram), format_bytes(nvme), extra={"uuid": uuid, "ram_bytes": ram, "nvme_bytes": nvme}
+    )
+    return engine, directory
+
+
+# -- stop, discard -----------------------------------------------------------------------------------------------------
+
+
+def _stop(arguments: argparse.Namespace) -> int:
+    from tierfs.host.host import Host  # noqa: PLC0415
+    from tierfs.host.identity import claim  # noqa: PLC0415
+    from tierfs.host.rpc.stopping import stop_flusher  # noqa: PLC0415 - only what a command needs
+    from tierfs.session.open import open_bare  # noqa: PLC0415
+
+    store, settings = open_bare(_location(arguments), may_be_away=True)
+    host, uuid, places = Host(settings.directory), store.descriptor.uuid, store.objects.places()
+    try:
+        directory = claim(host, uuid, places, store.url)
+    except (StoreError, CapacityError):  # it is not known whose they are, and what is pending stays in them
+        directory = host.store_directory(uuid)
+    stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
+    if arguments.json:
+        print_json({"store": store.url, "stopped": stopped})
+    else:
+        print(f"the flusher of {store.url} {'has ended' if stopped else 'was not running'}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from tierfs.cli.transfer import read_pieces  # noqa: PLC0415 - only what a command needs
+    from tierfs.session import open_store  # noqa: PLC0415
+    from tierfs.store import open_conflict  # noqa: PLC0415
+
+    store, path = open_store(_location(arguments))
+    reader = open_conflict(store, path)
+    with open(arguments.file, "xb") as file:
+        file.writelines(read_pieces(reader, 0, reader.length))
+    if arguments.json:
+        print_json({"bytes": reader.length})
+    else:
+        print(f"wrote {format_bytes(reader.length)} to {arguments.file}: {store.where(path)} is as it was")
+    return 0
+
+
+def _discard(arguments: argparse.Namespace) -> int:
+    from tierfs.session import open_store  # noqa: PLC0415 - only what a command needs
+    from tierfs.store import discard_conflict  # noqa: PLC0415 - only what a command needs
+
+    store, path = open_store(_location(arguments))
+    count = discard_conflict(store, path)
+    if not count:
+        raise NotFoundError(
+            f"no conflict is kept for {store.where(path)}: `tierfs status {store.url}` lists those that are", path=path
+        )
+    if arguments.json:
+        print_json({"discarded": count})
+    else:
+        print(f"gave up {count} changes of {store.where(path)}: what somebody else wrote stands")
+    return 0

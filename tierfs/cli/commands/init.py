@@ -1,0 +1,67 @@
+"""``tierfs init``: make a store, or find the one that is there."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.cli.output import add_json_argument, align, print_json
+from tierfs.cli.places import add_url_argument, find_store
+from tierfs.errors import ReadOnlyError
+from tierfs.session import init
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "init"
+HELP = "make a store at a URL, or find the one that is there"
+EXAMPLES = """\
+tierfs init s3://bucket/run
+tierfs init /data/checkpoints
+tierfs init tierfs://NAME --digest blake3"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument(
+        "--digest",
+        choices=("xxh3-128", "blake3"),
+        default="xxh3-128",
+        help="how contents are named; blake3 where writers are not trusted (default: %(default)s)",
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Make or find the store and say which it was."""
+    try:
+        found = find_store(arguments.url)
+    except ReadOnlyError:
+        # Looking above was refused, and a store may be made here all the same.
+        found = None
+    store = init(arguments.url, digest=arguments.digest)
+    descriptor = store.descriptor
+    made = found is None
+    if arguments.json:
+        print_json(
+            {
+                "url": store.url,
+                "made": made,
+                "uuid": descriptor.uuid,
+                "digest": descriptor.digest_kind.label,
+                "single_writer": descriptor.single_writer,
+                "cannot_promise": descriptor.endpoint.missing,
+                "host_local": descriptor.endpoint.host_local,
+            }
+        )
+        return 0
+    rows = [
+        ("made" if made else "found", store.url),
+        ("uuid", descriptor.uuid),
+        ("digest", descriptor.digest_kind.label),
+        ("endpoint lacks", ", ".join(descriptor.endpoint.missing) or "nothing"),
+        ("writers", "one process at a time" if descriptor.single_writer else "any number"),
+    ]
+    if descriptor.endpoint.host_local:
+        rows.append(("place", "this host: what is stored is lost with it"))
+    print("\n".join(align(rows)))
+    return 0

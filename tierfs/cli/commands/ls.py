@@ -1,0 +1,92 @@
+"""``tierfs ls``: what is in a directory."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.cli.output import add_json_argument, align, format_time, print_json, printable
+from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.errors import NotFoundError
+from tierfs.store import Entry, find, list_directory
+from tierfs.units import format_bytes
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "ls"
+HELP = "list a directory"
+EXAMPLES = """\
+tierfs ls tierfs::s3://bucket/run
+tierfs ls -l /data/checkpoints/run
+tierfs ls -R s3://bucket/run --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument("-l", "--long", action="store_true", help="with type, size and time of each")
+    parser.add_argument("-R", "--recursive", action="store_true", help="with everything in the directories")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List what is there. Short names need no manifest to be read."""
+    place = store_place(arguments.url)
+    detail = arguments.long or arguments.json
+    if arguments.recursive:
+        entries = find(place.store, place.path, detail=detail) or _nothing_in(place)
+    else:
+        try:
+            entries = list_directory(place.store, place.path, detail=detail)
+        except NotFoundError:
+            raise place.missing() from None
+    if arguments.json:
+        print_json({"url": place.url, "entries": [_document(place, entry) for entry in entries]})
+    elif arguments.long and entries:
+        print("\n".join(align([_row(place, entry) for entry in entries], right=(1,))))
+    else:
+        for entry in entries:
+            print(_shown(place, entry))
+    return 0
+
+
+def _nothing_in(place: StorePlace) -> list[Entry]:
+    place.entry()
+    return []
+
+
+def _name(place: StorePlace, entry: Entry) -> str:
+    """As seen from the directory that is listed; a file that is listed by itself has its own name."""
+    return place.relative(entry.path) or place.name
+
+
+def _shown(place: StorePlace, entry: Entry) -> str:
+    return printable(_name(place, entry)) + ("/" if entry.is_directory else "")
+
+
+def _modified_ns(entry: Entry) -> int | None:
+    if entry.manifest is not None:
+        return entry.manifest.modified_ns
+    return entry.foreign.modified_ns if entry.foreign is not None else None
+
+
+def _row(place: StorePlace, entry: Entry) -> tuple[str, str, str, str]:
+    modified_ns = _modified_ns(entry)
+    return (
+        "directory" if entry.is_directory else "foreign" if entry.foreign is not None else "file",
+        "-" if entry.is_directory else format_bytes(entry.length),
+        "-" if modified_ns is None else format_time(modified_ns),
+        _shown(place, entry),
+    )
+
+
+def _document(place: StorePlace, entry: Entry) -> dict[str, object]:
+    modified_ns = _modified_ns(entry)
+    manifest = None if entry.is_directory else entry.manifest
+    return {
+        "name": _name(place, entry),
+        "type": "directory" if entry.is_directory else "file",
+        "size": entry.length,
+        "modified": None if modified_ns is None else format_time(modified_ns, precise=True),
+        "digest": None if manifest is None else manifest.digest.hex(),
+        "foreign": entry.foreign is not None,
+    }

@@ -1,0 +1,106 @@
+"""``tierfs mv``: move files and directories within a store. Manifests move, data never does."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from dataclasses import dataclass, field
+
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.parallel import run_in_parallel
+from tierfs.cli.places import StorePlace, kind_of, store_place
+from tierfs.cli.targets import add_target_arguments, clash, final_place
+from tierfs.cli.trees import Tree, read_tree, refuse_foreign_files, remove_directories
+from tierfs.errors import InvalidInputError
+from tierfs.store import make_directory, rename
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "mv"
+HELP = "move or rename files and directories within a store; no data is copied"
+EXAMPLES = """\
+tierfs mv tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run/best
+tierfs mv s3://bucket/run/a.bin s3://bucket/run/b.bin s3://bucket/kept/
+tierfs mv -T /data/run/part /data/run/whole"""
+
+
+@dataclass(slots=True)
+class _Plan:
+    """Every rename, in a store; found out and checked before anything is done."""
+
+    renames: list[tuple[str, str]] = field(default_factory=list)
+    empty_directories: list[str] = field(default_factory=list)
+    old_directories: list[str] = field(default_factory=list)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_target_arguments(parser, described="tierfs:: URL, URL of the object tier, or local path; all in one store")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Move, and with ``--json`` print how many files."""
+    sources = [store_place(text) for text in arguments.sources]
+    target = store_place(arguments.target)
+    plan = _plan(sources, target, arguments)
+
+    def move_one(paths: tuple[str, str], _stop: threading.Event) -> None:
+        rename(target.store, *paths)
+
+    for path in plan.empty_directories:
+        make_directory(target.store, path, exist_ok=True)
+    run_in_parallel(move_one, plan.renames)
+    remove_directories(target.store, plan.old_directories)
+    if arguments.json:
+        print_json({"files": len(plan.renames)})
+    return 0
+
+
+def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _Plan:
+    target_kind = target.kind()
+    into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
+    plan = _Plan()
+    for source in sources:
+        if source.store is not target.store:
+            raise InvalidInputError(
+                f"{source.url} and {target.url} are in two stores, {source.store.url} and {target.store.url}: "
+                "copy with `tierfs cp`, then remove with `tierfs rm`",
+                path=source.url,
+            )
+        if not source.path:
+            raise InvalidInputError(f"{source.url} is the root of a store: name what is in it", path=source.url)
+        entry = source.entry()
+        kind = kind_of(entry)
+        final = final_place(source, kind, target, target_kind, into=into, alone=len(sources) == 1)
+        assert isinstance(final, StorePlace)
+        if entry.is_directory:
+            _plan_directory(plan, source, final)
+        else:
+            refuse_foreign_files(source.store, [entry])
+            if not final.path:
+                raise InvalidInputError(f"{final.url} is the root of a store: name a file in it", path=final.url)
+            plan.renames.append((source.path, final.path))
+    _refuse_twice([name for name, _ in plan.renames], "would be moved twice")
+    _refuse_twice([name for _, name in plan.renames], "would be what two sources become")
+    return plan
+
+
+def _plan_directory(plan: _Plan, source: StorePlace, final: StorePlace) -> None:
+    tree: Tree = read_tree(source.store, source.path)
+    refuse_foreign_files(source.store, tree.files)
+    taken = final.taken()
+    for entry in (*tree.files, *tree.directories):
+        relative = source.relative(entry.path)
+        kind = kind_of(entry)
+        if (there := taken.get(relative, kind)) != kind:
+            raise clash(final.child(relative).url, there)
+    plan.renames += [(entry.path, final.child(source.relative(entry.path)).path) for entry in tree.files]
+    plan.empty_directories += [final.child(source.relative(path)).path for path in tree.empty_directories]
+    plan.old_directories += [source.path, *(entry.path for entry in tree.directories)]
+
+
+def _refuse_twice(paths: list[str], problem: str) -> None:
+    if len(set(paths)) < len(paths):
+        first = next(path for index, path in enumerate(paths) if path in paths[:index])
+        raise InvalidInputError(f"{first} {problem}: move them one by one", path=first)

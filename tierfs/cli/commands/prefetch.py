@@ -1,0 +1,59 @@
+"""``tierfs prefetch``: bring files into a local tier before they are read."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.cli.output import add_json_argument, print_json, printable
+from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.cli.tiers import add_tier_argument
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.store import find, prefetch
+from tierfs.units import format_bytes
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "prefetch"
+HELP = "copy a file, or all that lies below a directory, to this host's disk before it is read"
+EXAMPLES = """\
+tierfs prefetch tierfs::s3://bucket/run/step_1000
+tierfs prefetch tierfs::s3://bucket/data --progress"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    add_tier_argument(parser, default="nvme")
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prefetch, and say how much lies there now."""
+    if arguments.tier == "ram":
+        raise InvalidInputError(
+            "what this command brings into the ram tier would go with it: leave --tier out to bring it into the nvme tier, or "
+            "call fs.prefetch(path) in the process that reads it"
+        )
+    place = store_place(arguments.url)
+    with Progress("prefetch", total_bytes=None, wanted=arguments.progress) as progress:
+        if progress.is_shown:
+            progress.expect(_size(place))
+        try:
+            count = prefetch(place.store, place.path, arguments.tier, progress=progress.advance)
+        except NotFoundError:
+            raise place.missing() from None
+    if arguments.json:
+        print_json({"bytes": count})
+    else:
+        print(f"{format_bytes(count)} of {printable(place.url)} in the {arguments.tier} tier")
+    return 0
+
+
+def _size(place: StorePlace) -> int:
+    """What a prefetch brings: not files that lie in their manifests."""
+    top = place.entry()
+    entries = find(place.store, place.path) if top.is_directory else [top]
+    files = (entry for entry in entries if not entry.is_directory)
+    return sum(entry.length for entry in files if entry.manifest is None or entry.manifest.inline is None)

@@ -1,0 +1,65 @@
+"""``tierfs probe``: try what the endpoint of a store keeps of what its kind promises."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from tierfs.cli.output import add_json_argument, align, print_json
+from tierfs.cli.places import add_url_argument
+from tierfs.errors import InvalidInputError
+from tierfs.session import parse_url
+from tierfs.session.probing import ProbeReport, probe_store
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "probe"
+HELP = "try which conditions and checksums an endpoint heeds, and note it in the store that is there"
+EXAMPLES = """\
+tierfs probe s3://bucket/run
+tierfs probe tierfs://NAME --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Try it, and say what was found."""
+    if not arguments.url:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
+    report = probe_store(parse_url(arguments.url))
+    if arguments.json:
+        print_json(_document(report))
+    else:
+        _print(report)
+    return 0
+
+
+def _document(report: ProbeReport) -> dict[str, object]:
+    return {
+        "url": report.url,
+        "has_store": report.before is not None,
+        "noted": report.before not in (None, report.endpoint),
+        "single_writer": report.endpoint.single_writer,
+        "cannot_promise": report.endpoint.missing,
+        "checksums": list(report.endpoint.checksums),
+        "tests": [asdict(test) for test in report.tests],
+    }
+
+
+def _print(report: ProbeReport) -> None:
+    rows = [("kept" if test.kept else "not kept", test.name, test.detail) for test in report.tests]
+    print("\n".join(align(rows)))
+    endpoint = report.endpoint
+    print(f"writers   {'one process at a time' if endpoint.single_writer else 'any number'}")
+    if not endpoint.host_local:
+        print(f"writes    {f'verified by the server, {endpoint.checksums[0]}' if endpoint.checksums else 'read back'}")
+    if report.before is None:
+        print(f"store     none at {report.url}: make one with: tierfs init {report.url}")
+    elif report.before == endpoint:
+        print(f"store     {report.url}, as it was noted")
+    else:
+        print(f"store     {report.url}, noted anew; what has it open goes by it when it opens it again")

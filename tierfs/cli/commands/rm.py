@@ -1,0 +1,63 @@
+"""``tierfs rm``: delete files and directories."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import threading
+
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.parallel import run_in_parallel
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.trees import refuse_foreign_files, remove_directories
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
+from tierfs.store import Store, delete, find
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "rm"
+HELP = "delete files, and with -r directories; nothing is deleted unless all of it can be"
+EXAMPLES = """\
+tierfs rm tierfs::s3://bucket/run/a.bin
+tierfs rm -r s3://bucket/run/step_1000 s3://bucket/run/step_2000"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser, several=True)
+    parser.add_argument("-r", "--recursive", action="store_true", help="delete directories, with everything in them")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Delete, and with ``--json`` print how many files."""
+    files: dict[tuple[str, str], Store] = {}
+    directories: list[tuple[Store, list[str]]] = []
+    for text in arguments.urls:
+        place = store_place(text)
+        try:
+            entry = place.entry()
+        except CorruptionError:
+            # Nothing can be read of it, but it can be deleted.
+            files[place.store.url, place.path] = place.store
+            continue
+        if entry.is_directory and not arguments.recursive:
+            raise InvalidInputError(f"{place.url} is a directory: add -r to delete it", path=place.url)
+        below = find(place.store, place.path, detail=False) if arguments.recursive else []
+        doomed = [one for one in (entry, *below) if not one.is_directory]
+        refuse_foreign_files(place.store, doomed)
+        files.update({(place.store.url, one.path): place.store for one in doomed})
+        directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
+
+    def delete_one(item: tuple[tuple[str, str], Store], _stop: threading.Event) -> None:
+        (_, path), store = item
+        # Somebody else was faster: it is gone, as it should be.
+        with contextlib.suppress(NotFoundError):
+            delete(store, path)
+
+    run_in_parallel(delete_one, files.items())
+    for store, paths in directories:
+        remove_directories(store, [path for path in paths if path])
+    if arguments.json:
+        print_json({"files": len(files)})
+    return 0

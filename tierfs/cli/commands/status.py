@@ -1,0 +1,106 @@
+"""``tierfs status``: a store's tiers on this host, what is on its way to the object tier, and what went wrong."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.prometheus import exposition
+from tierfs.cli.status_table import UploadRate, one_line, table
+from tierfs.store import Store, status
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "status"
+HELP = "show a store's tiers on this host, what is on its way to the object tier, conflicts and errors"
+EXAMPLES = """\
+tierfs status tierfs::s3://bucket/run
+tierfs status tierfs::s3://bucket/run --watch
+tierfs status tierfs::s3://bucket/run --prometheus | sponge /var/lib/node_exporter/tierfs.prom"""
+
+WATCH_S = 2.0
+WATCH_S_MIN = 0.1
+WATCH_S_MAX = 86400.0
+_HOME, _ERASE_LINE, _ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_CLEAR, _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[2J", "\x1b[?25l", "\x1b[?25h"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument(
+        "--watch",
+        nargs="?",
+        type=_seconds,
+        const=WATCH_S,
+        metavar="SECONDS",
+        help=f"show it again every SECONDS (default {WATCH_S:g}) until Ctrl-C; one line each where stdout is no terminal",
+    )
+    output.add_argument("--prometheus", action="store_true", help="print it in Prometheus's text format")
+    add_json_argument(output)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the status, once or until it is interrupted."""
+    store = store_place(arguments.url, as_configured=True).store
+    if arguments.watch is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(store, arguments.watch)
+        return 0
+    report = status(store)
+    if arguments.json:
+        print_json(report)
+    elif arguments.prometheus:
+        print(exposition(report), end="")
+    else:
+        print("\n".join(table(report, UploadRate().sample(report, time.monotonic()))))
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds; the URL goes before --watch") from None
+    if not WATCH_S_MIN <= seconds <= WATCH_S_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from {WATCH_S_MIN:g} to {WATCH_S_MAX:g} seconds")
+    return seconds
+
+
+def _watch(store: Store, interval_s: float) -> None:
+    rate = UploadRate()
+    with _painting() as paint:
+        while True:
+            report = status(store)
+            paint(report, rate.sample(report, time.monotonic()))
+            time.sleep(interval_s)
+
+
+@contextlib.contextmanager
+def _painting() -> Iterator[Callable[[Mapping[str, Any], float | None], None]]:
+    """How a status is shown again and again: in place on a terminal, line by line elsewhere."""
+    if not sys.stdout.isatty():
+        yield lambda report, rate: print(one_line(report, rate), flush=True)
+        return
+    sys.stdout.write(_HIDE_CURSOR + _CLEAR)
+    try:
+        yield _paint
+    finally:
+        sys.stdout.write(_SHOW_CURSOR)
+        sys.stdout.flush()
+
+
+def _paint(report: Mapping[str, Any], rate: float | None) -> None:
+    # What is wider or longer than the terminal would scroll, and leave a second copy behind.
+    width, height = shutil.get_terminal_size()
+    lines = [line[:width] for line in table(report, rate)[: height - 1]]
+    sys.stdout.write(_HOME + "".join(f"{line}{_ERASE_LINE}\n" for line in lines) + _ERASE_BELOW)
+    sys.stdout.flush()

@@ -1,0 +1,48 @@
+"""``tierfs version``: what is installed. Imports nothing of it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+
+from tierfs import __version__
+from tierfs.cli.output import add_json_argument, align, print_json
+from tierfs.format.header import VERSION
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "version"
+HELP = "show the versions of tierfs, of the store format, and of what tierfs works with"
+EXAMPLES = """\
+tierfs version
+tierfs version --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the versions."""
+    versions = {
+        "tierfs": __version__,
+        "format": VERSION,
+        "python": platform.python_version(),
+        "fsspec": _installed("fsspec"),
+        "torch": _installed("torch"),
+    }
+    if arguments.json:
+        print_json(versions)
+    else:
+        rows = [(name, "not installed" if version is None else str(version)) for name, version in versions.items()]
+        print("\n".join(align(rows)))
+    return 0
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,106 @@
+"""``tierfs wait``: until what this host wrote is as safe as it is to be."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import threading
+
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.store import wait
+from tierfs.units import format_bytes
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "wait"
+HELP = "wait until what this host wrote at or below a path has reached a level"
+EXAMPLES = """\
+tierfs wait tierfs::s3://bucket/run
+tierfs wait tierfs::s3://bucket/run/step_1000 --level local
+tierfs wait tierfs::s3://bucket/run --timeout 600"""
+
+LEVELS = (Level.STAGED, Level.LOCAL, Level.OBJECT)
+LOOK_S = 0.25
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument(
+        "--level",
+        choices=[level.label for level in LEVELS],
+        default=Level.OBJECT.label,
+        help="how safe it is to be: in this host's memory, on its disk, or (default) in the object tier",
+    )
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Wait; an error says what keeps it from getting there."""
+    timeout_s: float | None = arguments.timeout
+    if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):
+        raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
+    place, level = store_place(arguments.url), Level.parse(arguments.level)
+    pending = _pending(place, level)
+    if not pending and (place.store.tiers is None or place.store.tiers.drafts.is_settled(place.path)):
+        # A slip in the path must not pass for something that is safe.
+        place.entry()
+    total = sum(pending.values())
+    with Progress("wait", total_bytes=total, wanted=arguments.progress) as progress:
+        waiting = _Waiting(place, level, timeout_s)
+        waiting.start()
+        while not waiting.ended.wait(LOOK_S):
+            # What was written since is not waited for.
+            left = _pending(place, level)
+            still = {name: size for name, size in pending.items() if name in left}
+            _show(progress, total, still)
+        waiting.result()
+        _show(progress, total, {})
+    if arguments.json:
+        print_json({"url": place.url, "level": level.label, "files": len(pending), "bytes": total})
+    return 0
+
+
+class _Waiting(threading.Thread):
+    """The wait itself. A daemon: Ctrl-C ends the command, and with it the wait."""
+
+    def __init__(self, place: StorePlace, level: Level, timeout_s: float | None) -> None:
+        super().__init__(name="tierfs-wait", daemon=True)
+        self.ended = threading.Event()
+        self._place = place
+        self._level = level
+        self._timeout_s = timeout_s
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Wait, and note how it ended."""
+        try:
+            wait(self._place.store, self._place.path, self._level, self._timeout_s)
+        except BaseException as error:  # noqa: BLE001 - raised again by `result`
+            self._error = error
+        self.ended.set()
+
+    def result(self) -> None:
+        """Raise what the wait raised."""
+        if self._error is not None:
+            raise self._error
+
+
+def _pending(place: StorePlace, level: Level) -> dict[bytes, int]:
+    """Write id and length of each file that has not reached the level."""
+    if place.store.tiers is None:
+        return {}
+    found = place.store.tiers.drafts.pending_below(place.path).values()
+    return {item.draft.write_id: item.draft.length for item in found if item.level < level}
+
+
+def _show(progress: Progress, total: int, still: dict[bytes, int]) -> None:
+    left = sum(still.values())
+    progress.advance(total - left - progress.bytes)
+    progress.note(f"{len(still)} files, {format_bytes(left)} pending")

@@ -1,0 +1,123 @@
+"""The log on stderr while a command runs. ``TIERFS_LOG`` sets how much of it, and its format: ``level[,format]``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tierfs.cli.output import format_time
+from tierfs.errors import InvalidInputError
+
+__all__ = ["FORMATS", "logging_to_stderr"]
+
+_LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+# What every record has; the rest is what was given as ``extra``.
+_ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
+
+
+class _Text(logging.Formatter):
+    """For people."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return f"tierfs: {record.levelname.lower()}: {super().format(record)}"
+
+
+class _KeyValue(logging.Formatter):
+    """One line an event, ``key=value``; a value is quoted as in JSON where it would not be one word."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{key}={self._word(value)}" for key, value in _fields(record).items())
+
+    @staticmethod
+    def _word(value: object) -> str:
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        is_word = text.isprintable() and text and not set(text) & set(' "=\\')
+        return text if is_word else json.dumps(text)
+
+
+class _Json(logging.Formatter):
+    """One line an event, an object in JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_fields(record), default=str)
+
+
+FORMATS: dict[str, type[logging.Formatter]] = {"text": _Text, "logfmt": _KeyValue, "json": _Json}
+"""What a log may look like, by name."""
+
+
+class _Handler(logging.Handler):
+    """Writes to whatever stderr is now, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        # A disk without room for the log must not end the work that is told of. A buffered stderr keeps some of what it
+        # could not write, and adds it once there is room.
+        with contextlib.suppress(OSError):
+            if "tqdm" in sys.modules:
+                from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
+
+                tqdm.write(line, file=sys.stderr)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def logging_to_stderr(
+    *, level: str = "warning", format: str = "text", wanted_format: str | None = None
+) -> Iterator[None]:
+    """Show tierfs's log records on stderr; instead of as before, inside another one.
+
+    Args:
+        level: What is shown, and what is more severe, if ``TIERFS_LOG`` names none.
+        format: One of `FORMATS`, if ``TIERFS_LOG`` names none.
+        wanted_format: One of `FORMATS`, whatever ``TIERFS_LOG`` names.
+
+    Raises:
+        InvalidInputError: ``TIERFS_LOG`` names something else.
+    """
+    level_name, _, format_name = os.environ.get("TIERFS_LOG", "").lower().partition(",")
+    level_name, format_name = level_name.strip() or level, format_name.strip() or format
+    if level_name not in _LEVELS or format_name not in FORMATS:
+        raise InvalidInputError(
+            f"TIERFS_LOG is {os.environ['TIERFS_LOG']!r}: set it to one of {', '.join(_LEVELS)}, and after a comma, "
+            f"if you like, to one of {', '.join(FORMATS)}"
+        )
+    logger = logging.getLogger("tierfs")
+    handler = _Handler()
+    handler.setFormatter(FORMATS[wanted_format or format_name]())
+    previous_level, previous = logger.level, [each for each in logger.handlers if isinstance(each, _Handler)]
+    logger.setLevel(_LEVELS[level_name])
+    for each in previous:
+        logger.removeHandler(each)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        for each in previous:
+            logger.addHandler(each)
+        logger.setLevel(previous_level)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "time": format_time(int(record.created * 1e9), precise=True),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": record.getMessage(),
+    }
+    fields |= {key: value for key, value in vars(record).items() if key not in _ORDINARY}
+    if record.exc_info:
+        fields["exception"] = logging.Formatter().formatException(record.exc_info)
+    return fields

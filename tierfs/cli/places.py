@@ -1,0 +1,269 @@
+"""What an argument points at: a path in a store, or a local path. The only module that takes URLs apart."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tierfs.cli import local_files as _local
+from tierfs.cli.transfer import LocalSource, LocalTarget, Source, StoredSource, StoredTarget, Target
+from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
+from tierfs.format import keys
+from tierfs.host.pending.levels import Level
+from tierfs.session import open_store, parse_url
+from tierfs.session.url import asks_to_create
+from tierfs.store import Entry, Store, find, make_directory, stat
+from tierfs.store.request_metrics import asked
+from tierfs.store.tree.kind import Kind
+
+__all__ = [
+    "Kind",
+    "LocalPlace",
+    "Place",
+    "StorePlace",
+    "add_url_argument",
+    "any_place",
+    "find_store",
+    "kind_of",
+    "requests_of",
+    "store_place",
+]
+
+_IN_STORE = ("tierfs::", "tierfs://")
+_URL = re.compile(r"[a-z][a-z0-9+._-]*://|[a-z][a-z0-9+._-]*::", re.IGNORECASE)
+
+
+def add_url_argument(parser: argparse.ArgumentParser, *, several: bool = False) -> None:
+    """Declare the argument of a command that always works in a store."""
+    described = "tierfs:: URL, URL of the object tier, or local path"
+    if several:
+        parser.add_argument("urls", nargs="+", metavar="URL", help=f"{described}; may be several")
+    else:
+        parser.add_argument("url", metavar="URL", help=described)
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlace:
+    """A path in a store.
+
+    Attributes:
+        url: Full ``tierfs`` URL, without a ``/`` at its end.
+        store: The store that holds it.
+        path: Relative to the store's root; empty for the root.
+    """
+
+    url: str
+    store: Store
+    path: str
+
+    @property
+    def name(self) -> str:
+        """What it is called in the directory that holds it."""
+        return self.url.rpartition("/")[2]
+
+    def child(self, relative: str) -> StorePlace:
+        """A place below this one.
+
+        Raises:
+            InvalidInputError: A store cannot hold a path like that.
+        """
+        if not relative:
+            return self
+        path = keys.validate_path(f"{self.path}/{relative}" if self.path else relative)
+        return StorePlace(f"{self.url}/{relative}", self.store, path)
+
+    def relative(self, path: str) -> str:
+        """A path of the store, as seen from here."""
+        return path[len(self.path) :].lstrip("/")
+
+    def is_same_as(self, other: Place) -> bool:
+        """Whether the other is the same path of the same store."""
+        return isinstance(other, StorePlace) and self.store is other.store and self.path == other.path
+
+    def holds(self, other: Place) -> bool:
+        """Whether the other lies below this one."""
+        if not isinstance(other, StorePlace) or self.store is not other.store or self.path == other.path:
+            return False
+        return not self.path or other.path.startswith(f"{self.path}/")
+
+    def entry(self) -> Entry:
+        """What is there.
+
+        Raises:
+            NotFoundError: Nothing. The message says what to do next.
+        """
+        try:
+            return stat(self.store, self.path)
+        except NotFoundError:
+            raise self.missing() from None
+
+    def missing(self) -> NotFoundError:
+        """The error that nothing is there."""
+        above = self.url.rpartition("/")[0]
+        return NotFoundError(f"{self.url} is not there: `tierfs ls {above}` shows what is", path=self.url)
+
+    def kind(self) -> Kind | None:
+        """Whether a file is there, a directory, or nothing. A file whose record is damaged is one: it can be replaced."""
+        try:
+            return kind_of(stat(self.store, self.path))
+        except CorruptionError:
+            return "file"
+        except NotFoundError:
+            return None
+
+    def taken(self) -> dict[str, Kind]:
+        """What lies below, by relative path."""
+        entries = find(self.store, self.path, detail=False)
+        return {self.relative(entry.path): kind_of(entry) for entry in entries}
+
+    def contents(self) -> Iterator[tuple[str, Source | None]]:
+        """Relative path and content of everything below; a directory, which has none, before what is in it."""
+        for entry in find(self.store, self.path):
+            relative = self.relative(entry.path)
+            yield relative, None if entry.is_directory else StoredSource(self.store, entry)
+
+    def source(self) -> Source:
+        """The content of the file that is there."""
+        return StoredSource(self.store, self.entry())
+
+    def target(self) -> Target:
+        """Where the content of a file goes."""
+        if not self.path:
+            raise InvalidInputError(f"{self.url} is the root of a store: name a file in it", path=self.url)
+        return StoredTarget(self.store, self.path)
+
+    def make_directory(self) -> None:
+        """Make it a directory, unless it is one."""
+        make_directory(self.store, self.path, exist_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPlace:
+    """A path on this host.
+
+    Attributes:
+        url: As the user wrote it, or what is below that.
+    """
+
+    url: str
+
+    @property
+    def name(self) -> str:
+        """What it is called in the directory that holds it; nothing for ``.``, ``..`` and ``/``."""
+        name = os.path.basename(self.url.rstrip("/"))
+        return "" if name in (".", "..") else name
+
+    def child(self, relative: str) -> LocalPlace:
+        """A place below this one."""
+        return LocalPlace(os.path.join(self.url, relative)) if relative else self
+
+    def is_same_as(self, other: Place) -> bool:
+        """False: nothing is copied from a local path to a local path."""
+        return False
+
+    def holds(self, other: Place) -> bool:
+        """False, as above."""
+        return False
+
+    def kind(self) -> Kind | None:
+        """Whether a file is there, a directory, or nothing."""
+        if os.path.isdir(self.url):
+            return "directory"
+        return "file" if os.path.exists(self.url) else None
+
+    def taken(self) -> dict[str, Kind]:
+        """Nothing: the operating system refuses to put a file where a directory is by itself."""
+        return {}
+
+    def missing(self) -> NotFoundError:
+        """The error that nothing is there."""
+        return NotFoundError(
+            f"{self.url} is not there, on this host: a path in a store starts with tierfs:: or tierfs://", path=self.url
+        )
+
+    def contents(self) -> Iterator[tuple[str, Source | None]]:
+        """Relative path and content of everything below; a directory, which has none, before what is in it."""
+        for relative, size in _local.walk(self.url):
+            yield relative, None if size is None else LocalSource(os.path.join(self.url, relative), size)
+
+    def source(self) -> Source:
+        """The content of the file that is there."""
+        return LocalSource(self.url, _local.known_size(self.url))
+
+    def target(self) -> Target:
+        """Where the content of a file goes."""
+        return LocalTarget(self.url)
+
+    def make_directory(self) -> None:
+        """Make it a directory, unless it is one."""
+        os.makedirs(self.url, exist_ok=True)
+
+
+def kind_of(entry: Entry) -> Kind:
+    """What an entry of a store is."""
+    return "directory" if entry.is_directory else "file"
+
+
+Place: TypeAlias = StorePlace | LocalPlace
+
+
+def store_place(text: str, *, write: bool = False, as_configured: bool = False) -> StorePlace:
+    """The path in a store that an argument names.
+
+    Args:
+        text: ``tierfs::URL``, ``tierfs://NAME/path``, the object tier's own URL, or a local path.
+        write: Whether something is going to be written: then a store is made where the configuration, or
+            ``TIERFS_CREATE=1``, asks for it.
+        as_configured: Whether the local tiers are to be used as configured. Else what is changed is in the object tier when
+            the command ends, and what is read leaves nothing in the ram tier.
+
+    Raises:
+        InvalidInputError: The argument is no good.
+        StoreNotFoundError: No store holds it.
+        TierfsError: The store could not be opened.
+    """
+    if not text:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
+    location = parse_url(text)
+    store, path = open_store(location, write=write, create=write and asks_to_create(location))
+    if not as_configured:
+        store.ack = Level.OBJECT
+        if store.tiers is not None:
+            store.tiers.cache.keeps_reads = False
+    url = text.rstrip("/") if text.startswith("tierfs://") else f"tierfs::{location.url}"
+    return StorePlace(url, store, path)
+
+
+def any_place(text: str, *, write: bool = False) -> Place:
+    """What an argument names that may be local: only what starts with ``tierfs`` is in a store.
+
+    Raises:
+        InvalidInputError, StoreNotFoundError, TierfsError: As `store_place` does.
+    """
+    if text.startswith(_IN_STORE):
+        return store_place(text, write=write)
+    if not text:
+        raise InvalidInputError("an argument is empty: give a URL or a path")
+    if _URL.match(text):
+        raise InvalidInputError(
+            f"{text!r} is no local path: write tierfs::{text} for what lies in a store, ./{text} for a local file",
+            path=text,
+        )
+    return LocalPlace(text)
+
+
+def requests_of(store: Store) -> dict[str, int]:
+    """How many requests this process has sent to the store's object tier, by method."""
+    return {method: int(counts["requests"]) for method, counts in asked(store.objects)["object_requests"].items()}
+
+
+def find_store(text: str) -> StorePlace | None:
+    """As `store_place`, with ``None`` where there is no store."""
+    try:
+        return store_place(text)
+    except StoreNotFoundError:
+        return None

@@ -1,0 +1,199 @@
+"""A store's status as a person reads it: a table, or one line."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tierfs.cli.output import align, format_time, printable
+from tierfs.units import format_bytes
+
+__all__ = ["UploadRate", "one_line", "table"]
+
+LISTED_MAX = 20
+_TIERS = ("ram", "nvme", "object")
+_MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
+# What a tier says of itself that is worth a line only if it happened.
+_NOTABLE = ("waits", "waited_s", "evicted_bytes", "memfd_segments", "damaged")
+
+
+class UploadRate:
+    """Bytes per second to the object tier: from two looks at the flusher's counter, else as the flusher says."""
+
+    def __init__(self) -> None:
+        self._last: tuple[object, float, float] | None = None
+
+    def sample(self, report: Mapping[str, Any], now_s: float) -> float | None:
+        """Note one look, and return the rate since the one before.
+
+        Args:
+            report: What `tierfs.store.status` returned.
+            now_s: When, on a clock that never jumps.
+
+        Returns:
+            ``None`` where it is not known.
+        """
+        last, self._last = self._last, None
+        count = report.get("counters", {}).get("flusher_uploaded_bytes")
+        pid = report.get("flusher", {}).get("pid")
+        if isinstance(count, (int, float)):
+            self._last = (pid, now_s, count)
+            # Another flusher counts from 0 again.
+            if last is not None and last[0] == pid and now_s > last[1] and count >= last[2]:
+                return (count - last[2]) / (now_s - last[1])
+        said = report.get("rate_bytes_per_s")
+        return float(said) if isinstance(said, (int, float)) else None
+
+
+def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
+    """All that a status says, as lines.
+
+    Args:
+        report: What `tierfs.store.status` returned.
+        rate: Bytes per second to the object tier; ``None`` where it is not known.
+    """
+    queue = f"{report['queue_files']} files, {format_bytes(report['queue_bytes'])}"
+    if report["queue_files"]:
+        queue += f", oldest {_age(report['oldest_age_s'])}"
+    facts = [
+        ("store", printable(report["store"])),
+        ("uuid", report["uuid"]),
+        ("acknowledged", f"when {report['ack']}"),
+        ("flusher", _flusher(report["flusher"])),
+        ("queue", queue),
+        ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
+    ]
+    return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
+
+
+def one_line(report: Mapping[str, Any], rate: float | None) -> str:
+    """What changes from moment to moment, as one line for a log."""
+    words = [
+        format_time(time.time_ns()),
+        f"queue {report['queue_files']} files {format_bytes(report['queue_bytes'])}",
+        f"oldest {_age(report['oldest_age_s'])}",
+        f"upload {'unknown' if rate is None else f'{format_bytes(round(rate))}/s'}",
+    ]
+    for tier in _TIERS:
+        values = report["tiers"].get(tier, {})
+        if "used_bytes" in values:
+            used, budget, dirty = (format_bytes(values[key]) for key in ("used_bytes", "budget_bytes", "dirty_bytes"))
+            words.append(f"{tier} {used} of {budget}, dirty {dirty}")
+    words.append(f"flusher {_flusher(report['flusher'])}")
+    words.append(f"conflicts {_conflicts(report)}, errors {_errors(report)}")
+    return "; ".join(words)
+
+
+def _flusher(flusher: Mapping[str, Any]) -> str:
+    if not flusher.get("running"):
+        return "not running"
+    if "silent" in flusher:
+        return f"runs, but does not answer: {printable(flusher['silent'])}"
+    return f"runs, pid {flusher['pid']}"
+
+
+def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    rows = [("tier", "used", "budget", "dirty", "clean", "gives", "")]
+    for tier in ("device", *_TIERS) if "device" in tiers else _TIERS:
+        values = tiers.get(tier)
+        if values is None:
+            rows.append((tier, "off", "", "", "", "", ""))
+            continue
+        sizes = [
+            format_bytes(values[key]) if key in values else "-"
+            for key in ("used_bytes", "budget_bytes", "dirty_bytes", "clean_bytes")
+        ]
+        note = f"survives the {values['survives']}" if "survives" in values else ""
+        note += ", writes are read back" if values.get("reads_back") else ""
+        note = printable(values.get("problem", note))
+        if tier == "device":
+            note = _snapshots(values)
+        if values.get("host_bytes"):
+            note = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
+        rows.append((tier, sizes[0], sizes[1], sizes[2], sizes[3], str(values.get("gives", "")), note))
+    return align(rows, right=(1, 2, 3, 4))
+
+
+def _snapshots(values: Mapping[str, Any]) -> str:
+    """Of the device tier: how many snapshots, how old the newest is, how fast they drain."""
+    age = values.get("newest_age_s")
+    words = [
+        f"{values['snapshots']} of {values['generations']} snapshots"
+        + ("" if age is None else f", the newest {_age(age)} old")
+    ]
+    if values.get("drain_bytes_per_s"):
+        words.append(f"drained at {format_bytes(values['drain_bytes_per_s'])}/s")
+    if values.get("unpinned"):
+        words.append(f"{values['unpinned']} regions of shared memory are not registered with the GPU")
+    return "; ".join(words)
+
+
+def _problems(report: Mapping[str, Any]) -> Iterator[str]:
+    conflicts = [(item["path"], item["message"]) for item in report["conflicts"]]
+    errors = [(item["path"], f"attempt {item['attempts']}: {item['message']}") for item in report["errors"]]
+    for title, count, items in (
+        (
+            "conflicts: somebody else was faster; `tierfs flusher discard` gives the host's own change up",
+            _conflicts(report),
+            conflicts,
+        ),
+        ("errors: what is tried again", _errors(report), errors),
+    ):
+        if items:
+            yield from ("", title)
+            yield from (f"  {printable(path)}: {printable(message)}" for path, message in items[:LISTED_MAX])
+        if count > LISTED_MAX:
+            yield f"  ... and {count - LISTED_MAX} more"
+    if report["misplaced"]:
+        yield from (
+            "",
+            "in the working directory: made by code that took a tierfs URL for a local path, and in no store",
+        )
+        yield from (f"  {printable(path)}" for path in report["misplaced"][:LISTED_MAX])
+
+
+def _conflicts(report: Mapping[str, Any]) -> int:
+    """How many there are: a flusher does not list all."""
+    return int(report.get("conflict_files", len(report["conflicts"])))
+
+
+def _errors(report: Mapping[str, Any]) -> int:
+    return int(report.get("failing_files", len(report["errors"])))
+
+
+def _requests(report: Mapping[str, Any]) -> Iterator[str]:
+    rows = [("asked of the object tier", "requests", "errors", "bytes", "seconds")]
+    for name, counts in report["tiers"].get("object", {}).get("requests", {}).items():
+        size, seconds = format_bytes(counts["bytes"]), f"{counts['seconds']:.3f}"
+        rows.append((f"  {name.replace('_', ' ')}", str(counts["requests"]), str(counts["errors"]), size, seconds))
+    if len(rows) > 1:
+        yield from ("", *align(rows, right=(1, 2, 3, 4)))
+
+
+def _counters(report: Mapping[str, Any]) -> Iterator[str]:
+    counts: dict[str, float] = {}
+    for tier in _TIERS:
+        values = report["tiers"].get(tier, {})
+        counts |= {f"{tier}_{name}": values[name] for name in _NOTABLE if name in values}
+        counts |= {f"{tier}_fallback_{name}": count for name, count in values.get("fallbacks", {}).items()}
+    counts |= {name: report.get(name, 0) for name in ("unreadable_drafts", "unread_segments")}
+    counts |= report["counters"]
+    rows = [(f"  {name.replace('_', ' ')}", _count(name, count)) for name, count in counts.items() if count]
+    if rows:
+        yield from ("", "counters")
+        yield from align(rows, right=(1,))
+
+
+def _count(name: str, count: float) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(int(count))
+    return f"{count:.3f}" if isinstance(count, float) else str(count)
+
+
+def _age(seconds: float) -> str:
+    if seconds < _MINUTE_S:
+        return f"{seconds:.1f} s"
+    if seconds < _HOUR_S:
+        return f"{seconds / _MINUTE_S:.0f} min"
+    return f"{seconds / _HOUR_S:.1f} h" if seconds < _DAY_S else f"{seconds / _DAY_S:.1f} d"

@@ -1,0 +1,1 @@
+"""Codecs against a base: differences, sparse differences, and what follows from the base."""

@@ -1,0 +1,1 @@
+"""Where the tensors of a file lie, by the table that the file itself has."""

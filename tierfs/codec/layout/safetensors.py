@@ -1,0 +1,145 @@
+"""Safetensors files as bytes: their table, read without believing it, and where each tensor lies.
+
+Format: https://github.com/huggingface/safetensors (README, "Format").
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Rest, Steps
+from tierfs.errors import CorruptionError
+
+__all__ = ["ELEMENTS", "HEADER_BYTES_MAX", "METADATA_NAME", "Entry", "follow_safetensors", "read_table"]
+
+HEADER_BYTES_MAX = 100_000_000
+"""What the safetensors library reads at most."""
+METADATA_NAME = "__metadata__"
+"""What the header has its own notes under, so that no tensor can have it."""
+ELEMENTS: Mapping[str, Element] = {
+    **{name: Element(size, size, "float") for name, size in {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.items()},
+    **{f"F8_{name}": Element(1, 1, "float") for name in ("E5M2", "E4M3", "E8M0", "E4M3FN", "E4M3FNUZ", "E5M2FNUZ")},
+    **{f"{sign}{8 * size}": Element(size, size, "integer") for sign in "IU" for size in (1, 2, 4, 8)},
+    "BOOL": Element(1, 1, "integer"),
+    "C64": Element(8, 4, "float"),
+}
+"""Of the format's dtypes, those that are made of whole bytes."""
+_LENGTH_BYTES = 8
+_DIMENSIONS_MAX = 64
+_INTEGER_MAX = (1 << 63) - 1
+
+
+class Entry(NamedTuple):
+    """A tensor or object as the header has it.
+
+    Attributes:
+        name: Unique in the file.
+        dtype: The format's name for it.
+        shape: Rows first.
+        at: Offset in bytes: in the header, from its end on; before there is one, in the run that it lies in.
+        length: In bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    length: int
+
+
+def read_table(read_into: Callable[[int, memoryview], None], length: int, where: str) -> tuple[dict[str, Entry], int]:
+    """What a safetensors file says of itself.
+
+    Args:
+        read_into: Fills a buffer from an offset of the file on.
+        length: Of the file, in bytes.
+        where: How to name it in errors.
+
+    Returns:
+        By name, every tensor with its offset in the data; and where the data begins in the file.
+
+    Raises:
+        CorruptionError: It is no such file, or one that says what cannot be.
+    """
+    head = bytearray(_LENGTH_BYTES)
+    if length >= _LENGTH_BYTES:
+        read_into(0, memoryview(head))
+    size = int.from_bytes(head, "little")
+    if not 0 < size <= min(HEADER_BYTES_MAX, length - _LENGTH_BYTES):
+        raise _wrong(where, "it does not begin with the length of a table of tensors")
+    text = bytearray(size)
+    read_into(_LENGTH_BYTES, memoryview(text))
+    begin = _LENGTH_BYTES + size
+    entries = _parse(text, where)
+    end = sum(entry.length for entry in entries.values())
+    if end != length - begin:
+        raise _wrong(where, f"its tensors end at {end}, and its data at {length - begin}")
+    return entries, begin
+
+
+def follow_safetensors(start: bytes) -> Steps:
+    """Read a file that begins with these 9 bytes."""
+    size = int.from_bytes(start[:_LENGTH_BYTES], "little")
+    if not 1 < size <= HEAD_BYTES_MAX or start[_LENGTH_BYTES:] != b"{":
+        return
+    text = start[_LENGTH_BYTES:] + (yield Read(size - 1))
+    try:
+        entries = _parse(text, "")
+    except CorruptionError:
+        return
+    for entry in sorted(entries.values(), key=lambda entry: entry.at):
+        if entry.length:
+            yield Item(entry.name, entry.length, ELEMENTS.get(entry.dtype, BYTES))
+    yield Rest()
+
+
+def _parse(text: bytes | bytearray, where: str) -> dict[str, Entry]:
+    """The tensors of a header, by name. They follow each other from offset 0 on."""
+    try:
+        table = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise _wrong(where, f"its table of tensors cannot be read: {error!r:.200}") from error
+    if not isinstance(table, dict):
+        raise _wrong(where, "its table of tensors is none")
+    table.pop(METADATA_NAME, None)
+    entries = {name: _entry(name, item, where) for name, item in table.items()}
+    at = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.at, entry.length)):
+        if entry.at != at:
+            raise _wrong(where, f"{entry.name!r} begins at {entry.at}, and what is before it ends at {at}")
+        at = entry.at + entry.length
+    return entries
+
+
+def _entry(name: str, item: Any, where: str) -> Entry:
+    try:
+        dtype, shape, (start, end) = item["dtype"], item["shape"], item["data_offsets"]
+        sizes = [*shape, start, end]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _wrong(where, f"{name!r} is {item!r:.100}") from error
+    if (
+        not isinstance(dtype, str)
+        or not isinstance(shape, list)
+        or not all(type(size) is int and 0 <= size <= _INTEGER_MAX for size in sizes)
+    ):
+        raise _wrong(where, f"{name!r} is {item!r:.100}")
+    if len(shape) > _DIMENSIONS_MAX or start > end:
+        raise _wrong(where, f"{name!r} is {item!r:.100}")
+    known = ELEMENTS.get(dtype)
+    if known is not None and math.prod(shape) * known.size != end - start:
+        raise _wrong(where, f"{name!r}: {end - start} bytes do not make {shape} elements of {dtype}")
+    return Entry(name, dtype, tuple(shape), start, end - start)
+
+
+def _wrong(where: str, what: str) -> CorruptionError:
+    return CorruptionError(f"{where}: is no safetensors file: {what}", path=where)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a name is there twice")
+    return made

@@ -1,0 +1,220 @@
+"""Files of ``torch.save`` as bytes: which storage lies where, and what its elements are. Nothing of the pickle is run.
+
+Such a file is a zip archive without compression. The pickle is its first record, the storages follow, each padded so that
+its data begin at a multiple of 64 bytes. A record's size stands *behind* its data, so a storage's is taken from the pickle,
+which names each with its type and its number of elements, and held to what stands behind the data then.
+
+Format: torch/serialization.py (`_save`), torch's miniz; APPNOTE.TXT of zip, sections 4.3.7 and 4.3.9.
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+from collections.abc import Generator, Mapping
+from typing import Any, NamedTuple
+
+from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, ReadTo, Rest, Steps
+
+__all__ = ["LOCAL", "follow_torchzip", "storages_in"]
+
+LOCAL = b"PK\x03\x04"
+"""What each record, and so the file, begins with."""
+_BEHIND = b"PK\x07\x08"
+_DIRECTORY = b"PK\x01\x02"
+_HEADER = struct.Struct("<4s2xHH8xIIHH")  # signature; flags, method; sizes; lengths of name and extra field
+_SIZE_IS_BEHIND = 8
+_ENCRYPTED = 1
+_PICKLE = "data.pkl"
+_OTHERS_MAX = 16  # records that are neither the pickle nor a storage: a version, a byte order
+_OTHER_BYTES_MAX = 1 << 16
+_NAME_MAX = 256  # characters; longer ones are not torch's, and a pickle can double one with every opcode
+_OPCODES_MAX = 1_000_000  # a second's work: what has more in its pickle is cut as bytes of any kind
+
+_FLOATS = {"Double": 8, "Float": 4, "Half": 2, "BFloat16": 2}
+_INTEGERS = {"Long": 8, "Int": 4, "QInt32": 4, "Short": 2}
+_SMALL_INTEGERS = dict.fromkeys(("Char", "Byte", "Bool", "QInt8", "QUInt8"), 1)
+_STORAGES: Mapping[str, Element] = {
+    **{f"torch {name}Storage": Element(size, size, "float") for name, size in _FLOATS.items()},
+    **{f"torch {name}Storage": Element(size, size, "integer") for name, size in (_INTEGERS | _SMALL_INTEGERS).items()},
+    "torch ComplexFloatStorage": Element(8, 4, "float"),
+    "torch ComplexDoubleStorage": Element(16, 8, "float"),
+    "torch QUInt4x2Storage": BYTES,
+    "torch QUInt2x4Storage": BYTES,
+    "torch.storage UntypedStorage": BYTES,
+}
+# What torch has no kind of storage for, it stores untyped and rebuilds with the dtype.
+_REBUILD = "torch._utils _rebuild_tensor_v3"
+_DTYPE_ARGUMENT = 6
+_DTYPES: Mapping[str, Element] = {
+    **{f"torch uint{8 * size}": Element(size, size, "integer") for size in (2, 4, 8)},
+    **{
+        f"torch float8_{name}": Element(1, 1, "float") for name in ("e4m3fn", "e4m3fnuz", "e5m2", "e5m2fnuz", "e8m0fnu")
+    },
+}
+
+
+class _Storage(NamedTuple):
+    length: int  # bytes
+    element: Element
+
+
+def follow_torchzip(start: bytes) -> Steps:
+    """Read a file that begins with these bytes, `LOCAL` first, 30 at most."""
+    name, is_empty = yield from _name(start + (yield Read(_HEADER.size - len(start))))
+    if is_empty or not name.endswith(_PICKLE):
+        return
+    prefix = name.removesuffix(_PICKLE)
+    pickle = (yield ReadTo(_BEHIND, HEAD_BYTES_MAX))[: -len(_BEHIND)]
+    storages = storages_in(pickle)
+    signature = yield from _check_size(len(pickle))
+    has_items = False
+    records_left = len(storages) + _OTHERS_MAX
+    while signature == LOCAL and records_left:
+        records_left -= 1
+        name, is_empty = yield from _name(signature + (yield Read(_HEADER.size - len(signature))))
+        # Each once: what is there again is something else.
+        storage = storages.pop(name.removeprefix(prefix), None) if name.startswith(prefix) else None
+        if is_empty:
+            signature = yield Read(len(LOCAL))
+        elif storage is not None:
+            has_items = True
+            yield Item(name.removeprefix(prefix), *storage)
+            if (yield Read(len(_BEHIND))) != _BEHIND:
+                return
+            signature = yield from _check_size(storage.length)
+        elif has_items:
+            break
+        else:
+            record = yield ReadTo(_BEHIND, _OTHER_BYTES_MAX)
+            signature = yield from _check_size(len(record) - len(_BEHIND))
+    if signature in {LOCAL, _DIRECTORY}:
+        yield Rest()
+
+
+def _name(header: bytes) -> Generator[Read, bytes, tuple[str, bool]]:
+    """Read on to where a record's data begin.
+
+    Returns:
+        Its name, empty for a record that torch would not write; and whether it has no data, nor anything behind them.
+    """
+    signature, flags, method, *sizes, name_length, extra_length = _HEADER.unpack(header)
+    name = yield Read(name_length + extra_length)
+    is_empty = not flags & _SIZE_IS_BEHIND
+    if signature != LOCAL or method or flags & _ENCRYPTED or (is_empty and any(sizes)):
+        return "", False
+    return name[:name_length].decode(errors="replace"), is_empty
+
+
+def _check_size(length: int) -> Generator[Read, bytes, bytes]:
+    """Read on behind a record's data: checksum, size twice, signature of what follows. Returns that, or nothing."""
+    after = yield Read(16)
+    for size in (4, 8):  # bytes of a size: 8 where the record is large, or lies far behind
+        end = 4 + 2 * size
+        after += yield Read(end + 4 - len(after))
+        sizes = [int.from_bytes(after[4 : 4 + size], "little"), int.from_bytes(after[4 + size : end], "little")]
+        if sizes == [length, length] and after[end:] in {LOCAL, _DIRECTORY}:
+            return after[end:]
+    return b""
+
+
+def storages_in(pickle: bytes) -> dict[str, _Storage]:
+    """The storages that a pickle of ``torch.save`` refers to, by the names of their records; those that can be told.
+
+    The pickle's opcodes are followed with a stack of what matters here: strings, numbers, tuples, names of globals.
+    """
+    machine = _Machine()
+    try:
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(pickle)):
+            if number == _OPCODES_MAX:
+                return {}
+            machine.step(opcode, argument)
+    except (ValueError, LookupError, Warning):  # it is damaged, or no pickle; a warning is one where those are errors
+        return {}
+    return machine.found
+
+
+class _Global(str):
+    """The name of a module and of something in it, with a space between."""
+
+    __slots__ = ()
+
+
+_MARK = object()
+
+
+class _Machine:
+    def __init__(self) -> None:
+        self.found: dict[str, _Storage] = {}
+        self._stack: list[object] = []
+        self._memo: dict[object, object] = {}
+
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> None:
+        """Do what one opcode does, as far as it matters."""
+        name, stack = opcode.name, self._stack
+        if name == "MARK":
+            stack.append(_MARK)
+        elif name in {"PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"}:
+            self._memo[len(self._memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name in {"GET", "BINGET", "LONG_BINGET"}:
+            stack.append(self._memo[argument])
+        elif name == "GLOBAL":
+            stack.append(_Global(argument))
+        else:
+            taken = self._take(opcode.stack_before)
+            stack.extend([self._made(name, argument, taken)] * len(opcode.stack_after))
+
+    def _take(self, wanted: list[pickletools.StackObject]) -> list[object]:
+        """Take off the stack what an opcode consumes."""
+        count = len(wanted)
+        if pickletools.markobject in wanted:
+            mark = len(self._stack) - 1
+            while self._stack[mark] is not _MARK:
+                mark -= 1
+            count = wanted.index(pickletools.markobject) + len(self._stack) - mark
+        if count > len(self._stack):
+            raise ValueError("more is taken off the stack than there is")
+        taken = self._stack[len(self._stack) - count :]
+        del self._stack[len(self._stack) - count :]
+        return taken
+
+    def _made(self, name: str, argument: Any, taken: list[object]) -> object:
+        """What an opcode leaves on the stack."""
+        if not taken:
+            return argument if name != "EMPTY_TUPLE" else ()
+        if name == "TUPLE":
+            return tuple(taken[1:])
+        if name in {"TUPLE1", "TUPLE2", "TUPLE3"}:
+            return tuple(taken)
+        if name == "STACK_GLOBAL":
+            parts = [part for part in taken if isinstance(part, str)]
+            if sum(map(len, parts)) > _NAME_MAX:
+                raise ValueError("the name of a global is too long")
+            return _Global(" ".join(parts))
+        if name == "BINPERSID":
+            return self._refer(taken[0])
+        if name == "REDUCE":
+            self._rebuild(*taken)
+        return None
+
+    def _refer(self, what: object) -> object:
+        """Note a reference to a storage. Returns the name of its record."""
+        match what:
+            case ("storage", _Global() as kind, str() as key, _, int() as count) if (
+                count >= 0 and kind in _STORAGES and len(key) <= _NAME_MAX
+            ):
+                record = f"data/{key}"
+                element = _STORAGES[kind]
+                self.found.setdefault(record, _Storage(count * element.size, element))
+                return record
+        return None
+
+    def _rebuild(self, function: object, arguments: object) -> None:
+        """Learn an untyped storage's dtype from the first tensor in it."""
+        if function != _REBUILD or not isinstance(arguments, tuple) or len(arguments) <= _DTYPE_ARGUMENT:
+            return
+        record, dtype = arguments[0], arguments[_DTYPE_ARGUMENT]
+        if isinstance(record, str) and isinstance(dtype, _Global) and dtype in _DTYPES and record in self.found:
+            length, element = self.found[record]
+            if element is BYTES:
+                self.found[record] = _Storage(length, _DTYPES[dtype])

@@ -1,0 +1,1 @@
+"""Byte planes: split, packed, and compressed one by one."""

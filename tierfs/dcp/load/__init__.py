@@ -1,0 +1,1 @@
+"""From shard files to the tensors that a load plan asks for."""

@@ -1,0 +1,220 @@
+"""Reads boxes of tensors, and objects, of one checkpoint: for who has no state to load into, or not the room for all of it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from tierfs.dcp.checkpoint import Checkpoint
+from tierfs.dcp.load.items import Saved
+from tierfs.dcp.load.shards import FileRange, ShardFiles
+from tierfs.dcp.metadata import Place
+from tierfs.dcp.torch_format.checksums import check_checksums
+from tierfs.dcp.torch_format.data import STREAM_BUFFER_BYTES, read_items
+from tierfs.dcp.torch_format.metadata import StockPlace
+from tierfs.dcp.torch_format.streams import ReadStream
+from tierfs.errors import CorruptionError
+
+__all__ = ["BATCH_BYTES", "Box", "BoxReader", "boxes_of", "in_batches"]
+
+BATCH_BYTES = 64 << 20
+_QUANTIZED = ("torch.qint", "torch.quint")
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A part of a tensor.
+
+    Attributes:
+        fqn: The tensor's name.
+        dtype: Of its elements.
+        offsets: Where it begins in the tensor, in elements.
+        sizes: How many elements of each dimension it has.
+    """
+
+    fqn: str
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        return math.prod(self.sizes) * int(self.dtype.itemsize)
+
+
+def boxes_of(checkpoint: Checkpoint, fqn: str, *, bytes_max: int = BATCH_BYTES) -> Iterator[Box]:
+    """Cut a tensor into boxes, in the order of its bytes, each of which follows the last one's without a gap.
+
+    Args:
+        checkpoint: That has it.
+        fqn: Its name.
+        bytes_max: How large a box may be. What ``torch.save`` wrote can only be read as a whole, so there is one box then.
+    """
+    item = checkpoint.metadata.state_dict_metadata[fqn]
+    dtype, shape = item.properties.dtype, tuple(item.size)
+    if any(isinstance(shard.place, StockPlace) for shard in checkpoint.shards(fqn)):
+        yield Box(fqn, dtype, (0,) * len(shape), shape)
+        return
+    for offsets, sizes in _cut(shape, dtype.itemsize, bytes_max):
+        yield Box(fqn, dtype, offsets, sizes)
+
+
+def in_batches(boxes: Iterable[Box], *, bytes_max: int = BATCH_BYTES) -> Iterator[list[Box]]:
+    """Boxes, in order, so many at a time that they are no more bytes than that, or one."""
+    batch: list[Box] = []
+    total = 0
+    for box in boxes:
+        if batch and total + box.length > bytes_max:
+            yield batch
+            batch, total = [], 0
+        batch.append(box)
+        total += box.length
+    if batch:
+        yield batch
+
+
+class BoxReader:
+    """Reads parts of one checkpoint. Its files are looked up once. For one thread at a time.
+
+    Args:
+        checkpoint: What to read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._files = ShardFiles(
+            checkpoint.store, checkpoint.directory, checkpoint.note.files if checkpoint.note else {}
+        )
+        self._names = set(checkpoint.files())
+        self._checked: set[Place] = set()
+
+    def __repr__(self) -> str:
+        return f"BoxReader({self._checkpoint.where!r})"
+
+    def read(self, boxes: Sequence[Box]) -> list[torch.Tensor]:
+        """Read boxes into tensors of their own, all at once.
+
+        Args:
+            boxes: No two the same, and of tensors whose shards make up the whole of them: see `Checkpoint.check_whole`.
+
+        Raises:
+            CorruptionError: Stored bytes are wrong or missing.
+            TierfsError: It failed.
+        """
+        if any(box.length for box in boxes):
+            # Nothing is allocated before it is clear that the files are there, as long as the metadata says.
+            self._files.open(self._names)
+        planner = _IntoBoxes()
+        wanted: list[tuple[Any, Saved]] = []
+        for box in boxes:
+            wanted += self._wanted(box)
+            planner.add(box)
+        for item, saved in wanted:
+            self._check(saved.place, item.storage_index.fqn)
+        read_items(self._files, wanted, planner)
+        return [planner.targets[box.fqn, box.offsets] for box in boxes]
+
+    def object(self, fqn: str) -> bytes:
+        """The bytes of an object, as they were stored.
+
+        Raises:
+            CorruptionError: They are wrong or missing.
+            TierfsError: It failed.
+        """
+        place = self._checkpoint.object(fqn)
+        self._check(place, fqn)
+        content = bytearray(place.length)
+        self._files.read([FileRange(place.file, place.at, memoryview(content), repr(fqn))])
+        return bytes(content)
+
+    def _check(self, place: Place, fqn: str) -> None:
+        """Hold a place to its file's length, and what others wrote to the checksums in it, as there are no digests: that is read twice."""
+        if self._files.reader(place.file).length < place.at + place.length:
+            raise CorruptionError(
+                f"{fqn!r}: shard file {self._files.where(place.file)} is too short for it", path=place.file
+            )
+        if self._checkpoint.note is None and place not in self._checked:
+            file = ReadStream(self._files.reader(place.file), place.at, place.length)
+            check_checksums(self._files, place, fqn, io.BufferedReader(file, STREAM_BUFFER_BYTES))
+            self._checked.add(place)
+
+    def _wanted(self, box: Box) -> list[tuple[Any, Saved]]:
+        described = self._checkpoint.metadata.state_dict_metadata[box.fqn]
+        shards = {shard.offsets: shard for shard in self._checkpoint.shards(box.fqn)}
+        for shard in shards.values():
+            length = math.prod(shard.sizes) * box.dtype.itemsize
+            if length and self._files.reader(shard.place.file).length < length:
+                raise CorruptionError(
+                    f"{box.fqn!r}: {length} bytes cannot lie in shard file {self._files.where(shard.place.file)}",
+                    path=shard.place.file,
+                )
+        whole = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
+        items = create_read_items_for_chunk_list(box.fqn, described, whole) if box.length else []
+        return [
+            (item, Saved(shard.place, box.dtype, shard.sizes))
+            for item in items
+            for shard in [shards[tuple(item.storage_index.offset)]]
+        ]
+
+
+class _IntoBoxes:
+    """As much of torch's `LoadPlanner` as takes what was read: every box has a tensor of its own."""
+
+    def __init__(self) -> None:
+        self.targets: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def add(self, box: Box) -> None:
+        """Make room for a box.
+
+        Raises:
+            CorruptionError: There is no such tensor.
+        """
+        if str(box.dtype).startswith(_QUANTIZED):
+            raise CorruptionError(
+                f"{box.fqn!r}: {box.dtype} has more to it than its elements, and no checkpoint holds that"
+            )
+        try:
+            raw = torch.empty(box.length, dtype=torch.uint8, device="cpu")
+            empty = torch.empty(0 if box.length else box.sizes, dtype=box.dtype, device="cpu")
+            made = raw.view(box.dtype).view(box.sizes) if box.length else empty
+        except RuntimeError as error:
+            raise CorruptionError(
+                f"{box.fqn!r}: {list(box.sizes)} elements of {box.dtype} are no tensor: {error}"
+            ) from error
+        self.targets[box.fqn, box.offsets] = made
+
+    def resolve_tensor(self, item: Any) -> torch.Tensor:
+        part = self.targets[item.dest_index.fqn, tuple(item.dest_index.offset)]
+        for dimension, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            part = part.narrow(dimension, offset, length)
+        return part
+
+    def commit_tensor(self, item: Any, tensor: torch.Tensor) -> None:
+        """Nothing is left to do."""
+
+    def load_bytes(self, item: Any, value: io.BytesIO) -> None:
+        raise AssertionError("objects are read by `BoxReader.object`")
+
+
+def _cut(shape: tuple[int, ...], itemsize: int, bytes_max: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that are each one piece of a row-major array, in order."""
+    if not shape or math.prod(shape) * itemsize <= bytes_max:
+        yield (0,) * len(shape), shape
+        return
+    row = math.prod(shape[1:]) * itemsize
+    if row <= bytes_max:
+        count = bytes_max // row
+        for start in range(0, shape[0], count):
+            yield (start, *(0,) * (len(shape) - 1)), (min(count, shape[0] - start), *shape[1:])
+        return
+    for start in range(shape[0]):
+        for offsets, sizes in _cut(shape[1:], itemsize, bytes_max):
+            yield (start, *offsets), (1, *sizes)

@@ -1,0 +1,282 @@
+"""From a plan's items to reads of shard files, and from what was read into the destination's tensors.
+
+What lies in order in the destination's memory is read straight there. The rest goes through buffers, of which there are no more
+than `BUFFERS_MAX` at once. Where two names share their memory, one is read after the other, as torch does: at once, each would verify
+what the other writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tierfs.buffers import KEPT_MAX, buffers
+from tierfs.dcp.load.overlaps import Destinations
+from tierfs.dcp.load.ranges import READ_BYTES_MAX, Extent, extents_of
+from tierfs.dcp.load.shards import FileRange, ShardFiles
+from tierfs.dcp.metadata import Place
+from tierfs.dcp.planner import object_loader
+from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, writable_bytes
+from tierfs.dcp.torch_format.checksums import check_checksums
+from tierfs.device.accelerator import accelerator_of
+from tierfs.device.upload import Uploads
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import InvalidInputError
+
+__all__ = ["ItemReader", "Saved", "put_in"]
+
+WAVE_BYTES_MAX = 1 << 30
+"""Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
+SLACK_BYTES = 128 << 20
+"""How much more it may be until a chunk ends."""
+BUFFERS_MAX = KEPT_MAX
+"""Of 16 MiB each: what `buffers` keeps, so that no load but the first takes new memory."""
+DENSE_BYTES_MAX = 1 << 62
+ALIGN = 16
+"""Bytes, of the largest element: tensors need not be aligned in a file, and not every processor reads elements that are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A chunk of a tensor as it was saved, or an object.
+
+    Attributes:
+        place: Where its bytes are.
+        dtype: Of its elements; ``None`` for an object.
+        shape: Of the chunk.
+    """
+
+    place: Place
+    dtype: torch.dtype | None = None
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class _Part:
+    """Bytes to read for an item: an extent of its chunk, or the whole of an object."""
+
+    fqn: str
+    file: str
+    at: int
+    length: int
+    straight: memoryview | None
+    extent: Extent | None = None
+    dtype: torch.dtype | None = None
+    target: Any = None
+
+    def put(self, source: memoryview, uploads: Uploads | None = None) -> None:
+        """Bring what was read elsewhere, from the first to the last byte, to where it belongs."""
+        assert self.extent is not None
+        assert self.dtype is not None
+        strides = [stride // self.dtype.itemsize for stride in self.extent.strides]
+        raw = torch.frombuffer(source, dtype=torch.uint8).view(self.dtype)
+        put_in(self.target, raw.as_strided(self.extent.lengths, strides), uploads)
+
+
+class ItemReader:
+    """Reads items of a plan, in waves. Planner calls are made on the caller's thread.
+
+    Args:
+        files: The checkpoint's.
+        planner: torch's `LoadPlanner`.
+    """
+
+    def __init__(self, files: ShardFiles, planner: Any) -> None:
+        self._files = files
+        self._planner = planner
+        self._parts: list[_Part] = []
+        self._tensors: list[tuple[Any, Any, bool]] = []
+        self._objects: list[tuple[Any, Place, bytearray]] = []
+        self._waiting_bytes = 0
+        self._destinations = Destinations()
+        self._uploads: Uploads | None = None
+        self._total_bytes = 0
+
+    def _uploads_to(self, target: torch.Tensor) -> Uploads | None:
+        """Buffers for a destination on a GPU; ``None`` for any other, and for a second GPU in one load."""
+        accelerator = accelerator_of(target)
+        if accelerator is None:
+            return None
+        if self._uploads is None:
+            self._uploads = Uploads(accelerator, self._total_bytes)
+        return self._uploads if self._uploads.accelerator is accelerator else None
+
+    def read(self, items: Sequence[tuple[Any, Saved]]) -> None:
+        """Read items into their destinations.
+
+        Args:
+            items: torch's `ReadItem`, and what was saved of it. Best in the order of files and offsets.
+
+        Raises:
+            CorruptionError: Stored bytes are wrong or missing.
+            InvalidInputError: A destination does not fit.
+            TierfsError: It failed.
+        """
+        self._total_bytes = sum(saved.place.length for _, saved in items)
+        for item, saved in items:
+            if saved.dtype is None:
+                self._add_object(item, saved.place)
+            else:
+                self._add_tensor(item, saved)
+            if self._is_enough():
+                self._flush()
+        self._flush()
+
+    def _is_enough(self) -> bool:
+        """Whether a wave ends here: behind a chunk, which would be asked for twice otherwise, unless none ends in a long time."""
+        if self._waiting_bytes < WAVE_BYTES_MAX:
+            return False
+        last = self._parts[-1]
+        return self._waiting_bytes >= WAVE_BYTES_MAX + SLACK_BYTES or self._files.is_cut(
+            last.file, last.at + last.length
+        )
+
+    def _add_object(self, item: Any, place: Place) -> None:
+        fqn = item.storage_index.fqn
+        # Nothing is allocated on the metadata's word.
+        self._files.check(place.file, place.at, place.length, repr(fqn))
+        content = bytearray(place.length)
+        self._objects.append((item, place, content))
+        self._parts.append(_Part(fqn, place.file, place.at, place.length, memoryview(content)))
+        self._waiting_bytes += place.length
+
+    def _add_tensor(self, item: Any, saved: Saved) -> None:
+        fqn, place = item.storage_index.fqn, saved.place
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        if len(offsets) != len(saved.shape) or any(
+            offset < 0 or offset + length > whole
+            for offset, length, whole in zip(offsets, lengths, saved.shape, strict=True)
+        ):
+            raise InvalidInputError(
+                f"{fqn}: {list(lengths)} elements from {list(offsets)} on are asked for, and the chunk saved in {place.file} "
+                f"is {list(saved.shape)}"
+            )
+        target = self._planner.resolve_tensor(item).detach()
+        if tuple(target.shape) != lengths:
+            raise InvalidInputError(
+                f"{fqn}: the destination is {list(target.shape)}, and what goes there {list(lengths)}"
+            )
+        _check_takes_elements(fqn, target)
+        if not self._destinations.add(fqn, target):
+            self._flush()
+            self._destinations.add(fqn, target)
+        assert saved.dtype is not None
+        is_same = target.dtype == saved.dtype and writable_bytes(target) is not None
+        self._tensors.append((item, target, is_same))
+        dense_max = DENSE_BYTES_MAX if is_same else READ_BYTES_MAX
+        for extent in extents_of(saved.shape, saved.dtype.itemsize, offsets, lengths, dense_bytes_max=dense_max):
+            part = _narrowed(target, extent)
+            straight = writable_bytes(part) if is_same and extent.is_dense else None
+            at = place.at + extent.at
+            self._parts.append(_Part(fqn, place.file, at, extent.length, straight, extent, saved.dtype, part))
+            self._waiting_bytes += extent.length
+
+    def _flush(self) -> None:
+        waiting = deque(self._parts)
+        while waiting:
+            self._read_some(waiting)
+        if self._uploads is not None:
+            self._uploads.finish()
+        load = object_loader(self._planner)
+        for item, place, content in self._objects:
+            stream = io.BytesIO(content)
+            check_checksums(self._files, place, item.storage_index.fqn, stream)
+            stream.seek(0)
+            load(item, stream)
+        for item, tensor, is_straight in self._tensors:
+            if is_straight and not tensor.is_inference():
+                # Its memory was written behind autograd's back.
+                torch.autograd.graph.increment_version(tensor)
+            self._planner.commit_tensor(item, tensor)
+        self._parts, self._tensors, self._objects, self._waiting_bytes = [], [], [], 0
+        self._destinations = Destinations()
+
+    def _read_some(self, waiting: deque[_Part]) -> None:
+        """Read parts, and take them out, for as long as there are buffers."""
+        ranges: list[FileRange] = []
+        buffered: list[tuple[_Part, memoryview]] = []
+        uploaded: list[tuple[_Part, memoryview]] = []
+        room = pinned = memoryview(b"")
+        count = 0
+        with contextlib.ExitStack() as lent:
+            while waiting:
+                part = waiting[0]
+                out = part.straight
+                uploads = self._uploads_to(part.target) if out is None and part.extent is not None else None
+                if out is None and uploads is not None:
+                    if part.length > len(pinned):
+                        fresh = uploads.lend()
+                        if fresh is None:
+                            break
+                        pinned = fresh
+                    out, pinned = pinned[: part.length], pinned[-(-part.length // ALIGN) * ALIGN :]
+                    uploaded.append((part, out))
+                elif out is None:
+                    if part.length > len(room):
+                        if count == BUFFERS_MAX:
+                            break
+                        room = lent.enter_context(buffers().lend(CHUNK_BYTES))
+                        count += 1
+                    out, room = room[: part.length], room[-(-part.length // ALIGN) * ALIGN :]
+                    buffered.append((part, out))
+                ranges.append(FileRange(part.file, part.at, out, repr(part.fqn)))
+                waiting.popleft()
+            self._files.read(ranges)
+            for part, out in buffered:
+                part.put(out)
+            if self._uploads is not None:
+                for part, out in uploaded:
+                    part.put(out, self._uploads)
+                self._uploads.swap()
+
+
+def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
+    """Copy a tensor into another one of the same shape, converting the dtype.
+
+    Args:
+        target: Of any device, strides and dtype.
+        source: On the CPU.
+        uploads: Where the source lies, if the copy to a GPU may be done later.
+    """
+    if target.dtype == source.dtype and source.dtype.itemsize == 1 and not is_quantized(target):
+        # torch does not know how to copy some of the small ones; their bytes it does.
+        target, source = target.view(torch.uint8), source.view(torch.uint8)
+    if uploads is not None:
+        uploads.put(target, source)
+        return
+    if lacks_quantizer(target):
+        raise InvalidInputError(
+            f"the destination is a view as {target.dtype}, which torch cannot copy into: load into the integers that it is a view of"
+        )
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _check_takes_elements(fqn: str, target: Any) -> None:
+    """See that a destination has memory of its own for each element.
+
+    Raises:
+        InvalidInputError: It has not.
+    """
+    if target.layout is not torch.strided:
+        raise InvalidInputError(
+            f"{fqn}: the destination is {target.layout}, and only a dense tensor can be loaded into"
+        )
+    repeated = [size for size, stride in zip(target.shape, target.stride(), strict=True) if size > 1 and not stride]
+    if repeated and target.numel():
+        raise InvalidInputError(
+            f"{fqn}: the destination's elements share memory, as those of an expanded tensor do: load into a clone of it"
+        )
+
+
+def _narrowed(target: Any, extent: Extent) -> Any:
+    for dimension, (offset, length) in enumerate(zip(extent.offsets, extent.lengths, strict=True)):
+        if length != target.shape[dimension]:
+            target = target.narrow(dimension, offset, length)
+    return target

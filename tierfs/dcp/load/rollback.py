@@ -1,0 +1,86 @@
+"""Rollback: a save that still lies in the device tier is loaded from there, device to device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tierfs.dcp.load.items import Saved
+from tierfs.device.tier import DeviceTier, Generation, device_tiers
+
+__all__ = ["key_of", "roll_back"]
+
+_logger = logging.getLogger("tierfs.dcp")
+
+
+def key_of(index: Any) -> tuple[str, tuple[int, ...]]:
+    """Names what was saved of a tensor: torch's `MetadataIndex` as a plain value."""
+    return index.fqn, tuple(index.offset or ())
+
+
+def roll_back(save_id: str, wanted: Sequence[tuple[Any, Saved]], planner: Any) -> tuple[list[tuple[Any, Saved]], int]:
+    """Load the items that lie in a device tier of this process. All bytes of the snapshot are verified before one is copied.
+
+    Args:
+        save_id: Which save.
+        wanted: torch's `ReadItem`, and what was saved of it.
+        planner: torch's `LoadPlanner`.
+
+    Returns:
+        The items that have to be read elsewhere, and how many bytes were copied.
+    """
+    rest, copied = list(wanted), 0
+    for tier in device_tiers():
+        generation = tier.hold(save_id)
+        if generation is None:
+            continue
+        is_intact = False
+        try:
+            is_intact = tier.is_intact(generation)
+            if is_intact:
+                rest, count = _copy(tier, generation, rest, planner)
+                copied += count
+            else:
+                _logger.warning(
+                    "save %s lies in GPU memory, and cannot be verified there (CuPy is missing, or the memory was overwritten): it is "
+                    "loaded from the next tier",
+                    save_id,
+                )
+        finally:
+            tier.give(generation, drained=is_intact)
+    return rest, copied
+
+
+def _copy(
+    tier: DeviceTier, generation: Generation, wanted: Sequence[tuple[Any, Saved]], planner: Any
+) -> tuple[list[tuple[Any, Saved]], int]:
+    rest: list[tuple[Any, Saved]] = []
+    done: list[tuple[Any, torch.Tensor]] = []
+    sources: list[torch.Tensor] = []
+    accelerator = tier.accelerator
+    for item, saved in wanted:
+        spot = generation.items.get(key_of(item.storage_index)) if saved.dtype is not None else None
+        source = None if spot is None else generation.tensor(spot)
+        if source is None or source.dtype != saved.dtype or tuple(source.shape) != tuple(saved.shape):
+            rest.append((item, saved))
+            continue
+        target = planner.resolve_tensor(item).detach()
+        part = source
+        for dimension, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            if length != part.shape[dimension]:
+                part = part.narrow(dimension, offset, length)
+        if not accelerator.owns(target) or target.dtype != part.dtype or target.shape != part.shape:
+            rest.append((item, saved))
+            continue
+        done.append((item, target))
+        sources.append(part)
+    with torch.no_grad():
+        accelerator.copy([target for _, target in done], sources)
+    # Before the generation may be overwritten by a snapshot on another stream.
+    accelerator.record(accelerator.current()).synchronize()
+    for item, target in done:
+        planner.commit_tensor(item, target)
+    return rest, sum(source.nbytes for source in sources)

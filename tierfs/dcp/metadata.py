@@ -1,0 +1,338 @@
+"""What a checkpoint's ``.metadata`` holds: torch's `Metadata` and tierfs's own note as one JSON document, never a pickle.
+
+Nothing in it is believed before it is checked: who reads one that somebody else wrote gets an error, not a surprise.
+
+Format: docs/reference/checkpoint-format.md, "The metadata document".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierfs import digest
+from tierfs.dcp.checked import INTEGER_MAX, Checked, refuse_names
+from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS, name_of
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError
+
+__all__ = ["FORMAT", "VERSION", "CheckpointNote", "Place", "decode", "encode"]
+
+FORMAT = "tierfs-checkpoint"
+VERSION = 1
+DIMENSIONS_MAX = 64
+PATH_PARTS_MAX = 256
+_WHERE = "the checkpoint's metadata"
+_HEX = re.compile(r"[0-9a-f]{1,64}")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the bytes of one chunk of a tensor, or of one object, lie. Small and picklable.
+
+    Attributes:
+        file: Name of the file, in the directory of the checkpoint.
+        at: Offset in it, in bytes.
+        length: In bytes.
+    """
+
+    file: str
+    at: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNote:
+    """What tierfs notes of a checkpoint beside what torch does.
+
+    Attributes:
+        save_id: Of the save that made it; hexadecimal digits, drawn at random.
+        sequence: Grows with each save to the same place.
+        created_ns: When, in nanoseconds since the epoch.
+        step: Of the training; ``None`` where nobody said.
+        files: Length in bytes of every file that the checkpoint lies in.
+    """
+
+    save_id: str
+    sequence: int
+    created_ns: int
+    step: int | None = None
+    files: Mapping[str, int] = field(default_factory=dict)
+
+
+def encode(metadata: Any, extra: CheckpointNote) -> bytes:
+    """The document of a checkpoint.
+
+    Args:
+        metadata: torch's `Metadata`, with a `Place` in ``storage_data`` for each chunk of a tensor and each object.
+        extra: tierfs's own note; it names every file that a `Place` does.
+
+    Raises:
+        InvalidInputError: Something in it cannot be written down so that reading gives the same again; names the FQN.
+    """
+    places: Mapping[Any, Place] = metadata.storage_data or {}
+    tensors: dict[str, Any] = {}
+    objects: dict[str, dict[str, object]] = {}
+    for fqn, item in metadata.state_dict_metadata.items():
+        if isinstance(item, TensorStorageMetadata):
+            tensors[fqn] = item
+        else:
+            place = _place_of(places, MetadataIndex(fqn), fqn)
+            objects[fqn] = {"file": place.file, "at": place.at, "length": place.length}
+    meta = metadata.storage_meta
+    document: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "save_id": extra.save_id,
+        "sequence": extra.sequence,
+        "created_ns": extra.created_ns,
+        "step": extra.step,
+        "tensors": {},
+        "objects": objects,
+        "paths": _encode_paths(metadata.planner_data),
+        "files": {name: {"length": length} for name, length in extra.files.items()},
+        "storage_meta": {
+            "checkpoint_id": None if meta is None or meta.checkpoint_id is None else str(meta.checkpoint_id),
+            "save_id": None if meta is None else meta.save_id,
+            "modules": [] if meta is None else list(meta.modules),
+            "dcp_version": getattr(metadata, "version", None),
+        },
+    }
+    try:
+        refuse_names([*tensors, *objects])
+        # What would not be read is not written; a mistake is to be heard of while the state is still in memory.
+        _interpret(document, _WHERE)
+        # One by one, as text: as objects they would be so many that each save had Python look through all of its garbage.
+        texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
+        before = _canonical({name: value for name, value in document.items() if name < "tensors"})
+        after = _canonical({name: value for name, value in document.items() if name > "tensors"})
+        canonical = before[:-1] + b',"tensors":{' + b",".join(texts) + b"}," + after[1:]
+    except InvalidInputError:
+        raise
+    except (CorruptionError, FormatError) as error:
+        raise InvalidInputError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
+    # Of all members it sorts first.
+    return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
+
+
+def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
+    """Read a document.
+
+    Args:
+        data: Its bytes.
+        where: How to name it in errors.
+
+    Returns:
+        torch's `Metadata`, with a `Place` for each chunk and object in ``storage_data``, and tierfs's note.
+
+    Raises:
+        CorruptionError: It is damaged, or says what cannot be.
+        FormatError: It is of another version, or holds a dtype that this torch does not have.
+    """
+    try:
+        return _interpret(_parse(data, where), where)
+    except RecursionError as error:  # what is nested deeply can be read, and neither be written again nor shown
+        raise CorruptionError(
+            f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
+        ) from error
+
+
+def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, CheckpointNote]:
+    root = Checked(document, where)
+    note = CheckpointNote(
+        save_id=root.text("save_id", _HEX),
+        sequence=root.integer("sequence"),
+        created_ns=root.integer("created_ns"),
+        step=None if document.get("step") is None else root.integer("step"),
+        files={name: item.integer("length") for name, item in root.members("files", is_file=True)},
+    )
+    items: dict[str, Any] = {}
+    places: dict[Any, Place] = {}
+    for fqn, tensor in root.members("tensors"):
+        items[fqn] = _decode_tensor(fqn, tensor, note.files, places)
+    for fqn, item in root.members("objects"):
+        if fqn in items:
+            raise item.wrong("it is a tensor and an object at once")
+        items[fqn] = BytesStorageMetadata()
+        places[MetadataIndex(fqn)] = _decode_place(item, note.files)
+    meta = root.inner("storage_meta")
+    modules = meta.items("modules")
+    if not all(isinstance(name, str) for name in modules):
+        raise meta.wrong(f"modules is {modules!r}")
+    metadata = Metadata(
+        state_dict_metadata=items,
+        planner_data=_decode_paths(root),
+        storage_data=places,
+        storage_meta=StorageMeta(meta.optional_text("checkpoint_id"), meta.optional_text("save_id"), None, modules),
+    )
+    metadata.version = meta.optional_text("dcp_version")
+    return metadata, note
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        document = json.loads(data.decode(), parse_constant=_refuse, parse_float=_refuse, object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        document = None
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise CorruptionError(f"{where}: is no checkpoint's metadata: damaged, or not written by tierfs", path=where)
+    if type(document.get("version")) is not int or document["version"] != VERSION:
+        raise FormatError(
+            f"{where}: checkpoint format {document.get('version')!r}, and this tierfs reads {VERSION}: use a newer tierfs",
+            path=where,
+        )
+    stated = document.pop("checksum", None)
+    try:
+        actual = digest.checksum(_canonical(document)).hex()
+    except UnicodeEncodeError:
+        actual = ""
+    if stated != actual or not actual:
+        raise CorruptionError(f"{where}: checksum mismatch: the checkpoint's metadata is damaged", path=where)
+    return document
+
+
+def _tensor_text(fqn: str, item: Any, places: Mapping[Any, Place], files: Mapping[str, int]) -> bytes:
+    """A tensor's member of the document, read once as a check."""
+    if len(item.size) > DIMENSIONS_MAX:
+        raise InvalidInputError(
+            f"{fqn!r} has {len(item.size)} dimensions, and a tensor of a checkpoint {DIMENSIONS_MAX} at most: reshape it"
+        )
+    encoded = _encode_tensor(fqn, item, places)
+    _decode_tensor(fqn, Checked(encoded, f"{_WHERE}: tensors: {fqn!r}"), files, {})
+    return _canonical({fqn: encoded})[1:-1]
+
+
+def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, Place]) -> dict[str, object]:
+    properties = item.properties
+    chunks = []
+    for chunk in item.chunks:
+        place = _place_of(places, MetadataIndex(fqn, chunk.offsets), fqn)
+        chunks.append(
+            {
+                "offsets": list(chunk.offsets),
+                "shape": list(chunk.sizes),
+                "file": place.file,
+                "at": place.at,
+                "length": place.length,
+            }
+        )
+    return {
+        "dtype": name_of(DTYPES, properties.dtype, fqn),
+        "shape": list(item.size),
+        "layout": name_of(LAYOUTS, properties.layout, fqn),
+        "requires_grad": bool(properties.requires_grad),
+        "memory_format": name_of(MEMORY_FORMATS, properties.memory_format, fqn),
+        "pin_memory": bool(properties.pin_memory),
+        "chunks": chunks,
+    }
+
+
+def _place_of(places: Mapping[Any, Any], index: Any, fqn: str) -> Place:
+    place = places.get(index)
+    if not isinstance(place, Place):
+        at = "" if index.offset is None else f" at {list(index.offset)}"
+        raise InvalidInputError(f"{fqn}{at}: nobody says where it was stored: the metadata has {place!r} for it")
+    return place
+
+
+def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: dict[Any, Place]) -> Any:
+    dtype = tensor.known("dtype", DTYPES)
+    shape = tensor.integers("shape", DIMENSIONS_MAX)
+    chunks = []
+    for number, chunk in enumerate(tensor.each("chunks")):
+        offsets, sizes = chunk.integers("offsets", DIMENSIONS_MAX), chunk.integers("shape", DIMENSIONS_MAX)
+        if not len(offsets) == len(sizes) == len(shape) or any(
+            offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)
+        ):
+            raise chunk.wrong(f"offsets {list(offsets)} and shape {list(sizes)} are not inside {list(shape)}")
+        place = _decode_place(chunk, files)
+        if place.length != math.prod(sizes) * dtype.itemsize:
+            raise chunk.wrong(f"{place.length} bytes do not make {list(sizes)} elements of {dtype}")
+        index = MetadataIndex(fqn, offsets, number)
+        if index in places:
+            raise chunk.wrong(f"there are two chunks at {list(offsets)}")
+        places[index] = place
+        chunks.append(ChunkStorageMetadata(index.offset, type(index.offset)(sizes)))
+    properties = TensorProperties(
+        dtype=dtype,
+        layout=tensor.known("layout", LAYOUTS),
+        requires_grad=tensor.flag("requires_grad"),
+        memory_format=tensor.known("memory_format", MEMORY_FORMATS),
+        pin_memory=tensor.flag("pin_memory"),
+    )
+    return TensorStorageMetadata(properties, MetadataIndex(fqn, shape).offset, chunks)
+
+
+def _decode_place(item: Checked, files: Mapping[str, int]) -> Place:
+    place = Place(item.text("file"), item.integer("at"), item.integer("length"))
+    if place.file not in files or place.at + place.length > files[place.file]:
+        raise item.wrong(f"{place} is not inside a file of the checkpoint")
+    return place
+
+
+def _encode_paths(planner_data: Any) -> dict[str, list[object]] | None:
+    if planner_data is None:
+        return None
+    if not isinstance(planner_data, Mapping):
+        raise InvalidInputError(
+            f"a planner's own data, {type(planner_data).__name__}, cannot be stored: paths alone can"
+        )
+    paths = {}
+    for fqn, path in planner_data.items():
+        if not isinstance(path, (tuple, list)) or not path or not all(type(part) in (str, int) for part in path):
+            raise InvalidInputError(
+                f"{fqn}: its path in the state is {path!r}: only strings and integers can be stored as keys"
+            )
+        if len(path) > PATH_PARTS_MAX:
+            raise InvalidInputError(
+                f"{fqn}: it lies {len(path)} levels deep in the state, and a value of a checkpoint {PATH_PARTS_MAX} at most: "
+                "nest the state less deeply"
+            )
+        paths[fqn] = list(path)
+    refuse_names(paths)
+    return paths
+
+
+def _decode_paths(root: Checked) -> dict[str, tuple[object, ...]] | None:
+    if root.document.get("paths") is None:
+        return None
+    paths = {}
+    for fqn, path in root.inner("paths").document.items():
+        if (
+            not isinstance(path, list)
+            or not 0 < len(path) <= PATH_PARTS_MAX
+            or not all(type(part) is str or (type(part) is int and abs(part) <= INTEGER_MAX) for part in path)
+        ):
+            raise root.wrong(f"the path of {fqn!r} is {path!r}")
+        paths[fqn] = tuple(path)
+    return paths
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+def _refuse(text: str) -> object:
+    raise ValueError(f"{text} is no integer")
+
+
+def _canonical(document: Mapping[str, object]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

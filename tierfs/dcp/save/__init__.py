@@ -1,0 +1,1 @@
+"""From a rank's tensors to its shard file."""

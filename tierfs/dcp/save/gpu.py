@@ -1,0 +1,243 @@
+"""How one writer's tensors leave the GPU: the mode that the user asked for, the device tier, and the memory they go to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierfs._fork import PerProcess
+from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
+from tierfs.device.drain import Gate, drain_of
+from tierfs.device.tier import DeviceTier, Spot
+from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
+from tierfs.digest import DigestKind
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.host.slab.segment import Slot, SlotKind
+from tierfs.host.slab.table import DATA_STATES
+from tierfs.store import Store
+from tierfs.store.device_notes import leave_note
+from tierfs.units import parse_size
+
+__all__ = ["STAGES", "GpuStaging", "by_accelerator"]
+
+STAGES = ("auto", "device", "lazy", "ram", "all")
+_logger = logging.getLogger("tierfs.dcp")
+
+
+class GpuStaging:
+    """See the module. Safe for use by many threads.
+
+    Args:
+        stage: One of `STAGES`, as for `TierWriter`.
+        device: Budget of GPU memory; ``None`` for what the store's options say.
+
+    Raises:
+        InvalidInputError: An argument is no good.
+    """
+
+    def __init__(self, stage: str, device: str | int | None) -> None:
+        if stage not in STAGES:
+            raise InvalidInputError(f"stage={stage!r}: it is one of {', '.join(map(repr, STAGES))}")
+        self._stage = stage
+        self._budget = None if device is None else parse_size(device)
+        self._lock = PerProcess(threading.Lock)
+        self._tiers: dict[int, DeviceTier] = {}
+        self._accelerators: list[Accelerator] = []
+        self._transfers: weakref.WeakSet[Transfer] = weakref.WeakSet()
+        self._snapshots: weakref.WeakKeyDictionary[object, Sequence[tuple[Transfer, dict[Any, Spot]]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._skipped_bytes = 0
+
+    def __repr__(self) -> str:
+        return f"GpuStaging({self._stage!r}, {list(self._tiers.values())!r})"
+
+    @property
+    def gates(self) -> list[Gate]:
+        """The gates of the drains in use."""
+        return [drain_of(accelerator).gate for accelerator in self._accelerators]
+
+    def check(self, store: Store, *, has_gpu: bool) -> None:
+        """See that what was asked for can be had. A state without a tensor on a GPU goes to the ram tier, which is said once.
+
+        Raises:
+            InvalidInputError: ``stage="device"`` without a budget; that or ``stage="lazy"`` on a machine without a GPU.
+        """
+        budget = self._budget_of(store)
+        if self._stage == "device" and not budget:
+            raise InvalidInputError(
+                "stage='device' needs a budget of GPU memory: give TierWriter(..., device='8GiB') or set TIERFS_DEVICE"
+            )
+        if has_gpu:
+            return
+        if self._stage in {"device", "lazy"} and not has_accelerator():
+            raise InvalidInputError(
+                f"stage={self._stage!r} needs a GPU, and torch finds none here (torch.cuda.is_available() is False): give "
+                "stage='auto', which copies to host memory then"
+            )
+        if self._stage in {"device", "lazy"} or budget:
+            _fall_back(store)("no_gpu", "no tensor of the state lies on a GPU: it is copied to the ram tier")
+
+    def transfer(self, accelerator: Accelerator, store: Store, pin: Callable[[], None], *, at_once: bool) -> Transfer:
+        """For tensors of one GPU that go to one file.
+
+        Args:
+            accelerator: The GPU.
+            store: Where the file is to be saved.
+            pin: Registers the file's memory.
+            at_once: Whether the caller waits for the bytes.
+        """
+        budget = self._budget_of(store)
+        mode, tier = CaptureMode.RAM, None
+        if not at_once and self._stage == "lazy":
+            mode = CaptureMode.LAZY
+        elif not at_once and budget and self._stage in {"auto", "all", "device"}:
+            mode, tier = CaptureMode.DEVICE, self._tier(accelerator, budget)
+        with self._lock():
+            if accelerator not in self._accelerators:
+                self._accelerators.append(accelerator)
+        host = HostMemory(pin, _finder(store), _fall_back(store))
+        found = Transfer(mode, accelerator, drain_of(accelerator), tier, host)
+        self._transfers.add(found)
+        return found
+
+    def fence(self) -> None:
+        """See `Transfer.fence`, of every transfer under way."""
+        for transfer in list(self._transfers):
+            transfer.fence()
+
+    def keep(self, save: object, snapshots: Sequence[tuple[Transfer, dict[Any, Spot]]]) -> None:
+        """Remember where a save's items lie in the device tier, until it is known whether the save is published."""
+        if snapshots:
+            with self._lock():
+                self._snapshots[save] = snapshots
+
+    def publish(self, save: object, save_id: str) -> None:
+        """Note that a save was published: from now on it can be rolled back to."""
+        with self._lock():
+            snapshots = self._snapshots.pop(save, ())
+        for transfer, items in snapshots:
+            transfer.publish(save_id, items)
+
+    def tell(self, store: Store) -> None:
+        """Leave a note of the device tier for ``tierfs status`` in other processes. It counts while this process lives."""
+        report = self.status(store)
+        if report is not None and self._accelerators and store.tiers is not None:
+            leave_note(store, report)
+
+    def note_skipped(self, count: int) -> None:
+        """Count bytes that did not cross the link."""
+        with self._lock():
+            self._skipped_bytes += count
+
+    def status(self, store: Store) -> dict[str, Any] | None:
+        """What `tierfs status` shows of the device tier; ``None`` where no GPU is in use and no budget is given."""
+        budget = self._budget_of(store)
+        if not budget and not self._accelerators:
+            return None
+        report: dict[str, Any] = {
+            "gives": "none",
+            "budget_bytes": budget,
+            "used_bytes": 0,
+            "generations": 0,
+            "snapshots": 0,
+            "newest_age_s": None,
+        }
+        tiers = [tier.status() for tier in list(self._tiers.values())]
+        if tiers:
+            for name in ("budget_bytes", "used_bytes", "generations", "snapshots"):
+                report[name] = sum(tier[name] for tier in tiers)
+            ages = [tier["newest_age_s"] for tier in tiers if tier["newest_age_s"] is not None]
+            report["newest_age_s"] = min(ages, default=None)
+            report["device"] = ", ".join(sorted({tier["device"] for tier in tiers}))
+        drains = [drain_of(accelerator) for accelerator in self._accelerators]
+        moved_s = sum(drain.moved_s for drain in drains)
+        report["drained_bytes"] = sum(drain.moved_bytes for drain in drains)
+        report["drain_bytes_per_s"] = round(report["drained_bytes"] / moved_s) if moved_s else 0
+        report["skipped_bytes"] = self._skipped_bytes
+        report["registered_bytes"] = sum(drain.pins.registered_bytes for drain in drains)
+        report["unpinned"] = sum(drain.pins.failed for drain in drains)
+        return report
+
+    def _budget_of(self, store: Store) -> int:
+        return store.device_bytes if self._budget is None else self._budget
+
+    def _tier(self, accelerator: Accelerator, budget: int) -> DeviceTier:
+        with self._lock():
+            found = self._tiers.get(id(accelerator))
+            if found is None:
+                found = self._tiers[id(accelerator)] = DeviceTier(budget, accelerator)
+            return found
+
+
+def by_accelerator(tensors: Sequence[torch.Tensor]) -> tuple[list[int], Mapping[int, tuple[Accelerator, list[int]]]]:
+    """Which tensors (their numbers) lie in host memory, and which on which GPU."""
+    host: list[int] = []
+    devices: dict[int, tuple[Accelerator, list[int]]] = {}
+    for number, tensor in enumerate(tensors):
+        accelerator = accelerator_of(tensor) if tensor.numel() else None
+        if accelerator is None:
+            host.append(number)
+        else:
+            devices.setdefault(id(accelerator), (accelerator, []))[1].append(number)
+    return host, devices
+
+
+def pin_segments(accelerator: Accelerator, segments: Iterable[Any], store: Store) -> None:
+    """Register the segments in which a file lies. Within a turn of the GPU's drain."""
+    pins = drain_of(accelerator).pins
+    for segment in segments:
+        pins.add(segment.id, segment.whole, _use_of(segment), _fall_back(store))
+
+
+def _use_of(segment: Any) -> Callable[[], bool]:
+    reference = weakref.ref(segment)
+
+    def is_used() -> bool:
+        found = reference()
+        return found is not None and found.owned and not found.retired
+
+    return is_used
+
+
+def _finder(store: Store) -> Callable[[Collection[bytes]], Mapping[bytes, Callable[[memoryview], bool]]] | None:
+    """Finds chunks in this process's part of the ram tier. Whether their bytes were right is checked when they are sealed."""
+    tiers = store.tiers
+    if tiers is None or store.descriptor.digest_kind is not DigestKind.XXH3_128:
+        return None
+    ram = tiers.ram
+
+    def find(digests: Collection[bytes]) -> Mapping[bytes, Callable[[memoryview], bool]]:
+        found = {}
+        for segment in ram.own_segments():
+            for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES):
+                if not slot.hidden and slot.name[1:] in digests:
+                    found[slot.name[1:]] = partial(_fill, slot)
+        return found
+
+    return find
+
+
+def _fill(slot: Slot, place: memoryview) -> bool:
+    if slot.length != len(place):
+        return False
+    with contextlib.suppress(TierfsError, OSError):  # the caller copies it from the GPU then
+        np.copyto(np.frombuffer(place, np.uint8), np.frombuffer(slot.segment.view(slot), np.uint8))
+        return slot.segment.is_still(slot)
+    return False
+
+
+def _fall_back(store: Store) -> Callable[[str, str], None]:
+    tiers = store.tiers
+    if tiers is None:
+        return lambda _, text: _logger.warning("%s", text)
+    counters = tiers.counters
+    return lambda what, text: counters.fall_back(what, "%s", text)

@@ -1,0 +1,291 @@
+"""A save, from when a writer is asked for it until that writer knows its end.
+
+DCP tells a writer of a save in calls that do not say which one it is, and of a failure nothing at all. So a save is held by what
+was staged for it, then by the thread that reads that: it runs there, or in a process that this thread waits for. What nobody
+holds any more is not under way. Its end a writer knows from `TierWriter.finish` where that runs, and elsewhere from the
+metadata that DCP hands to every rank, and back from another process: whoever unpickles those hears of it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, Protocol
+
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from tierfs._fork import PerProcess
+from tierfs.dcp.address import Address
+from tierfs.errors import NotFoundError
+from tierfs.format.checkpoint import SaveMark
+
+__all__ = ["Save", "SavedMeta", "Saver", "Saves", "Staged", "claim", "hand_over", "read_here"]
+
+LET_GO_S = 1.0
+
+
+class Saver(Protocol):
+    """Who saves."""
+
+    def handed_over(self) -> Save:
+        """A save that goes to another process, and was not staged here."""
+
+    def ended(self, save: Save, url: str | None = None) -> None:
+        """Take note that a save has come to its end, and its metadata is published or announced.
+
+        Args:
+            save: Which; with its mark and root.
+            url: Where it went, if another process made it.
+        """
+
+
+@dataclass(eq=False)
+class Save:
+    """One save of one writer on one rank.
+
+    Attributes:
+        writer: Whose it is.
+        before: The ids of the saves that the writer has come to the end of.
+        address: Where it goes; ``None`` until it begins.
+        root: Path of the checkpoint's metadata; empty until this rank's part is there.
+        mark: Which save it is; ``None`` until it has come to its end.
+        token: What the process that hands it over knows it by, there and where it runs; else empty.
+        is_foreign: Whether somebody else staged it, and another process makes it.
+        asked_on: The thread that asked for it.
+        failure: What kept its state from being staged, to be raised when it is planned.
+    """
+
+    writer: weakref.ref[Saver]
+    before: AbstractSet[str] = frozenset()
+    address: Address | None = None
+    root: str = ""
+    mark: SaveMark | None = None
+    token: str = ""
+    is_foreign: bool = False
+    asked_on: int = field(default_factory=threading.get_ident)
+    failure: Exception | None = None
+
+    def end(self, root: str, mark: SaveMark, url: str | None = None) -> None:
+        """Have the writer take note: see `Saver.ended`."""
+        self.root, self.mark = root, mark
+        if (writer := self.writer()) is not None:
+            writer.ended(self, url)
+
+
+class Staged(Protocol):
+    """What was staged.
+
+    Attributes:
+        save: For which save, until that begins.
+    """
+
+    save: Save | None
+
+
+class _Here(threading.local):
+    save: Save | None = None  # which one of a writer ran last on this thread
+
+
+class _Thread(threading.local):
+    staged: weakref.ref[Any] | None = None  # what this thread read last, to save it
+    save: Save | None = None  # which one runs on it, or is to
+
+
+_thread = _Thread()
+_sent: weakref.WeakValueDictionary[str, Save] = weakref.WeakValueDictionary()
+_lock = PerProcess(threading.Lock)
+
+
+def read_here(staged: Staged | None) -> None:
+    """Note that this thread reads what was staged: a save that begins on it next is the one that it was staged for."""
+    _thread.staged = weakref.ref(staged) if staged is not None else None
+    # Where it was staged somebody may only look at it. Elsewhere it is saved: if that fails, what was staged may be kept by the
+    # error, and the thread ends.
+    if staged is not None and staged.save is not None and staged.save.asked_on != threading.get_ident():
+        _thread.save = _taken(staged)
+
+
+def claim(writer: Saver) -> Save | None:
+    """The writer's save that what this thread read was staged for, unless it has begun already."""
+    staged: Staged | None = _thread.staged() if _thread.staged is not None else None
+    save = _thread.save if staged is None or staged.save is None else _taken(staged)
+    _thread.staged = None
+    if save is None or save.address is not None or save.token or save.writer() is not writer:
+        return None
+    return save
+
+
+def _taken(staged: Staged) -> Save | None:
+    with _lock():
+        save, staged.save = staged.save, None
+    return save
+
+
+class Saves:
+    """The saves of one writer on one rank: those that are under way, and the last ones. Safe for use by many threads.
+
+    Args:
+        writer: Whose they are. Not kept alive.
+
+    Attributes:
+        last: Which was asked for last, if any was.
+        done: Which came to its end last, if any did.
+    """
+
+    def __init__(self, writer: Saver) -> None:
+        self._writer = weakref.ref(writer)
+        self._here = _Here()
+        self._under_way: weakref.WeakSet[Save] = weakref.WeakSet()  # those that anything holds
+        self._ended: set[str] = set()  # ids
+        self.last: Save | None = None
+        self.done: Save | None = None
+
+    def __repr__(self) -> str:
+        return f"Saves({len(self._under_way)} held, {len(self._ended)} ended)"
+
+    def ask(self) -> Save:
+        """One that is asked for now."""
+        self._let_go()
+        self._here.save = None
+        save = self.last = self._new()
+        return save
+
+    def begin(self, save: Save | None) -> Save:
+        """Have one run on this thread, by default one that is asked for now."""
+        save = self._here.save = _thread.save = save or self.ask()
+        return save
+
+    def go_on(self) -> Save:
+        """The one that runs on this thread, on which a planner may have asked for the level of another."""
+        save = self._here.save
+        assert save is not None, "set_up_storage_writer comes first"
+        if save.mark is None:
+            with _lock():
+                self._under_way.add(save)
+            _thread.save = save
+        return save
+
+    def hand_over(self) -> Save:
+        """One that another process makes, and was not staged here: it is the last one when it has come to its end."""
+        save = self._new()
+        save.is_foreign = True
+        if threading.current_thread() is threading.main_thread():  # DCP does that on a thread that ends with the save
+            self.give_up(save)
+        return save
+
+    def give_up(self, save: Save) -> None:
+        """Note that one has failed, though something holds it."""
+        with _lock():
+            self._under_way.discard(save)
+
+    def end(self, save: Save) -> None:
+        """Note that one has come to its end: here, on the coordinator, or in the process that it was handed to."""
+        self.done = save
+        if save.mark is not None:
+            self._ended.add(save.mark.save_id)
+        if save.is_foreign and save.address is not None:
+            self.last = save
+
+    def settled(self, where: str) -> Save | None:
+        """Which was asked for last, if all have come to their ends; ``None`` where none was.
+
+        Args:
+            where: What messages call the checkpoint.
+
+        Raises:
+            NotFoundError: It has not, or one that was asked for before.
+        """
+        self._let_go()
+        ends = time.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
+        while True:
+            save = self.last
+            is_open = save is not None and save.mark is None
+            if not is_open and not self._is_another_under_way(save):
+                return save
+            if is_open or time.monotonic() >= ends:
+                which = "the save that began last" if is_open else "a save beside the last one"
+                raise NotFoundError(
+                    f"{where}: {which} has not come to its end here: `result()` of its future waits for that, and says why if "
+                    "it failed",
+                    path=where,
+                )
+            time.sleep(LET_GO_S / 100)
+
+    def _new(self) -> Save:
+        save = Save(self._writer, self._ended)
+        with _lock():
+            self._under_way.add(save)
+        return save
+
+    def _is_another_under_way(self, save: Save | None) -> bool:
+        with _lock():
+            return any(other.mark is None and other is not save for other in self._under_way)
+
+    def _let_go(self) -> None:
+        """Where this thread saved, that has failed if it has not come to its end and does not go on."""
+        if self._here.save is not None:
+            self.give_up(self._here.save)
+        _thread.save = None
+
+
+def hand_over(writer: Saver) -> Any:
+    """Reduce a writer that goes to another process, with what tells us which save it was when that is heard of."""
+    save = _thread.save = claim(writer) or writer.handed_over()
+    save.token = secrets.token_hex(16)
+    with _lock():
+        _sent[save.token] = save
+    reduced: Any = writer.__reduce_ex__(2)
+    make, arguments, state, *rest = reduced
+    return make, arguments, {**state, "_token": save.token}, *rest
+
+
+@dataclass
+class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyped here
+    """Where a save went, and which one it was: torch's ``checkpoint_id`` and ``save_id``, and more.
+
+    Attributes:
+        root: Path of the checkpoint's metadata in its store.
+        sequence: See `SaveMark`.
+    """
+
+    root: str = ""
+    sequence: int = 0
+
+    def __deepcopy__(self, _memo: object) -> SavedMeta:
+        return replace(self)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _hear, (self.checkpoint_id, self.save_id, self.root, self.sequence)
+
+
+def _hear(url: str, save_id: str, root: str, sequence: int) -> SavedMeta:
+    """What the coordinator sends to the other ranks, on the threads that save there."""
+    save, mark = _thread.save, SaveMark(sequence, save_id)
+    if save is not None and save.mark is None and save.root == root and mark.save_id not in save.before:
+        save.end(root, mark)
+    return SavedMeta(url, save_id, root=root, sequence=sequence)
+
+
+def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
+    save = _thread.save
+    if save is None or save.address is None or save.mark != SaveMark(meta.sequence, meta.save_id):
+        return meta.__reduce__()
+    return _hear_back, (save.token, save.address.url, meta.__reduce__()[1])
+
+
+def _hear_back(token: str, url: str, said: tuple[str, str, str, int]) -> SavedMeta:
+    """What a process sends of the save that it was handed, on whatever thread."""
+    meta = SavedMeta(said[0], said[1], root=said[2], sequence=said[3])
+    with _lock():
+        save = _sent.get(token)
+    if save is not None:
+        save.end(meta.root, SaveMark(meta.sequence, meta.save_id), url)
+    return meta
+
+
+ForkingPickler.register(SavedMeta, _send_back)

@@ -1,0 +1,237 @@
+"""A staged state dict, which goes to another process by where its tensors lie: the shard file is lent to that one.
+
+torch sends each tensor's storage as a file descriptor of its own, two of them while they are on their way: a state of a few
+hundred tensors would have more than a process may hold open. Where the file cannot be lent, all tensors go in one piece of
+shared memory. For `pickle` and `copy` it is a dict.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tierfs.dcp.save.later import Later
+from tierfs.dcp.save.local_shards import mark_shards, shards_of
+from tierfs.dcp.save.saves import Save, read_here
+from tierfs.dcp.save.shard_file import LentShard, ShardFile
+
+__all__ = ["StagedState", "UnstagedState"]
+
+ALIGN_BYTES = 64
+# Of a tensor: where its bytes are, its dtype and its shape.
+_Place = tuple[Any, torch.dtype, torch.Size]
+
+
+class StagedState(dict[str, Any]):
+    """A state dict.
+
+    Args:
+        content: What is in it.
+        later: Those tensors in there that were staged: contiguous, on the CPU, each with a storage of its own. They may be
+            anywhere in it, and be the local parts of DTensors and ShardedTensors. Where they follow, something `Awaited`
+            is in each one's place, until somebody looks.
+        file: In which they lie.
+    """
+
+    def __init__(self, content: Mapping[str, Any], later: Later, file: ShardFile) -> None:
+        super().__init__(content)
+        self._later = later
+        self._file = file
+        self._lock = threading.Lock()
+        self._is_whole = later.ready.is_set()
+
+    @property
+    def _views(self) -> Sequence[torch.Tensor]:
+        return self._later.result()
+
+    def items(self) -> Any:
+        """As a dict's. It is what DCP asks for first of the state that it saves, on the thread that does."""
+        self._wait()
+        read_here(self._file)
+        return super().items()
+
+    def __iter__(self) -> Iterator[str]:
+        # Also so that `dict(...)`, `copy` and `**` come by `__getitem__` instead of the table.
+        return super().__iter__()
+
+    def values(self) -> Any:
+        """As a dict's."""
+        self._wait()
+        return super().values()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As a dict's."""
+        self._wait()
+        return super().get(key, default)
+
+    def __getitem__(self, key: str) -> Any:
+        self._wait()
+        return super().__getitem__(key)
+
+    def _wait(self) -> None:
+        """Wait for what comes from a GPU. If it fails, the save does when it is planned, so that every rank hears of it."""
+        try:
+            with self._lock:
+                if not self._is_whole:
+                    self._later.result()
+                    for key, value in super().items():
+                        super().__setitem__(key, _replaced(value))
+                    self._is_whole = True
+            self._file.wait_filled()
+        except Exception as error:
+            if self._file.save is None:
+                raise
+            self._file.save.failure = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._wait()
+        return dict, (dict(self),)
+
+    def _to_a_process(self) -> tuple[Any, ...]:
+        self._wait()
+        read_here(self._file)
+        lent = self._file.lend()
+        if lent is None:
+            return self._copied()
+        numbers = self._file.numbers()
+        found = [(view, self._file.find(view)) for view in self._views]
+        places: dict[int, _Place] = {
+            id(view): (numbers.get(id(placed)), view.dtype, view.shape)
+            for view, placed in found
+            if id(placed) in numbers or not view.numel()
+        }
+        return _borrowed, (self._pickled(places), lent)
+
+    def _copied(self) -> tuple[Any, ...]:
+        places: dict[int, _Place] = {}
+        end = 0
+        for view in self._views:
+            places[id(view)] = end, view.dtype, view.shape
+            end += -(-view.nbytes // ALIGN_BYTES) * ALIGN_BYTES
+        shared = torch.UntypedStorage._new_shared(max(end, 1))
+        for view in self._views:
+            _tensor_in(shared, places[id(view)][0], torch.uint8, (view.nbytes,)).copy_(
+                view.reshape(-1).view(torch.uint8)
+            )
+        return _received, (self._pickled(places), shared)
+
+    def _pickled(self, places: Mapping[int, _Place]) -> bytes:
+        stream = io.BytesIO()
+        _Pickler(stream, places).dump(dict(self))
+        return stream.getvalue()
+
+
+class Awaited:
+    """Stands for a tensor whose memory is not there yet.
+
+    Args:
+        make: Gives the tensor, once it is there.
+    """
+
+    __slots__ = ("_made", "_make")
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+        self._made: Any = None
+
+    def get(self) -> Any:
+        """The tensor: each time the same."""
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _replaced(value: Any) -> Any:
+    """The same with tensors in the place of what stood for them; dicts and lists are changed."""
+    if type(value) is Awaited:
+        return value.get()
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            value[key] = _replaced(inner)
+    elif type(value) is list:
+        value[:] = [_replaced(inner) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_replaced(inner) for inner in value)
+    return value
+
+
+class UnstagedState(dict[str, Any]):
+    """In place of a state that could not be staged, where other ranks wait for this one: nothing. Its save fails when it is planned.
+
+    Args:
+        save: With its failure.
+    """
+
+    def __init__(self, save: Save) -> None:
+        super().__init__()
+        self.save: Save | None = save
+        self._failure = save.failure
+
+    def items(self) -> Any:
+        """As `StagedState.items`."""
+        read_here(self)
+        return super().items()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        assert self._failure is not None
+        raise self._failure
+
+
+class _Pickler(ForkingPickler):
+    """Says of each staged tensor where it lies, and pickles the rest as torch does between processes."""
+
+    def __init__(self, stream: io.BytesIO, places: Mapping[int, _Place]) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self._places = places
+
+    def persistent_id(self, value: Any) -> Any:
+        """Where it lies, and for a DTensor, of which its local part does, what else makes it, or what shards it holds."""
+        if type(value) is DTensor and id(value._local_tensor) in self._places:
+            return self._places[id(value._local_tensor)], value._spec
+        if type(value) is torch.Tensor and id(value) in self._places:
+            return self._places[id(value)], shards_of(value)
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes tensors of what `_Pickler` says."""
+
+    def __init__(self, stream: io.BytesIO, make: Callable[[Any, torch.dtype, torch.Size], torch.Tensor]) -> None:
+        super().__init__(stream)
+        self._make = make
+
+    def persistent_load(self, said: Any) -> torch.Tensor:
+        """A tensor that is a view of the shared memory."""
+        (at, dtype, shape), spec = said
+        view = self._make(at, dtype, shape) if shape.numel() else torch.empty(shape, dtype=dtype, device="cpu")
+        if spec is None or isinstance(spec, dict):
+            return mark_shards(view, spec)
+        return DTensor(view, spec, requires_grad=False)
+
+
+def _received(data: bytes, shared: torch.UntypedStorage) -> dict[str, Any]:
+    found: dict[str, Any] = _Unpickler(io.BytesIO(data), lambda *said: _tensor_in(shared, *said)).load()
+    return found
+
+
+def _borrowed(data: bytes, lent: LentShard) -> dict[str, Any]:
+    file = ShardFile.borrow(lent)
+    found: dict[str, Any] = _Unpickler(io.BytesIO(data), file.tensor).load()
+    return found
+
+
+def _tensor_in(shared: torch.UntypedStorage, at: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    length = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.empty(0, dtype=torch.uint8, device="cpu").set_(shared, at, (length,))
+    return raw.view(dtype).view(shape)
+
+
+# `multiprocessing` asks this, others ask `__reduce__`.
+ForkingPickler.register(StagedState, StagedState._to_a_process)

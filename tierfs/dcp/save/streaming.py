@@ -1,0 +1,82 @@
+"""A shard file that does not fit into the ram tier as a whole: written from front to back, so that it goes through in waves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tierfs.codec.layout.safetensors import METADATA_NAME, Entry
+from tierfs.dcp.save.plan import header
+from tierfs.dcp.save.tensor_plan import described
+from tierfs.dcp.tensorbytes import bytes_of
+from tierfs.store import Store, Writer
+from tierfs.store.commit import part_of
+
+__all__ = ["Part", "object_part", "stream", "tensor_part"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor or object to be written.
+
+    Attributes:
+        name: Of it; made unique in the file.
+        dtype: The format's name for it.
+        shape: Rows first.
+        length: In bytes.
+        read: Gives the bytes, when their turn has come: what has to be copied for it is one tensor at a time.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    length: int
+    read: Callable[[], memoryview]
+
+
+def tensor_part(name: str, tensor: torch.Tensor) -> Part:
+    """A dense tensor, on any device."""
+    length = tensor.numel() * tensor.element_size()
+    return Part(name, *described(tensor.dtype, tensor.shape, length), length, lambda: bytes_of(tensor))
+
+
+def object_part(name: str, data: memoryview) -> Part:
+    """A serialised object."""
+    return Part(name, "U8", (len(data),), len(data), lambda: data)
+
+
+def stream(store: Store, path: str, parts: Sequence[Part], *, note: Mapping[str, str]) -> tuple[int, list[int]]:
+    """Write a shard file.
+
+    Args:
+        store: Where to.
+        path: Relative to it; drawn at random.
+        parts: In the order of the file.
+        note: Strings for the header.
+
+    Returns:
+        The file's length, and the offset of each part, both in bytes.
+
+    Raises:
+        StoreError, CapacityError, ReadOnlyError, ConflictError, TimeoutError: As `Writer` does.
+    """
+    entries, names, at = [], {METADATA_NAME}, 0
+    for number, part in enumerate(parts):
+        name = part.name if part.name not in names else f"{part.name}#{number}"
+        names.add(name)
+        entries.append(Entry(name, part.dtype, part.shape, at, part.length))
+        at += part.length
+    head = header(entries, note)
+    writer = Writer(store, path, metadata=part_of(store), is_new=True)
+    try:
+        writer.write(head)
+        for part in parts:
+            if part.length:
+                writer.write(part.read())
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    return len(head) + at, [len(head) + entry.at for entry in entries]

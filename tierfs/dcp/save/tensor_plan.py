@@ -1,0 +1,104 @@
+"""How a rank's tensors lie in the runs of its shard file: the same from save to save, so it is worked out once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tierfs.codec.layout.safetensors import METADATA_NAME, Entry
+from tierfs.dcp.save.plan import Piece, plan_runs
+from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
+
+__all__ = ["TensorPlan", "TensorRun", "described", "plan_tensors", "unique"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRun:
+    """A run of tensors of one dtype.
+
+    Attributes:
+        dtype: Theirs.
+        numbers: Which of the tensors lie in it, in order.
+        shapes: Of each; ``None`` if all have one dimension.
+        counts: How many elements each has.
+        entries: Of each.
+        lengths: Of the run's chunks, in bytes.
+    """
+
+    dtype: torch.dtype
+    numbers: tuple[int, ...]
+    shapes: tuple[torch.Size, ...] | None
+    counts: tuple[int, ...]
+    entries: tuple[Entry, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """All runs.
+
+    Attributes:
+        runs: Of the tensors that have elements.
+        names: Of these; no two are the same.
+        length: Of all, in bytes.
+    """
+
+    runs: tuple[TensorRun, ...]
+    names: frozenset[str]
+    length: int
+
+
+@functools.lru_cache(maxsize=4)
+def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> TensorPlan:
+    """Lay tensors out.
+
+    Args:
+        tensors: Name, dtype and shape of each. Where names repeat, the header's have a number at their end.
+    """
+    full = [number for number, (_, _, shape) in enumerate(tensors) if shape.numel()]
+    sizes = [(shape.numel(), dtype.itemsize) for _, dtype, shape in map(tensors.__getitem__, full)]
+    pieces = [
+        Piece(tensors[number][0], str(tensors[number][1]), count * width)
+        for number, (count, width) in zip(full, sizes, strict=True)
+    ]
+    names = {METADATA_NAME}
+    runs = []
+    for plan in plan_runs(pieces):
+        numbers = tuple(full[piece] for piece in plan.pieces)
+        entries: list[Entry] = []
+        at = 0
+        for piece, number in zip(plan.pieces, numbers, strict=True):
+            name, dtype, shape = tensors[number]
+            length = pieces[piece].length
+            entries.append(Entry(unique(name, names), *described(dtype, shape, length), at, length))
+            at += length
+        shapes = tuple(tensors[number][2] for number in numbers)
+        runs.append(
+            TensorRun(
+                tensors[numbers[0]][1],
+                numbers,
+                None if all(len(shape) == 1 for shape in shapes) else shapes,
+                tuple(sizes[piece][0] for piece in plan.pieces),
+                tuple(entries),
+                plan.lengths,
+            )
+        )
+    return TensorPlan(tuple(runs), frozenset(names - {METADATA_NAME}), sum(piece.length for piece in pieces))
+
+
+def described(dtype: torch.dtype, shape: Iterable[int], length: int) -> tuple[str, tuple[int, ...]]:
+    """Dtype and shape of a tensor as the header says them: one that the format does not know is bytes."""
+    known = SAFETENSORS_NAMES.get(dtype)
+    return (known, tuple(shape)) if known else ("U8", (length,))
+
+
+def unique(name: str, names: set[str]) -> str:
+    """``name``, with a number at its end where it is one of ``names``, to which it is added."""
+    found, number = name, 1
+    while found in names:
+        found, number = f"{name}#{number}", number + 1
+    names.add(found)
+    return found

@@ -1,0 +1,245 @@
+"""A copy of a state dict that training cannot touch: its tensors lie in a shard file without a name, the rest is copied."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.tensor import DTensor
+
+from tierfs.dcp.save.later import Later
+from tierfs.dcp.save.local_shards import holds_shards, mark_shards, shards_of
+from tierfs.dcp.save.refused import refused
+from tierfs.dcp.save.replicas import placeholder
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.staged_state import Awaited, StagedState
+from tierfs.dcp.tensorbytes import has_no_copy, is_quantized, lies_nowhere, problem_of, refuse_unusual
+from tierfs.errors import InvalidInputError
+
+__all__ = ["stage"]
+
+_logger = logging.getLogger("tierfs.dcp")
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer})
+
+
+def stage(
+    state_dict: Mapping[str, Any], file: ShardFile, elsewhere: Mapping[str, WriteItem] | None = None
+) -> dict[str, Any]:
+    """Copy a state dict into a shard file.
+
+    Every strided tensor in its dicts, lists and tuples becomes a view of the file, DTensors and ShardedTensors with their
+    local part; a tensor that is there twice is copied once. All else is copied deeply, there and then; by pickling what has its own
+    idea of a deep copy, as data frames have, which share what lies in them with the copy.
+
+    Args:
+        state_dict: Borrowed for the call; its tensors may lie on any device.
+        file: Takes the bytes.
+        elsewhere: By name, items of tensors that another rank saves: what is so still is not copied.
+
+    Returns:
+        The same structure. It keeps the file's memory until that is saved, which it can be once; and may be sent to one other process,
+        which saves it then.
+
+    Raises:
+        CapacityError: The tensors do not fit.
+        InvalidInputError: An object cannot be copied; says where it is.
+    """
+    named: dict[int, tuple[list[str], torch.Tensor]] = {}
+    objects: dict[int, Any] = {}
+    _collect(None, state_dict, named, objects)
+    memo: dict[int, Any] = {}
+    if objects:
+        try:
+            # All at once, so that they share in the copy what they share.
+            memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - this process's own
+        except Exception as error:  # noqa: BLE001 - what pickling may raise has no end
+            # What cannot be pickled cannot be saved, but by a planner that makes something else of it.
+            kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
+            _logger.warning(
+                "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, str(error)
+            )
+    left: dict[int, Any] = {}
+    parts: list[tuple[str, torch.Tensor]] = []
+    staged: list[tuple[int, torch.Tensor]] = []
+    for number, (names, tensor) in named.items():
+        if elsewhere and (other := placeholder(tensor, names, elsewhere)) is not None:
+            left[number] = other
+        elif _is_simple(tensor):
+            parts.append((names[0], tensor))
+            staged.append((number, tensor))
+        else:
+            locals_ = _local_parts(tensor)
+            if not any(map(problem_of, locals_)):
+                parts += [(names[0], part.detach().as_subclass(torch.Tensor)) for part in locals_]
+                staged.append((number, tensor))
+            else:
+                memo[number] = _unusual(names[0], tensor, locals_, memo)
+    later = file.begin_tensors(parts)
+    try:
+        if not later.ready.is_set() and not _is_plain_nest(state_dict):
+            later.begin()
+            later.result()
+        if later.ready.is_set():
+            remaining = iter(later.result())
+            for number, tensor in staged:
+                memo[number] = _rebuilt(tensor, remaining)
+        else:
+            memo.update(_awaited(staged, later))
+        if left:
+            # Whoever saves an object saves what it refers to: that is copied, whoever saves the tensor by its name.
+            for key, value in state_dict.items():
+                for inner in _objects(value):
+                    _copied(key, inner, memo)
+            memo.update({number: other for number, other in left.items() if number not in memo})
+        copied = StagedState({key: _copied(key, value, memo) for key, value in state_dict.items()}, later, file)
+    except BaseException:
+        later.discard()
+        raise
+    later.begin()
+    return copied
+
+
+def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:
+    """What stands for tensors whose views follow, by their numbers."""
+    found = {}
+    at = 0
+    for number, tensor in staged:
+        if type(tensor) in _PLAIN and not holds_shards(tensor):
+            found[number] = Awaited(lambda at=at: later.views[at])  # type: ignore[misc]
+            at += 1
+        else:
+            count = len(_local_parts(tensor))
+            begin, at = at, at + count
+            found[number] = Awaited(
+                lambda tensor=tensor, begin=begin, end=at: _rebuilt(tensor, iter(later.result()[begin:end]))  # type: ignore[misc]
+            )
+    return found
+
+
+def _is_plain_nest(value: Any) -> bool:
+    """Whether tensors can be put into a copy of it afterwards: it is made of dicts, lists and tuples."""
+    if isinstance(value, dict):
+        return all(map(_is_plain_nest, value.values()))
+    if isinstance(value, (list, tuple)):
+        return (type(value) in {list, tuple}) and all(map(_is_plain_nest, value))
+    return not isinstance(value, Mapping)
+
+
+def _unusual(name: str, tensor: torch.Tensor, parts: Iterable[torch.Tensor], memo: dict[int, Any]) -> Any:
+    """A copy, of which a planner may make what can be stored, or what says of it that there is none.
+
+    Either is refused when it is saved, and not here, so that every rank hears of it.
+    """
+    if not any(map(has_no_copy, parts)):
+        with contextlib.suppress(Exception):  # what a copy of such a tensor may raise has no end
+            return copy.deepcopy(tensor, memo)
+    try:
+        for part in parts:
+            refuse_unusual(part, name)
+    except InvalidInputError as error:
+        return refused(str(error))
+    raise AssertionError("one of its parts is unusual")
+
+
+def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return _deep_copy(value, memo)
+    except Exception as error:
+        raise InvalidInputError(f"{key!r} has something in it that cannot be copied: {error}") from error
+
+
+def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
+    """What `copy.deepcopy` makes of it, sooner where it is a dict by names of what was copied already."""
+    if type(value) is not dict or id(value) in memo:
+        return copy.deepcopy(value, memo)
+    copied = memo[id(value)] = {}
+    memo.setdefault(id(memo), []).append(value)  # as `copy.deepcopy` does: no other object gets its id meanwhile
+    for name, inner in value.items():
+        own = name if type(name) is str else copy.deepcopy(name, memo)
+        known = memo.get(id(inner))
+        copied[own] = _deep_copy(inner, memo) if known is None else known
+    return copied
+
+
+def _copies_itself(value: Any) -> bool:
+    """Whether a deep copy of it is what its class makes of that."""
+    is_array_of_numbers = isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
+    return hasattr(type(value), "__deepcopy__") and not is_array_of_numbers
+
+
+def _collect(
+    path: str | None, value: Any, found: dict[int, tuple[list[str], torch.Tensor]], objects: dict[int, Any]
+) -> None:
+    """Find the tensors, each once, with their names as DCP's planners build them (one may be empty); and objects that are to be pickled."""
+    if isinstance(value, (torch.Tensor, ShardedTensor)):
+        known = found.get(id(value))
+        if known is None:
+            found[id(value)] = [path or ""], value
+        else:
+            known[0].append(path or "")
+        return
+    if isinstance(value, Mapping):
+        pairs: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        pairs = enumerate(value)
+    else:
+        if _copies_itself(value):
+            objects[id(value)] = value
+        return
+    before = "" if path is None else f"{path}."
+    for key, inner in pairs:
+        if type(inner) in _PLAIN and id(inner) not in found:  # as nearly all are
+            found[id(inner)] = [f"{before}{key!s}"], inner
+        else:
+            _collect(f"{before}{key!s}", inner, found, objects)
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    """What DCP's planners save as objects, tuples among them."""
+    if isinstance(value, (Mapping, list)):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _objects(inner)
+    elif not isinstance(value, (torch.Tensor, ShardedTensor)):
+        yield value
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    """Whether a quick look says that its bytes are all there is to it, as it does of nearly all."""
+    return (
+        type(tensor) in _PLAIN
+        and (tensor.is_cpu or tensor.is_cuda)
+        and tensor.layout is torch.strided
+        and not is_quantized(tensor)
+        and not tensor.is_nested
+        and bool(tensor.data_ptr() or not tensor.numel())
+        and not (tensor.storage_offset() and lies_nowhere(tensor))
+    )
+
+
+def _local_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if isinstance(tensor, DTensor):
+        return [tensor.detach().to_local()]
+    if isinstance(tensor, ShardedTensor):
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor]
+
+
+def _rebuilt(tensor: torch.Tensor, views: Iterator[torch.Tensor]) -> torch.Tensor:
+    if type(tensor) in _PLAIN:  # as nearly all are
+        return next(views) if not holds_shards(tensor) else mark_shards(next(views), shards_of(tensor))
+    if isinstance(tensor, DTensor):
+        return DTensor(next(views), tensor._spec, requires_grad=False)
+    if isinstance(tensor, ShardedTensor):
+        shards = [Shard(next(views), shard.metadata) for shard in tensor.local_shards()]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(
+            shards, tensor.metadata(), process_group=tensor._process_group
+        )
+    return mark_shards(next(views), shards_of(tensor))

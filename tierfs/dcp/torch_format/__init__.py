@@ -1,0 +1,1 @@
+"""Checkpoints in the format of torch's own writers."""

@@ -1,0 +1,1 @@
+"""``tierfs demo``: the training run that is killed and goes on."""

@@ -1,0 +1,220 @@
+"""One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.cli.commands.demo`.
+
+Trains a small GPT under FSDP2 on gloo, deterministically, and saves through stock `torch.distributed.checkpoint`.
+Events go to stdout, one JSON object per line: ``start``, ``step``, ``save`` and ``done`` from rank 0, ``mid-save``
+from every rank. The process ends itself when its stdin is closed, so it never outlives its launcher.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tierfs.demo.data import ByteStream, standard_library_text
+from tierfs.demo.model import ByteGPT, shape_for
+from tierfs.demo.state import TrainingState
+
+__all__ = ["HaltingSavePlanner", "main"]
+
+_BATCH = 4
+_LEARNING_RATE = 1e-3
+_WARM_UP_STEPS = 10
+_STATE_BYTES = 3 * 4  # a weight and two moments of AdamW, all float32
+_HALT_S_MAX = 120.0
+
+Announce = Callable[..., None]
+
+
+class HaltingSavePlanner(DefaultSavePlanner):
+    """A stock planner that stops for good in the middle of a save, where the launcher kills the process.
+
+    It makes the kill a matter of order instead of time: half of this rank's items are written when it announces.
+
+    Args:
+        announce: Called once, when the save has come half way.
+    """
+
+    def __init__(self, announce: Callable[[], None]) -> None:
+        super().__init__()
+        self._announce = announce
+        self._remaining = 0
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Take the final plan, and its middle."""
+        plan = super().finish_plan(new_plan)
+        self._remaining = len(plan.items) // 2
+        return plan
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """The item's data, until the middle of the plan; the next one is never given out."""
+        if self._remaining == 0:
+            self._announce()
+            time.sleep(_HALT_S_MAX)
+            raise TimeoutError(f"nobody ended this process within {_HALT_S_MAX:.0f} s of the middle of its save")
+        self._remaining -= 1
+        return super().resolve_data(write_item)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which process of how many this is."""
+
+    rank: int
+    world_size: int
+
+
+def main() -> int:
+    """Run one rank to the end. Returns its exit code."""
+    arguments = _parse()
+    announce = _take_stdout()
+    threading.Thread(target=_end_with_launcher, name="tierfs-demo-launcher-watch", daemon=True).start()
+    place = _Place(rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # noqa: FBT003 - the only way to call it
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{arguments.rendezvous}",
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=arguments.timeout),
+    )
+    try:
+        _train(arguments, place, announce)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    """The arguments that `tierfs.cli.commands.demo` passes."""
+    parser = argparse.ArgumentParser(prog="python -m tierfs.demo.worker", description=__doc__)
+    parser.add_argument("--url", required=True, help="where this run's checkpoints go")
+    parser.add_argument("--rendezvous", required=True, help="a file that does not exist yet, where the ranks meet")
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True, help="steps from one save to the next")
+    parser.add_argument("--params", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", type=int, help="start from the checkpoint of this step")
+    parser.add_argument("--halt", type=int, help="stop for good in the middle of the save of this step")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds any collective may take")
+    return parser.parse_args()
+
+
+def _take_stdout() -> Announce:
+    """Keep stdout for events alone: whatever a library prints goes to stderr from now on."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def announce(event: str, **fields: object) -> None:
+        events.write(json.dumps({"event": event, **fields}) + "\n")
+        events.flush()
+
+    return announce
+
+
+def _end_with_launcher() -> None:
+    """End this process when its launcher, the only holder of the other end of stdin, is gone."""
+    # os.read, not sys.stdin: a thread that holds the lock of a buffered stdin breaks the interpreter's exit.
+    while os.read(0, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> None:
+    """Train from the start or a checkpoint to the last step, saving on the way."""
+
+    def tell(event: str, **fields: object) -> None:
+        if place.rank == 0:
+            announce(event, **fields)
+
+    def checkpoint_url(step: int) -> str:
+        return f"{arguments.url}/step_{step}"
+
+    state = _fresh_state(arguments, place)
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    if arguments.resume is not None:
+        load({"app": state}, checkpoint_id=checkpoint_url(arguments.resume))
+    tell("start", parameters=parameters, step=state.step)
+    while state.step < arguments.steps:
+        began = time.perf_counter()
+        loss = _one_step(state, place)
+        tell("step", step=state.step, loss=loss.hex(), seconds=time.perf_counter() - began)
+        if state.step % arguments.every == 0:
+            planner = None
+            if state.step == arguments.halt:
+                planner = HaltingSavePlanner(partial(announce, "mid-save", step=state.step, rank=place.rank))
+            dist.barrier()  # so that the time of the save holds no waiting for a slower rank's step
+            began = time.perf_counter()
+            save({"app": state}, checkpoint_id=checkpoint_url(state.step), planner=planner)
+            tell("save", step=state.step, seconds=time.perf_counter() - began, bytes=parameters * _STATE_BYTES)
+    digest = state.digest()
+    tell("done", step=state.step, digest=digest)
+
+
+def _fresh_state(arguments: argparse.Namespace, place: _Place) -> TrainingState:
+    """A model that is equal on all ranks before it is sharded, its optimizer, and the data at its beginning."""
+    torch.manual_seed(arguments.seed)
+    shape = shape_for(arguments.params)
+    model = ByteGPT(shape)
+    mesh = init_device_mesh("cpu", (place.world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.1)
+    stream = ByteStream(
+        standard_library_text(),
+        batch=_BATCH,
+        context=shape.context,
+        rank=place.rank,
+        world_size=place.world_size,
+        seed=arguments.seed,
+    )
+    # From here on each rank draws its own dropout; the weights above had to come out equal.
+    torch.manual_seed(arguments.seed + 1 + place.rank)
+    return TrainingState(model, optimizer, stream, rank=place.rank)
+
+
+def _one_step(state: TrainingState, place: _Place) -> float:
+    """One update. Returns the mean loss over all ranks, in nats per byte."""
+    for group in state.optimizer.param_groups:
+        group["lr"] = _LEARNING_RATE * min(1.0, (state.step + 1) / _WARM_UP_STEPS)
+    loss: torch.Tensor = state.model(*state.stream.next_batch())
+    torch.autograd.backward(loss)
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.step += 1
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    value = float(mean.item()) / place.world_size
+    if not math.isfinite(value):
+        raise FloatingPointError(f"the loss of step {state.step} is {value}: nothing could be compared with it")
+    return value
+
+
+if __name__ == "__main__":
+    ended = main()
+    sys.stderr.flush()
+    # At once: an interpreter that took itself apart here has been seen to abort, for a reason that was not found. All that was
+    # saved is safe.
+    os._exit(ended)

@@ -1,0 +1,111 @@
+"""A store's flusher put together from its parts.
+
+Nothing here, nor what it imports, knows the object tier: a flusher answers before that is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from tierfs.clock import Clock, SystemClock
+from tierfs.errors import CapacityError, StoreError
+from tierfs.flusher.engine import FlushEngine
+from tierfs.flusher.flusher import Flusher
+from tierfs.host.host import Host
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.nvme.stored import ARENA_FILE
+from tierfs.host.nvme.writer import NvmeTier, is_needed
+from tierfs.host.pending.publisher import Publisher
+from tierfs.host.slab.ram import RamTier
+
+__all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
+
+# What a process gets to hand chunks on in where the ram tier is switched off: nothing stays there.
+TRANSIT_BYTES = 128 << 20
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Budgets(Protocol):
+    """What the tiers may hold, and the flusher may send."""
+
+    @property
+    def ram_bytes(self) -> int:
+        """0 switches the tier off."""
+
+    @property
+    def nvme_bytes(self) -> int:
+        """0 switches the tier off."""
+
+    @property
+    def bandwidth(self) -> int:
+        """Bytes per second to the object tier; 0 for no bound."""
+
+
+def build_engine(
+    host: Host,
+    uuid: str,
+    budgets: Budgets,
+    connect: Callable[[dict[str, Any]], Publisher] | None,
+    *,
+    own: dict[str, Any] | None = None,
+    publisher: Publisher | None = None,
+    clock: Clock | None = None,
+    faults: Callable[[str], None] = no_faults,
+    lesser: Sequence[str] = (),
+) -> FlushEngine:
+    """Put a flusher together, to be run as a `Service`.
+
+    Args:
+        host: The host.
+        uuid: The store's.
+        budgets: Of its tiers.
+        connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends, which are waited for.
+        own: ``url`` and ``options`` to begin with, before a client sends any.
+        publisher: The way to the object tier where there is no ``connect``.
+        clock: Where time comes from.
+        faults: Called before and after each ordered step.
+        lesser: What this process does in a lesser way than it is meant to, to be counted.
+    """
+    clock = clock or SystemClock()
+
+    def build() -> Flusher:
+        nvme, problem = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
+        ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
+        flusher = Flusher(ram, nvme, clock=clock, random=random.random, bandwidth=budgets.bandwidth, faults=faults)
+        if nvme is None and budgets.nvme_bytes:
+            flusher.nvme_problem = problem
+            flusher.note("nvme_unavailable")
+        for what in lesser:
+            flusher.note(what)
+        if publisher is not None:
+            flusher.connect(publisher)
+        return flusher
+
+    return FlushEngine(build, connect, own)
+
+
+def _nvme_tier(
+    directory: Path, budget_bytes: int, clock: Clock, faults: Callable[[str], None]
+) -> tuple[NvmeTier | None, str]:
+    """The nvme tier, if it is on; and one that was switched off, while something in it is not in the object tier yet.
+
+    Where there is none: why, if somebody asked for one.
+    """
+    arena = directory / ARENA_FILE
+    if not budget_bytes and not arena.exists():
+        return None, ""
+    try:
+        tier = NvmeTier(directory, budget_bytes=budget_bytes or arena.stat().st_size, clock=clock, faults=faults)
+    except (CapacityError, StoreError) as error:
+        if is_needed(directory):
+            raise
+        _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
+        return None, str(error)
+    if budget_bytes or tier.drafts():
+        return tier, ""
+    tier.close()
+    return None, ""

@@ -1,0 +1,182 @@
+"""What a flusher answers to the processes of its host: messages in, plain values out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from tierfs.errors import InvalidInputError
+from tierfs.flusher.flusher import Flusher
+from tierfs.flusher.offers import Offers
+from tierfs.flusher.queue import Entry
+from tierfs.flusher.server import Answer, Peer
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.publisher import Publisher
+from tierfs.host.rpc.handover import copies_of, note_of
+from tierfs.host.rpc.protocol import DESCRIPTORS_MAX
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Segment, Slot
+
+__all__ = ["FlushEngine"]
+
+
+class FlushEngine:
+    """A flusher behind messages. Safe for use by many threads.
+
+    Args:
+        build: Makes what does the work; called by `start`, when nobody else works on these tiers.
+        connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends; must not block. ``None`` where what
+            does the work has its own.
+        own: ``url`` and ``options`` to begin with, as a client sends them.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Flusher],
+        connect: Callable[[dict[str, Any]], Publisher] | None,
+        own: dict[str, Any] | None = None,
+    ) -> None:
+        self._build = build
+        self._offers = None if connect is None else Offers(connect)
+        self._own = own
+        self._started: Flusher | None = None
+
+    def __repr__(self) -> str:
+        return f"FlushEngine({self._started!r})"
+
+    @property
+    def _flusher(self) -> Flusher:
+        assert self._started is not None, "not started"
+        return self._started
+
+    def start(self) -> None:
+        """Begin to work.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: A local tier cannot be opened.
+        """
+        self._started = self._build()
+        try:
+            self._offer([] if self._own is None else [self._own])
+            self._started.start()
+        except BaseException:
+            self._started.stop()
+            self._started.close()
+            raise
+
+    def stop(self) -> None:
+        """End; see `Flusher.stop`."""
+        self._flusher.stop()
+
+    def close(self) -> None:
+        """Let go of the tiers; see `Flusher.close`."""
+        self._flusher.close()
+
+    def is_idle(self) -> bool:
+        """See `Flusher.is_idle`."""
+        return self._flusher.is_idle()
+
+    def gone(self, peer: Peer) -> None:
+        """A client went away: what it waits for is nobody's interest any more."""
+        self._flusher.nudge()
+
+    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
+        """Answer one message. May block, where the message says so.
+
+        Raises:
+            InvalidInputError: The message is not understood.
+            TierfsError, TimeoutError: As the work itself does.
+        """
+        method = getattr(self, f"_do_{do}", None)
+        if method is None:
+            raise InvalidInputError(f"the flusher knows no {do!r}")
+        for fd in fds:
+            # Segments without a name in the file system, which no scan of the host finds.
+            self._flusher.ram.add(Segment.attach_fd(fd))
+        try:
+            answer = method(arguments, peer)
+        except (KeyError, TypeError) as error:
+            raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
+        return answer if isinstance(answer, Answer) else Answer(answer or {})
+
+    def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
+        url, options = arguments.get("url"), arguments.get("options")
+        if options is not None:
+            self._offer([{"url": url, "options": each} for each in (options, *arguments.get("earlier", []))])
+
+    def _offer(self, ways: list[dict[str, Any]]) -> None:
+        if self._offers is not None and self._offers.add(ways):
+            self._flusher.connect(self._offers)
+
+    def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
+        """Something was sealed."""
+        self._flusher.nudge()
+
+    def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> None:
+        path, below, owner = arguments.get("path"), f"{arguments.get('path')}/", arguments.get("owner")
+        write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
+
+        def selects(entry: Entry) -> bool:
+            if write_id is not None:
+                return entry.draft.write_id == write_id
+            if owner is not None:
+                return entry.slot is not None and entry.slot.segment.owner == owner
+            return not path or entry.path == path or entry.path.startswith(below)
+
+        level = Level.parse(arguments["level"])
+        self._flusher.finder.discover()
+        self._flusher.finder.check_lost(str(path or ""))
+        self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set)
+
+    def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        return {"pid": os.getpid(), **self._flusher.report()}
+
+    def _do_segments(self, arguments: dict[str, Any], peer: Peer) -> Answer:
+        """Segments that no file leads to, by the names of their notes: those that are here, in a message's worth."""
+        wanted = set(arguments["names"])
+        nameless = [segment for segment in self._flusher.ram.segments() if segment.path is None]
+        found = [segment for segment in nameless if note_of(segment) in wanted]
+        return Answer(fds=copies_of(found[:DESCRIPTORS_MAX]))
+
+    def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        return {"bytes": self._flusher.settler.keep(self._slots(arguments))}
+
+    def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.settler.write_ahead(self._slots(arguments), int(arguments["length"]))
+
+    def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.settler.spill(str(arguments["holder"]), self._slots(arguments), arguments["timeout_s"])
+
+    def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> None:
+        if self._flusher.nvme is not None:
+            self._flusher.nvme.drop_hold(str(arguments["holder"]))
+
+    def _do_evict(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        names = arguments.get("names")
+        wanted = None if names is None else [bytes.fromhex(name) for name in names]
+        return {"bytes": self._flusher.nvme.evict(wanted) if self._flusher.nvme is not None else 0}
+
+    def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.settler.look_after(bytes.fromhex(arguments["name"]), int(arguments["length"]))
+
+    def _do_distrust(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.distrust(str(arguments["key"]))
+
+    def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        return {"discarded": self._flusher.discard(str(arguments["path"]))}
+
+    def _slots(self, arguments: dict[str, Any]) -> list[Slot]:
+        return [slot for slot in map(self._slot(self._flusher.ram), arguments["slots"]) if slot is not None]
+
+    @staticmethod
+    def _slot(ram: RamTier) -> Callable[[tuple[str, int, int]], Slot | None]:
+        segments = {segment.id: segment for segment in ram.segments()}
+
+        def find(reference: tuple[str, int, int]) -> Slot | None:
+            name, index, serial = reference
+            segment = segments.get(name)
+            slot = segment.slot(index) if segment is not None else None
+            return slot if slot is not None and slot.serial == serial else None
+
+        return find

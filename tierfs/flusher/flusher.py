@@ -1,0 +1,345 @@
+"""The flusher: takes sealed drafts down, from the ram tier to the nvme tier to the object tier.
+
+One per host and store, and the only writer of the nvme tier. A draft goes through these steps, each of which may be
+the last thing that ever happens; whoever comes next finds in slabs, ``nvme.db`` and the object tier how far it got:
+
+1. its chunks and itself to the arena, one ``fdatasync``, one commit: level ``local``;
+2. its slots marked clean, the chunks first, the draft last;
+3. its chunks to the object tier;
+4. its record, in closing order and on condition of its base;
+5. its row in ``nvme.db`` removed, or where there is no nvme tier its slots marked clean: level ``object``.
+
+Drafts that follow each other share the commits of steps 1 and 5. Chunks of a large one are written before it is there (`tierfs.host.write.ahead`). Step 3 of a large draft goes on beside step 1 while
+nobody waits for ``local``. The next draft of a path is not published before
+step 5, so a draft whose record stands already is known by its write id alone. Finding drafts is the business of
+`tierfs.flusher.scan`, steps 1 and 2 of `tierfs.flusher.nvme`, 3 to 5 of `tierfs.flusher.upload`; here they are run,
+waited for and reported, on a few threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from tierfs.clock import Clock
+from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError
+from tierfs.flusher.nvme import Settler
+from tierfs.flusher.queue import Entry
+from tierfs.flusher.scan import Finder
+from tierfs.flusher.state import FlushState
+from tierfs.flusher.upload import Uploader
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.publisher import Publisher
+from tierfs.host.slab.ram import RamTier
+
+__all__ = ["Flusher"]
+
+SWEEP_S = 1.0
+# From one look at a segment that could not be opened to the next, while somebody waits.
+SEE_S = 0.05
+SEE_S_MAX = 10.0
+# In a report, which has to fit into a message.
+NAMED_MAX = 20
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Flusher:
+    """Moves one store's drafts down. Safe for use by many threads.
+
+    Args:
+        ram: The host's ram tier for the store.
+        nvme: The nvme tier, or ``None`` where there is none.
+        clock: Where time comes from.
+        random: Uniform in [0, 1); spreads retries out.
+        bandwidth: Bytes of chunks per second that go there at most, before they are encoded; 0 for no bound.
+        faults: Called with the name of each ordered step before and after it, for tests to fail there.
+
+    Attributes:
+        ram: As given.
+        nvme: As given.
+        finder: Finds drafts.
+        settler: Takes them, and chunks to be read later, to the nvme tier.
+        uploader: Takes them to the object tier.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: NvmeTier | None,
+        *,
+        clock: Clock,
+        random: Callable[[], float],
+        bandwidth: int = 0,
+        faults: Callable[[str], None] = no_faults,
+    ) -> None:
+        self.ram = ram
+        self.nvme = nvme
+        self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults)
+        self.finder = Finder(self._state)
+        self.uploader = Uploader(self._state, bandwidth=bandwidth)
+        self.settler = Settler(self._state, self.uploader.put)
+        self.nvme_problem = ""  # why there is no nvme tier, though there was to be one
+        self._threads: list[threading.Thread] = []
+
+    def __repr__(self) -> str:
+        return f"Flusher({len(self._state.entries)} pending, ram={self.ram!r}, nvme={self.nvme!r})"
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Take up what the tiers hold, and begin."""
+        self.finder.resume()
+        for target in (self._settle, self._upload):
+            thread = threading.Thread(
+                target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """End after the steps that are under way; what is left is for the next flusher. What others ask for ends soon."""
+        state = self._state
+        with state.changed:
+            state.stopping = True
+            state.changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def close(self) -> None:
+        """Let go of the tiers, when it was stopped and nobody is at work in it any more."""
+        self.uploader.stop()
+        self.settler.stop()
+        self.ram.close()
+        if self.nvme is not None:
+            self.nvme.close()
+
+    def connect(self, publisher: Publisher) -> None:
+        """Use this way to the object tier from now on. What failed before says nothing of it."""
+        state = self._state
+        with state.changed:
+            state.publisher = publisher
+            for entry in state.entries:
+                entry.clear()
+            state.changed.notify_all()
+
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way but what is kept for a person to decide about."""
+        if self._state.ram.unread():
+            return False
+        self.finder.discover()
+        with self._state.changed:
+            return all(entry.conflict and entry.settled for entry in self._state.entries)
+
+    def nudge(self) -> None:
+        """Say that there is something new in a slab."""
+        with self._state.changed:
+            self._state.nudged = True
+            self._state.changed.notify_all()
+
+    def note(self, what: str) -> None:
+        """Count something that was done in a lesser way than it is meant to be."""
+        self._state.counters[what] += 1
+
+    def _keep_on(self, step: Callable[[], None]) -> None:
+        """Do one step after the other."""
+        while not self._state.stopping:
+            self._try(step)
+
+    def _try(self, step: Callable[[], None]) -> None:
+        state = self._state
+        try:
+            step()
+        except Exception:  # whatever it is, the thread must go on: nobody else flushes
+            self.note("unforeseen_errors")
+            with state.changed:
+                state.settling_since = None
+                state.changed.wait(SWEEP_S)
+            _logger.exception("the flusher met an error that it does not know, and goes on")
+
+    def _settle(self) -> None:
+        state = self._state
+        with state.changed:
+            if not state.nudged and not state.stopping:
+                state.changed.wait(SWEEP_S)
+            state.nudged = False
+        if not state.stopping:
+            self.finder.discover()
+            self.settler.settle_all()
+            self.finder.sweep()  # which nobody waits for
+            self.settler.commit_ahead()
+
+    def _upload(self) -> None:
+        state = self._state
+        with state.changed:
+            entry = None
+            while not state.stopping and (entry := self.uploader.next()) is None:
+                state.changed.wait(SWEEP_S)
+            if entry is not None and not state.stopping:
+                self.uploader.begin(entry)
+
+    # -- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait(
+        self,
+        selects: Callable[[Entry], bool],
+        level: Level,
+        timeout_s: float | None,
+        is_gone: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait until the drafts that are pending now and selected have reached ``level``.
+
+        Raises:
+            TimeoutError: They have not, in time; names what is pending and the last error.
+            TierfsError: One of them cannot get there without somebody doing something.
+        """
+        state = self._state
+        deadline = None if timeout_s is None else state.clock.monotonic() + timeout_s
+        self._discover_all(deadline, is_gone)
+        self.nudge()
+        with state.changed:
+            waiting = [entry for entry in state.entries if selects(entry)]
+            for entry in waiting:
+                if not entry.conflict:
+                    entry.retry_at = 0.0  # somebody waits for it now
+            state.changed.notify_all()
+            is_local = level <= state.local_level
+            state.local_waits += is_local
+            try:
+                self._wait_for(waiting, level, deadline, is_gone)
+            finally:
+                state.local_waits -= is_local
+                state.changed.notify_all()
+
+    def _discover_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
+        """Find what there is in every segment; wait until each could be looked into, though not for ever.
+
+        Who cannot for long is of no use to the host; see `tierfs.flusher.limits.Refusals`.
+        """
+        state = self._state
+        give_up_at = state.clock.monotonic() + SEE_S_MAX
+        while True:
+            unread = state.ram.unread()
+            self.finder.discover()
+            unread |= state.ram.unread()
+            if not unread or is_gone():
+                return
+            text = f"{min(unread)} cannot be looked into, and what is waited for may be in it"
+            now = state.clock.monotonic()
+            if deadline is not None and now >= deadline:
+                raise TimeoutError(f"{text}: the flusher's log says why")
+            if now >= give_up_at:
+                why = state.ram.why_unread
+                raise StoreError(f"{text}: {str(why) or 'out of memory'}", transient=True, tier="ram") from why
+            if state.stopping:
+                raise StoreError("the flusher is ending", transient=True)
+            state.clock.sleep(SEE_S)
+
+    def _wait_for(
+        self, waiting: list[Entry], level: Level, deadline: float | None, is_gone: Callable[[], bool]
+    ) -> None:
+        """See `wait`. The lock is held."""
+        state = self._state
+        while True:
+            waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
+            kept = [entry for entry in state.entries if entry.conflict]
+            for entry in waiting:
+                self._raise_hopeless(entry, level, kept)
+            if not waiting or is_gone():
+                return
+            left = None if deadline is None else deadline - state.clock.monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(self._describe(waiting, level))
+            if state.stopping:
+                raise StoreError("the flusher is ending", transient=True)
+            state.changed.wait(SWEEP_S if left is None else min(left, SWEEP_S))
+
+    def _raise_hopeless(self, entry: Entry, level: Level, kept: list[Entry]) -> None:
+        if entry.conflict and entry.error is not None:
+            raise entry.error
+        state = self._state
+        # What it still has to do to get there is to be published, and not only to be taken to the nvme tier.
+        is_blocked = bool(kept) and (entry.settled or level > state.local_level)
+        blocker = state.entries.blocker(entry) if is_blocked else None
+        if blocker is not None:
+            raise ConflictError(
+                f"{entry.path} waits for {blocker.path}, which was closed before it and is kept as a conflict: "
+                f"{blocker.error}",
+                path=entry.path,
+            )
+        if entry.error is not None and not getattr(entry.error, "transient", False) and entry.failures:
+            if isinstance(entry.error, CapacityError) and not entry.settled:
+                return
+            raise entry.error
+
+    def _describe(self, waiting: list[Entry], level: Level) -> str:
+        size = sum(entry.draft.length for entry in waiting)
+        text = f"{len(waiting)} files ({size} bytes) have not reached {level.label!r} yet, {waiting[0].path} among them"
+        errors = [entry.error for entry in waiting if entry.error is not None]
+        return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
+
+    def distrust(self, key: str) -> None:
+        """See `Publisher.distrust`."""
+        self._state.connected().distrust(key)
+
+    def discard(self, path: str) -> int:
+        """Give up what cannot be flushed of a path, conflicts and damage, and what was built on it. Returns how many drafts."""
+        state = self._state
+        lost = self.finder.discard_lost(path)
+        with state.changed:
+            given_up = [
+                entry
+                for entry in state.entries
+                if entry.path == path and (entry.conflict or isinstance(entry.error, CorruptionError))
+            ]
+            # Of two that were built on each other, the second is a dependent of the first as well.
+            found = {entry: None for first in given_up for entry in (first, *state.entries.dependents(first))}
+            kept = sorted((entry for entry in found if not entry.busy), key=lambda entry: entry.turn)
+        for entry in reversed(kept):
+            if entry.number is not None:
+                assert self.nvme is not None
+                self.nvme.publish(entry.number)
+            elif entry.slot is not None:
+                state.drop_holds(entry.draft)
+                state.release(entry.draft, entry.slot, discarded=True)
+            with state.changed:
+                state.entries.remove(entry)
+                state.changed.notify_all()
+        return len(kept) + lost
+
+    # -- seen by a person ----------------------------------------------------------------------------------------------
+
+    def report(self) -> dict[str, Any]:
+        """The queue, the conflicts, the errors and the counters, as plain values."""
+        usage = self.nvme.usage() if self.nvme is not None else None
+        state = self._state
+        publisher = state.publisher
+        unread = len(state.ram.unread()) + len(state.ram.damaged())
+        now = state.clock.monotonic()
+        with state.changed:
+            moving = [entry for entry in state.entries if not entry.conflict]
+            kept = [entry for entry in state.entries if entry.conflict]
+            return {
+                "queue_files": len(moving),
+                "queue_bytes": sum(entry.draft.length for entry in moving),
+                "oldest_age_s": round(max((now - entry.since_s for entry in moving), default=0.0), 3),
+                "conflict_files": len(kept),
+                "conflicts": [{"path": entry.path, "message": str(entry.error)} for entry in kept[:NAMED_MAX]],
+                "failing_files": sum(entry.error is not None for entry in moving),
+                "errors": [
+                    {"path": entry.path, "message": str(entry.error), "attempts": entry.failures}
+                    for entry in moving
+                    if entry.error is not None
+                ][:NAMED_MAX],
+                "rate_bytes_per_s": self.uploader.rate(),
+                "unreadable_drafts": self.finder.unreadable,
+                "unread_segments": unread,
+                "has_nvme": usage is not None,
+                "nvme_problem": self.nvme_problem,
+                "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
+                "counters": dict(state.counters),
+                **(publisher.asked() if publisher is not None else {}),
+            }

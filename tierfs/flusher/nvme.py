@@ -1,0 +1,408 @@
+"""From memory to the nvme tier: steps 1 and 2 of `tierfs.flusher.flusher`, and what else is copied there."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from tierfs.buffers import buffers
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
+from tierfs.flusher.queue import Entry
+from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, NotHandedOverError
+from tierfs.format.manifest import Manifest, Row
+from tierfs.host.cache.local_chunk import check_block, envelope_of
+from tierfs.host.nvme.writer import ChunksGoneError, NvmeTier
+from tierfs.host.slab.segment import Slot, SlotState
+
+__all__ = ["Settler"]
+
+# At once to the arena, each of which has one request at the disk at a time. Measured, docs/decisions/0046.
+WRITES_MAX = 6
+# What goes together in one commit, which costs as much for one small file as for all of them.
+BATCH_DRAFTS_MAX = 100
+BATCH_BYTES_MAX = 64 << 20
+# What may keep a draft that is written from its commit a moment longer, to have one less.
+LATE_BYTES_MAX = 4 << 20
+# What was written ahead is committed by its draft, if that comes so soon.
+DRAFT_S = 2.0
+# For room, for memory that its process has not handed over yet, or for the object tier to say what it has: about ten seconds.
+WAITS_MAX = 40
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Settler:
+    """Brings drafts to the nvme tier, in closing order.
+
+    Args:
+        state: What the flusher's parts share.
+        put: Puts a slot's chunk into the object tier.
+    """
+
+    def __init__(self, state: FlushState, put: Callable[[Slot], None]) -> None:
+        self._state = state
+        self._put = put
+        self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
+        self._ahead_at: float | None = None  # when something was written ahead of its draft, and not committed since
+
+    def stop(self) -> None:
+        """End after what is under way."""
+        self._writes.shutdown()
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def settle_all(self) -> None:
+        """Settle what has to be, until something keeps those behind it waiting."""
+        state = self._state
+        with state.changed:
+            waiting = self.waiting()
+            state.settling_since = state.clock.monotonic() if waiting else None
+        while waiting and not state.stopping:
+            batch = self.batch(waiting)
+            if not batch or not self.settle(batch):
+                break
+            waiting = [entry for entry in waiting if not entry.settled]
+        with state.changed:
+            state.settling_since = None
+            state.changed.notify_all()
+
+    def waiting(self) -> list[Entry]:
+        """The drafts to be settled, in closing order. The lock is held."""
+        return [entry for entry in self._state.entries if not entry.settled and not entry.conflict]
+
+    def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """How many of them go together: one at least, unless the first has to wait for its next attempt."""
+        ready = self._ready(waiting[:BATCH_DRAFTS_MAX])
+        small = list(_small(ready, BATCH_BYTES_MAX))
+        return small or ready[:1]
+
+    def _ready(self, waiting: Sequence[Entry]) -> list[Entry]:
+        """Those before the first that has to wait for its next attempt."""
+        now = self._state.clock.monotonic()
+        return list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
+
+    def _late(self, batch: Sequence[Entry]) -> list[Entry]:
+        """Small drafts that were found while these were written, and follow them: they can share the commit."""
+        with self._state.changed:
+            waiting = self.waiting()
+        if waiting[: len(batch)] != batch:
+            return []  # one before these was found as well
+        small = _small(self._ready(waiting[len(batch) : BATCH_DRAFTS_MAX]), LATE_BYTES_MAX)
+        return list(itertools.takewhile(self._is_at_hand, small))
+
+    def _is_at_hand(self, entry: Entry) -> bool:
+        """Whether all of a draft is in slabs, so that nobody has to be asked for it, and it may go to the nvme tier."""
+        return None not in entry.draft.slots and not self._passes_by(entry)
+
+    def settle(self, batch: list[Entry], *, alone: bool = False) -> bool:
+        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well.
+
+        Args:
+            batch: The drafts. Those that turn out to go with them are added.
+            alone: Whether none are to.
+        """
+        nvme = self._state.nvme
+        if nvme is None:
+            self._pass_by(batch)
+            return True
+        if any(map(self._passes_by, batch)):
+            if len(batch) > 1:
+                return self._settle_each(batch)
+            if self._is_too_large(batch[0].draft.length):
+                self._state.counters["nvme_passed_by"] += 1
+                _logger.warning(
+                    "%s is too large for the nvme tier and goes to the object tier from memory", batch[0].path
+                )
+            self._pass_by(batch)
+            return True
+        try:
+            self._store(nvme, batch, alone=alone)
+        except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
+            if len(batch) > 1:
+                return self._settle_each(batch)  # shows which of them it is
+            with contextlib.suppress(TierfsError):
+                nvme.commit()  # what was written of it counts as clean from then on, and may go when it was not used for long
+            return self._give_up(batch[0], self._state.known(error, batch[0].path))
+        return True
+
+    def _settle_each(self, batch: Sequence[Entry]) -> bool:
+        return all(self.settle([entry], alone=True) for entry in batch)
+
+    def _pass_by(self, batch: Sequence[Entry], error: TierfsError | None = None) -> None:
+        """Leave drafts where they are, to go to the object tier from there."""
+        with self._state.changed:
+            for entry in batch:
+                entry.clear()
+                entry.error, entry.settled = error, True
+            self._state.changed.notify_all()
+
+    def _give_up(self, entry: Entry, error: TierfsError) -> bool:
+        """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
+        state = self._state
+        is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and state.publisher is None)
+        if isinstance(error, (NotHandedOverError, NotAskedError)) and is_hopeful:
+            state.fail(entry, error, wait_s=RETRY_S_MIN)
+            return False
+        if not isinstance(error, CapacityError):
+            _logger.warning(
+                "%s cannot be put into the nvme tier, and goes to the object tier from memory: %s", entry.path, error
+            )
+            state.counters["nvme_failures"] += 1
+            self._pass_by([entry], error)
+            return True
+        if entry.failures < WAITS_MAX and self._may_get_room():
+            # Full of what is dirty: room comes as that reaches the object tier, which the other threads go on with.
+            state.counters["nvme_full_waits"] += 1
+            state.fail(entry, error, wait_s=RETRY_S_MIN)
+            return False
+        _logger.warning(
+            "the nvme tier is full for good, so %s goes to the object tier from memory: %s", entry.path, error
+        )
+        state.counters["nvme_passed_by"] += 1
+        self._pass_by([entry])
+        return True
+
+    def _may_get_room(self) -> bool:
+        """Whether something in the nvme tier can still leave it, so that it is worth waiting for."""
+        entries = self._state.entries
+        with self._state.changed:
+            inside = [other for other in entries if other.number is not None and not other.conflict]
+            return any(entries.blocker(other) is None for other in inside)
+
+    def _is_too_large(self, length: int) -> bool:
+        return length > self._state.nvme_bytes // 2
+
+    def _passes_by(self, entry: Entry) -> bool:
+        """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
+
+        Or because one does that has to be published before: if the host crashed, this one would be there without it.
+        """
+        if self._is_too_large(entry.draft.length):
+            return True
+        entries = self._state.entries
+        with self._state.changed:
+            return any(one.settled and one.slot is not None and not one.conflict for one in entries.before(entry))
+
+    def _store(self, nvme: NvmeTier, batch: list[Entry], *, alone: bool) -> None:
+        state = self._state
+        for last in (False, False, True):
+            elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
+            late = [] if alone else self._late(batch)
+            batch += late
+            elsewhere += [name for entry in late for name in self._copy_chunks(nvme, entry)]
+            absent = [name for name in elsewhere if not nvme.has(name)]
+            drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
+            state.fault("before settle.commit")
+            self._ahead_at = None
+            try:
+                numbers = nvme.commit(drafts=drafts, elsewhere=absent)
+            except ChunksGoneError:
+                # Evicted since, to make room for others: it was not needed by any draft yet.
+                if last:
+                    raise
+            else:
+                break
+        state.fault("after settle.commit")
+        slots = [entry.slot for entry in batch]
+        with state.changed:
+            for entry, number in zip(batch, numbers, strict=True):
+                entry.number, entry.level, entry.settled = number, state.local_level, True
+                entry.slot = None
+                entry.clear()
+            state.changed.notify_all()
+        for entry, slot in zip(batch, slots, strict=True):
+            assert slot is not None
+            state.release(entry.draft, slot)
+            state.drop_holds(entry.draft)
+
+    def _copy_chunks(self, nvme: NvmeTier, entry: Entry) -> list[bytes]:
+        """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
+        draft = entry.draft
+        others: list[bytes] = []
+        found: list[Slot] = []
+        rows = draft.record.rows if isinstance(draft.record, Manifest) else ()
+        for name, reference, row in zip(draft.names, draft.slots, rows, strict=True):
+            chunk = None if reference is None else self._state.chunk(reference)
+            if chunk is None and not nvme.has(name):
+                chunk = self._state.ram.find(name)
+            if chunk is not None:
+                found.append(chunk)
+            elif row.stored_length or self._is_published(row):
+                others.append(name)
+            elif not nvme.has(name):
+                lost = CorruptionError(f"{draft.path}: a chunk of it is in no local tier", path=draft.path, tier="ram")
+                raise self._state.missing(entry, reference, lost)
+        here = {name: row.raw_length for name, row in zip(draft.names, rows, strict=True) if nvme.has(name)}
+        nvme.make_room({**here, **{chunk.name: chunk.length for chunk in found}})
+        self._copy_all(nvme, found)
+        return others
+
+    def _is_published(self, row: Row) -> bool:
+        """Whether the object tier has a chunk that this draft took over from another one, published meanwhile.
+
+        Raises:
+            NotAskedError: That cannot be told now.
+        """
+        try:
+            self._state.connected().find_chunk(row)
+        except CorruptionError:
+            return False
+        except StoreError as error:
+            if not error.transient:
+                raise
+            raise NotAskedError(str(error), transient=True, tier="object") from error
+        return True
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _copy_all(self, nvme: NvmeTier, chunks: Sequence[Slot], *, keep: bool = True) -> None:
+        _raise_first([self._writes.submit(self._copy, nvme, chunk, keep=keep) for chunk in chunks])
+
+    def _copy(self, nvme: NvmeTier, chunk: Slot, *, keep: bool = True) -> None:
+        """Write one slot's chunk to the arena; it is not durable before the next commit."""
+        segment = chunk.segment
+        meta, view = segment.meta(chunk), segment.view(chunk)
+        nvme.write(chunk.name, meta, view, keep=keep, is_sound=lambda: segment.is_still(chunk))
+
+    def write_ahead(self, slots: Sequence[Slot], length: int) -> None:
+        """Write chunks of a file that is not complete yet to the arena, to be committed with its draft.
+
+        Perhaps it never gets one: they take no room from others then. What keeps them from the arena keeps the file from nothing.
+
+        Args:
+            slots: Of the chunks.
+            length: Bytes that the file has so far.
+        """
+        state = self._state
+        if state.nvme is None or self._is_too_large(length):
+            return
+        try:
+            state.nvme.make_room({slot.name: slot.length for slot in slots})
+            self._copy_all(state.nvme, slots, keep=False)
+        except TierfsError as error:
+            state.counters["ahead_write_stops"] += 1
+            _logger.info("chunks go to the nvme tier when their file is complete: %s", error)
+        self._ahead_at = state.clock.monotonic()
+
+    def commit_ahead(self) -> None:
+        """Commit what was written ahead of drafts that did not come soon after: it is clean then, and can be evicted."""
+        nvme, written_at = self._state.nvme, self._ahead_at
+        if nvme is None or written_at is None or self._state.clock.monotonic() < written_at + DRAFT_S:
+            return
+        self._ahead_at = None
+        with contextlib.suppress(TierfsError):  # the next draft's will say so
+            nvme.commit()
+
+    def keep(self, slots: Iterable[Slot]) -> int:
+        """Copy clean chunks from slabs to the nvme tier, for reading. Returns the bytes that it holds now."""
+        nvme = self._state.nvme
+        if nvme is None:
+            return 0
+        kept = 0
+        for slot in slots:
+            if not nvme.has(slot.name):
+                self._copy(nvme, slot, keep=False)
+            kept += slot.length
+        nvme.commit()
+        return kept
+
+    def spill(self, holder: str, slots: Sequence[Slot], timeout_s: float | None) -> None:
+        """Take chunks of a file that is still being written out of its slab, because the file is larger than the ram tier.
+
+        Where the nvme tier is off or full they go to the object tier, where the record that will name them makes sure of
+        them again. Where that does not take them either, its writer waits.
+
+        Raises:
+            CapacityError: No tier took them in time.
+            TierfsError: They cannot be stored.
+        """
+        state = self._state
+        ends = None if timeout_s is None else state.clock.monotonic() + timeout_s
+        while True:
+            try:
+                self._spill(holder, slots)
+                break
+            except StoreError as error:
+                if not error.transient or state.stopping:
+                    raise
+                if ends is not None and state.clock.monotonic() >= ends:
+                    raise CapacityError(
+                        f"a file that is larger than the ram tier could not be taken out of it within {timeout_s} s: {error}: "
+                        "raise ram= or nvme=, or wait longer"
+                    ) from error
+            state.counters["spill_waits"] += 1
+            state.clock.sleep(RETRY_S_MIN)
+        for slot in slots:
+            slot.segment.mark(slot, SlotState.CLEAN)
+        state.counters["spilled_bytes"] += sum(slot.length for slot in slots)
+
+    def _spill(self, holder: str, slots: Sequence[Slot]) -> None:
+        nvme = self._state.nvme
+        rest = list(slots)
+        if nvme is not None:
+            try:
+                nvme.make_room({slot.name: slot.length for slot in slots})
+                self._copy_all(nvme, slots)
+            except CapacityError as full:
+                self._state.counters["nvme_passed_by"] += 1
+                _logger.info("what a writer has no room for goes to the object tier: %s", full)
+            # Also what found room before there was none left: else nobody would ever give that up.
+            held = [slot for slot in slots if nvme.has(slot.name)]
+            self._state.holders.add(holder)
+            nvme.commit(holds={holder: [slot.name for slot in held]})
+            rest = [slot for slot in slots if slot not in held]
+        for slot in rest:
+            self._put(slot)
+
+    def look_after(self, name: bytes, raw_length: int) -> bool:
+        """See whether the nvme tier's copy of a chunk is damaged, as a reader says; then it is not served any more.
+
+        Where the ram tier has a sound one, that is written anew.
+
+        Returns:
+            Whether it was damaged.
+        """
+        nvme = self._state.nvme
+        meta = None if nvme is None else nvme.meta(name)
+        if nvme is None or meta is None or _is_sound(nvme, name, raw_length, meta):
+            return False
+        _logger.error("a chunk in the nvme tier is damaged and is not used any more: %s", name.hex())
+        nvme.quarantine(name)
+        slot = self._state.ram.find(name)
+        if slot is not None:
+            self._copy(nvme, slot, keep=False)
+            nvme.commit()
+            self._state.counters["nvme_repaired"] += 1
+        return True
+
+
+def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool:
+    """Whether a chunk's bytes have the digests that its meta says; true if it is not there any more."""
+    with buffers().lend(raw_length) as raw:
+        if not nvme.read_into(name, 0, raw):
+            return True
+        try:
+            envelope = envelope_of(name, raw_length, meta, "nvme")
+            for index in range(len(envelope.blocks)):
+                check_block(envelope, index, raw[index * BLOCK_BYTES :][:BLOCK_BYTES], "nvme")
+        except (CorruptionError, FormatError):
+            return False
+        return True
+
+
+def _small(entries: Sequence[Entry], bytes_max: int) -> Iterator[Entry]:
+    """Those, from the first on, that have no more bytes together."""
+    for entry in entries:
+        bytes_max -= entry.draft.length
+        if bytes_max < 0:
+            break
+        yield entry
+
+
+def _raise_first(tasks: Sequence[Future[None]]) -> None:
+    """Wait for all, then raise what went wrong with one."""
+    for error in [error for task in tasks if (error := task.exception()) is not None]:
+        raise error

@@ -1,0 +1,268 @@
+"""The store as the flusher sees it: chunks first, then the record that names them, on condition of what it replaces."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from tierfs.codec.workers import encode_workers
+from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
+from tierfs.format import keys
+from tierfs.format.keys import NO_RECIPE, ChunkName
+from tierfs.format.manifest import Manifest, Row, Tombstone
+from tierfs.host.pending.publisher import NO_HINT, Fill, Hint, ReadRow
+from tierfs.host.pending.record import Draft
+from tierfs.objects.protocol import Version
+from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.commit import PART, Commits
+from tierfs.store.encode.deriving import Piece
+from tierfs.store.encode.keyframes import Lineages, Plan
+from tierfs.store.encode.pipeline import Encoded
+from tierfs.store.encode.room import Room, lend_room
+from tierfs.store.read.fetch import find_chunk
+from tierfs.store.request_metrics import asked
+from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
+from tierfs.store.store import Store
+from tierfs.store.tree.records import Observed, observe, publish
+from tierfs.store.write.writer import settle
+
+__all__ = ["PLANS_MAX", "StorePublisher"]
+
+PLANS_MAX = 10_000
+"""Files of which a plan is kept. Beyond that the oldest goes, and the save after it is encoded against one before that."""
+_logger = logging.getLogger("tierfs.store")
+
+
+class StorePublisher:
+    """See `tierfs.host.pending.publisher.Publisher`.
+
+    Args:
+        connect: Opens the store without local tiers, at first use, and again after that failed or the store went away.
+        check: Raises where the store does not lie where what comes from this host is to go; called each time.
+    """
+
+    def __init__(self, connect: Callable[[], Store], check: Callable[[Store], None] = lambda _: None) -> None:
+        self._connect = connect
+        self._check = check
+        self._lock = threading.Lock()
+        self._store: Store | None = None
+        self._commits: Commits | None = None
+        self._lineages: Lineages | None = None
+        self._plans: dict[bytes, Plan] = {}  # by write id, until their files are published; those of others stay
+
+    def __repr__(self) -> str:
+        return f"StorePublisher({self._store!r})"
+
+    def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
+        """See `Publisher.plan`."""
+        store = self._open()
+        assert self._lineages is not None
+        plan = self._lineages.plan(draft, read, derives=store.encoder.derives(draft.length))
+        if plan is not None:
+            with self._lock:
+                self._plans[draft.write_id] = plan
+                while len(self._plans) > PLANS_MAX:
+                    del self._plans[next(iter(self._plans))]
+        hints = [] if plan is None else plan.hints
+        unread = replaced_chunks(store, draft.path)
+        if unread and isinstance(draft.record, Manifest):
+            given = [*hints, *[NO_HINT] * (len(draft.record.rows) - len(hints))]
+            hints = [replace(hint, unread=unread) for hint in given]
+        return hints
+
+    def put_chunk(
+        self,
+        length: int,
+        fill: Fill,
+        hint: Hint,
+        rows: Sequence[Row | None],
+        *,
+        read: ReadRow,
+        pace: Callable[[int], None],
+    ) -> Row | None:
+        """See `Publisher.put_chunk`."""
+        store = self._open()
+        with lend_room() as room:
+            raw = room.memory[:length]
+            if not fill(raw):
+                return None
+            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=room, unread=hint.unread)
+
+    def find_chunk(self, row: Row) -> Row:
+        """See `Publisher.find_chunk`."""
+        store = self._open()
+        while True:
+            # One that is not sound is passed over the next time.
+            found = find_chunk(store, row, store.url)
+            if is_sound(store, found, reread=True):
+                return found
+
+    def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
+        """See `Publisher.publish`."""
+        store = self._open()
+        try:
+            self._publish(store, draft, rows, read)
+        except ConflictError:
+            assert self._commits is not None
+            if not isinstance(draft.record, Manifest) or not self._commits.overtake(draft.path, draft.record, rows):
+                with self._lock:
+                    self._plans.pop(draft.write_id, None)
+                raise
+        with self._lock:
+            plan = self._plans.pop(draft.write_id, None)
+        if plan is not None and self._lineages is not None:
+            self._lineages.note(draft, plan, rows)
+        if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
+            self._commit(store, draft.path.rpartition("/")[0])
+
+    def distrust(self, key: str) -> None:
+        """See `Publisher.distrust`."""
+        store = self._open()
+        store.presence.distrust(keys.parse_chunk_key(key, store.descriptor.digest_kind))
+
+    def asked(self) -> dict[str, Any]:
+        """See `tierfs.store.request_metrics.asked`; nothing before the store was opened."""
+        # Without the lock, which is held while the store is opened.
+        store = self._store
+        lineages = self._lineages
+        if store is None or lineages is None:
+            return {}
+        codecs = {**store.encoder.status(), **lineages.fallbacks(), **encode_workers().status()}
+        return {**asked(store.objects), "codecs": codecs}
+
+    def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
+        observed = self._base(store, draft)
+        if observed is None:
+            return
+        record = draft.record
+        if isinstance(record, Manifest):
+            table, indirect = settle(store, draft.path, rows, read)
+            record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
+        else:
+            record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
+        publish(store, observed, record)
+
+    def _commit(self, store: Store, directory: str) -> None:
+        """What was published may be the last that a checkpoint waited for.
+
+        Raises:
+            StoreError: It cannot be told now; it is transient.
+        """
+        assert self._commits is not None
+        try:
+            self._commits.advance(directory)
+        except TierfsError as error:
+            if getattr(error, "transient", False):
+                raise
+            # The file that was published is none the worse for it.
+            _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
+
+    def _base(self, store: Store, draft: Draft) -> Observed | None:
+        """What the draft replaces; ``None`` if it is published already."""
+        if draft.base.write_id is None:
+            version = None if draft.base.version is None else Version(draft.base.version)
+            return Observed(draft.path, keys.record_key(draft.path), None, version)
+        # It was made on top of another draft of this host, which is published by now: whatever version that became.
+        there = observe(store, draft.path)
+        found = there.record.write_id if there.record is not None else None
+        if found == draft.write_id:
+            return None
+        if found != draft.base.write_id:
+            raise ConflictError(
+                f"{store.where(draft.path)} was changed by somebody else before this host's changes were flushed: "
+                "theirs stands, this one is kept",
+                path=draft.path,
+            )
+        return there
+
+    def _open(self) -> Store:
+        """The store, looked for again where its root does not hold it any more.
+
+        Raises:
+            StoreNotFoundError: Another one is there, or none: what was written to a store must never get into another one.
+            InvalidInputError: It is a copy of the one whose local tiers these are.
+        """
+        with self._lock:
+            known = self._store
+            if known is not None and known.is_current():
+                self._check(known)
+                return known
+            store = self._connect()
+            self._check(store)
+            if known is not None and (store is known or store.descriptor.uuid != known.descriptor.uuid):
+                raise StoreNotFoundError(
+                    f"the store {known.descriptor.uuid} is not at {known.url} any more: put it back, and what waits is flushed",
+                    path=known.url,
+                )
+            self._store = store
+            self._commits = Commits(store)
+            self._lineages = Lineages(store)
+            return store
+
+
+class _Sending(Alone):
+    """A chunk of which all is known that this host does."""
+
+    def __init__(
+        self,
+        store: Store,
+        hint: Hint,
+        rows: Sequence[Row | None],
+        read: ReadRow,
+        pace: Callable[[int], None],
+    ) -> None:
+        super().__init__(store, hint)
+        self._rows = rows
+        self._read = read
+        self._pace = pace
+        self._chain_max = store.descriptor.chain_max
+
+    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
+        hint = self._hint
+        if self._store.presence.is_lost(ChunkName(digest)):
+            # Others may be encoded against it, which are healed by nothing but what stands alone.
+            hint = replace(hint, base=None, sources=())
+        if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
+            hint = replace(hint, base=None)
+        sources = self._sources(hint, digest)
+        read = self._read if hint.base is None else partial(self._read_base, hint.base)
+        return self._store.encoder.encode(raw, hint, sources, room=room, read=read, fetch=self._fetch)
+
+    def _read_base(self, base: Row, row: Row, start: int, out: memoryview) -> bool:
+        """See `ReadRow`. A copy of the base on this host says nothing of the object that the chunk is going to need."""
+        return self._read(row, start, out) and (row.name != base.name or is_sound_base(self._store, base))
+
+    @contextlib.contextmanager
+    def putting(self, row: Row) -> Iterator[None]:
+        with super().putting(row):
+            self._pace(row.stored_length)
+            yield
+
+    def _sources(self, hint: Hint, digest: bytes) -> list[Piece]:
+        """The hint's sources as they are stored; none if one of them will not do."""
+        found: list[Piece] = []
+        for index, offset, length in hint.sources:
+            row = self._rows[index]
+            if row is None or not row.stored_length or not self._may_need(row, digest, self._chain_max):
+                return []
+            found.append(Piece(row, offset, length))
+        return found
+
+    def _may_need(self, row: Row, digest: bytes, steps_max: int) -> bool:
+        """Whether a chunk may be encoded against this one, from which at most so many steps lead to one that stands alone.
+
+        Not against itself, nor against what is damaged or may go at any time. Of a chunk that needs others, a row does not
+        tell more than whether they stand alone.
+        """
+        names = (row.name, *row.bases)
+        steps = 0 if not row.bases else 1 if all(name.recipe == NO_RECIPE for name in row.bases) else 2
+        return (
+            row.name.digest != digest
+            and steps <= min(steps_max, 1)
+            and not any(self._store.presence.is_unusable(name) for name in names)
+        )

@@ -1,0 +1,177 @@
+"""Finds what there is to flush: drafts in slabs and in ``nvme.db``, whoever sealed them, and what dead processes left."""
+
+from __future__ import annotations
+
+import logging
+
+from tierfs.clock import boot_id
+from tierfs.errors import ConflictError, CorruptionError, TierfsError
+from tierfs.flusher.queue import Entry
+from tierfs.flusher.state import FlushState
+from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.pending.scan import damaged_segment
+from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
+
+__all__ = ["Finder"]
+
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Finder:
+    """Adds entries for drafts that it has not seen. Safe for use by many threads."""
+
+    def __init__(self, state: FlushState) -> None:
+        self._state = state
+        self._boot = boot_id()
+        self._unreadable: set[bytes] = set()  # write ids
+        self._lost: dict[int | Slot, str] = {}  # paths of those in the nvme tier, by number, and of those in slabs
+
+    @property
+    def unreadable(self) -> int:
+        """How many drafts were found that cannot be read."""
+        return len(self._unreadable)
+
+    def resume(self) -> None:
+        """Find what an earlier flusher left in the nvme tier, before anything is published."""
+        state = self._state
+        if state.nvme is not None:
+            for stored in state.nvme.drafts():
+                try:
+                    draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
+                except TierfsError as error:
+                    self._unreadable.add(stored.write_id)
+                    self._lost[stored.seq] = stored.path
+                    lost = stored.path or "a file"
+                    _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
+                    continue
+                turn, now = draft.turn(self._boot, stored.seq), state.clock.monotonic()
+                entry = Entry(draft, turn, now, number=stored.seq, level=state.local_level, settled=True)
+                if stored.state == "conflict":
+                    entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
+                with state.changed:
+                    state.entries.add(entry)
+            state.holders = set(state.nvme.holders())
+        self.discover()
+
+    def discover(self) -> None:
+        """Find drafts that were sealed since, and after a start those that were kept as conflicts."""
+        for slot in self._state.ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
+            self._take(slot)
+
+    def _take(self, slot: Slot) -> None:
+        state, segment = self._state, slot.segment
+        with state.changed:
+            known = state.entries.get(slot.name)
+            if known is not None and known.slot is not None:
+                return
+        data, where = bytearray(slot.length), segment.meta(slot).decode(errors="replace")
+        segment.read(slot, 0, memoryview(data))
+        if not segment.is_still(slot):
+            return
+        try:
+            draft = Draft.decode(bytes(data), f"draft in slab {segment.id}")
+        except TierfsError as error:
+            if slot.name not in self._unreadable:
+                self._unreadable.add(slot.name)
+                self._lost[slot] = where
+                _logger.error("a draft cannot be read and stays where it is: %s", error)  # noqa: TRY400 - says it all
+            return
+        with state.changed:
+            known = state.entries.get(draft.write_id)
+            if known is None:
+                # Looked at again, because it is marked clean before it is forgotten here: it may be done with already.
+                now = segment.slot(slot.index)
+                if now is None or now.serial != slot.serial or now.state not in (SlotState.SEALED, SlotState.CONFLICT):
+                    return
+                kept = now.state is SlotState.CONFLICT
+                turn = draft.turn(self._boot)
+                entry = Entry(draft, turn, state.clock.monotonic(), slot=slot, settled=kept)
+                if kept:
+                    text = f"{draft.path} was changed by somebody else before it was flushed: theirs stands, this one is kept"
+                    entry.fail(ConflictError(text, path=draft.path), float("inf"))
+                state.entries.add(entry)
+                state.changed.notify_all()
+                return
+        if known.number is not None and slot.state is SlotState.SEALED:
+            # An earlier flusher committed it and ended before it said so here.
+            state.release(known.draft, slot)
+
+    # -- what cannot be read -------------------------------------------------------------------------------------------
+
+    def check_lost(self, path: str) -> None:
+        """See that no draft at or below ``path`` was found unreadable, nor a segment, which may have held one.
+
+        Raises:
+            CorruptionError: One was: what this host wrote there last is lost.
+        """
+        for name, error in self._state.ram.damaged().items():
+            raise damaged_segment(name, error, path)
+        for number, where in list(self._lost.items()):
+            if not path or not where or where == path or where.startswith(f"{path}/"):
+                if isinstance(number, int):
+                    advice = "write it again, or give it up with `tierfs flusher discard`"
+                else:  # which refuses its path to writers, too
+                    of = "" if where else ", of the store's root"
+                    advice = f"give it up with `tierfs flusher discard`{of}, and write it again"
+                raise CorruptionError(
+                    f"{where or 'a file'}: what this host wrote last is damaged beyond use: {advice}",
+                    path=where,
+                    tier="nvme" if isinstance(number, int) else "ram",
+                )
+
+    def discard_lost(self, path: str) -> int:
+        """Forget what was lost of ``path``. Returns how many drafts."""
+        lost = [number for number, where in list(self._lost.items()) if where == path]
+        for number in lost:
+            if isinstance(number, int):
+                assert self._state.nvme is not None
+                self._state.nvme.publish(number)
+            else:
+                number.segment.mark(number, SlotState.CLEAN)
+                self._unreadable.discard(number.name)
+            del self._lost[number]
+        return len(lost)
+
+    # -- dead owners ---------------------------------------------------------------------------------------------------
+
+    def sweep(self) -> None:
+        """Free what dead processes left unsealed; what they sealed is on its way like everything else."""
+        state = self._state
+        freed = state.ram.reclaim(self._needed_slots)
+        if freed:
+            state.counters["reclaimed_bytes"] += freed
+            _logger.info("freed %d bytes of slabs whose processes are gone", freed)
+        gone = [holder for holder in list(state.holders) if not state.ram.host.is_alive(holder.split(":")[1])]
+        if gone and state.nvme is not None and not self._unreadable and not state.ram.is_blind():
+            # Their owners are dead by now, and may have sealed what they wrote right before.
+            self.discover()
+            if state.ram.is_blind():
+                return
+            with state.changed:
+                useless = [one for one in gone if bytes.fromhex(one.split(":")[2]) not in state.entries]
+            state.nvme.drop_hold(*useless)
+            state.holders.difference_update(useless)
+
+    def _needed_slots(self, segment: Segment) -> set[int]:
+        """The chunk slots of a segment that drafts still need."""
+        state = self._state
+        is_blind = state.ram.is_blind()
+        # Its owner is dead by now, and may have sealed something right before.
+        self.discover()
+        chunks = segment.slots(kind=SlotKind.CHUNK)
+        with state.changed:
+            if self._unreadable or is_blind or state.ram.is_blind():
+                # A draft that cannot be read may need any of them.
+                return {chunk.index for chunk in chunks}
+            named = {
+                reference
+                for entry in state.entries
+                if entry.slot is not None
+                for reference in entry.draft.slots
+                if reference is not None and reference.segment == segment.id
+            }
+            return {
+                chunk.index
+                for chunk in chunks
+                if SlotRef(segment.id, chunk.index, chunk.serial) in named or state.entries.is_needed(chunk.name)
+            }

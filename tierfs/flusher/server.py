@@ -1,0 +1,455 @@
+"""The flusher's face to its clients: the socket, the lock that makes it the only one, and when it retires.
+
+What it does for them is its engine's business (`Engine`). A client's connection carries one request at a time; a
+client with several under way has several connections, so a long wait holds up nothing else. There is nothing here to
+lose: what was staged lies in slabs and in the index, requests may be repeated, and a client whose connection broke
+before the answer came asks the next flusher. That is why it may retire at any moment that finds it idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tierfs._fork import renew_in_children
+from tierfs.clock import Clock, SystemClock
+from tierfs.errors import FormatError, InvalidInputError, StoreError, TierfsError
+from tierfs.flusher.limits import Refusals, shortage
+from tierfs.host.host import ExclusiveLock
+from tierfs.host.rpc import protocol as wire
+from tierfs.host.rpc.protocol import LOCK_NAME
+
+__all__ = ["Answer", "Engine", "Peer", "Service"]
+
+CONNECTIONS_MAX = 256  # and as many threads
+# Who has fewer and can take no more is of no use to a host. With more, those that come wait for their turn.
+CONNECTIONS_USEFUL = 16
+FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
+# Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has put things away.
+ACQUIRE_S = 1.0
+TICK_S = 0.1
+ALARM_S = 15  # many times as long as a turn takes
+RETIRE_ALARM_S = 60  # in good order, if it can: dying leaves no less behind
+TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway
+_PAUSE_S = 0.01
+_logger = logging.getLogger("tierfs.flush")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A client's connection.
+
+    Attributes:
+        number: No other connection to this flusher ever has it.
+        pid: Of the client; 0 where it is in another PID namespace. To be shown, not relied on.
+        version: Of its tierfs.
+        gone: Set when it hung up, before the engine is told.
+    """
+
+    number: int
+    pid: int
+    version: str
+    gone: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client is told.
+
+    Attributes:
+        outcome: What JSON holds, within a message.
+        fds: Descriptors to go with it, as many as a message carries. They are the service's to close, sent or not, and
+            so must be nobody else's: copies, which stay what they are until then.
+    """
+
+    outcome: dict[str, Any] = field(default_factory=dict)
+    fds: list[int] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """What a flusher does, called by many threads."""
+
+    def start(self) -> None:
+        """Begin. Only the flusher that holds the lock is started."""
+
+    def stop(self) -> None:
+        """Have every `handle` under way end soon, and come to rest otherwise.
+
+        An error that a `handle` raises from now on reaches nobody: its client asks the next flusher.
+        """
+
+    def close(self) -> None:
+        """Let go of everything. Called after `stop`, when no `handle` is under way and none will be."""
+
+    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
+        """Do what a client asks; may take as long as it takes.
+
+        Args:
+            do: What; "hello" comes first on each connection.
+            arguments: What the client says; checked by nobody yet.
+            fds: Descriptors sent along. Those to be kept are taken out of the list; the others are closed afterwards.
+            peer: Who asks. When it hangs up nobody waits for the answer: see `gone`.
+
+        Raises:
+            TierfsError, TimeoutError: Raised again at the client. Anything else becomes a StoreError there.
+        """
+
+    def gone(self, peer: Peer) -> None:
+        """End what a client waits for, since it hung up. May not block.
+
+        Called when its last request has returned, and before that if one is under way: perhaps twice.
+        """
+
+    def is_idle(self) -> bool:
+        """Whether there is nothing left to do. May not block."""
+
+
+class _Connection:
+    """One client. Its thread asks the engine; the service's own thread sees the hang-up, and closes the socket."""
+
+    def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
+        self.sock = sock
+        self.number = number
+        self.pid = pid
+        self.peer: Peer | None = None  # once it said hello
+        self.is_watched = True
+        self.is_busy = False
+        self.is_over = False
+        self.used_at = time.monotonic()
+
+    def hang_up(self, how: int) -> None:
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(how)
+
+
+class Service:
+    """One flusher, to be run once.
+
+    Args:
+        engine: What it does.
+        directory: The store's directory on this host, absolute; the lock and the socket are put there.
+        version: Of this tierfs. A client with a newer one may have it retire.
+        linger_s: How long it stays when there is neither a client nor anything to do.
+        clock: What lingering is measured with.
+        alarm: Ends the process where it is not called again within so many seconds, 0 for never; for one that may freeze. A
+            thread that finds no memory as it begins leaves Python waiting for it, or takes the interpreter with it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        directory: Path,
+        *,
+        version: str,
+        linger_s: float,
+        clock: Clock | None = None,
+        alarm: Callable[[int], object] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._directory = directory
+        self._version = version
+        self._linger_s = linger_s
+        self._clock = clock or SystemClock()
+        self._may_freeze = alarm is not None
+        self._alarm = alarm or _no_alarm
+        self._is_stopping = False
+        self._wakeup = -1
+        self._listener: socket.socket | None = None
+        self._identity: tuple[int, int] | None = None
+        self._connections: dict[int, _Connection] = {}  # by file descriptor
+        self._threads: set[threading.Thread] = set()
+        self._served = 0
+        self._refusals = Refusals()
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"Service({str(self._directory)!r}, {len(self._connections)}/{CONNECTIONS_MAX} connections)"
+
+    def stop(self) -> None:
+        """Have `run` return soon. Called from any thread or a signal handler."""
+        self._is_stopping = True
+        self._wake()
+
+    def run(self) -> bool:
+        """Serve until it retires or is stopped.
+
+        Returns:
+            False where another flusher holds the lock: nothing was done.
+        """
+        lock = ExclusiveLock(self._directory / LOCK_NAME)
+        patience_ends = time.monotonic() + ACQUIRE_S
+        while not lock.acquire(blocking=False):
+            if self._is_stopping or time.monotonic() >= patience_ends:
+                return False
+            time.sleep(_PAUSE_S)
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._engine.start()
+            try:
+                self._listener = wire.listen(self._directory)
+                self._identity = wire.identity_of(self._directory)
+                self._serve(self._listener)
+            finally:
+                self._retire()
+        finally:
+            wakeup, self._wakeup = self._wakeup, -1
+            os.close(wakeup)
+            lock.release()
+            self._alarm(0)
+        return True
+
+    def _serve(self, listener: socket.socket) -> None:
+        """Accept and watch, until this very step finds nobody connected and nothing to do."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        poll.register(listener, select.POLLIN)
+        idle_since: float | None = None
+        pause_s = 0.0
+        while not self._is_stopping:
+            self._alarm(ALARM_S)
+            events = poll.poll(pause_s * 1000)
+            for descriptor, _ in events:
+                if descriptor == listener.fileno():
+                    self._accept(listener, poll)
+                elif descriptor == self._wakeup:
+                    os.eventfd_read(descriptor)
+                else:
+                    poll.unregister(descriptor)
+                    self._tell_of_hang_up(self._connections[descriptor])
+            self._close_those_over(poll)
+            if self._refusals.are_hopeless and len(self._connections) < CONNECTIONS_USEFUL:
+                _logger.error(
+                    "this flusher can serve nobody: it retires, for one with other limits. %r", self._refusals
+                )
+                return
+            if events:
+                pause_s = 0.0
+                continue
+            pause_s = TICK_BUSY_S if self._connections else TICK_S
+            if wire.identity_of(self._directory) != self._identity:
+                # Taken away or replaced: clients do not find us any more, but the next flusher they will.
+                _logger.warning("%s is gone: this flusher retires", self._directory / wire.SOCKET_NAME)
+                return
+            # Who may freeze is asked in any case: the alarm ends it if it does.
+            if (self._connections and not self._may_freeze) or not self._is_idle() or self._connections:
+                idle_since = None
+                pause_s = TICK_BUSY_S
+                continue
+            now = self._clock.monotonic()
+            idle_since = now if idle_since is None else idle_since
+            linger_s = self._linger_s if self._served else max(self._linger_s, FIRST_CLIENT_S)
+            if now - idle_since >= linger_s:
+                return
+
+    def _is_idle(self) -> bool:
+        try:
+            return self._engine.is_idle()
+        except (TierfsError, OSError, MemoryError) as error:
+            self._refusals.note(error)
+            return False
+
+    def _accept(self, listener: socket.socket, poll: select.poll) -> None:
+        if len(self._connections) >= CONNECTIONS_MAX:
+            self._drop_an_idle_one()
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            return
+        except (OSError, MemoryError) as error:  # out of descriptors, as a rule
+            self._refuse(error)
+            return
+        pid, uid = wire.credentials_of(sock)
+        if uid != os.geteuid():
+            _logger.warning("process %d was turned away: it runs as uid %d", pid, uid)
+            sock.close()
+            return
+        if len(self._connections) >= CONNECTIONS_MAX:
+            sock.close()  # the client comes back in a moment
+            return
+        sock.settimeout(None)
+        self._served += 1
+        connection = _Connection(sock, self._served, pid)
+        name = f"tierfs-flusher-{connection.number}"
+        thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError) as error:
+            sock.close()
+            self._refuse(error)
+            return
+        self._threads.add(thread)
+        self._connections[sock.fileno()] = connection
+        poll.register(sock, select.POLLRDHUP)
+
+    def _refuse(self, error: Exception) -> None:
+        self._refusals.note(error)
+        self._drop_an_idle_one()
+        time.sleep(_PAUSE_S)
+
+    def _drop_an_idle_one(self) -> None:
+        """Close the connection that was not used for longest; its client opens another when it needs one."""
+        idle = [connection for connection in self._connections.values() if not connection.is_busy]
+        if idle:
+            min(idle, key=lambda connection: connection.used_at).hang_up(socket.SHUT_RD)
+
+    def _tell_of_hang_up(self, connection: _Connection) -> None:
+        connection.is_watched = False  # before its peer is looked for: see `_greeted`
+        if connection.peer is not None:
+            connection.peer.gone.set()
+            if connection.is_busy:
+                self._engine.gone(connection.peer)
+
+    def _close_those_over(self, poll: select.poll) -> None:
+        # Only here: a descriptor that is polled may not become the number of something else.
+        for descriptor, connection in list(self._connections.items()):
+            if connection.is_over:
+                if connection.is_watched:
+                    poll.unregister(descriptor)
+                del self._connections[descriptor]
+                connection.sock.close()
+        self._threads = {thread for thread in self._threads if thread.is_alive()}
+
+    def _retire(self) -> None:
+        self._is_stopping = True
+        self._alarm(RETIRE_ALARM_S if self._refusals.are_hopeless else 0)
+        if self._listener is not None:
+            if wire.identity_of(self._directory) == self._identity:
+                wire.unlink(self._directory)
+            self._listener.close()
+        for connection in self._connections.values():
+            connection.hang_up(socket.SHUT_RD)  # an answer on its way still goes out
+        try:
+            self._engine.stop()
+        finally:
+            for connection in self._connections.values():
+                self._tell_of_hang_up(connection)
+            for thread in self._threads:
+                thread.join()  # however long: while a request is at work the lock may not be another's, nor the tiers closed
+            self._engine.close()
+            for connection in self._connections.values():
+                connection.sock.close()
+            self._connections.clear()
+
+    # -- on a connection's thread ------------------------------------------------------------------------------------
+
+    def _converse(self, connection: _Connection) -> None:
+        try:
+            while (received := wire.receive(connection.sock)) is not None:
+                connection.is_busy = True
+                message, fds = received
+                try:
+                    packet, outgoing = self._answer(connection, message, fds)
+                finally:
+                    wire.close_all(fds)
+                    connection.used_at = time.monotonic()
+                    connection.is_busy = False
+                try:
+                    # A client that does not read its answers fills its own connection, and loses it.
+                    wire.send(connection.sock, packet, outgoing, flags=socket.MSG_DONTWAIT)
+                finally:
+                    wire.close_all(outgoing)
+        except FormatError as error:
+            _logger.warning("the connection of process %d is closed: %s", connection.pid, error)
+        except MemoryError as error:
+            self._refusals.note(error)
+        except OSError as error:
+            _logger.debug("the connection of process %d broke: %s", connection.pid, error)
+        finally:
+            connection.hang_up(socket.SHUT_RDWR)
+            try:
+                if connection.peer is not None:
+                    connection.peer.gone.set()
+                    self._engine.gone(connection.peer)
+            finally:
+                connection.is_over = True
+                self._wake()
+
+    def _answer(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> tuple[bytes, list[int]]:
+        """Ask the engine. Returns the packet to be sent, and descriptors to go with it, to be closed after that.
+
+        Raises:
+            FormatError: It is no request, or comes before the hello.
+        """
+        number, do, arguments = message.get("id"), message.get("do"), message.get("arguments", {})
+        if type(number) is not int or not isinstance(do, str) or not isinstance(arguments, dict):
+            raise FormatError("not a request")
+        peer = connection.peer or self._greeted(connection, do, arguments)
+        # To be asked again, of the next flusher.
+        ended = wire.encode({"id": number, "ended": True})
+        if self._is_stopping:
+            return ended, []
+        answer = Answer()
+        try:
+            if do in ("retire", "stop"):
+                self._retire_for(peer, asked_to_stop=do == "stop")
+            else:
+                answer = self._engine.handle(do, arguments, fds, peer)
+            more = {"version": self._version} if do == "hello" else {}
+            packet = wire.encode({"id": number, "ok": answer.outcome | more})
+            wire.check_count(answer.fds)
+            if do != "hello":
+                self._refusals.end()
+            return packet, answer.fds
+        except Exception as error:  # noqa: BLE001 - the client is told
+            wire.close_all(answer.fds)
+            if self._is_stopping:
+                return ended, []  # which may well be what went wrong
+            return wire.encode({"id": number, "error": wire.describe_error(self._known(error, do))}), []
+
+    def _known(self, error: Exception, do: str) -> Exception:
+        """What a client is told of an error that came up in `do`."""
+        words = shortage(error)
+        if words is None:
+            if isinstance(error, (TierfsError, TimeoutError)):
+                self._refusals.end()
+                return error
+            _logger.error("%s failed", do, exc_info=error)
+            return error
+        self._refusals.note(error)
+        return StoreError(words)
+
+    def _greeted(self, connection: _Connection, do: str, arguments: dict[str, Any]) -> Peer:
+        version = arguments.get("version")
+        if do != "hello" or not isinstance(version, str):
+            raise FormatError("a connection begins with hello and the client's version")
+        connection.peer = peer = Peer(connection.number, connection.pid, version)
+        if not connection.is_watched:
+            peer.gone.set()  # it hung up before we knew it by a name
+        return peer
+
+    def _retire_for(self, peer: Peer, *, asked_to_stop: bool = False) -> None:
+        if asked_to_stop:
+            _logger.info("stopping as process %d asks for it", peer.pid)
+        elif wire.version_of(peer.version) <= wire.version_of(self._version):
+            raise InvalidInputError(f"tierfs {peer.version} may not replace a flusher of tierfs {self._version}")
+        else:
+            _logger.info("retiring for tierfs %s", peer.version)
+        self.stop()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
+
+    def _renew(self) -> None:
+        """Let go of everything in a forked child: no client may reach it, nor be kept from seeing that we ended."""
+        wakeup, self._wakeup = self._wakeup, -1
+        if wakeup >= 0:
+            os.close(wakeup)
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._connections.values():
+            connection.sock.close()
+
+
+def _no_alarm(_seconds: int) -> None:
+    """What may have the memory of the host is never ended, however slow that is."""

@@ -1,0 +1,364 @@
+"""To the object tier: steps 3 to 5 of `tierfs.flusher.flusher`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
+from tierfs.flusher.queue import Entry
+from tierfs.flusher.state import FlushState, read_slot
+from tierfs.format.manifest import Manifest, Row
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.publisher import NO_HINT, Hint, Publisher, ReadRow
+from tierfs.host.pending.record import SlotRef, local_name
+from tierfs.host.slab.segment import Slot, SlotState
+
+__all__ = ["Uploader", "uploads_at_once"]
+
+# A connection to a cloud brings some tens of MB/s, however fast the host is. Each upload takes two chunks' memory.
+UPLOADS_MIN = 4
+UPLOADS_MAX = 16
+DRAFTS_AT_ONCE_MAX = 4
+# What is uploaded while it is on its way to the nvme tier: less is there before it would have been worth it.
+AHEAD_BYTES_MIN = 64 << 20
+PACE_S = 1.0
+RATE_S = 10  # what "now" means for the rate of uploads
+_logger = logging.getLogger("tierfs.flush")
+
+
+def uploads_at_once() -> int:
+    """Chunks on their way at once: as many as this process has processors, between 4 and 16. See docs/decisions/0026."""
+    return min(max(UPLOADS_MIN, len(os.sched_getaffinity(0))), UPLOADS_MAX)
+
+
+class Uploader:
+    """Uploads chunks of several drafts at once, and publishes their records in closing order.
+
+    A draft whose record stands makes way for the next at once, unless that one changes the same path. Its row in
+    ``nvme.db`` goes a little later, together with those of the drafts that were published meanwhile: until then a
+    flusher that has to begin anew knows its record by the write id.
+
+    Args:
+        state: What the flusher's parts share.
+        bandwidth: See `tierfs.flusher.flusher.Flusher`.
+    """
+
+    def __init__(self, state: FlushState, *, bandwidth: int) -> None:
+        self._state = state
+        self._bandwidth = bandwidth
+        self._paced_until = 0.0
+        self._chunks = ThreadPoolExecutor(uploads_at_once(), thread_name_prefix="tierfs-upload")
+        self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
+        self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
+        self._published: list[Entry] = []  # whose rows are still there
+        self._uploaded: Counter[int] = Counter()  # bytes, by the second in which they arrived, of the last RATE_S
+
+    def stop(self) -> None:
+        """End after what is under way."""
+        self._drafts.shutdown()
+        self._chunks.shutdown()
+        self._releases.shutdown()
+
+    def begin(self, entry: Entry) -> None:
+        """Have a thread take a draft one step further. The lock is held."""
+        entry.busy, entry.ahead = True, not entry.settled
+        self._drafts.submit(self.advance, entry)
+
+    def next(self) -> Entry | None:
+        """A draft that something can be done for now. The lock is held."""
+        state = self._state
+        if state.publisher is None:
+            return None
+        now, settles_first = state.clock.monotonic(), state.settles_first()
+        busy = 0
+        for entry in state.entries:
+            busy += entry.busy
+            if busy >= DRAFTS_AT_ONCE_MAX:
+                return None
+            if entry.busy or entry.conflict or entry.published or now < entry.retry_at:
+                continue
+            if not entry.settled:
+                if self._may_go_ahead(entry):
+                    return entry
+            elif not settles_first and (not entry.uploaded or state.entries.is_first(entry)):
+                return entry
+        return None
+
+    def _may_go_ahead(self, entry: Entry) -> bool:
+        """Whether a draft's chunks are uploaded before it is in the nvme tier. The lock is held."""
+        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN and not self._state.settles_alone()
+
+    def advance(self, entry: Entry) -> None:
+        """Put what is missing of a draft into the object tier, and publish it if it is its turn.
+
+        One that was on its way to the nvme tier when it was begun with is only uploaded, and that is tried once.
+        """
+        state = self._state
+        if entry.ahead:
+            self._go_ahead(entry)
+        else:
+            try:
+                publisher = state.connected()
+                if not entry.uploaded:
+                    self._upload(publisher, entry)
+                with state.changed:
+                    turn = state.entries.is_first(entry)
+                if turn:
+                    self._publish(publisher, entry)
+            except ConflictError as error:
+                self._keep(entry, error)
+            except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
+                state.fail(entry, state.known(error, entry.path))
+        with state.changed:
+            entry.busy = False
+            state.changed.notify_all()
+
+    def _go_ahead(self, entry: Entry) -> None:
+        """Upload what another thread takes to the nvme tier meanwhile, up to the first error, which is not the draft's."""
+        state = self._state
+        references = [reference for reference in entry.draft.slots if reference is not None]
+        if any(state.chunk(reference) is None for reference in references):
+            return  # it is not all to be seen yet, or not any more
+        try:
+            self._upload(state.connected(), entry)
+        except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
+            state.counters["ahead_stops"] += 1
+            _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, state.known(error, entry.path))
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _upload(self, publisher: Publisher, entry: Entry) -> None:
+        record = entry.draft.record
+        rows = record.rows if isinstance(record, Manifest) else ()
+        entry.rows = entry.rows or [None] * len(rows)
+        reader = self._reader(entry)
+        if entry.hints is None:
+            entry.hints = publisher.plan(entry.draft, reader)
+        missing = [index for index, row in enumerate(entry.rows) if row is None]
+        hints = dict(enumerate(entry.hints))
+        sources = {part.chunk for hint in entry.hints for part in hint.sources}
+
+        def submit(indexes: Iterable[int]) -> list[Future[None]]:
+            return [
+                self._chunks.submit(
+                    self._upload_chunk, publisher, entry, rows[index], index, hints.get(index, NO_HINT), reader
+                )
+                for index in indexes
+            ]
+
+        # What others are derived from goes first, and those when that is there, among the rest: deriving takes processors, the rest the link.
+        derived = [index for index in missing if hints.get(index, NO_HINT).sources]
+        rest = [index for index in missing if index not in sources and not hints.get(index, NO_HINT).sources]
+        before = submit(index for index in missing if index in sources)
+        # Half of the rest does not wait: what others are derived from may have to be sent again and again.
+        first = max(uploads_at_once(), len(rest) // 2) if derived else len(rest)
+        tasks = [*before, *submit(rest[:first])]
+        wait(before)
+        tasks += submit(_spread(derived, rest[first:]))
+        errors = [error for error in (task.exception() for task in tasks) if error is not None]
+        if errors:
+            raise errors[0]
+        with self._state.changed:
+            entry.uploaded = True
+            if not entry.ahead:
+                entry.clear()
+
+    def _upload_chunk(
+        self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint, reader: ReadRow
+    ) -> None:
+        state = self._state
+        if state.stopping:
+            raise StoreError("the flusher is ending", transient=True)
+        if not entry.settled and state.settles_alone():
+            raise StoreError("somebody waits for the nvme tier", transient=True)
+        if row.stored_length:
+            entry.rows[index] = row
+            return
+        assert isinstance(entry.draft.record, Manifest)
+        name = local_name(entry.draft.record.digest_kind, row.name.digest)
+        reference = entry.draft.slots[index]
+        seen = reference is not None and state.chunk(reference) is not None
+        for read in self._sources(name, reference if entry.slot is not None else None):
+            stored = self._put(publisher, row.raw_length, read, hint, entry.rows, reader)
+            if stored is None:
+                continue
+            if stored.name.digest == row.name.digest:
+                entry.rows[index] = stored
+                return
+            state.counters["bad_local_copies"] += 1
+            _logger.error("%s: a local copy of one of its chunks is damaged and not used", entry.path)
+        try:
+            entry.rows[index] = publisher.find_chunk(row)
+        except CorruptionError as error:
+            lost = CorruptionError(
+                f"{entry.path}: no tier has a sound copy of one of its chunks, ram and nvme were tried, too: {error}",
+                path=entry.path,
+            )
+            raise (lost if seen else state.missing(entry, reference, lost)) from error
+
+    def _sources(self, name: bytes, reference: SlotRef | None) -> Iterator[Callable[[int, memoryview], bool]]:
+        """Where a chunk may be read from, the nearest first. What is read is checked by whoever uses it."""
+        state = self._state
+        slots = [None if reference is None else state.chunk(reference), state.ram.find(name)]
+        for slot in slots:
+            if slot is not None:
+                yield lambda start, out, slot=slot: read_slot(slot, start, out)  # type: ignore[misc]
+        nvme = state.nvme
+        if nvme is not None:
+            yield lambda start, out: nvme.read_into(name, start, out)
+
+    def _reader(self, entry: Entry) -> ReadRow:
+        """What gets at chunks of a draft, and at others that lie on this host."""
+        record = entry.draft.record
+        if not isinstance(record, Manifest):
+            return lambda *_: False
+        kind = record.digest_kind
+        digests = [row.name.digest for row in record.rows]
+        references = dict(zip(digests, entry.draft.slots, strict=False))
+
+        def read(row: Row, start: int, out: memoryview) -> bool:
+            reference = references.get(row.name.digest) if entry.slot is not None else None
+            return any(source(start, out) for source in self._sources(local_name(kind, row.name.digest), reference))
+
+        return read
+
+    def put(self, chunk: Slot) -> None:
+        """Put a slot's chunk into the object tier, ahead of any record that names it."""
+
+        def read(start: int, out: memoryview) -> bool:
+            chunk.segment.read(chunk, start, out)
+            return True
+
+        stored = self._put(self._state.connected(), chunk.length, read, NO_HINT, (), lambda *_: False)
+        if stored is None or stored.name.digest != chunk.name[1:]:
+            raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
+
+    def _put(
+        self,
+        publisher: Publisher,
+        length: int,
+        read: Callable[[int, memoryview], bool],
+        hint: Hint,
+        rows: Sequence[Row | None],
+        reader: ReadRow,
+    ) -> Row | None:
+        """Put a chunk into the object tier; ``None`` if it is not where it is to be read from."""
+        state = self._state
+        failures: list[TierfsError] = []
+
+        def fill(raw: memoryview) -> bool:
+            try:
+                is_there = read(0, raw)
+                if is_there:
+                    state.fault("before upload.chunk")
+            except TierfsError as error:
+                failures.append(error)  # of this host: no other way to the object tier is to be tried for that
+                return False
+            return is_there
+
+        stored = publisher.put_chunk(length, fill, hint, rows, read=reader, pace=self._pace)
+        if failures:
+            raise failures.pop()
+        if stored is not None:
+            state.fault("after upload.chunk")
+            self._count(length)
+        return stored
+
+    def rate(self) -> float:
+        """Bytes of chunks per second that went to the object tier lately. The lock is held."""
+        now = int(self._state.clock.monotonic())
+        return sum(self._uploaded[second] for second in range(now - RATE_S, now)) / RATE_S
+
+    def _count(self, count: int) -> None:
+        now = int(self._state.clock.monotonic())
+        with self._state.changed:
+            self._state.counters["uploaded_bytes"] += count
+            self._uploaded[now] += count
+            for second in [second for second in self._uploaded if second < now - RATE_S]:
+                del self._uploaded[second]
+
+    def _pace(self, count: int) -> None:
+        """Wait until so many bytes more may be sent."""
+        if not self._bandwidth:
+            return
+        state = self._state
+        with state.changed:
+            start = max(state.clock.monotonic(), self._paced_until)
+            self._paced_until = start + count / self._bandwidth
+        while not state.stopping and (left := start - state.clock.monotonic()) > 0:
+            state.clock.sleep(min(left, PACE_S))
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _publish(self, publisher: Publisher, entry: Entry) -> None:
+        state = self._state
+        state.fault("before publish.record")
+        rows = [row for row in entry.rows if row is not None]
+        publisher.publish(entry.draft, rows, read=self._reader(entry))
+        state.fault("after publish.record")
+        with state.changed:
+            state.entries.pass_on(entry)
+            self._published.append(entry)
+        self._releases.submit(self._release)
+
+    def _release(self) -> None:
+        """Give up what the local tiers hold for drafts whose records stand."""
+        state = self._state
+        with state.changed:
+            done, self._published = self._published, []
+        if not done:
+            return  # with those before
+        try:
+            state.fault("before finish.release")
+            if state.nvme is not None:
+                state.nvme.publish(*[entry.number for entry in done if entry.number is not None])
+            for entry in done:
+                if entry.slot is not None:
+                    state.drop_holds(entry.draft)
+                    state.release(entry.draft, entry.slot)
+            state.fault("after finish.release")
+        except Exception as error:  # noqa: BLE001 - published again, which finds the records there, and released then
+            for entry in done:
+                state.fail(entry, state.known(error, entry.path))
+            with state.changed:
+                for entry in done:
+                    state.entries.take_back(entry)
+            return
+        with state.changed:
+            for entry in done:
+                state.entries.remove(entry)
+                entry.level = Level.OBJECT
+                state.counters["published_files"] += 1
+                state.counters["published_bytes"] += entry.draft.length
+            state.nudged = True
+            state.changed.notify_all()
+        for entry in done:
+            _logger.info("published %s", entry.path, extra={"path": entry.path, "bytes": entry.draft.length})
+
+    def _keep(self, entry: Entry, error: ConflictError) -> None:
+        """Somebody else changed the path: theirs stands. This one, and what was built on it, is kept until a person decides."""
+        state = self._state
+        _logger.error("%s is kept as a conflict: %s", entry.path, error)
+        with state.changed:
+            kept = [entry, *state.entries.dependents(entry)]
+        for each in kept:
+            if each.number is not None:
+                assert state.nvme is not None
+                state.nvme.set_state(each.number, "conflict", str(error))
+            elif each.slot is not None:
+                each.slot.segment.mark(each.slot, SlotState.CONFLICT)
+            with state.changed:
+                each.fail(error, float("inf"))
+                state.counters["conflicts"] += 1
+                state.changed.notify_all()
+
+
+def _spread(few: Sequence[int], many: Sequence[int]) -> list[int]:
+    """Both in their order, ``few`` as evenly as can be among ``many``."""
+    placed = [((number + 1) / (len(few) + 1), each) for number, each in enumerate(few)]
+    placed += [((number + 0.5) / len(many), each) for number, each in enumerate(many)]
+    return [each for _, each in sorted(placed)]

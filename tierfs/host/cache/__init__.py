@@ -1,0 +1,1 @@
+"""Clean copies of chunks in the local tiers: read, kept, dropped."""

@@ -1,0 +1,66 @@
+"""Has what was read from afar copied to the nvme tier, behind the reader's back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from tierfs._fork import renew_in_children
+from tierfs.errors import TierfsError
+from tierfs.host.slab.segment import Slot
+from tierfs.threads import start_daemon
+
+__all__ = ["Keeper"]
+
+QUEUE_MAX = 256
+BATCH_MAX = 64
+_logger = logging.getLogger("tierfs.flush")
+
+
+class Keeper:
+    """A queue of clean chunks in slabs, and a thread that has the flusher take them down, alive while there are any.
+
+    It is a cache that is being filled: where it cannot keep up, chunks are left out.
+
+    Args:
+        keep: Has the flusher copy chunks to the nvme tier.
+    """
+
+    def __init__(self, keep: Callable[[Sequence[Slot]], int]) -> None:
+        self._keep = keep
+        self.failures = 0
+        self._lock = threading.Lock()
+        self._queue: deque[Slot] = deque(maxlen=QUEUE_MAX)
+        self._running = False
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"Keeper({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
+
+    def add(self, slot: Slot) -> None:
+        """Queue a chunk."""
+        with self._lock:
+            self._queue.append(slot)
+            if not self._running:
+                self._running = start_daemon(self._run, name="keep") is not None
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._queue.clear()
+        self._running = False
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                batch = [self._queue.popleft() for _ in range(min(BATCH_MAX, len(self._queue)))]
+                if not batch:
+                    self._running = False
+                    return
+            try:
+                self._keep(batch)
+            except (TierfsError, TimeoutError) as error:
+                self.failures += 1
+                if self.failures == 1:
+                    _logger.warning("what is read is not kept in the nvme tier: %s", error)

@@ -1,0 +1,82 @@
+"""What the local disk and SQLite report, as errors of ours: with the file concerned and what to do next."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sqlite3
+from collections.abc import Iterator
+
+from tierfs.errors import CapacityError, CorruptionError, ReadOnlyError, StoreError, TierfsError
+from tierfs.gc_pause import untied
+from tierfs.host.private import explain
+
+__all__ = ["disk_errors"]
+
+_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+# What it has open at once to look something up: the database, its journal, their directory, and one for the moment.
+_SQLITE_FILES = 4
+
+
+@contextlib.contextmanager
+def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the errors of the operating system and of SQLite into ours.
+
+    Raises:
+        CapacityError: The disk, or what the user may use of it, is full.
+        CorruptionError: What should be a database is none, or is damaged.
+        ReadOnlyError: It may not be written.
+        StoreError: Anything else; ``transient`` where somebody else held a lock for too long.
+    """
+    try:
+        yield
+    except TierfsError:
+        raise
+    except sqlite3.Error as error:
+        raise _from_sqlite(error, os.fspath(path)) from untied(error)
+    except OSError as error:
+        raise _from_system(error, os.fspath(path)) from untied(error)
+
+
+def _from_system(error: OSError, path: str) -> TierfsError:
+    reason = error.strerror or str(error)
+    if error.errno in _NO_ROOM:
+        return _full(path, reason)
+    if error.errno in _NO_RIGHTS:
+        return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
+    return StoreError(f"{path}: {reason}", path=path, tier="nvme")
+
+
+def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
+    reason = str(error)
+    # The numbers are there from Python 3.11 on only, and the texts are part of SQLite's interface.
+    if "disk is full" in reason:
+        return _full(path, reason)
+    if "malformed" in reason or "not a database" in reason:
+        return CorruptionError(f"{path}: {reason}", path=path, tier="nvme")
+    if "readonly" in reason:
+        return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
+    shortage = _shortage() if "unable to open" in reason or "disk I/O" in reason else ""
+    # Not transient, which who asks the object tier takes for its being away.
+    return StoreError(f"{path}: {reason}{shortage}", transient="locked" in reason, path=path, tier="nvme")
+
+
+def _shortage() -> str:
+    """What keeps SQLite from opening files where it is a want of descriptors, which it does not tell; empty where not."""
+    opened: list[int] = []
+    try:
+        for _ in range(_SQLITE_FILES):
+            opened.append(os.open("/", os.O_RDONLY | os.O_CLOEXEC))  # noqa: PERF401 - those before are to be closed
+    except OSError as error:
+        return f": {explain(error)}"
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return ""
+
+
+def _full(path: str, reason: str) -> CapacityError:
+    message = f"{path}: {reason}: free some room and try again; what was stored before is untouched"
+    return CapacityError(message, path=path, tier="nvme")

@@ -1,0 +1,224 @@
+"""The nvme tier as every process reads it: look up, read, look again. No lock, no pin, no word with the writer."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tierfs._fork import renew_in_children
+from tierfs.clock import Clock, SystemClock
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
+from tierfs.host.filesystems import filesystem_of, is_durable
+from tierfs.host.nvme.arena import Arena
+from tierfs.host.nvme.extent_page import ExtentKind
+from tierfs.host.nvme.index import IndexReader
+from tierfs.host.nvme.last_used import LastUsed
+from tierfs.host.nvme.stored import ARENA_FILE, DRAFT_COLUMNS, INDEX_FILE, USED_FILE, NvmeUsage, StoredDraft
+
+__all__ = ["FoundChunk", "NvmeReader"]
+
+BUSY_S = 2.0
+DRAFT_BUSY_S = 30.0
+ATTEMPTS_MAX = 3
+_FIND = "SELECT meta, length, offset, serial FROM chunks WHERE name = ? AND bad = 0"
+_STILL = "SELECT 1 FROM chunks WHERE name = ? AND serial = ? AND bad = 0"
+_OPEN_STATES = "state != 'conflict'"
+_USAGE = """
+SELECT (SELECT COALESCE(SUM(extent_bytes), 0) FROM chunks), (SELECT COALESCE(SUM(extent_bytes), 0) FROM drafts),
+    (SELECT COALESCE(SUM(extent_bytes), 0) FROM chunks WHERE name IN (SELECT name FROM refs)), (SELECT COUNT(*) FROM chunks),
+    (SELECT COUNT(*) FROM drafts WHERE state != 'conflict'), (SELECT COUNT(*) FROM drafts WHERE state = 'conflict'),
+    (SELECT COUNT(*) FROM drafts WHERE state = 'damaged'),
+    (SELECT COALESCE(MAX(value), 0) FROM meta WHERE key = 'budget_bytes')
+"""
+_logger = logging.getLogger("tierfs.local")
+
+
+class FoundChunk(NamedTuple):
+    """A chunk in the index: what it carries, and where it lies."""
+
+    meta: bytes
+    length: int
+    offset: int
+    serial: int
+
+
+class NvmeReader:
+    """Reads what is committed. Safe for use by many threads, and after a fork.
+
+    A tier that is not there, is damaged, or keeps a reader waiting is as good as empty, for chunks: counted, and logged
+    once for each reason. About drafts a wrong answer would be an old file, so there waiting is longer, and then an error.
+
+    Args:
+        directory: Of the tier; nothing need be there.
+        clock: Says when a chunk was used.
+        busy_s: How long a look-up of a chunk waits at most for a commit.
+        draft_busy_s: How long a look-up of drafts does.
+
+    Attributes:
+        fallbacks: How often what was not hoped for.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        clock: Clock | None = None,
+        busy_s: float = BUSY_S,
+        draft_busy_s: float = DRAFT_BUSY_S,
+    ) -> None:
+        self.directory = directory
+        self.fallbacks: Counter[str] = Counter()
+        self._clock = clock or SystemClock()
+        self._chunks = IndexReader(directory / INDEX_FILE, busy_s=busy_s)
+        self._drafts = IndexReader(directory / INDEX_FILE, busy_s=draft_busy_s)
+        self._arena: Arena | None = None
+        self._used: LastUsed | None = None
+        self._renew()
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"NvmeReader({str(self.directory)!r}, fallbacks={dict(self.fallbacks)})"
+
+    def find(self, name: bytes) -> FoundChunk | None:
+        """What the index says of a chunk; None if it is not there."""
+        found = self._find(name)
+        return found[1] if found is not None else None
+
+    def read(self, name: bytes, start: int, out: memoryview) -> bytes | None:
+        """Copy a part of a chunk. The bytes are not verified: whoever reads them does, by the meta.
+
+        They are, though, what was written under this name and meta, unless the disk has changed them since: the chunk is
+        looked up again after reading, and no extent is reused before its row is gone.
+
+        Args:
+            name: Of the chunk.
+            start: First byte wanted, counted in the chunk.
+            out: Filled whole; undefined where None is returned. Page-aligned memory saves a copy.
+
+        Returns:
+            The chunk's meta; None if it is not there, or was evicted meanwhile.
+
+        Raises:
+            InvalidInputError: The part does not lie in the chunk.
+        """
+        for _ in range(ATTEMPTS_MAX):
+            found = self._find(name)
+            if found is None:
+                return None
+            epoch, chunk = found
+            if not 0 <= start <= start + len(out) <= chunk.length:
+                raise InvalidInputError(f"bytes {start} to {start + len(out)} of a chunk of {chunk.length}")
+            try:
+                arena = self._arena_of(epoch)
+                page = arena.read_into(chunk.offset, start, out) if arena is not None else None
+            except (TierfsError, OSError) as error:
+                self._note("unreadable", error)
+                return None
+            expected = (ExtentKind.CHUNK, epoch, chunk.serial, name)
+            sound = page is not None and (page.kind, page.epoch, page.serial, page.name) == expected
+            still = self._select(self._chunks, _STILL, [name, chunk.serial])
+            if still is not None and still[0] == epoch and still[1]:
+                if not sound:
+                    self.fallbacks["page_damaged"] += 1
+                    return None
+                if self._used is not None:
+                    self._used.touch(chunk.offset, self._clock.now_ns() // 1_000_000_000)
+                return chunk.meta
+            self.fallbacks["moved"] += 1
+        return None
+
+    def draft(self, path: str) -> StoredDraft | None:
+        """The newest draft of a file that is pending, or damaged: the caller must not show an older file instead.
+
+        Raises:
+            StoreError: The writer kept the index busy for too long, or it cannot be read now.
+            CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
+        """
+        query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE path = ? AND {_OPEN_STATES} ORDER BY seq DESC LIMIT 1"  # noqa: S608
+        drafts = self._select_drafts(query, [path])
+        return drafts[0] if drafts else None
+
+    def drafts_below(self, prefix: str, *, conflicts: bool = False) -> list[StoredDraft]:
+        """The drafts of the file ``prefix`` and of all files in a directory of this name, pending or damaged, by seq.
+
+        Args:
+            prefix: Without a slash at its end; empty for all.
+            conflicts: Whether to give those that are kept because of a conflict, too.
+
+        Raises:
+            StoreError: The writer kept the index busy for too long, or it cannot be read now.
+            CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
+        """
+        query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE {'1' if conflicts else _OPEN_STATES}"  # noqa: S608 - constants only
+        if not prefix:
+            return self._select_drafts(f"{query} ORDER BY seq", [])
+        # "0" comes right after "/", so this is everything that begins with the prefix and a slash.
+        values = [prefix, f"{prefix}/", f"{prefix}0"]
+        return self._select_drafts(f"{query} AND (path = ? OR (path >= ? AND path < ?)) ORDER BY seq", values)
+
+    def usage(self) -> NvmeUsage:
+        """What is committed, in bytes of the arena. ``evicted_bytes`` is the writer's to know."""
+        durable = is_durable(filesystem_of(self.directory))
+        found = self._select(self._chunks, _USAGE, [])
+        chunk_bytes, draft_bytes, needed, chunks, drafts, conflicts, damaged, budget = (
+            found[1][0] if found else (0,) * 8
+        )
+        dirty = needed + draft_bytes
+        used = chunk_bytes + draft_bytes
+        counts = (chunks, drafts, conflicts, damaged, 0)
+        return NvmeUsage(budget, used, dirty, used - dirty, *counts, durable, dict(self.fallbacks))
+
+    def close(self) -> None:
+        """Close what is open; the next look-up opens it again."""
+        self._chunks.close()
+        self._drafts.close()
+        with self._lock:
+            self._arena = self._used = None
+
+    def _find(self, name: bytes) -> tuple[bytes, FoundChunk] | None:
+        found = self._select(self._chunks, _FIND, [name])
+        return (found[0], FoundChunk(*found[1][0])) if found is not None and found[1] else None
+
+    def _select(self, reader: IndexReader, query: str, values: Sequence[Any]) -> tuple[bytes, list[Any]] | None:
+        try:
+            return reader.select(query, values)
+        except StoreError as error:
+            self._note("busy" if error.transient else "unreadable", error)
+        except (CorruptionError, FormatError) as error:
+            self._note("index_damaged" if isinstance(error, CorruptionError) else "other_version", error)
+        except TierfsError as error:
+            self._note("unreadable", error)
+        return None
+
+    def _select_drafts(self, query: str, values: Sequence[Any]) -> list[StoredDraft]:
+        try:
+            found = self._drafts.select(query, values)
+        except CorruptionError as error:
+            self._note("index_damaged", error)
+            raise
+        if found is None:
+            if (self.directory / ARENA_FILE).exists():
+                raise CorruptionError(f"{self.directory / INDEX_FILE} is missing beside its arena", tier="nvme")
+            return []
+        return [StoredDraft(*row) for row in found[1]]
+
+    def _arena_of(self, epoch: bytes) -> Arena | None:
+        with self._lock:
+            if self._arena is None or self._arena.epoch != epoch:
+                path = self.directory / ARENA_FILE
+                self._arena = Arena.open_to_read(path) if os.path.exists(path) else None
+                self._used = LastUsed(self.directory / USED_FILE)
+            return self._arena if self._arena is not None and self._arena.epoch == epoch else None
+
+    def _note(self, reason: str, error: Exception) -> None:
+        if not self.fallbacks[reason]:
+            _logger.warning("%s: passed by: %s", self.directory, error)
+        self.fallbacks[reason] += 1
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()

@@ -1,0 +1,90 @@
+"""Drafts as they are found in the local tiers, decoded once each."""
+
+from __future__ import annotations
+
+import threading
+
+from tierfs._fork import renew_in_children
+from tierfs.errors import CorruptionError, FormatError, TierfsError
+from tierfs.host.counters import Counters
+from tierfs.host.nvme.stored import StoredDraft
+from tierfs.host.pending.record import Draft
+from tierfs.host.slab.segment import Slot
+
+__all__ = ["DecodedDrafts"]
+
+DECODED_MAX = 4096
+
+
+class DecodedDrafts:
+    """Decodes drafts, and remembers those that it decoded last. Safe for use by many threads.
+
+    Args:
+        counters: Where it is said that one is passed over.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._decoded: dict[tuple[str, int, int], Draft] = {}
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"DecodedDrafts({len(self._decoded)}/{DECODED_MAX})"
+
+    def in_slot(self, slot: Slot) -> Draft | None:
+        """The draft in a slot; ``None`` if it is another's by now, or cannot be read, which is logged."""
+        key = (slot.segment.id, slot.index, slot.serial)
+        known = self._find(key)
+        if known is not None:
+            return known
+        data = bytearray(slot.length)
+        slot.segment.read(slot, 0, memoryview(data))
+        if not slot.segment.is_still(slot):
+            return None
+        try:
+            draft = Draft.decode(bytes(data), f"a draft in slab {slot.segment.id}")
+        except TierfsError as error:
+            self._counters.say(f"draft:{key}", "a draft is passed over: %s", error)
+            return None
+        return self._remember(key, draft)
+
+    @staticmethod
+    def damaged_in_slot(slot: Slot) -> list[str]:
+        """The path of a draft that could not be read, if it is there still; an empty one where that is not known either."""
+        where = slot.segment.meta(slot).decode(errors="replace")
+        return [where] if slot.segment.is_still(slot) else []
+
+    def in_index(self, stored: StoredDraft) -> Draft:
+        """The draft in a row of the nvme tier's index.
+
+        Raises:
+            CorruptionError, FormatError: It cannot be read.
+        """
+        key = ("nvme", stored.seq, 0)
+        known = self._find(key)
+        if known is not None:
+            return known
+        return self._remember(key, Draft.decode(stored.data, f"{stored.path}: draft {stored.seq} in the nvme tier"))
+
+    def readable_in_index(self, stored: StoredDraft) -> Draft | None:
+        """The same; ``None`` if it cannot be read, which is logged."""
+        try:
+            return self.in_index(stored)
+        except (CorruptionError, FormatError) as error:
+            self._counters.say(f"stored:{stored.seq}", "a draft is passed over: %s", error)
+            return None
+
+    def _find(self, key: tuple[str, int, int]) -> Draft | None:
+        with self._lock:
+            return self._decoded.get(key)
+
+    def _remember(self, key: tuple[str, int, int], draft: Draft) -> Draft:
+        with self._lock:
+            while len(self._decoded) >= DECODED_MAX:
+                del self._decoded[next(iter(self._decoded))]
+            self._decoded[key] = draft
+        return draft
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()

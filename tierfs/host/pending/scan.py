@@ -1,0 +1,229 @@
+"""What is pending on this host: drafts that were closed and are not in the object tier yet.
+
+They are found in the tiers themselves, the ram tier before the nvme tier, because a draft moves down and never up. So
+looking needs no flusher, but for memory that no file leads to, and to have a damaged index made anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tierfs.clock import boot_id
+from tierfs.errors import CorruptionError
+from tierfs.host.counters import Counters
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.nvme.stored import StoredDraft
+from tierfs.host.pending.decoded import DecodedDrafts
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.rpc.caller import Caller
+from tierfs.host.rpc.handover import Handover
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import SlotState
+
+__all__ = ["Pending", "PendingDrafts", "damaged_segment"]
+
+REBUILDS_MAX = 2
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A draft that this host has and the object tier does not, and the level it has reached."""
+
+    draft: Draft
+    level: Level
+
+
+class PendingDrafts:
+    """The drafts in one store's local tiers. Safe for use by many threads.
+
+    Args:
+        ram: The ram tier.
+        nvme: The nvme tier.
+        flusher: How to reach the flusher.
+        handover: Finds the slabs that no file leads to.
+        counters: Where it is told of what could not be had as it is meant to be.
+        stored_level: What a draft in the nvme tier has reached.
+
+    Attributes:
+        stored_level: As given.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: NvmeReader,
+        flusher: Caller,
+        handover: Handover,
+        counters: Counters,
+        *,
+        stored_level: Level,
+    ) -> None:
+        self.stored_level = stored_level
+        self._ram = ram
+        self._nvme = nvme
+        self._flusher = flusher
+        self._handover = handover
+        self._counters = counters
+        self._decoded = DecodedDrafts(counters)
+        self._boot = boot_id()
+
+    def __repr__(self) -> str:
+        return f"PendingDrafts({self._ram!r}, {self._nvme!r}, {self._decoded!r})"
+
+    def pending(self, path: str) -> Pending | None:
+        """The newest draft of ``path``, if any.
+
+        Raises:
+            CorruptionError: There is one, and it cannot be read; what was there before is no answer.
+        """
+        damaged: list[str] = []
+        staged = []
+        for draft in self._staged(damaged=damaged):
+            if draft.path == path:
+                staged.append(draft)
+                damaged.clear()  # what was closed before this one is not the newest of the path, whatever it was
+        if not {path, ""}.isdisjoint(damaged):
+            raise CorruptionError(
+                f"{path}: what this host wrote last, perhaps to this path, is damaged in shared memory: give it up with `tierfs flusher "
+                "discard`, of this path or else of the store's root, and write it again",
+                path=path,
+                tier="ram",
+            )
+        item = self._ask_index(lambda: self._nvme.draft(path))
+        stored = None if item is None else self._decoded.in_index(item)
+        if stored is not None and (not staged or not self._is_newer(staged[-1], stored)):
+            return Pending(stored, self.stored_level)
+        return Pending(staged[-1], Level.STAGED) if staged else None
+
+    def level(self, path: str) -> Level:
+        """What the newest write of ``path`` on this host has reached."""
+        pending = self.pending(path)
+        return Level.OBJECT if pending is None else pending.level
+
+    def pending_below(self, path: str) -> dict[str, Pending]:
+        """The newest draft of every path that is, or lies below, ``path``; all of them for ``""``.
+
+        One that cannot be read is passed over, which is logged.
+        """
+        staged = [draft for draft in self._staged() if _is_below(draft.path, path)]
+        stored = self._stored_below(path)
+        readable = [(item.path, self._decoded.readable_in_index(item)) for item in stored]
+        found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}
+        for draft in staged:
+            other = found.get(draft.path)
+            if other is None or self._is_newer(draft, other.draft):
+                found[draft.path] = Pending(draft, Level.STAGED)
+        return found
+
+    def check_hidden(self, path: str) -> None:
+        """See that no segment is damaged, where something that this host wrote at or below ``path`` may be hidden.
+
+        Raises:
+            CorruptionError: One is.
+        """
+        for name, error in self._ram.damaged().items():
+            raise damaged_segment(name, error, path)
+
+    def is_settled(self, path: str) -> bool:
+        """Whether nothing at or below ``path`` is pending, nor kept as a conflict, as far as this process can see all."""
+        if self._ram.is_blind():
+            return False
+        damaged: list[str] = []
+        staged = self._staged((SlotState.SEALED, SlotState.CONFLICT), damaged=damaged)
+        if any(_is_below(draft.path, path) for draft in staged) or damaged:
+            return False
+        return not self._stored_below(path, conflicts=True)
+
+    def conflicts(self) -> list[tuple[str, str]]:
+        """Paths that somebody else changed before this host's change was published, and a word on each."""
+        text = "changed by somebody else before it was flushed: theirs stands, this one is kept"
+        found = [(draft.path, text) for draft in self._staged((SlotState.CONFLICT,))]
+        stored = self._stored_below("", conflicts=True)
+        return found + [(item.path, item.note) for item in stored if item.state == "conflict"]
+
+    def kept(self, path: str) -> Draft | None:
+        """The newest change of ``path`` that is kept because somebody else was faster."""
+        found = [draft for draft in self._staged((SlotState.CONFLICT,)) if draft.path == path]
+        stored = [item for item in self._stored_below(path, conflicts=True) if item.path == path]
+        found += [
+            draft
+            for item in stored
+            if item.state == "conflict" and (draft := self._decoded.readable_in_index(item)) is not None
+        ]
+        return found[-1] if found else None
+
+    def own(self) -> list[Draft]:
+        """What this process closed and has not left its slabs yet, or the nvme tier's commit where there is none."""
+        own = {segment.id for segment in self._ram.own_segments()}
+        slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
+        return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
+
+    def named_slots(self) -> set[SlotRef] | None:
+        """The slots that drafts in slabs name; ``None`` if that cannot be told yet.
+
+        Once a draft is not among these any more, the slots that it names are marked clean.
+
+        Raises:
+            StoreError, FormatError: The flusher runs, and cannot be asked for what no file leads to.
+        """
+        self._handover.look_around()
+        if self._ram.unseen() or self._ram.is_blind():
+            return None
+        named: set[SlotRef] = set()
+        for slot in self._ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
+            draft = self._decoded.in_slot(slot)
+            if draft is not None:
+                named.update(reference for reference in draft.slots if reference is not None)
+            elif slot.segment.is_still(slot):
+                return None  # it cannot be read, and may name any of them
+        return named
+
+    def _is_newer(self, draft: Draft, other: Draft) -> bool:
+        """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""
+        return draft.turn(self._boot) > other.turn(self._boot)
+
+    def _staged(
+        self, states: tuple[SlotState, ...] = (SlotState.SEALED,), *, damaged: list[str] | None = None
+    ) -> Iterator[Draft]:
+        """Drafts in slabs, as they were closed. To ``damaged`` are added the paths of those that cannot be read."""
+        self._handover.look_around()
+        for slot in self._ram.drafts(states):
+            draft = self._decoded.in_slot(slot)
+            if draft is not None:
+                yield draft
+            elif damaged is not None:
+                damaged += self._decoded.damaged_in_slot(slot)
+
+    def _stored_below(self, path: str, *, conflicts: bool = False) -> list[StoredDraft]:
+        return self._ask_index(lambda: self._nvme.drafts_below(path, conflicts=conflicts))
+
+    def _ask_index(self, look_up: Callable[[], _Answer]) -> _Answer:
+        """Look up drafts; where the index is of no use, after a flusher, which is started for it, has made it anew."""
+        for _ in range(REBUILDS_MAX):
+            try:
+                return look_up()
+            except CorruptionError as error:
+                self._counters.fall_back(
+                    "rebuilds_waited_for", "a flusher has to make the index of the nvme tier anew: %s", error
+                )
+            self._flusher.request("status", {})
+        return look_up()
+
+
+def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
+    """What to raise of a path that nothing is known of, because a segment cannot be read."""
+    what = f"{path}: {name}" if path else name
+    return CorruptionError(
+        f"{what} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "
+        "it up, and save again what is not in the object tier",
+        path=path,
+        tier="ram",
+    )
+
+
+def _is_below(path: str, directory: str) -> bool:
+    return not directory or path == directory or path.startswith(f"{directory}/")

@@ -1,0 +1,1 @@
+"""Messages between a process and its host's flusher."""

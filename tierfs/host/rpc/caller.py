@@ -1,0 +1,44 @@
+"""What those who use the local tiers want of the way to the flusher; `tierfs.host.rpc.client` is that way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+__all__ = ["Caller", "NoAnswerError"]
+
+
+class NoAnswerError(TimeoutError):
+    """The flusher did not answer in time: it is stopped, hangs, or cannot be started. What it answers itself is no such error."""
+
+
+class Caller(Protocol):
+    """How the flusher is reached; `FlusherClient` is one."""
+
+    def request(
+        self,
+        do: str,
+        arguments: dict[str, Any],
+        *,
+        fds: Sequence[int] = (),
+        timeout_s: float | None = None,
+        again: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """Send a message and return the answer; starts a flusher where none runs.
+
+        Where that ended meanwhile, ``again`` is called before the next one is asked.
+
+        Raises:
+            NoAnswerError: No answer in time.
+            StoreError: No flusher can be reached or started.
+            TierfsError: What the flusher answers.
+        """
+
+    def request_fds(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> list[int]:
+        """The same, for the descriptors that the answer carries: they are the caller's to close."""
+
+    def is_running(self) -> bool:
+        """Whether a flusher runs now."""
+
+    def close(self) -> None:
+        """Ask nothing any more."""

@@ -1,0 +1,290 @@
+"""What goes between a client and the flusher: messages over a Unix socket, and errors as messages.
+
+A message is one packet of a ``SOCK_SEQPACKET`` socket: a JSON object and a few descriptors, bounded, so nobody waits
+for the second half of one. Both ends ask the kernel who the other is; only processes of the same user are talked to.
+What the messages say is the business of `tierfs.flusher.server` and `tierfs.host.rpc.client`.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import os
+import re
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from tierfs import errors
+from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.host.private import explain
+
+__all__ = [
+    "DESCRIPTORS_MAX",
+    "LOCK_NAME",
+    "SOCKET_NAME",
+    "check_count",
+    "close_all",
+    "connect",
+    "credentials_of",
+    "decode",
+    "describe_error",
+    "encode",
+    "error_from",
+    "identity_of",
+    "listen",
+    "receive",
+    "send",
+    "unlink",
+    "version_of",
+]
+
+SOCKET_NAME = "flusher.sock"
+LOCK_NAME = "flusher.lock"
+MESSAGE_BYTES_MAX = 60_000
+DESCRIPTORS_MAX = 8
+BACKLOG = 128
+_ADDRESS_BYTES_MAX = 107  # sun_path, less its terminating zero
+_ERROR_TEXT_MAX = 1500  # characters; each may take 12 bytes when escaped, and an error carries three texts
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+_KINDS: dict[str, type[TierfsError]] = {
+    kind.kind: kind
+    for kind in (getattr(errors, name) for name in errors.__all__)
+    if kind not in {TierfsError, StoreError}
+}
+
+
+def encode(message: Mapping[str, Any]) -> bytes:
+    """Turn ``message`` into the bytes of one packet.
+
+    Raises:
+        InvalidInputError: It holds what JSON does not, or is too long.
+    """
+    try:
+        # Not-ASCII is escaped, so that names which are no valid Unicode travel too.
+        data = json.dumps(message, allow_nan=False, separators=(",", ":")).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"this cannot be sent to the flusher: {error}") from error
+    if len(data) > MESSAGE_BYTES_MAX:
+        raise InvalidInputError(f"a message of {len(data)} bytes is over the limit of {MESSAGE_BYTES_MAX}")
+    return data
+
+
+def decode(data: bytes) -> dict[str, Any]:
+    """Read one packet.
+
+    Raises:
+        FormatError: It is not one JSON object.
+    """
+    try:
+        message = json.loads(data, parse_constant=_refuse)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"not a message: {error}") from error
+    if not isinstance(message, dict):
+        raise FormatError(f"not a message: a JSON object is expected, not {type(message).__name__}")
+    return message
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def send(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), *, flags: int = 0) -> None:
+    """Send what `encode` gave. ``descriptors`` are borrowed: the receiver gets its own.
+
+    Raises:
+        InvalidInputError: There are more than `DESCRIPTORS_MAX` descriptors.
+        OSError: As the socket raises it; the other end is gone, or slow.
+    """
+    check_count(descriptors)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+    # Not `socket.send_fds`: it takes flags and ignores them.
+    sock.sendmsg([packet], rights, flags | socket.MSG_NOSIGNAL)
+
+
+def check_count(descriptors: Sequence[int]) -> None:
+    """See that a message can carry so many descriptors.
+
+    Raises:
+        InvalidInputError: There are more than `DESCRIPTORS_MAX`.
+    """
+    if len(descriptors) > DESCRIPTORS_MAX:
+        raise InvalidInputError(f"{len(descriptors)} descriptors are over the limit of {DESCRIPTORS_MAX} a message")
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Wait for one message.
+
+    Returns:
+        The message and the descriptors that came with it, which are the caller's to close; None where the other end
+        has closed the connection.
+
+    Raises:
+        FormatError: It is not a message, or over a limit. No descriptor is left open.
+        OSError: As the socket raises it.
+    """
+    items = array.array("i")
+    space = socket.CMSG_LEN(DESCRIPTORS_MAX * items.itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, rights in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            items.frombytes(rights[: len(rights) - len(rights) % items.itemsize])
+    descriptors = items.tolist()
+    try:
+        if not data and not flags & socket.MSG_TRUNC:
+            close_all(descriptors)
+            return None
+        if flags & socket.MSG_TRUNC:
+            raise FormatError(f"not a message: over the limit of {MESSAGE_BYTES_MAX} bytes")
+        if flags & socket.MSG_CTRUNC:
+            raise FormatError(
+                f"not a message: its descriptors are over the limit of {DESCRIPTORS_MAX}, or of what this process may open"
+            )
+        return decode(data), descriptors
+    except FormatError:
+        close_all(descriptors)
+        raise
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Close what `receive` gave and nobody took out of the list."""
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """What an answer says of ``error``; always short enough for one."""
+    text = str(error)[:_ERROR_TEXT_MAX]
+    if isinstance(error, TimeoutError):
+        return {"kind": "timeout", "message": text, "transient": True}
+    if not isinstance(error, TierfsError):
+        return {"kind": StoreError.kind, "message": f"the flusher failed: {type(error).__name__}: {text}"}
+    described: dict[str, Any] = {"kind": error.kind, "message": text}
+    described |= {name: getattr(error, name, False) for name in ("transient", "refused")}
+    where = {"path": error.path, "tier": error.tier}
+    # Better none than one cut short.
+    return described | {name: value for name, value in where.items() if value and len(value) <= _ERROR_TEXT_MAX}
+
+
+def error_from(described: object) -> Exception:
+    """The error that an answer describes: of tierfs's tree, or the builtin TimeoutError."""
+    if not isinstance(described, dict):
+        return FormatError("the flusher's answer says neither what came out nor what went wrong")
+    message, kind = str(described.get("message", "")), described.get("kind")
+    if kind == "timeout":
+        return TimeoutError(message)
+    path, tier = (value if isinstance(value, str) else None for value in map(described.get, ("path", "tier")))
+    refused = described.get("refused") is True
+    if kind == ReadOnlyError.kind:
+        return ReadOnlyError(message, refused=refused, path=path, tier=tier)
+    if isinstance(kind, str) and kind in _KINDS:
+        return _KINDS[kind](message, path=path, tier=tier)
+    # Kinds that only a newer flusher knows included.
+    transient = described.get("transient") is True
+    return StoreError(message, transient=transient, refused=refused, path=path, tier=tier)
+
+
+def version_of(text: object) -> tuple[int, ...]:
+    """The numbers that a version starts with, to be compared: (0, 1) of "0.1.0rc1". () of anything else."""
+    found = re.match(r"\d{1,9}(\.\d{1,9}){0,5}", text) if isinstance(text, str) else None
+    numbers = [int(number) for number in found[0].split(".")] if found else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def credentials_of(sock: socket.socket) -> tuple[int, int]:
+    """Process id and user id of who is at the other end. The id of a process in another PID namespace is 0."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+def listen(directory: Path) -> socket.socket:
+    """Listen in ``directory``, for this user only. What is left there of an earlier flusher is replaced: hold its lock.
+
+    Raises:
+        StoreError: Nothing can be made there.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with _address(directory) as address:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address)
+            sock.bind(address)
+            os.chmod(address, 0o600)  # nobody can connect before it listens
+        sock.listen(BACKLOG)
+        sock.settimeout(0)
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError):
+            raise StoreError(
+                f"{directory}: no flusher can be reached there: {explain(error)}", path=str(directory)
+            ) from error
+        raise
+    return sock
+
+
+def identity_of(directory: Path) -> tuple[int, int] | None:
+    """What tells the socket that is in ``directory`` now from any other; None where there is none."""
+    try:
+        with _address(directory) as address:
+            status = os.stat(address)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def unlink(directory: Path) -> None:
+    """Take the socket's file away: from now on nobody connects."""
+    with _address(directory) as address:
+        os.unlink(address)
+
+
+def connect(directory: Path, timeout_s: float | None) -> socket.socket | None:
+    """Connect to who listens in ``directory``; None where nobody does, or not at the moment.
+
+    Raises:
+        ReadOnlyError: It is somebody else's process that listens there.
+        StoreError: The address cannot be used.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.settimeout(timeout_s)
+        with _address(directory) as address:
+            sock.connect(address)
+        _, uid = credentials_of(sock)
+        if uid != os.geteuid():
+            raise ReadOnlyError(
+                f"the process that listens at {directory / SOCKET_NAME} runs as uid {uid}, this one as uid "
+                f"{os.geteuid()}: they do not talk. Set TIERFS_STATE_DIR to a directory of your own"
+            )
+    except (FileNotFoundError, ConnectionError, BlockingIOError, TimeoutError):
+        sock.close()  # absent, stale, or its backlog is full
+        return None
+    except BaseException as error:
+        sock.close()
+        if isinstance(error, OSError) and not isinstance(error, TierfsError):
+            path = str(directory / SOCKET_NAME)
+            kind = ReadOnlyError if isinstance(error, PermissionError) else StoreError
+            raise kind(f"{path} cannot be connected to: {error.strerror}", path=path) from error
+        raise
+    return sock
+
+
+@contextlib.contextmanager
+def _address(directory: Path) -> Iterator[str]:
+    """The socket's address, also where its path is longer than an address may be."""
+    path = str(directory / SOCKET_NAME)
+    if len(os.fsencode(path)) <= _ADDRESS_BYTES_MAX:
+        yield path
+        return
+    descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{SOCKET_NAME}"
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,53 @@
+"""Asking a flusher to end, without starting one to ask."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from tierfs.host.rpc.client import FlusherClient
+
+__all__ = ["stop_flusher"]
+
+_PAUSE_S = 0.02
+
+
+class _NobodyError(Exception):
+    """No flusher runs."""
+
+
+def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
+    """Have the flusher of one store end after the steps that are under way, and wait until it has.
+
+    What is pending stays where it is, for the next flusher.
+
+    Args:
+        directory: The store's directory on this host, absolute.
+        version: Of this tierfs.
+        timeout_s: How long to wait.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        TimeoutError: It has not ended yet, but will.
+        ReadOnlyError, StoreError: It cannot be asked.
+    """
+    ends = time.monotonic() + timeout_s
+    with FlusherClient(directory, _start_none, version, dict) as client:
+        if not client.is_running():
+            return False
+        try:
+            client.request("stop", timeout_s=timeout_s)
+        except _NobodyError:
+            return True  # it ended meanwhile
+    while client.is_running():
+        if time.monotonic() >= ends:
+            raise TimeoutError(f"the flusher has not ended within {timeout_s:g} s: a step is still under way")
+        time.sleep(_PAUSE_S)
+    return True
+
+
+def _start_none() -> NoReturn:
+    raise _NobodyError

@@ -1,0 +1,1 @@
+"""The ram tier: segments of shared memory, and who may write where in them."""

@@ -1,0 +1,96 @@
+"""The owner's own record of its segment: which slots and which bytes are free. The table says the same, less handily."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CorruptionError
+from tierfs.host.extents import Extents
+from tierfs.host.slab.table import Layout, SlotState, Table, padded
+
+__all__ = ["Places"]
+
+
+class Places:
+    """The free slots and extents of one segment. Not safe for use by many threads.
+
+    Args:
+        layout: Of the segment, which is taken to be empty.
+
+    Attributes:
+        retired: Whether `retire` was called.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._data_at = layout.data_at
+        self._extents = Extents(layout.data_bytes)
+        self._free = list(range(layout.slots))
+        self._capacity: dict[int, int] = {}
+        self.retired = False
+        self._serial = 0
+
+    @classmethod
+    def of(cls, table: Table, path: str) -> Places:
+        """What a table says that somebody else filled; what was being filled counts as free.
+
+        Raises:
+            CorruptionError: It contradicts itself.
+        """
+        places = cls(table.layout)
+        free = set(places._free)
+        for index in np.nonzero(table.state)[0].tolist():
+            row = table.row(index)
+            if row.state == SlotState.FILLING:
+                continue
+            capacity = padded(max(row.length, 1))
+            if not row.is_sound(table.layout) or not places._extents.take_at(row.offset - places._data_at, capacity):
+                raise CorruptionError(f"slot {index} of {path} cannot be what it says", path=path, tier="ram")
+            places._capacity[index] = capacity
+            free.discard(index)
+        places._free = sorted(free)
+        # In the table lies the highest serial ever given, since a slot that is freed keeps its own.
+        places._serial = int(table.serial.max())
+        return places
+
+    def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
+        """Take slots of so many bytes that lie side by side, each from a whole page on.
+
+        Returns:
+            For each the slot's index, a new serial and the offset in the segment; None if there is no room.
+        """
+        if self.retired:
+            return None
+        sizes = [padded(max(length, 1)) for length in lengths]
+        length = sum(sizes)
+        # What is much smaller than a chunk lies at the end, where it leaves room for whole chunks in one piece.
+        at = self._extents.take(length, last=length < CHUNK_BYTES // 2) if len(self._free) >= len(sizes) else None
+        if at is None:
+            return None
+        places = []
+        for size in sizes:
+            index = heapq.heappop(self._free)
+            self._capacity[index] = size
+            self._serial += 1
+            places.append((index, self._serial, self._data_at + at))
+            at += size
+        return places
+
+    def shrink(self, index: int, offset: int, length: int) -> None:
+        """Free what a slot does not need any more."""
+        kept, capacity = padded(max(length, 1)), self._capacity[index]
+        if kept < capacity:
+            self._extents.give(offset - self._data_at + kept, capacity - kept)
+            self._capacity[index] = kept
+
+    def give(self, index: int, offset: int) -> None:
+        """Free a slot and its bytes."""
+        self._extents.give(offset - self._data_at, self._capacity.pop(index))
+        heapq.heappush(self._free, index)
+
+    def retire(self) -> None:
+        """Give no slot away from now on."""
+        self.retired = True

@@ -1,0 +1,264 @@
+"""What the host's processes have of the ram budget, as the files in its folder of segments say.
+
+Every segment, of whatever process and store, is there with its size from before it has memory: so the sum of the sizes, less
+what was given back of them, is what is taken, and who looks and makes a file under the host's lock cannot take more than
+there is. A process that waits for room says so with a file ``<id>.want``, so that those who have more than their share give
+some back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tierfs.errors import ReadOnlyError, StoreError, TierfsError
+from tierfs.host.host import Host
+from tierfs.host.private import NO_ROOM, entries_of, explain, make_private
+from tierfs.host.slab.segment import Segment
+from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, Header, OldSegmentError, OwnedFd, make_file
+
+__all__ = ["LOCK", "MemfdNote", "SegmentFile", "Shares"]
+
+LOCK = "ram"
+"""What the host's lock on the folder goes by."""
+
+_WANT = re.compile(r"([0-9a-f]{16})\.want")
+_logger = logging.getLogger("tierfs.local")
+
+
+class SegmentFile(NamedTuple):
+    """A file that counts against the budget.
+
+    Attributes:
+        name: What its name says.
+        path: Where it is.
+        size: Bytes that are taken, table included, or will be.
+        missing: How many of them have no memory yet.
+    """
+
+    name: FileName
+    path: Path
+    size: int
+    missing: int
+
+
+class Shares:
+    """The host's folder of segments. Safe for use by many threads.
+
+    Args:
+        host: Whose. Where it has no folder in shared memory, one in its state directory does the counting.
+
+    Attributes:
+        directory: The folder.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.directory = host.counting
+        make_private(self.directory)
+        self._lock = threading.Lock()
+        self._wanting = 0
+
+    def __repr__(self) -> str:
+        return f"Shares({str(self.directory)!r})"
+
+    def files(self) -> list[SegmentFile]:
+        """All that count, in the order of their names."""
+        found = []
+        for entry in sorted(entries_of(self.directory), key=lambda entry: entry.name):
+            name = FileName.parse(entry.name)
+            if name is None:
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                holes = max(status.st_size - status.st_blocks * SECTOR_BYTES, 0)
+                size = status.st_size - (holes if name.suffix == "slab" else 0)
+                found.append(SegmentFile(name, Path(entry.path), size, holes if name.suffix == "slab.new" else 0))
+        return found
+
+    def names(self) -> list[FileName]:
+        """The names of all that count."""
+        names = [FileName.parse(entry.name) for entry in entries_of(self.directory)]
+        return [name for name in names if name is not None]
+
+    def free_bytes(self, files: Iterable[SegmentFile]) -> int:
+        """What the filesystem still has, less what was promised to others."""
+        status = os.statvfs(self.directory)
+        return status.f_bavail * status.f_frsize - sum(file.missing for file in files)
+
+    def sweep(self) -> None:
+        """Remove what the dead left that nobody can use. Under the host's lock."""
+        for file in self.files():
+            if file.name.suffix == "slab.new" and not self._host.is_alive(file.name.owner):
+                file.path.unlink(missing_ok=True)
+            elif file.name.suffix == "memfd":
+                with contextlib.suppress(FileNotFoundError, StoreError):
+                    MemfdNote(file.path).release()
+        for entry in entries_of(self.directory):
+            match = _WANT.fullmatch(entry.name)
+            if match and not self._host.is_alive(match[1]):
+                os.unlink(entry.path)
+
+    def sweep_abandoned(self) -> None:
+        """Give back the memory of copies that users of other state directories left here, where none of them runs any more.
+
+        What is dirty there stays, for whoever opens that state directory again.
+        """
+        if self._host.segments is None:
+            return
+        siblings: list[os.DirEntry[str]] = []
+        with contextlib.suppress(ReadOnlyError):  # where nobody may list what all share
+            siblings = entries_of(self._host.segments.parent)
+        for sibling in siblings:
+            folder = Path(sibling.path)
+            if folder == self._host.segments or not sibling.name.startswith(f"tierfs-{os.geteuid()}-"):
+                continue
+            with contextlib.suppress(OSError):  # somebody uses it, or removes it meanwhile
+                fd = os.open(folder / "state", os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    for entry in entries_of(folder):
+                        if _is_worthless(entry):
+                            os.unlink(entry.path)
+                finally:
+                    os.close(fd)
+
+    def orphans(self) -> list[Segment]:
+        """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
+
+        Of those in which something is, the rest is given back. Those that an earlier run of the kernel left are removed: memory
+        does not outlive that, though a file may.
+        """
+        found = []
+        for file in self.files():
+            if file.name.suffix != "slab":
+                continue
+            try:
+                segment = Segment.attach(file.path)
+            except OldSegmentError:
+                if not self._host.is_alive(file.name.owner):
+                    file.path.unlink(missing_ok=True)
+                continue
+            except (TierfsError, OSError, MemoryError) as error:
+                # What cannot be read may be another version's, and dirty: it stays, and is in the way.
+                _logger.debug("%s is left alone: %s", file.path, error)
+                continue
+            if self._host.is_alive(segment.owner):
+                segment.close()
+            elif segment.is_dirty():
+                segment.shed()
+                segment.close()
+            else:
+                found.append(segment)
+        return found
+
+    def others_wanting(self) -> dict[str, int]:
+        """The live processes, without this one, that wait for room; with the budget that each has for all, in bytes."""
+        found = {}
+        for entry in entries_of(self.directory):
+            match = _WANT.fullmatch(entry.name)
+            if match and self._is_other(match[1]):
+                with contextlib.suppress(FileNotFoundError):  # it has its room
+                    found[match[1]] = entry.stat().st_size or sys.maxsize  # or has not said it yet
+        return found
+
+    def others_having(self) -> set[str]:
+        """The live processes, without this one, that made segments."""
+        return {file.name.owner for file in self.files() if self._is_other(file.name.owner)}
+
+    @contextlib.contextmanager
+    def wanting(self, budget_bytes: int) -> Iterator[None]:
+        """Tell the other processes that this one waits for room, where all of them together may take so much."""
+        path = self.directory / f"{self._host.owner()}.want"
+        with self._lock:
+            self._wanting += 1
+            try:
+                path.touch(mode=0o600)
+                os.truncate(path, budget_bytes)  # its length says it: a byte in it would need room
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                # What is waited for comes from what is flushed, too.
+                _logger.warning("the other processes cannot be told that this one waits for room: %s", error)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._wanting -= 1
+                if not self._wanting:
+                    path.unlink(missing_ok=True)
+
+    def note_memfd(self, header: Header) -> MemfdNote:
+        """Have a segment count that has no file; the one who makes it does so under the host's lock."""
+        make_private(self.directory)  # which somebody may have removed
+        path = self.directory / str(header.name._replace(suffix="memfd"))
+        with contextlib.suppress(FileNotFoundError):
+            return MemfdNote(path)
+        os.close(make_file(path, header.layout.size))
+        return MemfdNote(path)
+
+    def renew_in_child(self) -> None:
+        """After a fork: nobody waits here."""
+        self._lock = threading.Lock()
+        self._wanting = 0
+
+    def _is_other(self, owner: str) -> bool:
+        return owner != self._host.owner() and self._host.is_alive(owner)
+
+
+class MemfdNote:
+    """The file by which a segment without one counts, held by everybody who has that segment.
+
+    Raises:
+        FileNotFoundError: It is not there.
+        StoreError: It cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._fd = OwnedFd(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{path} cannot be opened: {explain(error)}", path=str(path), tier="ram") from error
+        fcntl.flock(self._fd.number, fcntl.LOCK_SH)
+
+    def resize(self, size: int) -> None:
+        """Have it count for so many bytes from now on."""
+        os.ftruncate(self._fd.number, size)
+
+    def release(self) -> None:
+        """Do not have it any more. Whoever has it last removes the file."""
+        try:
+            fcntl.flock(self._fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+        else:
+            self._path.unlink(missing_ok=True)
+            fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+
+
+def _is_worthless(entry: os.DirEntry[str]) -> bool:
+    """Whether a file in a folder that nobody uses holds only copies, or nothing."""
+    name = FileName.parse(entry.name)
+    if name is None or name.suffix != "slab":
+        return name is not None
+    try:
+        segment = Segment.attach(Path(entry.path))
+    except OldSegmentError:
+        return True
+    except (TierfsError, OSError, MemoryError):
+        return False  # may be another version's, and dirty
+    try:
+        return not segment.is_dirty()
+    finally:
+        segment.close()

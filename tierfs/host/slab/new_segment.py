@@ -1,0 +1,134 @@
+"""How a process comes by a segment of its own: it makes one, or takes over that of a process that is dead."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from tierfs.clock import boot_id
+from tierfs.errors import InvalidInputError
+from tierfs.host.slab.allocate import allocate, map_shared
+from tierfs.host.slab.allocator import Places
+from tierfs.host.slab.segment import Segment
+from tierfs.host.slab.segment_file import Header, OwnedFd, Reservation, anonymous, open_segment, seal_size
+from tierfs.host.slab.table import Layout, SlotState
+from tierfs.host.slab.table_lock import changing
+
+__all__ = ["adopt", "create", "create_memfd", "make_header", "make_in"]
+
+UUID_DIGITS = 32
+OWNER_DIGITS = 16
+
+# A fault maps the pages around it too, 64 KiB unless the host was told otherwise; but only those that were in use.
+FAULT_AROUND_BYTES = 64 << 10
+TOUCH_BYTES = 64 << 20
+
+
+def make_header(layout: Layout, *, store: str, owner: str, number: int) -> Header:
+    """The header of a new segment.
+
+    Args:
+        layout: Where its parts will lie.
+        store: The uuid of the store, with or without dashes.
+        owner: The id of this process.
+        number: Which of its segments; not used before.
+
+    Raises:
+        InvalidInputError: It is too small to hold anything, or an id is none.
+    """
+    store = store.replace("-", "")
+    if layout.data_bytes <= 0:
+        raise InvalidInputError(f"a segment of {layout.size} bytes has no room for {layout.slots} slots")
+    if len(store) != UUID_DIGITS or len(owner) != OWNER_DIGITS:
+        raise InvalidInputError(f"store {store!r} or owner {owner!r} is no id")
+    return Header(layout, secrets.token_hex(16), store, boot_id(), owner, number)
+
+
+def create(directory: Path, header: Header) -> Segment:
+    """Make a segment in the host's folder, its memory reserved as a whole (which takes a second or two per GiB).
+
+    Raises:
+        CapacityError: There is not so much memory, or so much room in the folder.
+        StoreError: It cannot be made.
+    """
+    reservation = Reservation(directory, header)
+    segment = make_in(reservation)
+    assert segment is not None
+    segment.path = reservation.finish()
+    return segment
+
+
+def make_in(
+    reservation: Reservation, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> Segment | None:
+    """Make a segment of a file that was reserved, which is to be finished after that. Raises as `create` does.
+
+    Args:
+        reservation: The file.
+        threads: On how many its memory is got; by default as many as help.
+        stopped: Asked now and then.
+
+    Returns:
+        None if ``stopped`` said so meanwhile; then, and when it fails, the file is gone.
+    """
+    try:
+        fd, header = reservation.fd, reservation.header
+        memory = allocate(fd.number, header.layout.size, str(reservation.path), threads=threads, stopped=stopped)
+        if memory is None:
+            reservation.cancel()
+            return None
+        return _begin(fd, header, reservation.path, memory)
+    except BaseException:
+        reservation.cancel()
+        raise
+
+
+def create_memfd(
+    header: Header, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
+) -> Segment | None:
+    """Make a segment that has no file: others get its descriptor. Else like `make_in`."""
+    fd = OwnedFd(anonymous(header.layout.size, str(header.name)))
+    memory = allocate(fd.number, header.layout.size, str(header.name), threads=threads, stopped=stopped)
+    if memory is None:
+        return None
+    seal_size(fd.number)
+    return _begin(fd, header, None, memory)
+
+
+def adopt(path: Path, owner: str) -> Segment:
+    """Become the owner of a segment whose owner is dead; the caller keeps others from doing so at the same time.
+
+    What was being filled is freed; the rest stays as it is. Its memory is warm.
+
+    Raises:
+        CorruptionError: Its table contradicts itself. Otherwise as `Segment.attach`.
+    """
+    fd, header = open_segment(path)
+    segment = Segment(fd, header, path, memory=map_shared(fd.number, header.layout.size))
+    table = segment._table
+    with segment._lock.held():
+        places = Places.of(table, str(path))
+        table.owner[0] = int(owner, 16)
+        with changing(table):
+            table.state[table.state == SlotState.FILLING] = SlotState.FREE
+        segment.start(places)
+    _map_pages(segment)
+    return segment
+
+
+def _begin(fd: OwnedFd, header: Header, path: Path | None, memory: memoryview) -> Segment:
+    fd.write(header.encode())
+    segment = Segment(fd, header, path, memory=memory)
+    segment._table.owner[0] = int(header.creator, 16)
+    segment.start(Places(header.layout))
+    return segment
+
+
+def _map_pages(segment: Segment) -> None:
+    """Have the kernel map all pages, which are there already, so that the first copy is as fast as any; without the GIL."""
+    pages = np.ndarray((segment.size,), np.uint8, buffer=segment._map)
+    for at in range(0, segment.size, TOUCH_BYTES):
+        pages[at : at + TOUCH_BYTES : FAULT_AROUND_BYTES].max()

@@ -1,0 +1,522 @@
+"""The segments of one process: where it takes slots, how it comes by more and gives some back."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from tierfs.clock import Clock
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
+from tierfs.host.host import Host
+from tierfs.host.private import make_private
+from tierfs.host.slab.budget import LOCK, MemfdNote, Shares
+from tierfs.host.slab.eviction import Eviction
+from tierfs.host.slab.growth import FIRST_DATA_BYTES, next_layout
+from tierfs.host.slab.memory import memory_available, memory_limit
+from tierfs.host.slab.new_segment import adopt, create_memfd, make_header, make_in
+from tierfs.host.slab.segment import Segment, Slot, SlotKind
+from tierfs.host.slab.segment_file import Header, Reservation
+from tierfs.host.slab.table import Layout, padded
+from tierfs.threads import start_daemon
+from tierfs.units import format_bytes
+
+__all__ = ["Supply", "give_back"]
+
+POLL_S_MIN = 0.001
+POLL_S_MAX = 0.05
+WORTHWHILE = 32
+# Who has asked for no slot for so long has no use for its share while others wait.
+IDLE_S = 2.0
+# The part of memory, one in so many, that is never taken however large the budget is.
+MEMORY_SPARED = 16
+_logger = logging.getLogger("tierfs.local")
+
+
+class Supply:
+    """Where this process writes. Safe for use by many threads.
+
+    Args:
+        host: Where segments are.
+        store: The uuid of the store, 32 hex digits.
+        shares: What the host's processes have.
+        budget_bytes: What all of them may take together.
+        data_bytes_max: The most data that one segment holds; see `next_layout`.
+        clock: For waiting.
+
+    Attributes:
+        own: The segments.
+        waits: How often somebody waited for room.
+        waited_s: For how long in all.
+        eviction: What frees slots that hold copies.
+        why_not: Why no file of a segment could be made when that was tried last; empty where one could.
+    """
+
+    def __init__(
+        self, host: Host, store: str, shares: Shares, *, budget_bytes: int, data_bytes_max: int, clock: Clock
+    ) -> None:
+        self._host = host
+        self._store = store
+        self._shares = shares
+        self._budget_bytes = budget_bytes
+        self._data_bytes_max = data_bytes_max
+        # The last of a budget comes in small pieces, each with its descriptors: only where there is nothing to evict.
+        self._worthwhile = min(FIRST_DATA_BYTES // 2, budget_bytes // WORTHWHILE)
+        self._clock = clock
+        self._lock = threading.Lock()  # for the fields below; never held for long
+        self.own: tuple[Segment, ...] = ()
+        self._draining: frozenset[Segment] = frozenset()
+        self._notes: dict[str, MemfdNote] = {}
+        self._ahead: threading.Thread | None = None
+        self._closed = False
+        self._memfd_said = False
+        self._asked_s = clock.monotonic()
+        self.waits = 0
+        self.waited_s = 0.0
+        self.eviction = Eviction()
+        self.why_not = ""
+        self._growing = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Supply({len(self.own)} segments, waits={self.waits}, {self.eviction!r})"
+
+    def take(
+        self,
+        kind: SlotKind,
+        runs: Sequence[Sequence[int]],
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None,
+        wanted: bool,
+        spares_copies: bool,
+    ) -> list[list[Slot] | None]:
+        """Take runs of slots; see `RamTier.take_runs`.
+
+        Args:
+            kind: What they will hold.
+            runs: For each how many bytes its slots will hold.
+            timeout_s: How long to wait for room for a run; None for as long as it takes.
+            on_wait: Called once for each for which it comes to that.
+            wanted: Whether other processes wait for room.
+            spares_copies: See `RamTier.take`.
+
+        Returns:
+            For each its slots; None from the first on for which there was no room in that time.
+        """
+        found: list[list[Slot] | None] = [None] * len(runs)
+        self._asked_s = self._clock.monotonic()
+        try:
+            if not wanted:
+                self._fit_all(kind, runs, found)
+            for number, lengths in enumerate(runs):
+                if found[number] is not None:
+                    continue
+                left = [runs[other] for other, slots in enumerate(found) if slots is None]
+                known = _size(itertools.chain.from_iterable(left)) if len(left) > 1 else 0
+                slots = self._make_room(kind, lengths, known, spares_copies=spares_copies)
+                if slots is None and (timeout_s is None or timeout_s > 0):
+                    held = Counter[Segment]()
+                    for slot in itertools.chain.from_iterable(filter(None, found)):
+                        held[slot.segment] += padded(slot.length)
+                    slots = self._wait(kind, lengths, timeout_s, on_wait, held)
+                found[number] = slots
+                if slots is None:
+                    break
+                self._fit_all(kind, runs, found)
+        except BaseException:
+            give_back(found)
+            raise
+        if len(runs) > 1 and not spares_copies and None not in found:
+            self.eviction.note_save(_size(itertools.chain.from_iterable(runs)), self._asked_s)
+        return found
+
+    def grow_ahead(self) -> None:
+        """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
+
+        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
+        """
+        if self._is_idle():
+            return
+        own = self._in_use()
+        if own:
+            sums = own[-1].sums()
+            if sums.filling + sums.dirty <= own[-1].data_bytes // 2:
+                return
+        with self._lock:
+            if self._closed or (self._ahead is not None and self._ahead.is_alive()):
+                return
+            # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
+            self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
+
+    def evict_ahead(self) -> None:
+        """See `Eviction.ahead`."""
+        self.eviction.ahead(self._in_use())
+
+    def nameless(self) -> list[Segment]:
+        """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
+        for segment in self.own:
+            try:
+                # What is removed because nobody needs it holds nothing of the kind.
+                if segment.is_removed() and segment.sums().filling + segment.sums().dirty:
+                    self._do_without_file(segment)
+            except NotFoundError:  # noqa: PERF203 - closed meanwhile
+                continue
+            except (TierfsError, OSError) as error:
+                _logger.warning(
+                    "%s was removed while it is written into, and cannot be handed over yet: %s", segment.path, error
+                )
+        return [segment for segment in self.own if segment.path is None]
+
+    def make_room_for_others(self) -> int:
+        """If other processes wait for room, and this one has more than its share, give some of it back.
+
+        See `RamTier.make_room_for_others`.
+        """
+        wanting = self._shares.others_wanting()
+        self._draining = frozenset(self._beyond_share(wanting) if wanting else ())
+        return sum(self._give_back(segment) for segment in self.own if segment in self._draining or segment.retired)
+
+    def _beyond_share(self, wanting: Mapping[str, int]) -> list[Segment]:
+        # Who waits may have been told of a smaller budget, and counts what all of us take against that.
+        budget_bytes = min(self._budget_bytes, *wanting.values())
+        parts = len(wanting.keys() | self._shares.others_having()) + 1
+        share = 0 if self._is_idle() else budget_bytes // parts
+        sizes = {segment: segment.memory_bytes for segment in self.own}
+        # What can still be written into comes first.
+        ordered = sorted(sizes, key=lambda segment: (segment.retired, sizes[segment]))
+        kept = itertools.accumulate(sizes[segment] for segment in ordered)
+        return [segment for segment, bytes_ in zip(ordered, kept, strict=True) if bytes_ > share]
+
+    def _give_back(self, segment: Segment) -> int:
+        """Remove an own segment; or if something is dirty in it, give back the rest. Returns the bytes that are free by that."""
+        before = segment.memory_bytes
+        with contextlib.suppress(ReadOnlyError):  # closed meanwhile
+            if segment.retire():
+                self._drop(segment)
+                return before
+            self._shed(segment)
+            return before - segment.memory_bytes
+        return 0
+
+    def _shed(self, segment: Segment) -> None:
+        segment.shed()
+        note = self._notes.get(segment.id)
+        if note is not None:
+            note.resize(segment.memory_bytes)
+
+    def close(self) -> None:
+        """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
+
+        A process that ends without this leaves its copies to whoever comes after it, until room is needed.
+        """
+        with self._lock:
+            self._closed = True
+            ahead = self._ahead
+        if ahead is not None:
+            ahead.join()
+        with self._growing:
+            for segment in self.own:
+                # Under the host's lock, since from then on others may adopt it.
+                with self._host.locked(LOCK):
+                    if not segment.is_dirty():
+                        self._drop(segment)
+                    else:
+                        self._shed(segment)
+                        segment.disown()
+                        self._forget(segment)
+                segment.close()
+
+    def renew_in_child(self) -> tuple[Segment, ...]:
+        """After a fork: nothing is ours. Returns what was, which is the parent's."""
+        self._lock, self._growing = threading.Lock(), threading.Lock()
+        self.eviction.renew_in_child()
+        parents, self.own, self._draining = self.own, (), frozenset()
+        # The parent's locks on these are not ours to release.
+        self._notes = {}
+        self._ahead = None
+        return parents
+
+    def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
+        found: list[list[Slot] | None] = [None]
+        self._fit_all(kind, [lengths], found)
+        return found[0]
+
+    def _fit_all(self, kind: SlotKind, runs: Sequence[Sequence[int]], found: list[list[Slot] | None]) -> None:
+        """Take what fits into the segments as they are. The lock of each is taken once, however many runs there are."""
+        for segment in self.own:
+            left = [number for number, slots in enumerate(found) if slots is None]
+            if not left:
+                break
+            if segment not in self._draining:
+                with contextlib.suppress(ReadOnlyError):  # dropped meanwhile
+                    taken = segment.take_runs(kind, [runs[number] for number in left])
+                    for number, slots in zip(left, taken, strict=True):
+                        found[number] = slots
+
+    def _make_room(
+        self, kind: SlotKind, lengths: Sequence[int], known: int = 0, *, spares_copies: bool = False
+    ) -> list[Slot] | None:
+        """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
+        self.make_room_for_others()
+        if not spares_copies:
+            self.eviction.to_watermark(self._in_use())
+        slots = self._fit(kind, lengths)
+        if slots is not None:
+            return slots
+        with self._growing:
+            slots = self._fit(kind, lengths)  # another thread was first
+            if slots is None and self._grow(_size(lengths), known, least=self._worthwhile):
+                slots = self._fit(kind, lengths)
+        if slots is None and spares_copies:
+            self.eviction.to_watermark(self._in_use())  # room for several, so that not each of them asks for a segment
+            slots = self._fit(kind, lengths)
+        slots = slots or self._evict_until(kind, lengths, known)
+        if slots is not None:
+            return slots
+        with self._growing:
+            return self._fit(kind, lengths) if self._grow(_size(lengths), known) else None
+
+    def _wait(
+        self,
+        kind: SlotKind,
+        lengths: Sequence[int],
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None,
+        held: Mapping[Segment, int],
+    ) -> list[Slot] | None:
+        started, delay_s = self._clock.monotonic(), POLL_S_MIN
+        with self._lock:
+            self.waits += 1
+        if on_wait is not None:
+            on_wait()
+        waited_s = 0.0
+        try:
+            with self._shares.wanting(self._budget_bytes):
+                while timeout_s is None or waited_s < timeout_s:
+                    self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
+                    delay_s = min(2 * delay_s, POLL_S_MAX)
+                    is_last = not self._may_come(_size(lengths), held)
+                    slots = self._make_room(kind, lengths)
+                    self._asked_s = self._clock.monotonic()
+                    waited_s = self._asked_s - started
+                    if slots is not None or is_last:
+                        return slots
+        finally:
+            with self._lock:
+                self.waited_s += waited_s
+        return None
+
+    def _may_come(self, length: int, held: Mapping[Segment, int]) -> bool:
+        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up.
+
+        Args:
+            length: How many.
+            held: What who waits has taken in each segment for the same: that stays.
+        """
+        own = self.own
+        # Of what no conflict keeps, something may be free at this moment, and another thread's in the next.
+        for one in own:
+            kept = held.get(one, 0)
+            if one.awaits(kept) or (not one.retired and one.data_bytes - one.sums().dirty - kept >= length):
+                return True
+        names = {str(segment.header.name) for segment in own}
+        files = self._shares.files()
+        if any(str(file.name._replace(suffix="slab")) not in names for file in files):
+            return True
+        # Nothing is in the way but the budget, and what else the machine's memory is used for.
+        return self._budget_bytes - sum(file.size for file in files) >= Layout.for_data(length).size
+
+    def _in_use(self) -> list[Segment]:
+        """Those into which something may still be put."""
+        return [segment for segment in self.own if not segment.retired]
+
+    def _is_idle(self) -> bool:
+        return self._clock.monotonic() - self._asked_s > IDLE_S
+
+    def _evict_until(self, kind: SlotKind, lengths: Sequence[int], known: int) -> list[Slot] | None:
+        freed = 0
+        with contextlib.closing(self.eviction.one_by_one(self.own)) as evicted:
+            for bytes_ in evicted:
+                freed += bytes_
+                if 0 < known <= freed or (freed and not known):
+                    slots = self._fit(kind, lengths)
+                    if slots is not None:
+                        return slots
+        return self._fit(kind, lengths) if freed else None
+
+    def _grow_quietly(self) -> None:
+        with self._growing:
+            try:
+                self._grow(min(CHUNK_BYTES, self._data_bytes_max), least=self._worthwhile, ahead=True)
+            except (TierfsError, OSError) as error:
+                # Whoever needs the room tries again, and hears of it.
+                _logger.debug("no segment was made ahead: %s", error)
+
+    def _grow(self, length: int, known: int = 0, *, least: int = 0, ahead: bool = False) -> bool:
+        """Have one more segment, if the budget allows for one of ``least`` bytes.
+
+        Ahead of its use, nothing is taken from anybody for it.
+
+        Raises:
+            InvalidInputError: The tier was closed.
+            StoreError: None can be made.
+        """
+        with self._host.locked(LOCK):
+            if self._closed:
+                raise InvalidInputError("the ram tier was closed", tier="ram")
+            make_private(self._shares.directory)  # which somebody may have removed
+            layout = self._plan(length, known)
+            if not ahead and (layout is None or layout.data_bytes < least):
+                self._shares.sweep()
+                self._shares.sweep_abandoned()
+                if self._adopt_or_reap(length):
+                    return True
+                layout = self._plan(length, known) or (None if least else self._plan_instead(length))
+            if layout is None or layout.data_bytes < least:
+                return False
+            header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
+            fits = self._host.segments is not None and layout.size <= self._shares.free_bytes(self._shares.files())
+            try:
+                reservation = Reservation(self._shares.directory, header) if fits else None
+                note = None if fits else self._shares.note_memfd(header)
+            except CapacityError as error:
+                # No file can be made there, not even one that counts: room is waited for, as with memory.
+                self.why_not = str(error)
+                return False
+            self.why_not = ""
+        # Nobody waits for what is made ahead, and training wants the processors.
+        threads = 1 if ahead else None
+        if reservation is not None:
+            try:
+                segment = make_in(reservation, threads=threads, stopped=self._is_closed)
+            except CapacityError as error:
+                # Somebody else filled the filesystem meanwhile.
+                _logger.debug("%s", error)
+            else:
+                if segment is None:
+                    return False
+                with self._host.locked(LOCK):
+                    segment.path = reservation.finish()
+                return self._begin(segment)
+        if note is None:
+            with self._host.locked(LOCK):
+                note = self._shares.note_memfd(header)
+        return self._grow_memfd(header, note, threads=threads)
+
+    def _plan(self, length: int, known: int = 0) -> Layout | None:
+        files = self._shares.files()
+        # Reserved is not used yet, but promised; and what is left over keeps the machine alive.
+        promised = sum(file.missing for file in files)
+        spare = memory_available() - promised - memory_limit() // MEMORY_SPARED
+        room = min(self._budget_bytes - sum(file.size for file in files), spare)
+        longest = max(self.own, key=lambda segment: segment.size, default=None)
+        newest = longest.header.layout if longest else None
+        return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max, known=known)
+
+    def _plan_instead(self, length: int) -> Layout | None:
+        """A segment that takes the place of own ones which are too small for what is wanted, or of what no conflict keeps there."""
+        for segment in self.own:
+            # What is filled or flushed now is about to be free, and its memory is warm.
+            if segment.data_bytes < length and not segment.awaits():
+                self._give_back(segment)
+        return self._plan(length)
+
+    def _grow_memfd(self, header: Header, note: MemfdNote, *, threads: int | None) -> bool:
+        if not self._memfd_said:
+            self._memfd_said = True
+            why = f"{self._shares.directory} has no room for a segment of {format_bytes(header.layout.size)}"
+            _logger.warning(
+                "%s, so this process's have no file: other processes see what is in them by way of the flusher, and it is lost "
+                "if both end; give it more (docker: --shm-size), or name another with TIERFS_SHM_DIR",
+                why if self._host.segments is not None else "this host has no folder of segments in shared memory",
+            )
+        try:
+            segment = create_memfd(header, threads=threads, stopped=self._is_closed)
+        except BaseException:
+            note.release()
+            raise
+        if segment is None:
+            note.release()
+            return False
+        with self._lock:
+            self._notes[segment.id] = note
+        return self._begin(segment)
+
+    def _do_without_file(self, segment: Segment) -> None:
+        with self._host.locked(LOCK):
+            note = self._shares.note_memfd(segment.header)
+        with self._lock:
+            path = segment.path
+            is_ours = path is not None and any(segment is own for own in self.own)
+            if is_ours:
+                self._notes[segment.id] = note
+                segment.path = None
+        if not is_ours:
+            note.release()
+            return
+        _logger.warning(
+            "%s was removed while it is written into: what is in it goes to other processes by way of the flusher, and is lost if both "
+            "end; where a logout did that, see systemd-logind's RemoveIPC",
+            path,
+        )
+
+    def _begin(self, segment: Segment) -> bool:
+        """Write into this segment from now on."""
+        with self._lock:
+            self.own = (*self.own, segment)
+        return True
+
+    def _adopt_or_reap(self, length: int) -> bool:
+        """Take over what a dead process of this store left, its memory warm; else remove what the dead left."""
+        orphans = self._shares.orphans()
+        for orphan in orphans:
+            is_whole = orphan.memory_bytes == orphan.size
+            if orphan.path is not None and orphan.store == self._store and is_whole and orphan.data_bytes >= length:
+                try:
+                    segment = adopt(orphan.path, self._host.owner())
+                except TierfsError as error:
+                    _logger.warning("a segment of a process that is gone cannot be used again: %s", error)
+                    continue
+                return self._begin(segment)
+        for orphan in orphans:
+            if self._plan(length) is not None:
+                break
+            orphan.unlink()
+        return False
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def _drop(self, segment: Segment) -> None:
+        """Remove a segment. Its memory goes when the last slot or view of it does."""
+        if segment.path is None and segment.owned:
+            segment.disown()  # who was handed it has no file to miss, and keeps it for as long as it has an owner
+        segment.unlink()
+        self._forget(segment)
+
+    def _forget(self, segment: Segment) -> None:
+        with self._lock:
+            self.own = tuple(own for own in self.own if own is not segment)
+            self._draining -= {segment}
+            note = self._notes.pop(segment.id, None)
+        if note is not None:
+            note.release()
+
+
+def _size(lengths: Iterable[int]) -> int:
+    """Bytes of memory that slots of these lengths take."""
+    return sum(map(padded, lengths))
+
+
+def give_back(runs: Iterable[Iterable[Slot] | None]) -> None:
+    """Free slots that were taken and not filled."""
+    for slot in itertools.chain.from_iterable(filter(None, runs)):
+        slot.segment.give(slot)
+
+
+# Of the segments that this process makes, whatever the store; also after a fork, when they are another process's.
+_numbers = itertools.count(1)

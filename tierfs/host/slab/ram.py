@@ -1,0 +1,359 @@
+"""The host's ram tier as one process sees it, for one store.
+
+Each process writes into segments of its own, and evicts from those only. Before it makes another it sees to it, under
+the host's lock, that the segments of all processes and stores stay within the budget. It finds what others wrote
+in their segments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from tierfs._fork import renew_in_children
+from tierfs.clock import Clock
+from tierfs.errors import CapacityError
+from tierfs.host.host import Host
+from tierfs.host.slab.budget import LOCK, Shares
+from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
+from tierfs.host.slab.loans import Loans
+from tierfs.host.slab.peers import Neighbours
+from tierfs.host.slab.pool import Supply, give_back
+from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
+from tierfs.host.slab.table import Layout, padded
+from tierfs.units import format_bytes
+
+__all__ = ["RamTier", "RamUsage"]
+
+HOLDERS_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class RamUsage:
+    """What the ram tier holds, in bytes.
+
+    Attributes:
+        budget_bytes: What all segments of the host may take.
+        host_bytes: What they take, of all processes and stores.
+        store_bytes: What those of this store take, as far as this process has them.
+        used_bytes: What is taken in these.
+        dirty_bytes: Of that, what no other tier is known to have.
+        clean_bytes: Of that, what may go.
+        segments: How many of this store there are.
+        memfd_segments: How many of them have no file.
+        waits: How often this process waited for room.
+        waited_s: For how long in all.
+        evicted_bytes: What this process evicted.
+    """
+
+    budget_bytes: int
+    host_bytes: int
+    store_bytes: int
+    used_bytes: int
+    dirty_bytes: int
+    clean_bytes: int
+    segments: int
+    memfd_segments: int
+    waits: int
+    waited_s: float
+    evicted_bytes: int
+
+
+class RamTier:
+    """Segments of this process, and those of others. Safe for use by many threads.
+
+    After a fork the child has no segments of its own, and reads those of its parent like any other process's.
+
+    Args:
+        host: Where segments are.
+        store: The uuid of the store.
+        budget_bytes: What all segments of the host may take together.
+        clock: For waiting.
+        segment_bytes_max: The most data that one segment holds.
+
+    Attributes:
+        host: As given.
+        store: The uuid, 32 hex digits.
+        budget_bytes: As given.
+        loans: What processes of the host lend each other.
+        chunks_budget_bytes: The least budget for files of any length.
+    """
+
+    chunks_budget_bytes = CHUNKS_BUDGET_BYTES
+
+    def __init__(
+        self, host: Host, store: str, *, budget_bytes: int, clock: Clock, segment_bytes_max: int = 1 << 30
+    ) -> None:
+        self.host = host
+        self.store = store.replace("-", "")
+        self.budget_bytes = budget_bytes
+        self._clock = clock
+        self._length_max = largest(budget_bytes, segment_bytes_max)
+        self._shares = Shares(host)
+        self.loans = Loans(self._shares.directory)
+        self._supply = Supply(
+            host,
+            self.store,
+            self._shares,
+            budget_bytes=budget_bytes,
+            data_bytes_max=segment_bytes_max,
+            clock=clock,
+        )
+        supply = self._supply  # no reference to ourselves, so that what nobody uses any more is closed at once
+        self._neighbours = Neighbours(self._shares, self.store, lambda: supply.own)
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        budget = format_bytes(self.budget_bytes)
+        return f"RamTier({str(self._shares.directory)!r}, store={self.store}, budget={budget}, {self._supply!r})"
+
+    @property
+    def holds_chunks(self) -> bool:
+        """Whether the budget is enough for files of any length: for a whole chunk, and what comes with it."""
+        return self.budget_bytes >= self.chunks_budget_bytes
+
+    def take(
+        self,
+        kind: SlotKind,
+        length: int,
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None = None,
+        spares_copies: bool = False,
+    ) -> Slot:
+        """Take a slot in a segment of this process, to be filled and sealed or given back there.
+
+        Args:
+            kind: What it will hold.
+            length: Of that, in bytes.
+            timeout_s: How long to wait for room while everything is dirty; None for as long as it takes.
+            on_wait: Called once when it comes to that.
+            spares_copies: Evict clean copies only when the budget is (all but) used up: for what is one of them. What is written rather
+                takes the place of what was written before, in memory that is warm.
+
+        Raises:
+            CapacityError: There was no room in that time; or there never will be, which is said at once.
+            InvalidInputError: The tier was closed.
+        """
+        ((slot,),) = self.take_runs(kind, [[length]], timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
+        return slot
+
+    def take_runs(
+        self,
+        kind: SlotKind,
+        runs: Sequence[Sequence[int]],
+        *,
+        timeout_s: float | None,
+        on_wait: Callable[[], None] | None = None,
+        spares_copies: bool = False,
+    ) -> list[list[Slot]]:
+        """Take runs: slots that lie side by side in one segment, each from a whole page on. All of them or none; see `take`."""
+        longest = max((sum(map(padded, lengths)) for lengths in runs), default=0)
+        if longest > self._length_max:
+            raise CapacityError(
+                f"{format_bytes(longest)} are more than the ram tier can hold in one piece "
+                f"({format_bytes(self._length_max)}): raise ram= (TIERFS_RAM) from {format_bytes(self.budget_bytes)} to "
+                f"{format_bytes(Layout.for_data(longest).size)} at least",
+                tier="ram",
+            )
+        wanted = self._neighbours.is_wanted()
+        started = self._clock.monotonic()
+        found = self._supply.take(
+            kind, runs, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted, spares_copies=spares_copies
+        )
+        taken = [slots for slots in found if slots is not None]
+        if len(taken) < len(runs):
+            give_back(taken)
+            missing = next(lengths for lengths, slots in zip(runs, found, strict=True) if slots is None)
+            raise self._full(sum(map(padded, missing)), timeout_s, self._clock.monotonic() - started)
+        return taken
+
+    def grow_ahead(self) -> None:
+        """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
+
+        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
+        """
+        self._supply.grow_ahead()
+
+    def evict_ahead(self) -> None:
+        """Evict copies that are older than what was saved last, until there is room for a save like it."""
+        self._supply.evict_ahead()
+
+    def own_segments(self) -> list[Segment]:
+        """The segments that this process writes into."""
+        return list(self._supply.own)
+
+    def nameless(self) -> list[Segment]:
+        """Those that no file leads to: who looks for what was written there needs their descriptors."""
+        return self._supply.nameless()
+
+    def make_room_for_others(self) -> int:
+        """If other processes wait for room, and this one has more than its share, give some of it back.
+
+        Happens with every `take`; a process that takes nothing for long does it from time to time, and has no share after some
+        seconds.
+
+        Returns:
+            Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
+            something dirty in a segment, what is not goes alone.
+        """
+        self.let_go()
+        return self._supply.make_room_for_others() if self._neighbours.is_wanted() else 0
+
+    def segments(self) -> list[Segment]:
+        """All segments of this store on this host: our own first."""
+        return [*self._supply.own, *self._neighbours.segments()]
+
+    def unseen(self) -> frozenset[str]:
+        """Names of this store's segments that have no file and were not handed to this process; see `add`."""
+        self._neighbours.segments()
+        return self._neighbours.unseen
+
+    def unread(self) -> frozenset[str]:
+        """Names of this store's segments that could not be opened just now. What is in them, nobody may count as absent."""
+        self._neighbours.segments()
+        return self._neighbours.unread
+
+    def damaged(self) -> dict[str, Exception]:
+        """What is wrong with each file that has the name of one of this store's segments and is none, by name."""
+        self._neighbours.segments()
+        return self._neighbours.damaged
+
+    def is_blind(self) -> bool:
+        """Whether there may be drafts in this store's segments that nobody can see, `unread` or `damaged`: they may need anything."""
+        return bool(self.unread() or self.damaged())
+
+    @property
+    def why_unread(self) -> BaseException | None:
+        """What came up when the last of them was opened."""
+        return self._neighbours.why_unread
+
+    def segment(self, ident: str) -> Segment | None:
+        """The segment with this id."""
+        return next((segment for segment in self.segments() if segment.id == ident), None)
+
+    def find(self, name: bytes) -> Slot | None:
+        """A chunk of this name, in our own segments or in others'."""
+        for segment in self.segments():
+            slot = segment.find(name)
+            if slot is not None:
+                return slot
+        return None
+
+    def drafts(self, states: Collection[SlotState] = (SlotState.SEALED,)) -> list[Slot]:
+        """The drafts in these states, as they were sealed."""
+        found = [slot for segment in self.segments() for slot in segment.slots(kind=SlotKind.DRAFT, states=states)]
+        return sorted(found, key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
+
+    def add(self, segment: Segment) -> None:
+        """Look into this segment, too: one without a file, that came as a descriptor. It is ours to close now."""
+        with self.host.locked(LOCK):
+            if any(segment.id == own.id for own in self._supply.own) or not self._neighbours.add(segment):
+                segment.close()
+
+    def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
+        """Free what dead processes left unsealed, or sealed without a draft that needs it. For the flusher.
+
+        Segments of which another process has borrowed something wait until that has made a draft of it, or given it up.
+
+        Args:
+            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead and nothing is
+                lent, so no draft comes to be after that.
+
+        Returns:
+            Bytes freed.
+        """
+        freed = 0
+        self.loans.sweep(self.host.is_alive)
+        for segment in self.segments():
+            if segment.owned or self.host.is_alive(segment.owner) or not self.loans.end_all(segment.id):
+                continue
+            kept = needed(segment)
+            with self.host.locked(LOCK):
+                if self.host.is_alive(segment.owner):
+                    continue  # adopted meanwhile
+                freed += segment.reclaim(lambda kept=kept: kept)  # type: ignore[misc]
+                # Memory without a file is lost to everybody else, so what is clean there is of no use; and who let go of
+                # it in good order has left only what had to be flushed.
+                left = segment.path is None or not int(segment.owner, 16)
+                if not any(segment.sums()) or (left and not segment.is_dirty()):
+                    self._neighbours.drop(segment)
+        return freed
+
+    def reap(self) -> int:
+        """Give back the memory that dead processes left and that only holds copies. Returns the bytes of these."""
+        freed = 0
+        for segment in self._neighbours.segments():
+            with self.host.locked(LOCK):
+                if not self.host.is_alive(segment.owner) and not segment.is_dirty():
+                    copies = segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
+                    freed += sum(slot.length for slot in copies if not slot.hidden)
+                    self._neighbours.drop(segment)
+        return freed
+
+    def let_go(self) -> None:
+        """Close the memory without a file that others handed to this process, whose owners are dead, and that only holds copies.
+
+        It counts for as long as anybody has it.
+        """
+        for segment in self._neighbours.given():
+            if self.host.is_alive(segment.owner) or segment.is_dirty():
+                continue
+            with self.host.locked(LOCK):
+                if not self.host.is_alive(segment.owner) and not segment.is_dirty():
+                    self._neighbours.drop(segment)
+
+    def usage(self) -> RamUsage:
+        """What the tier holds now."""
+        segments = self.segments()
+        sums = [segment.sums() for segment in segments]
+        dirty, clean = sum(item.dirty for item in sums), sum(item.clean for item in sums)
+        return RamUsage(
+            budget_bytes=self.budget_bytes,
+            host_bytes=sum(file.size for file in self._shares.files()),
+            store_bytes=sum(segment.memory_bytes for segment in segments),
+            used_bytes=dirty + clean + sum(item.filling for item in sums),
+            dirty_bytes=dirty,
+            clean_bytes=clean,
+            segments=len(segments),
+            memfd_segments=sum(segment.path is None for segment in segments),
+            waits=self._supply.waits,
+            waited_s=self._supply.waited_s,
+            evicted_bytes=self._supply.eviction.bytes,
+        )
+
+    def close(self) -> None:
+        """Let go of everything. Of own segments those stay in which something is dirty, until it is flushed."""
+        self._supply.close()
+        self._neighbours.close()
+
+    def holders(self) -> str:
+        """What the segments of this host take of the budget, and which stores (their uuids) have most of it. For people."""
+        files = self._shares.files()
+        sizes: Counter[str] = Counter()
+        for file in files:
+            sizes[file.name.store] += file.size
+        stores = ", ".join(
+            f"{format_bytes(size)} of store {store}..." for store, size in sizes.most_common(HOLDERS_NAMED)
+        )
+        taken = f"the segments of this host take {format_bytes(sizes.total())} of {format_bytes(self.budget_bytes)}"
+        return f"{taken} ({stores})" if stores else taken
+
+    def _full(self, length: int, timeout_s: float | None, waited_s: float) -> CapacityError:
+        what = f"no room for {format_bytes(length)} in the ram tier"
+        why = f"; {self._supply.why_not}" if self._supply.why_not else ""
+        dirty = format_bytes(self.usage().dirty_bytes)
+        if timeout_s is not None and waited_s >= timeout_s:
+            text = (
+                f"{what} within {timeout_s:g} s: {self.holders()}, and of this store {dirty} are dirty, waiting for the flusher; "
+                f"raise ram= (TIERFS_RAM), or wait longer{why}"
+            )
+        else:
+            text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM){why}"
+        return CapacityError(text, tier="ram")
+
+    def _renew(self) -> None:
+        """After a fork: what was ours is another process's."""
+        self._shares.renew_in_child()
+        self._neighbours.renew_in_child(self._supply.renew_in_child())

@@ -1,0 +1,192 @@
+"""The local tiers of one store as a process that uses them sees them: what is pending, chunks, and the flusher.
+
+Put together here: `PendingDrafts` knows what is pending, `SlabWriter` puts things into slabs, `ChunkReader` reads what is
+here, `ChunkCache` keeps copies of what is not. What is left is waiting, which takes the first two and the flusher.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from tierfs.clock import Clock
+from tierfs.digest import DigestKind
+from tierfs.errors import TierfsError
+from tierfs.host.cache.cache import ChunkCache
+from tierfs.host.cache.reader import ChunkReader
+from tierfs.host.counters import Counters
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.scan import PendingDrafts
+from tierfs.host.rpc.caller import Caller, NoAnswerError
+from tierfs.host.rpc.handover import Handover
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.write.lending import Lending
+from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
+from tierfs.units import format_bytes
+
+__all__ = ["Tiers"]
+
+ASK_AGAIN_S = 0.05  # a flusher that does not know of what is waited for
+ANSWER_S = 1.0  # in which the flusher says what it waited for, once the time is up
+
+
+class Tiers:
+    """One store's local tiers. Safe for use by many threads.
+
+    Args:
+        ram: The ram tier.
+        nvme: The nvme tier; also where it is off, because something may be pending in it from before it was.
+        flusher: How to reach the flusher.
+        kind: The store's digests.
+        has_nvme: Whether the nvme tier is on.
+        gives_local: Whether a draft in the nvme tier has reached `Level.LOCAL`: its filesystem survives a crash.
+        keeps_reads: Whether chunks that were read from the object tier are kept in the local ones: not where it is a
+            directory of this host.
+        shares_reads: See `ChunkCache`.
+        passes_by: Whether a write that is to survive a crash of the host passes the local tiers by, because the object tier
+            is the next one down and a directory of this host.
+        clock: Where time comes from.
+        problems: Why this host cannot give a tier as it was asked for, by the tier's name.
+
+    Attributes:
+        ram: As given; so are ``nvme``, ``flusher``, ``has_nvme``, ``passes_by`` and ``problems``.
+        drafts: What is pending.
+        writer: Puts chunks and drafts into slabs.
+        reader: Reads chunks that are here.
+        cache: Keeps and drops copies of chunks.
+        counters: What this process counts.
+        away_until_s: On the clock: the object tier did not answer, and is not asked before.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        nvme: NvmeReader,
+        flusher: Caller,
+        *,
+        kind: DigestKind,
+        has_nvme: bool,
+        gives_local: bool,
+        keeps_reads: bool,
+        shares_reads: bool = False,
+        passes_by: bool,
+        clock: Clock,
+        problems: Mapping[str, str] | None = None,
+    ) -> None:
+        self.problems = dict(problems or {})
+        self.ram = ram
+        self.nvme = nvme
+        self.flusher = flusher
+        self.has_nvme = has_nvme
+        self.passes_by = passes_by
+        self.counters = counters = Counters()
+        self.away_until_s = 0.0
+        self._handover = handover = Handover(ram, flusher, counters)
+        self._clock = clock
+        self._fault = no_faults  # tests fail there
+        self._ended = threading.Event()
+        stored_level = Level.LOCAL if gives_local else Level.STAGED
+        self.drafts = PendingDrafts(ram, nvme, flusher, handover, counters, stored_level=stored_level)
+        self.reader = ChunkReader(ram, nvme, flusher, counters)
+        self.writer = SlabWriter(
+            ram,
+            flusher,
+            handover,
+            Lending(ram, self.drafts, handover, clock),
+            counters,
+            kind=kind,
+            clock=clock,
+            ended=self._ended,
+        )
+        self.cache = ChunkCache(
+            ram,
+            self.reader,
+            self.writer,
+            flusher,
+            handover,
+            counters,
+            kind=kind,
+            has_nvme=has_nvme,
+            keeps_reads=keeps_reads,
+            shares_reads=shares_reads,
+        )
+
+    def __repr__(self) -> str:
+        return f"Tiers(ram={self.ram!r}, nvme={self.nvme!r})"
+
+    def wait(self, path: str, level: Level, timeout_s: float | None = None, *, write_id: bytes | None = None) -> None:
+        """Wait until what is pending at or below ``path``, or the one draft named, has reached ``level``.
+
+        Raises:
+            TimeoutError: It has not, in time; names what is pending, and says so if the flusher does not answer.
+            ConflictError: Somebody else changed the path; theirs stands.
+            TierfsError: What keeps it from getting there.
+        """
+        if level <= Level.STAGED or self.drafts.is_settled(path):
+            return
+        awaited = self._below(level, path, write_id)
+        deadline = None if timeout_s is None else self._clock.monotonic() + timeout_s
+        arguments: dict[str, Any] = {"path": path, "level": level.label}
+        if write_id is not None:
+            arguments["write_id"] = write_id.hex()
+        while True:
+            left = None if deadline is None else max(0.0, deadline - self._clock.monotonic())
+            self._fault("before wait")
+            # The flusher says what it waits for when time is up; one that says nothing is not waited for either.
+            patience_s = None if left is None else left + ANSWER_S
+            try:
+                self._handover.ask("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
+            except NoAnswerError as error:
+                raise TimeoutError(f"{_described(awaited, path, level)}: {error}") from error
+            self._fault("after wait")
+            # A flusher that did not know of a draft, however that came, would not have waited for it.
+            still = self._below(level, path, write_id)
+            awaited = {key: length for key, length in awaited.items() if key in still}
+            if not awaited:
+                return
+            if left == 0:
+                raise TimeoutError(f"{_described(awaited, path, level)}, and the flusher does not know of it")
+            self._clock.sleep(ASK_AGAIN_S)
+
+    def _below(self, level: Level, path: str, write_id: bytes | None) -> dict[tuple[str, bytes], int]:
+        """Path and write id of what is pending at or below ``path``, or of the one draft named, and has not reached ``level``.
+
+        With the length of each.
+        """
+        if write_id is None:
+            found = self.drafts.pending_below(path)
+        else:
+            one = self.drafts.pending(path)
+            found = {path: one} if one is not None and one.draft.write_id == write_id else {}
+        return {(name, one.draft.write_id): one.draft.length for name, one in found.items() if one.level < level}
+
+    def distrust(self, key: str) -> None:
+        """Tell the flusher, if one runs, that an object which is a chunk is damaged or missing: it may know it to be there."""
+        if self.flusher.is_running():
+            try:
+                self.flusher.request("distrust", {"key": key}, timeout_s=ANNOUNCE_S)
+            except (TierfsError, TimeoutError) as error:
+                self.counters.fall_back("kept_damage", "the flusher was not told of a damaged chunk: %s", error)
+
+    def close(self) -> None:
+        """Let go of everything; what is pending stays for the next flusher."""
+        self._ended.set()
+        self.flusher.close()
+        self.ram.close()
+        self.writer.close()
+        self.cache.close()
+        self.nvme.close()
+
+
+def _described(awaited: Mapping[tuple[str, bytes], int], path: str, level: Level) -> str:
+    """What has not reached a level, as far as it can be seen without the flusher; all of ``path`` where nothing can."""
+    if not awaited:
+        return f"what is pending below {path!r} has not reached {level.label!r} yet"
+    first = min(name for name, _ in awaited)
+    if len(awaited) == 1:
+        return f"{first} has not reached {level.label!r} yet"
+    size = format_bytes(sum(awaited.values()))
+    return f"{len(awaited)} files ({size}) have not reached {level.label!r} yet, {first} among them"

@@ -1,0 +1,1 @@
+"""Writing into the ram tier: chunks and records are sealed, and the flusher is told."""

@@ -1,0 +1,90 @@
+"""A chunk on its way into a slab: filled without the GIL, then described by its digests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from tierfs import digest
+from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.format.envelope import STORE, Block, Envelope
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.slab.segment import Slot
+
+__all__ = ["ChunkBuffer"]
+
+
+class ChunkBuffer:
+    """A chunk in a slab that is being filled. For one thread at a time.
+
+    Args:
+        slot: Where it lies.
+        view: The slot's memory, writable.
+        kind: The store's digests.
+        faults: Called before and after each step, for tests to fail there.
+    """
+
+    def __init__(
+        self, slot: Slot, view: memoryview, kind: DigestKind, faults: Callable[[str], None] = no_faults
+    ) -> None:
+        self.slot = slot
+        self._fault = faults
+        self.filled = 0
+        self._target = np.frombuffer(view, dtype=np.uint8)
+        self.view = view
+        self._kind = kind
+        self._digests: list[bytes] = []
+
+    def __repr__(self) -> str:
+        return f"ChunkBuffer({self.filled}/{len(self.view)} bytes)"
+
+    @property
+    def room(self) -> int:
+        """Bytes that still fit in."""
+        return len(self.view) - self.filled
+
+    def append(self, data: memoryview) -> int:
+        """Copy what fits of ``data``, without the GIL, and return how much that was."""
+        count = min(self.room, len(data))
+        source = np.frombuffer(data[:count], dtype=np.uint8)
+        self._fault("before chunk.copy")
+        np.copyto(self._target[self.filled : self.filled + count], source)
+        self._fault("after chunk.copy")
+        self.filled += count
+        return count
+
+    def fill(self, data: memoryview, digests: Sequence[bytes] = ()) -> None:
+        """Copy all that the chunk will hold.
+
+        Each block is hashed while it is in the processor's cache, once for memory; unless it is known what comes of that.
+
+        Args:
+            data: What it holds.
+            digests: Of its blocks. If they are not, the chunk is damaged, and will be found to be when it is read.
+        """
+        source = np.frombuffer(data, dtype=np.uint8)
+        self._fault("before chunk.copy")
+        if digests:
+            np.copyto(self._target[: len(data)], source)
+            self._digests = list(digests)
+        else:
+            for at in range(0, len(data), BLOCK_BYTES):
+                block = source[at : at + BLOCK_BYTES]
+                np.copyto(self._target[at : at + len(block)], block)
+                self._digests.append(digest.hash_bytes(self._kind, self.view[at : at + len(block)]))
+        self._fault("after chunk.copy")
+        self.filled = len(data)
+
+    def accept(self) -> None:
+        """Take what somebody else wrote into the slot's memory for the whole chunk, and hash it."""
+        self.filled = len(self.view)
+        pieces = [self.view[at : at + BLOCK_BYTES] for at in range(0, self.filled, BLOCK_BYTES)]
+        self._digests = [digest.hash_bytes(self._kind, piece) for piece in pieces]
+
+    def envelope(self) -> Envelope:
+        """The chunk's digests, once it holds all it will."""
+        pieces = [self.view[at : min(at + BLOCK_BYTES, self.filled)] for at in range(0, self.filled, BLOCK_BYTES)]
+        digests = self._digests or [digest.hash_bytes(self._kind, piece) for piece in pieces]
+        blocks = tuple(Block(block, STORE, len(piece)) for block, piece in zip(digests, pieces, strict=True))
+        return Envelope(self._kind, digest.combine(self._kind, self.filled, digests), self.filled, blocks)

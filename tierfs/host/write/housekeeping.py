@@ -1,0 +1,59 @@
+"""The thread of a process that writes: makes slabs and room in them ahead of need, gives others their share, and takes back what it lent."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+
+from tierfs._fork import renew_in_children
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.write.lending import Lending
+from tierfs.threads import start_daemon
+
+__all__ = ["Housekeeping"]
+
+HOUSEKEEPING_S = 1.0
+
+
+class Housekeeping:
+    """Looks after the ram tier for as long as that is in use.
+
+    Args:
+        ram: The ram tier.
+        lending: What this process lent.
+        ended: Set when there is nothing to look after any more.
+    """
+
+    def __init__(self, ram: RamTier, lending: Lending, ended: threading.Event) -> None:
+        self._ram, self._lending = weakref.ref(ram), weakref.ref(lending)
+        self._ended = ended
+        self._process = 0  # the one in which the thread runs
+        self._lock = threading.Lock()
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"Housekeeping(every {HOUSEKEEPING_S:g} s, process={self._process})"
+
+    def begin(self) -> None:
+        """See that there is a thread that does it, also in a forked child."""
+        with self._lock:
+            if self._process == os.getpid():
+                return
+            if start_daemon(_run, self._ram, self._lending, self._ended, name="housekeeping") is not None:
+                self._process = os.getpid()
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+
+def _run(ram: weakref.ref[RamTier], lending: weakref.ref[Lending], ended: threading.Event) -> None:
+    while not ended.wait(HOUSEKEEPING_S):
+        tier, lent = ram(), lending()
+        if tier is None or lent is None:
+            return
+        lent.settle()
+        tier.grow_ahead()
+        tier.evict_ahead()
+        tier.make_room_for_others()
+        del tier, lent

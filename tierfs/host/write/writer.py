@@ -1,0 +1,314 @@
+"""Writing into the host's ram tier: chunks and drafts are sealed in slabs, and the flusher is told.
+
+What is sealed is safe by itself, and found by any flusher there will be. It is told so that it begins, and has to be asked
+where a file is to go through a ram tier that has no room for all of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tierfs._fork import renew_in_children
+from tierfs.clock import Clock, boot_id
+from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.errors import StoreError, TierfsError
+from tierfs.host.cache.single_flight import SingleFlight
+from tierfs.host.counters import Counters
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.pending.record import Draft
+from tierfs.host.private import refused
+from tierfs.host.rpc.caller import Caller
+from tierfs.host.rpc.handover import Handover
+from tierfs.host.slab.memory import memory_available
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Slot, SlotKind, SlotState
+from tierfs.host.write.ahead import Ahead
+from tierfs.host.write.chunk_buffer import ChunkBuffer
+from tierfs.host.write.housekeeping import Housekeeping
+from tierfs.host.write.lending import Lending
+from tierfs.threads import start_daemon
+from tierfs.units import format_bytes
+
+__all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
+
+# What an answer may take that needs no work. Starting a flusher may be part of it.
+ANNOUNCE_S = 10.0
+# In one message, which has to fit into a packet.
+NAMES_MAX = 500
+# What a draft grows by when it is closed.
+STAMP_BYTES = 64
+# For who seals a change of the same path, which takes a moment, unless that process was stopped amid it.
+SEAL_S = 30.0
+
+
+class SlabWriter:
+    """Writes into the slabs of this process. Safe for use by many threads.
+
+    Args:
+        ram: The ram tier.
+        flusher: How to reach the flusher.
+        handover: Gives it the slabs that no file leads to.
+        lending: What other processes have of this one's slabs.
+        counters: Where it is told of what is done in a lesser way.
+        kind: The store's digests.
+        clock: Where time comes from.
+        ended: Set when the tiers are let go of.
+
+    Attributes:
+        lending: As given.
+    """
+
+    def __init__(
+        self,
+        ram: RamTier,
+        flusher: Caller,
+        handover: Handover,
+        lending: Lending,
+        counters: Counters,
+        *,
+        kind: DigestKind,
+        clock: Clock,
+        ended: threading.Event,
+    ) -> None:
+        self._ram = ram
+        self._flusher = flusher
+        self._handover = handover
+        self.lending = lending
+        self._counters = counters
+        self._kind = kind
+        self._clock = clock
+        self._ended = ended
+        self._fault = no_faults  # tests fail there
+        self._boot = boot_id()
+        self._housekeeping = Housekeeping(ram, lending, ended)
+        self._sealing = SingleFlight(ram.host.store_directory(ram.store) / "seal.lock")
+        self._lock = threading.Lock()
+        self._is_news = False
+        self._is_telling = False
+        self._has_told = False
+        renew_in_children(self)
+
+    def __repr__(self) -> str:
+        return f"SlabWriter({self._ram!r})"
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def begin_chunk(self, length: int | None = None, *, timeout_s: float | None) -> ChunkBuffer:
+        """A chunk's room in a slab; seal it with `seal_chunk` or give it back with `drop`.
+
+        Args:
+            length: What it will hold at most, in bytes; by default as much as a chunk can.
+            timeout_s: How long to wait for room; ``None`` for as long as it takes.
+
+        Raises:
+            CapacityError: There is none, and none came in time.
+        """
+        ((chunk,),) = self.begin_runs([[length or CHUNK_BYTES]], timeout_s=timeout_s)
+        return chunk
+
+    def begin_runs(self, runs: Sequence[Sequence[int]], *, timeout_s: float | None) -> list[list[ChunkBuffer]]:
+        """The same for runs of chunks that lie side by side in memory; all but a run's last are of whole pages: without gaps.
+
+        Args:
+            runs: Of each the lengths of its chunks, in bytes, each at most a chunk's.
+            timeout_s: See `begin_chunk`.
+        """
+        self._housekeeping.begin()
+        self.lending.settle()
+        self._fault("before chunk.take")
+        on_wait = None if timeout_s == 0 else self._nudge
+        found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=on_wait)
+        self._fault("after chunk.take")
+        return [
+            [ChunkBuffer(slot, slot.segment.view(slot), self._kind, self._fault) for slot in slots] for slots in found
+        ]
+
+    def seal_chunk(self, chunk: ChunkBuffer, *, state: SlotState = SlotState.SEALED, name: bytes = b"") -> Slot:
+        """Hash a chunk and make it readable for the host, under ``name`` or its digest. May run on any thread."""
+        self._housekeeping.begin()
+        envelope = chunk.envelope()
+        name = name or bytes((self._kind,)) + envelope.digest
+        self._fault("before chunk.seal")
+        slot = chunk.slot.segment.seal(
+            chunk.slot, name, envelope.encode(), length=chunk.filled, state=state, stamp_ns=self._stamp()
+        )
+        self._fault("after chunk.seal")
+        return slot
+
+    def ahead(self) -> Ahead:
+        """For the chunks of one file, which may be written to the nvme tier before its draft is sealed."""
+        return Ahead(self._write_ahead)
+
+    def _write_ahead(self, slots: Sequence[Slot], length: int) -> bool:
+        try:
+            self._ask_about("ahead", slots, {"length": length})
+        except (TierfsError, TimeoutError) as error:
+            if not self._ended.is_set():
+                self._counters.fall_back(
+                    "not_ahead", "chunks go to the nvme tier only when their files are complete: %s", error
+                )
+            return False
+        return True
+
+    def _ask_about(self, do: str, slots: Sequence[Slot], arguments: Mapping[str, Any]) -> None:
+        for at in range(0, len(slots), NAMES_MAX):
+            references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
+            self._handover.ask(do, {**arguments, "slots": references})
+
+    def drop(self, slot: Slot) -> None:
+        """Give a chunk's room back."""
+        slot.segment.give(slot)
+
+    def spill(self, holder: str, slots: Sequence[Slot], *, timeout_s: float | None) -> None:
+        """Have the flusher take chunks of an unfinished file down, in so many seconds, so that their room can be used again.
+
+        Raises:
+            TierfsError: It could not.
+        """
+        self._counters["spilled_bytes"] += sum(slot.length for slot in slots)
+        self._counters.say("spill", "the ram tier has no room for a whole file: it goes through it in waves")
+        self._fault("before spill")
+        self._ask_about("spill", slots, {"holder": holder, "timeout_s": timeout_s})
+        self._fault("after spill")
+
+    def unhold(self, holder: str) -> None:
+        """Say that a file whose chunks were spilled is given up. If that fails, they go when this process does."""
+        try:
+            self._flusher.request("unhold", {"holder": holder})
+        except TierfsError as error:
+            self._counters.fall_back(
+                "kept_holds", "chunks of a file that was given up stay until this process ends: %s", error
+            )
+
+    # -- drafts --------------------------------------------------------------------------------------------------------
+
+    def seal_draft(self, draft: Draft, *, timeout_s: float | None, check: Callable[[], None]) -> None:
+        """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
+
+        Args:
+            draft: What to seal.
+            timeout_s: How long to wait for room.
+            check: Raises if the path is not what the draft replaces any more. From then on until it is sealed, nobody else
+                of the host seals one of this path.
+
+        Raises:
+            CapacityError: There is no room for it, and none came in time.
+            StoreError: The path cannot be locked, or a process that was stopped keeps it locked; then it is transient.
+        """
+        self._housekeeping.begin()
+        room = len(draft.encode()) + STAMP_BYTES
+        self._fault("before draft.take")
+        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
+        self._fault("after draft.take")
+        with contextlib.ExitStack() as until_checked:
+            until_checked.callback(self.drop, slot)
+            if self._handover.is_needed():
+                # Before others can find the draft: if this process ended then, nobody would have its chunks.
+                self._tell()
+            with self._alone_at(draft.path):
+                check()
+                until_checked.pop_all()
+                stamp_ns = self._stamp()
+                data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
+                slot.segment.view(slot)[: len(data)] = data
+                self._fault("before draft.seal")
+                # Its path again, apart from its data, to be known if that is damaged.
+                where = draft.path.encode()
+                slot.segment.seal(
+                    slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
+                )
+                self._fault("after draft.seal")
+
+    @contextlib.contextmanager
+    def _alone_at(self, path: str) -> Iterator[None]:
+        """While nobody else of the host seals a change of this path."""
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._sealing.alone(path.encode(), timeout_s=SEAL_S))
+            except StoreError as error:
+                raise StoreError(
+                    f"{path}: another change of it is being sealed for {SEAL_S:g} s now, perhaps by a process that is stopped: "
+                    "this one was not made; let that process go on, or end it, and try again",
+                    transient=True,
+                    path=path,
+                    tier="ram",
+                ) from error
+            except OSError as error:
+                raise refused(error, Path(path), "cannot be sealed", tier="ram") from error
+            yield
+
+    def expect(self) -> None:
+        """Say that something is going to be sealed: a flusher is started meanwhile, where none runs."""
+        if not self._flusher.is_running():
+            self._tell_soon()
+
+    def announce(self, *, wait: bool = True) -> None:
+        """Tell the flusher that something was sealed; one is started where none runs.
+
+        What is sealed is safe by itself, so a flusher that cannot be reached is no error, but logged and counted.
+
+        Args:
+            wait: Whether to wait until it knows. That is waited for in any case if there is no flusher that knows the object
+                tier from us, so that one goes on whatever becomes of this process then; and where slabs have no file, which
+                are safe from this process's end only once the flusher has them.
+        """
+        if wait or not self._has_told or self._handover.is_needed() or not self._flusher.is_running():
+            self._tell()
+        else:
+            self._tell_soon()
+
+    def close(self) -> None:
+        """Let go of the file that sealing locks."""
+        self._sealing.close()
+
+    def _tell_soon(self) -> None:
+        with self._lock:
+            self._is_news = True
+            if self._is_telling:
+                return
+            self._is_telling = True
+        if start_daemon(self._tell_news, name="announce") is None:
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        while True:
+            with self._lock:
+                if not self._is_news or self._ended.is_set():
+                    self._is_telling = False
+                    return
+                self._is_news = False
+            self._tell()
+
+    def _tell(self) -> None:
+        self._fault("before announce")
+        try:
+            self._handover.ask("draft", {}, timeout_s=ANNOUNCE_S)
+            self._has_told = True
+        except (StoreError, TimeoutError) as error:
+            if not self._ended.is_set():
+                self._counters.fall_back(
+                    "unreachable_flusher", "nothing flushes what is pending until a flusher runs: %s", error
+                )
+        self._fault("after announce")
+
+    def _nudge(self) -> None:
+        self._counters.fall_back(
+            "waits_for_room",
+            "the ram tier has no room, writers wait: %s, of this store %s are not flushed yet, and the machine has %s of memory left",
+            self._ram.holders(),
+            format_bytes(self._ram.usage().dirty_bytes),
+            format_bytes(memory_available()),
+        )
+        self.announce()
+
+    def _stamp(self) -> int:
+        return int(self._clock.monotonic() * 1e9)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+        self._is_telling = self._has_told = False

@@ -1,0 +1,1 @@
+"""One module per kind of object tier, and what several of them share."""

@@ -1,0 +1,414 @@
+"""Object tier on any fsspec filesystem, for those that have no tier of their own here.
+
+fsspec has no conditional writes, so a store here is a single-writer one: conditions are checked before the write, under
+a lock of this process, which other processes do not see. What is written is looked at afterwards; what is read comes
+from one version as far as one look before the read can tell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import fsspec
+import fsspec.asyn
+
+from tierfs.buffers import buffers
+from tierfs.clock import Clock, SystemClock
+from tierfs.digest import Buffer
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+    TierfsError,
+)
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects._stripes import locked
+from tierfs.objects.backends._entries import Entry, is_directory
+from tierfs.objects.backends.block_stream import taking
+from tierfs.objects.backends.locations import plain
+from tierfs.objects.backends.spans import spans_of
+from tierfs.objects.checksums import verify_checksum
+from tierfs.objects.http_errors import cause_of, refused_options, translate_client_error, translated_client
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Range,
+    Update,
+    Use,
+    Version,
+)
+
+__all__ = ["FsspecObjects", "new_filesystem"]
+
+# Filesystems that are a flat set of keys: there are no directories to make, a put is seen whole or not at all, and
+# `find` is one listing. Everywhere else `find` passes over directories that it could not read, and `ls` does not.
+_FLAT = frozenset({"abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss", "s3", "s3a", "tos"})
+# Those whose `pipe_file(mode="create")` is known to reach the server as a condition.
+_EXCLUSIVE = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})
+_ON_THIS_HOST = frozenset({"file", "local", "memory"})
+# Those, besides the flat and the asynchronous ones, whose clients take requests of several threads at once. fsspec asks
+# for an instance per thread elsewhere: over SFTP, paramiko drops the answer that another thread waits for.
+_THREADED = frozenset({"dav", "file", "hdfs", "hf", "local", "webdav"})
+
+_AT = ("host", "port", "endpoint_url", "base_url", "account_name")  # options that say where a filesystem is
+
+_DELETES_AT_ONCE = 32
+_DIRECTORIES_REMEMBERED = 4096
+_NEW_TIME_WITHIN_S = 3.0  # the coarsest file times in use, those of FAT, count two seconds
+
+# By filesystem, since fsspec gives the same one to all that ask for it in one thread.
+_turns: weakref.WeakKeyDictionary[fsspec.AbstractFileSystem, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+class FsspecObjects:
+    """Objects as files of an fsspec filesystem. Single-writer.
+
+    ``list_after_write`` is promised, because every object store and network filesystem in use today keeps it; what the
+    filesystem remembers of its listings is dropped before each look. Where versions are made of time and size, by us or,
+    as the ETags of many WebDAV servers, by others, a put that would get the version of the object it replaces is written
+    again until it has another one. Where the client is not known to be safe with threads, requests wait for each other, and a lost
+    connection is made anew by the next.
+
+    Args:
+        fs: The filesystem, made without ``asynchronous=True``.
+        root: Path there, with or without the protocol.
+        clock: Where time comes from.
+
+    Raises:
+        InvalidInputError: The filesystem is asynchronous.
+
+    Attributes:
+        streams: See `ObjectTier`.
+    """
+
+    streams = False
+
+    def __init__(self, fs: fsspec.AbstractFileSystem, root: str, *, clock: Clock | None = None) -> None:
+        if getattr(fs, "asynchronous", False):
+            raise InvalidInputError(f"{type(fs).__name__} is asynchronous: make it without asynchronous=True")
+        self.fs = fs
+        self.root = str(fs._strip_protocol(root)).rstrip("/")
+        self._below = f"{self.root.strip('/')}/".lstrip("/")
+        self._clock: Clock = clock or SystemClock()
+        protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
+        self._flat = bool(protocols & _FLAT)
+        self._exclusive = bool(protocols & _EXCLUSIVE)
+        # Not of every asynchronous one: `DirFileSystem` is one around those that are not.
+        self._concurrent = self._flat and fs.async_impl
+        self._threaded = self._flat or fs.async_impl or bool(protocols & _THREADED)
+        self._turn: contextlib.AbstractContextManager[object] = (
+            contextlib.nullcontext() if self._threaded else _turns.setdefault(fs, threading.RLock())
+        )
+        self._lost = False
+        self._directories_made: set[str] = set()
+        self._capabilities = Capabilities(
+            conditional_create=False,
+            conditional_update=False,
+            list_after_write=True,
+            atomic_put=self._flat,
+            host_local=bool(protocols & _ON_THIS_HOST),
+        )
+
+    def __repr__(self) -> str:
+        return f"FsspecObjects({type(self.fs).__name__}, {self.root!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return self._capabilities
+
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`. Where on the network is known of filesystems that are made with it."""
+        protocol = self.fs.protocol if isinstance(self.fs.protocol, str) else self.fs.protocol[0]
+        at = [str(self.fs.storage_options[name]) for name in _AT if name in self.fs.storage_options]
+        return (
+            ":".join([protocol, *map(plain, at), self.root.rpartition("@")[2] if "://" in self.root else self.root]),
+        )
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        verify_checksum(checksum, data, key)
+        content = b"".join(data)  # clients take one bytes object and nothing else
+        path = self._path(key)
+        with locked(type(self.fs), [path]):
+            before = None if self._flat and mode == OVERWRITE else self._look(key)
+            if isinstance(mode, Create) and before is not None:
+                raise AlreadyExistsError(f"{key} exists", path=key)
+            if isinstance(mode, Update):
+                self._expect(key, before, mode.version)
+            if before is not None and before.stamp == "":
+                raise _indistinguishable(key)
+            try:
+                self._write(path, content, key, exclusive=isinstance(mode, Create) and self._exclusive)
+                return self._settle(path, content, key, before).info
+            except NotFoundError as error:
+                raise StoreError(f"{key}: the bucket or directory to write it to is not there", path=key) from error
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        info = self.head(key)
+        if version is not None and info.version != version:
+            raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+        spans = spans_of(ranges)
+        for span in spans:
+            if span.end > info.size:
+                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {span.end}: cut short", path=key)
+        if not spans:
+            return info
+        starts, ends = [span.start for span in spans], [span.end for span in spans]
+        with self._asking(key):
+            pieces = self.fs.cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
+        piece = None
+        try:
+            for span, piece in zip(spans, pieces, strict=True):
+                if isinstance(piece, BaseException):
+                    # fsspec's frame has the list with this error, which has the frame: it would keep what was lent.
+                    traceback.clear_frames(piece.__traceback__)
+                    raise translate_client_error(piece, key) from cause_of(piece)
+                if len(piece) != span.end - span.start:
+                    raise self._mismatch(info, f"a range of {span.end - span.start} bytes came with {len(piece)}")
+                span.take(span.start, piece)
+            return info
+        finally:
+            del piece, pieces  # as does this frame
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`. Most filesystems give all that is asked for at once."""
+        with buffers().lend(length) as whole:
+            info = self.get(key, [(0, whole)])
+            use(info, taking(whole))
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        # Looked at first: where the object changes in between, new content goes by the old version, and an update that
+        # builds on it is refused. The other way round it would overwrite what nobody had seen.
+        info = self.head(key)
+        if info.size > limit:
+            raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+        with self._asking(key):
+            # Without a range: an object that has grown would pass for a whole one, and some clients verify only then.
+            content = bytes(self.fs.cat_file(self._path(key)))
+        if len(content) != info.size:
+            raise self._mismatch(info, f"it has {info.size} bytes, and {len(content)} came")
+        return content, info
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        found = self._look(key)
+        if found is None:
+            raise NotFoundError(f"{key} is not there", path=key)
+        return found.info
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        waiting = [prefix]
+        while waiting:
+            at = waiting.pop()
+            for key, fields in self._entries(at, flat=self._flat and not delimiter):
+                if not is_directory(fields):
+                    yield Entry.of(key, fields).info
+                elif delimiter:
+                    yield Prefix(f"{key}/")
+                else:
+                    waiting.append(f"{key}/")
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        several = list(dict.fromkeys(keys))
+        step = _DELETES_AT_ONCE if self._concurrent else 1
+        for start in range(0, len(several), step):
+            some = several[start : start + step]
+            paths = [self._path(key) for key in some]
+            with locked(type(self.fs), paths):
+                for key, error in zip(some, self._remove(paths), strict=True):
+                    translation = error and translate_client_error(error, key)
+                    if translation is not None and not isinstance(translation, NotFoundError):
+                        raise translation from error and cause_of(error)
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        path = self._path(key)
+        with locked(type(self.fs), [path]):
+            found = self._look(key)
+            if found is None:
+                raise NotFoundError(f"{key} is not there", path=key)
+            self._expect(key, found, version)
+            with self._asking(key):
+                self.fs.rm_file(path)
+
+    def _path(self, key: str) -> str:
+        return f"{self.root}/{key}"
+
+    @contextlib.contextmanager
+    def _asking(self, key: str) -> Iterator[None]:
+        """A request, whose errors are ours; the one after a connection was lost makes another."""
+        with self._turn, translated_client(key):
+            if self._lost:
+                self.fs = type(self.fs)(*self.fs.storage_args, **self.fs.storage_options, skip_instance_cache=True)
+                self._lost = False
+            try:
+                with translated_client(key):
+                    yield
+            except StoreError as error:
+                self._lost = error.transient and not self._threaded
+                raise
+
+    def _look(self, key: str) -> Entry | None:
+        try:
+            with self._asking(key):
+                self.fs.invalidate_cache()
+                fields = self.fs.info(self._path(key))
+        except NotFoundError:
+            return None
+        return None if is_directory(fields) else Entry.of(key, fields)
+
+    def _expect(self, key: str, found: Entry | None, version: Version) -> None:
+        if found is None:
+            raise ConflictError(f"{key} is not there any more", path=key)
+        if found.info.version != version:
+            raise ConflictError(f"{key} is at version {found.info.version}, not at {version}", path=key)
+
+    def _write(self, path: str, content: bytes, key: str, *, exclusive: bool) -> None:
+        if not self._flat:
+            self._make_directory(path.rpartition("/")[0], key)
+        try:
+            with self._asking(key):
+                if exclusive:
+                    self.fs.pipe_file(path, content, mode="create")
+                else:
+                    self.fs.pipe_file(path, content)
+        except ConflictError as error:  # the server's refusal of a condition, and the only one sent is "create"
+            raise AlreadyExistsError(f"{key} exists", path=key) from error
+        except NotFoundError:
+            self._directories_made.clear()  # somebody removed one
+            raise
+
+    def _make_directory(self, directory: str, key: str) -> None:
+        if directory in self._directories_made:
+            return
+        with self._asking(key):
+            self.fs.makedirs(directory, exist_ok=True)
+        if len(self._directories_made) >= _DIRECTORIES_REMEMBERED:
+            self._directories_made.clear()
+        self._directories_made.add(directory)
+
+    def _settle(self, path: str, content: bytes, key: str, before: Entry | None) -> Entry:
+        """Check that what was written is there, under a version that is not the one before."""
+        deadline = self._clock.monotonic() + _NEW_TIME_WITHIN_S
+        pause_s = 0.001
+        while True:
+            after = self._look(key)
+            if after is None or after.info.size != len(content):
+                found = "nothing" if after is None else f"{after.info.size} bytes"
+                raise StoreError(
+                    f"{key}: {len(content)} bytes were written, and {found} stored", transient=True, path=key
+                )
+            if before is None or after.info.version != before.info.version or (self._flat and after.stamp is None):
+                return after
+            if self._clock.monotonic() >= deadline:
+                if after.stamp is None:
+                    return after  # a tag that time does not change is one of the content, which is the same
+                raise _indistinguishable(key)
+            self._clock.sleep(pause_s)
+            pause_s *= 2
+            self._write(path, content, key, exclusive=False)
+
+    def _remove(self, paths: Sequence[str]) -> Sequence[BaseException | None]:
+        """Remove files, at once where the filesystem can, and return the error of each."""
+        if not self._concurrent:
+            return [_error_of(self._remove_one, path) for path in paths]
+
+        async def remove() -> list[BaseException | None]:
+            results = await asyncio.gather(*(self.fs._rm_file(path) for path in paths), return_exceptions=True)
+            return [result if isinstance(result, BaseException) else None for result in results]
+
+        errors: list[BaseException | None] = fsspec.asyn.sync(self.fs.loop, remove)
+        return errors
+
+    def _remove_one(self, path: str) -> None:
+        with self._asking(path[len(self.root) + 1 :]):
+            self.fs.rm_file(path)
+
+    def _mismatch(self, info: ObjectInfo, what: str) -> TierfsError:
+        """Why fewer or more bytes came than were asked for."""
+        if self.head(info.key).version != info.version:
+            return StoreError(f"{info.key} changed while it was read: {what}", transient=True, path=info.key)
+        return CorruptionError(f"{info.key}: {what}: cut short", path=info.key)
+
+    def _entries(self, prefix: str, *, flat: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Key and description of everything directly below ``prefix``, or of every file below it."""
+        directory = self._path(prefix).rstrip("/") or "/"
+        try:
+            with self._asking(prefix or self.root):
+                self.fs.invalidate_cache()
+                if flat:
+                    entries = list(self.fs.find(directory, detail=True).values())
+                else:
+                    entries = self.fs.ls(directory, detail=True)
+        except NotFoundError:
+            return
+        for fields in entries:
+            path = str(fields["name"]).lstrip("/")
+            if not is_directory(fields) and path.endswith("/"):
+                continue  # a placeholder that some tools put where a directory would be
+            key = path.rstrip("/")[len(self._below) :]
+            if path.startswith(self._below) and key.startswith(prefix) and key != prefix:
+                yield key, fields
+
+
+def _indistinguishable(key: str) -> StoreError:
+    return StoreError(
+        f"{key}: the filesystem does not tell one content from the next, so readers would miss the change: keep the"
+        " store on another one",
+        path=key,
+    )
+
+
+def _error_of(action: Callable[[str], object], path: str) -> Exception | None:
+    try:
+        action(path)
+    except Exception as error:  # noqa: BLE001 - the caller translates it
+        return error
+    return None
+
+
+def new_filesystem(protocol: str, options: Mapping[str, object]) -> fsspec.AbstractFileSystem:
+    """A filesystem of fsspec's; some connect at once.
+
+    Raises:
+        InvalidInputError: There is none for the protocol, a package that it needs is missing, or it refuses an option.
+        StoreError, ReadOnlyError: It connects at once, and failed.
+    """
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        raise InvalidInputError(f"{protocol}:// needs a package that is missing: {error}") from error
+    except ValueError as error:
+        raise InvalidInputError(f"{protocol}:// is no protocol that fsspec knows") from error
+    chosen = dict(options)
+    if issubclass(kind, fsspec.asyn.AsyncFileSystem):
+        # A listing remembered hides objects of others even from requests that never asked for a listing. Kinds that do
+        # not remember listings may refuse the option, as SFTP does.
+        chosen["use_listings_cache"] = False
+    try:
+        return kind(**chosen)
+    except (TypeError, ValueError) as error:
+        raise refused_options(error, protocol) from cause_of(error)
+    except Exception as error:  # noqa: BLE001 - raised again, as ours; of those that connect at once, as SFTP does
+        raise translate_client_error(error, f"{protocol}://") from cause_of(error)

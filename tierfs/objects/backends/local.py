@@ -1,0 +1,378 @@
+"""Object tier in a directory of this host.
+
+A put writes a temporary file, flushes it, and puts it in its place with ``link`` (create) or ``rename`` under a lock
+(overwrite, update), then flushes the directories concerned; so an object is there whole or not at all, whatever
+crashes, and conditions hold between processes. Keys are file names. Temporary files and locks lie in ``.tierfs/tmp``.
+
+A version is made of time, inode and size. Where times are whole seconds, what replaces an object is given a later time
+than it, so no two contents have one version. What is deleted and made again within a second may have its version again
+there; nobody who goes by versions does that: a record is never deleted, but replaced by a tombstone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import os
+import secrets
+import stat
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from tierfs.buffers import block_buffers
+from tierfs.clock import boot_id
+from tierfs.digest import BLOCK_BYTES, Buffer
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.backends.block_stream import taking_from
+from tierfs.objects.checksums import verify_checksum
+from tierfs.objects.os_errors import translate_os_error, translated
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Range,
+    Update,
+    Use,
+    Version,
+)
+
+__all__ = ["DIRECTORY", "LocalObjects"]
+
+DIRECTORY = "directory:"
+"""What the name of a place begins with that is a directory's number, which another directory may have later."""
+
+_PRIVATE = ".tierfs"
+_TEMPORARY = f"{_PRIVATE}/tmp"  # noqa: S108 - below the root, not the system's
+_logger = logging.getLogger("tierfs.objects")
+_LOCKS = 64
+_IOV_MAX = 512
+SECOND_NS = 1_000_000_000
+STALE_TEMPORARY_S = 86400.0
+
+_CAPABILITIES = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("xxh3-128",),
+    host_local=True,
+)
+
+
+class LocalObjects:
+    """Objects as files below ``root``.
+
+    Args:
+        root: The directory; made by the first put where it is missing.
+
+    Attributes:
+        streams: See `ObjectTier`.
+    """
+
+    streams = True
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))
+        self._flushed: set[Path] = set()  # directories whose own entries this process has flushed
+
+    def __repr__(self) -> str:
+        return f"LocalObjects({str(self.root)!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return _CAPABILITIES
+
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`. A directory has a number as well, by which it is known where it is mounted twice, or moved."""
+        names = [f"file:{os.path.realpath(self.root)}"]
+        with contextlib.suppress(OSError):  # nothing was put there yet
+            status = self.root.stat()
+            # A device may have another's number after the next start.
+            names.append(f"{DIRECTORY}{boot_id()}:{status.st_dev}:{status.st_ino}")
+        return tuple(names)
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        verify_checksum(checksum, data, key)
+        try:
+            with translated(self._name(key)):
+                return self._put(key, data, mode)
+        except NotFoundError as error:
+            raise StoreError(
+                f"{self._name(key)}: a file is where a directory must be, or the other way round, or none can be made there",
+                path=key,
+            ) from error
+
+    def _put(self, key: str, data: Sequence[Buffer], mode: PutMode) -> ObjectInfo:
+        target = self._path(key)
+        if isinstance(mode, Create) and target.exists():
+            raise AlreadyExistsError(f"{key} exists", path=key)
+        # Described before it gets its name: afterwards somebody else's object may already stand there.
+        temporary, info = self._write_temporary(key, data)
+        try:
+            self._make_directory(target.parent)
+            if isinstance(mode, Create):
+                os.link(temporary, target)
+            else:
+                with self._lock(key):
+                    if isinstance(mode, Update):
+                        self._expect(key, mode.version)
+                    if not info.modified_ns % SECOND_NS:
+                        info = self._move_on(key, temporary, info)
+                    os.rename(temporary, target)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+        try:
+            _flush_directory(target.parent)
+        except OSError as error:
+            # It is there, but may be gone after a crash: whoever put it has to look or put it again.
+            raise StoreError(
+                f"{self._name(key)}: stored, but not flushed: {error}", transient=True, path=key
+            ) from error
+        return info
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        with self._reading(key) as (file, info):
+            if version is not None and info.version != version:
+                raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+            for offset, out in ranges:
+                _read_exactly(file.fileno(), offset, out, key)
+        return info
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`."""
+        with self._reading(key) as (file, info), block_buffers().lend(min(length, BLOCK_BYTES)) as memory:
+            if info.size < length:
+                raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
+            use(info, taking_from(file.readinto, length, memory, key))
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        name = self._name(key)
+        with translated(name), open(name, "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            if info.size > limit:
+                raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+            out = bytearray(info.size)
+            _read_exactly(file.fileno(), 0, memoryview(out), key)
+            return bytes(out), info
+
+    @contextlib.contextmanager
+    def _reading(self, key: str) -> Iterator[tuple[io.FileIO, ObjectInfo]]:
+        with translated(self._name(key)), open(self._path(key), "rb", buffering=0) as file:
+            info = _info(key, os.fstat(file.fileno()))
+            yield file, info
+            # Ours are never written in place; a file that somebody else wrote may be.
+            if _info(key, os.fstat(file.fileno())).version != info.version:
+                raise ConflictError(f"{self._name(key)} was changed while it was being read", path=key)
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        with translated(self._name(key)):
+            status = os.stat(self._path(key))
+            if not stat.S_ISREG(status.st_mode):
+                raise NotFoundError(f"{key} is not there", path=key)
+            return _info(key, status)
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        if prefix == f"{_TEMPORARY}/":
+            return
+        try:
+            with translated(self._name(prefix)):
+                entries = list(os.scandir(self._path(prefix) if prefix else self.root))
+        except NotFoundError:
+            return
+        for entry in entries:
+            key = prefix + entry.name
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    if key == _TEMPORARY:
+                        continue
+                    if delimiter:
+                        yield Prefix(f"{key}/")
+                    else:
+                        yield from self._list_below(key)
+                elif (info := self._file(key, entry)) is not None:
+                    yield info
+            except (FileNotFoundError, NotFoundError):
+                continue  # deleted since the directory was read
+
+    def _file(self, key: str, entry: os.DirEntry[str]) -> ObjectInfo | None:
+        """The object that an entry of a directory is; none where it is no file, or leads nowhere that may be looked into."""
+        try:
+            status = entry.stat()
+        except OSError as caught:
+            error = translate_os_error(caught, self._name(key))
+            if not isinstance(error, ReadOnlyError | StoreError):
+                raise error from caught
+            if key.partition("/")[0] == _PRIVATE or getattr(error, "transient", False):
+                raise error from caught
+            _logger.warning("%s is passed over: %s", self._name(key), error)  # somebody else's link
+            return None
+        return _info(key, status) if stat.S_ISREG(status.st_mode) else None
+
+    def _list_below(self, directory: str) -> Iterator[Listed]:
+        try:
+            yield from self.list(f"{directory}/")
+        except ReadOnlyError:
+            if directory.partition("/")[0] == _PRIVATE:
+                raise
+            # lost+found at the root of a disk, for example: not ours, and nothing of ours is in it.
+            _logger.warning("%s may not be looked into and is passed over", self._name(directory))
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        for key in keys:
+            with contextlib.suppress(NotFoundError), translated(self._name(key)), self._lock(key):
+                self._unlink(key)
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        with translated(self._name(key)):
+            self.head(key)
+            with self._lock(key):
+                self._expect(key, version)
+                self._unlink(key)
+
+    def _unlink(self, key: str) -> None:
+        path = self._path(key)
+        os.unlink(path)
+        _flush_directory(path.parent)
+
+    def _path(self, key: str) -> Path:
+        return self.root / key
+
+    def _name(self, key: str) -> str:
+        """How to name an object in an error."""
+        return f"{self.root}/{key}"
+
+    def _expect(self, key: str, version: Version) -> None:
+        try:
+            found = self.head(key).version
+        except NotFoundError:
+            raise ConflictError(f"{key} is not there any more", path=key) from None
+        if found != version:
+            raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+
+    def _make_directory(self, directory: Path) -> None:
+        """Make a directory and its parents so that they survive a crash."""
+        existed = directory.is_dir()
+        if existed and (directory == self.root or directory in self._flushed):
+            return
+        if not existed:
+            self._make_directory(directory.parent)
+            with contextlib.suppress(FileExistsError):
+                directory.mkdir()
+        # Also where another process made it: it may not have come to this yet.
+        _flush_directory(directory.parent)
+        self._flushed.add(directory)
+
+    def _write_temporary(self, key: str, data: Sequence[Buffer]) -> tuple[Path, ObjectInfo]:
+        directory = self.root / _TEMPORARY
+        self._make_directory(directory)
+        self._sweep(directory)
+        temporary = directory / f"put-{secrets.token_hex(16)}"
+        descriptor = os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                _write_all(descriptor, data)
+                # A version is told from the next by this time, so it is set with the clock's full resolution: the
+                # kernel's own stamps repeat within one tick.
+                now_ns = time.time_ns()
+                os.utime(descriptor, ns=(now_ns, now_ns))
+                os.fsync(descriptor)
+                info = _info(key, os.fstat(descriptor))
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        return temporary, info
+
+    def _move_on(self, key: str, temporary: Path, info: ObjectInfo) -> ObjectInfo:
+        """Give what is about to replace an object a later time, where that is not so by itself.
+
+        A filesystem of whole seconds (ext3, ext4 with inodes of 128 bytes) may use an inode number again at once, too.
+        """
+        try:
+            before_ns = self.head(key).modified_ns
+        except NotFoundError:
+            return info
+        if info.modified_ns > before_ns:
+            return info
+        with open(temporary, "rb", buffering=0) as file:
+            os.utime(file.fileno(), ns=(before_ns + SECOND_NS, before_ns + SECOND_NS))
+            os.fsync(file.fileno())
+            return _info(key, os.fstat(file.fileno()))
+
+    def _sweep(self, directory: Path) -> None:
+        """Delete what crashed puts left, about once in a thousand puts."""
+        if secrets.randbelow(1000):
+            return
+        oldest = time.time() - STALE_TEMPORARY_S
+        for entry in os.scandir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                if entry.name.startswith("put-") and entry.stat(follow_symlinks=False).st_mtime < oldest:
+                    os.unlink(entry.path)
+
+    @contextlib.contextmanager
+    def _lock(self, key: str) -> Iterator[None]:
+        """Exclude every other update and delete of ``key``, in this process or another."""
+        directory = self.root / _TEMPORARY
+        self._make_directory(directory)
+        path = directory / f"lock-{zlib.crc32(os.fsencode(key)) % _LOCKS:02x}"
+        descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    version = Version(f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}")
+    return ObjectInfo(key, status.st_size, version, status.st_mtime_ns)
+
+
+def _write_all(descriptor: int, data: Sequence[Buffer]) -> None:
+    pieces = [memoryview(piece).cast("B") for piece in data if len(piece)]
+    while pieces:
+        written = os.writev(descriptor, pieces[:_IOV_MAX])
+        while pieces and written >= len(pieces[0]):
+            written -= len(pieces.pop(0))
+        if written:
+            pieces[0] = pieces[0][written:]
+
+
+def _read_exactly(descriptor: int, offset: int, out: memoryview, key: str) -> None:
+    done = 0
+    while done < len(out):
+        count = os.preadv(descriptor, [out[done:]], offset + done)
+        if not count:
+            end = offset + len(out)
+            raise CorruptionError(f"{key} ends at byte {offset + done}, before byte {end}: cut short", path=key)
+        done += count
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,197 @@
+"""Object tier in this process's memory: the objects of fsspec's ``memory://``, with real conditions.
+
+What is put here shows in ``fsspec.filesystem("memory")`` and the other way round. One lock serves the whole process,
+so conditions hold between threads. Nothing survives the process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
+
+from tierfs.digest import Buffer
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, NotFoundError
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects.backends.block_stream import taking
+from tierfs.objects.checksums import verify_checksum
+from tierfs.objects.protocol import (
+    OVERWRITE,
+    Checksum,
+    Create,
+    Listed,
+    ObjectInfo,
+    Prefix,
+    PutMode,
+    Range,
+    Update,
+    Use,
+    Version,
+)
+
+__all__ = ["MemoryObjects"]
+
+_CAPABILITIES = Capabilities(
+    conditional_create=True,
+    conditional_update=True,
+    list_after_write=True,
+    atomic_put=True,
+    checksums=("xxh3-128",),
+    host_local=True,
+)
+_lock = threading.RLock()
+_written = 0
+
+
+def _renew_lock() -> None:
+    global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
+    _lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+class MemoryObjects:
+    """Objects below ``root`` in fsspec's memory filesystem.
+
+    Args:
+        root: Absolute path there, like ``/bucket/run``.
+
+    Attributes:
+        streams: See `ObjectTier`.
+    """
+
+    streams = False
+
+    def __init__(self, root: str) -> None:
+        self.root = "/" + root.strip("/")
+        self._base = "" if self.root == "/" else self.root
+
+    def __repr__(self) -> str:
+        return f"MemoryObjects({self.root!r})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return _CAPABILITIES
+
+    def places(self) -> tuple[str, ...]:
+        """See `ObjectTier.places`."""
+        return (f"memory:{self.root}",)
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        global _written  # noqa: PLW0603 - versions are unique in the process, as the objects are
+        verify_checksum(checksum, data, key)
+        content = b"".join(data)
+        with _lock:
+            if isinstance(mode, Create) and self._find(key) is not None:
+                raise AlreadyExistsError(f"{key} exists", path=key)
+            if isinstance(mode, Update):
+                self._expect(key, mode.version)
+            file = MemoryFile(fs=None, path=self._path(key), data=content)
+            _written += 1
+            file.tierfs_version = f"{_written:x}"
+            file.tierfs_modified_ns = time.time_ns()
+            MemoryFileSystem.store[self._path(key)] = file
+            return _info(key, file)
+
+    def get(self, key: str, ranges: Sequence[Range], *, version: Version | None = None) -> ObjectInfo:
+        """See `ObjectTier.get`."""
+        with _lock:
+            file = self._demand(key)
+            info = _info(key, file)
+            if version is not None and info.version != version:
+                raise ConflictError(f"{key} is at version {info.version}, not at {version}", path=key)
+            with file.getbuffer() as view:  # given back, or the file could not grow while an error is being handled
+                for offset, out in ranges:
+                    end = offset + len(out)
+                    if end > len(view):
+                        raise CorruptionError(f"{key} ends at byte {len(view)}, before byte {end}: cut short", path=key)
+                    out[:] = view[offset:end]
+            return info
+
+    def stream(self, key: str, length: int, use: Use) -> None:
+        """See `ObjectTier.stream`."""
+        content, info = self.read(key, sys.maxsize)  # shared with the file, not copied
+        if info.size < length:
+            raise CorruptionError(f"{key} ends at byte {info.size}, before byte {length}: cut short", path=key)
+        use(info, taking(memoryview(content)))
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        with _lock:
+            file = self._demand(key)
+            info = _info(key, file)
+            if info.size > limit:
+                raise CorruptionError(f"{key} has {info.size} bytes, over the limit of {limit}", path=key)
+            return file.getvalue(), info
+
+    def head(self, key: str) -> ObjectInfo:
+        """See `ObjectTier.head`."""
+        with _lock:
+            return _info(key, self._demand(key))
+
+    def list(self, prefix: str, *, delimiter: bool = False) -> Iterator[Listed]:
+        """See `ObjectTier.list`."""
+        start = f"{self._base}/{prefix}"
+        found: list[Listed] = []
+        folded: set[str] = set()
+        with _lock:
+            for path, file in list(MemoryFileSystem.store.items()):
+                if not path.startswith(start):
+                    continue
+                rest = path[len(start) :]
+                if delimiter and "/" in rest:
+                    folded.add(prefix + rest[: rest.index("/") + 1])
+                else:
+                    found.append(_info(prefix + rest, file))
+        found.extend(Prefix(key) for key in folded)
+        return iter(found)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """See `ObjectTier.delete`."""
+        with _lock:
+            for key in keys:
+                MemoryFileSystem.store.pop(self._path(key), None)
+
+    def delete_version(self, key: str, version: Version) -> None:
+        """See `ObjectTier.delete_version`."""
+        with _lock:
+            self._demand(key)
+            self._expect(key, version)
+            del MemoryFileSystem.store[self._path(key)]
+
+    def _path(self, key: str) -> str:
+        return f"{self._base}/{key}"
+
+    def _find(self, key: str) -> MemoryFile | None:
+        return MemoryFileSystem.store.get(self._path(key))
+
+    def _demand(self, key: str) -> MemoryFile:
+        file = self._find(key)
+        if file is None:
+            raise NotFoundError(f"{key} is not there", path=key)
+        return file
+
+    def _expect(self, key: str, version: Version) -> None:
+        file = self._find(key)
+        if file is None:
+            raise ConflictError(f"{key} is not there any more", path=key)
+        found = _info(key, file).version
+        if found != version:
+            raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+
+
+def _info(key: str, file: MemoryFile) -> ObjectInfo:
+    modified_ns = getattr(file, "tierfs_modified_ns", None)
+    if modified_ns is None:  # written by somebody else
+        modified_ns = int(file.modified.timestamp() * 1e9)
+    size = file.getbuffer().nbytes
+    return ObjectInfo(key, size, Version(getattr(file, "tierfs_version", f"{modified_ns:x}-{size:x}")), modified_ns)

@@ -1,0 +1,315 @@
+"""Object tier on S3 and what speaks its protocol, through s3fs: its options, its credentials, its connections.
+
+s3fs is used for making the client, and not for its verbs: those retry by themselves, remember listings, and cannot send
+a condition on a version. Every object is one request (chunks have at most 16 MiB), so no upload in parts is ever begun
+that would have to be cleaned up.
+
+Requests are made by botocore itself, on the threads that want them. Its asynchronous sibling, which s3fs uses, copies
+every body twice more on the loop's thread and sends it in small pieces: measured, it takes twice the processor time for
+half the throughput (docs/decisions/0018-s3-by-botocore.md).
+
+API: https://docs.aws.amazon.com/AmazonS3/latest/API/ (PutObject, GetObject, ListObjectsV2, DeleteObjects).
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import copy
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from functools import partial
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from tierfs.errors import ConflictError, InvalidInputError, StoreError
+from tierfs.gc_pause import Uncollected
+from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
+from tierfs.objects.backends.direct import Direct
+from tierfs.objects.backends.whole_heads import refuse_broken_heads
+from tierfs.objects.http_errors import cause_of, refused_options
+from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
+
+if TYPE_CHECKING:
+    import s3fs
+    from botocore.exceptions import ClientError
+    from botocore.response import StreamingBody
+
+__all__ = ["connect_s3", "open_s3"]
+
+# In the order in which they are preferred: by speed, and then by how much they tell.
+_CHECKSUMS = {
+    "crc64nvme": "ChecksumCRC64NVME",
+    "xxh3-128": "ChecksumXXHASH128",
+    "crc32c": "ChecksumCRC32C",
+    "sha256": "ChecksumSHA256",
+    "md5": "ContentMD5",
+}
+_AMAZON = re.compile(r"amazonaws\.com(\.cn)?")
+_NO_BATCH = frozenset({"NotImplemented", "MethodNotAllowed", "MissingContentMD5", "501", "405"})
+_PIECE_BYTES = 1 << 20
+_CONFIG: Mapping[str, object] = {
+    # Retries are ours, where they are counted and slow the others down; botocore's stay out of sight.
+    "retries": {"total_max_attempts": 1, "mode": "standard"},
+    "max_pool_connections": 64,
+    # A checksum is given with every put that needs one, and every byte read is hashed by who reads it.
+    "request_checksum_calculation": "when_required",
+    "response_checksum_validation": "when_required",
+}
+# The checksum in the signed headers covers the payload; hashing it once more would halve the speed.
+_S3_CONFIG: Mapping[str, object] = {"payload_signing_enabled": False}
+
+
+class S3Session:
+    """A connection pool with its credentials, for all threads."""
+
+    def __init__(self, fs: s3fs.S3FileSystem, client: Any) -> None:
+        self._fs = fs
+        self._client = client
+
+    def call(self, method: str, **arguments: object) -> dict[str, Any]:
+        """Send one request, with what the user wants sent with each (encryption, who pays)."""
+        send = getattr(self._client, method)
+        answer: dict[str, Any] = send(**self._fs._get_s3_method_kwargs(send, **arguments))
+        return answer
+
+    @property
+    def endpoint(self) -> str:
+        """Where requests go. All of Amazon's are one place: a bucket's name is nobody else's there."""
+        url = str(self._client.meta.endpoint_url)
+        amazon = _AMAZON.search(url)
+        return url if amazon is None else amazon[0]
+
+    def close(self) -> None:
+        """See `tierfs.objects.backends.direct.Session`."""
+        self._client.close()
+
+
+def connect_s3(options: Mapping[str, object]) -> S3Session:
+    """Make a session from the options of `s3fs.S3FileSystem`.
+
+    Raises:
+        InvalidInputError: It refuses one of them.
+    """
+    import botocore.session  # noqa: PLC0415 - an extra, and slow to import
+    import s3fs  # noqa: PLC0415
+    from botocore import UNSIGNED  # noqa: PLC0415
+    from botocore.config import Config  # noqa: PLC0415
+    from botocore.exceptions import NoCredentialsError  # noqa: PLC0415
+    from s3fs.core import ParamKwargsHelper  # noqa: PLC0415
+
+    given = dict(options)
+    if given.pop("session", None) is not None:
+        raise InvalidInputError(
+            "s3:// cannot use the session that it was given, which is for an event loop: name its profile or its keys instead"
+        )
+    given_config: Any = copy.deepcopy(given.pop("config_kwargs", None) or {})  # botocore rewrites it
+    config: dict[str, Any] = {**_CONFIG, **given_config}
+    config["s3"] = {**_S3_CONFIG, **(config.get("s3") or {})}
+    try:
+        fs = s3fs.S3FileSystem(
+            **given, config_kwargs=config, asynchronous=True, skip_instance_cache=True, use_listings_cache=False
+        )
+        # As `S3FileSystem.set_session` does, which makes a client for event loops.
+        keys = (
+            {}
+            if fs.anon
+            else {
+                "aws_access_key_id": fs.key,
+                "aws_secret_access_key": fs.secret,
+                "aws_session_token": fs.token,
+            }
+        )
+        config = fs._prepare_config_kwargs() | ({"signature_version": UNSIGNED} if fs.anon else {})
+        session = botocore.session.Session(**fs.kwargs)
+        is_signed = config.get("signature_version") is not UNSIGNED
+        if is_signed and not (fs.key or fs.client_kwargs.get("aws_access_key_id") or session.get_credentials()):
+            # A client made now would never look for them again, and they may only be late.
+            raise NoCredentialsError
+        with Uncollected():  # botocore reads its description of S3: tens of thousands of objects that all stay
+            client = session.create_client(
+                "s3",
+                config=Config(**config),
+                **{"endpoint_url": fs.endpoint_url, "use_ssl": fs.use_ssl, **keys, **fs.client_kwargs},
+            )
+    except (TypeError, ValueError, KeyError) as error:
+        raise refused_options(error, "s3") from cause_of(error)
+    refuse_broken_heads(client)
+    fs._kwargs_helper = ParamKwargsHelper(client)
+    return S3Session(fs, client)
+
+
+def open_s3(sessions: Direct[S3Session], path: str) -> CloudObjects:
+    """The object tier at ``bucket/prefix``."""
+    return open_cloud(sessions, _S3Client, path, scheme="s3", checksums=_CHECKSUMS)
+
+
+class _S3Client:
+    """See `CloudClient`. The version of an object is its ETag: of S3 a function of the content, so of equal contents equal."""
+
+    deletes_max = 1000
+
+    def __init__(self, session: S3Session, *, bucket: str, base: str) -> None:
+        self._session = session
+        self._bucket = bucket
+        self._base = base
+
+    def _call(self, method: str, key: str, **arguments: object) -> dict[str, Any]:
+        return self._session.call(method, Bucket=self._bucket, Key=self._base + key, **arguments)
+
+    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+        arguments: dict[str, object] = {"Body": _Body(body) if body else b""}
+        if isinstance(mode, Create):
+            arguments["IfNoneMatch"] = "*"
+        elif isinstance(mode, Update):
+            arguments["IfMatch"] = f'"{mode.version}"'
+        if checksum is not None:
+            arguments[_CHECKSUMS[checksum.algorithm]] = base64.b64encode(checksum.value).decode()
+        answer = self._call("put_object", key, **arguments)
+        date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
+        return ObjectInfo(
+            key, sum(map(len, body)), _version(answer), _nanoseconds(date and parsedate_to_datetime(date))
+        )
+
+    @contextlib.asynccontextmanager
+    async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
+        arguments: dict[str, object] = {}
+        if end is not None:
+            arguments["Range"] = f"bytes={start}-{end - 1}"
+        if version is not None:
+            arguments["IfMatch"] = f'"{version}"'
+        answer = self._call("get_object", key, **arguments)
+        with answer["Body"] as body:
+            is_part = answer["ResponseMetadata"].get("HTTPStatusCode") == HTTPStatus.PARTIAL_CONTENT
+            span = answer["ContentRange"] if is_part else f"bytes 0-/{answer['ContentLength']}"
+            sent, _, size = str(span).partition("/")
+            begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
+            # It is urllib3's own: from a release without it, bytes are copied once more, which is slower and as right.
+            read_into = partial(_read_into if hasattr(body, "_error_catcher") else _copy_into, body)
+            yield Content(_info(key, int(size), answer), begins, _pieces(body), read_into)
+            if is_part:
+                read_into(memoryview(bytearray(1)))  # the end of what came in chunks lies behind its last byte
+
+    async def head(self, key: str) -> ObjectInfo:
+        answer = self._call("head_object", key)
+        return _info(key, int(answer["ContentLength"]), answer)
+
+    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+        arguments: dict[str, object] = {"Delimiter": "/"} if delimiter else {}
+        if after is not None:
+            arguments["ContinuationToken"] = after
+        answer = self._session.call("list_objects_v2", Bucket=self._bucket, Prefix=self._base + prefix, **arguments)
+        skip = len(self._base)
+        listed: list[Listed] = [
+            _info(each["Key"][skip:], int(each["Size"]), each)
+            for each in answer.get("Contents", [])
+            if not each["Key"].endswith("/")  # a placeholder that some tools put where a directory would be
+        ]
+        listed += [Prefix(each["Prefix"][skip:]) for each in answer.get("CommonPrefixes", [])]
+        # Looked up, not asked for: of an answer without a body botocore makes a listing of nothing.
+        return listed, answer["NextContinuationToken"] if answer["IsTruncated"] else None
+
+    async def delete(self, keys: Sequence[str]) -> None:
+        from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
+
+        objects = [{"Key": self._base + key} for key in keys]
+        try:
+            answer = self._session.call("delete_objects", Bucket=self._bucket, Delete={"Objects": objects})
+        except ClientError as error:
+            if not _is_no_batch(error):
+                raise
+            for key in keys:
+                self._delete_one(key)
+            return
+        for failed in answer.get("Errors", []):
+            if failed.get("Code") != "NoSuchKey":
+                raise ClientError({"Error": failed}, "DeleteObjects")
+        # Asked to be quiet, a server would say of what it deleted as much as an answer that lost its body: nothing.
+        if not answer.get("Deleted") and not answer.get("Errors"):
+            raise StoreError("an answer to a deletion says nothing of what is deleted", transient=True, tier="object")
+
+    def _delete_one(self, key: str) -> None:
+        from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
+
+        try:
+            self._call("delete_object", key)
+        except ClientError as error:
+            if error.response.get("Error", {}).get("Code") not in {"NoSuchKey", "404"}:
+                raise
+
+    async def delete_version(self, key: str, version: Version) -> None:
+        # Looked at first, because not every server heeds the condition on a deletion.
+        found = await self.head(key)
+        if found.version != version:
+            raise ConflictError(f"{key} is at version {found.version}, not at {version}", path=key)
+        self._call("delete_object", key, IfMatch=f'"{version}"')
+
+
+class _Body:
+    """Pieces as what botocore takes for a file: they are sent from where they lie.
+
+    What is read at once is sent at once, within the timeout of one connection: so no more than is asked for.
+    """
+
+    def __init__(self, pieces: Sequence[memoryview]) -> None:
+        self._pieces = pieces
+        self._next = self._at = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._pieces))
+
+    def read(self, size: int) -> memoryview | bytes:
+        if self._next == len(self._pieces):
+            return b""
+        piece = self._pieces[self._next]
+        read = piece[self._at : self._at + size]
+        self._at += len(read)
+        if self._at == len(piece):
+            self._next, self._at = self._next + 1, 0
+        return read
+
+    def tell(self) -> int:
+        return 0
+
+    def seek(self, to: int, _: int = 0) -> None:
+        """Back to the beginning, to be sent again where the bucket is in another region."""
+        assert to == 0
+        self._next = self._at = 0
+
+
+def _is_no_batch(error: ClientError) -> bool:
+    """Whether a server does not take many keys in one deletion, or not with the digest that botocore sends by now."""
+    said = error.response.get("Error", {})
+    return said.get("Code") in _NO_BATCH or "content-md5" in str(said.get("Message")).lower()
+
+
+def _read_into(body: Any, out: memoryview) -> int:
+    """What `urllib3.HTTPResponse.readinto` promises, which fills memory of its own, and copies that holding the GIL."""
+    with body._error_catcher():
+        count: int = body._fp.readinto(out)
+    return count
+
+
+def _copy_into(body: Any, out: memoryview) -> int:
+    piece = body.read(len(out))
+    out[: len(piece)] = piece
+    return len(piece)
+
+
+async def _pieces(body: StreamingBody) -> AsyncIterator[bytes]:
+    while piece := body.read(_PIECE_BYTES):
+        yield piece
+
+
+def _info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
+    return ObjectInfo(key, size, _version(answer), _nanoseconds(answer.get("LastModified")))
+
+
+def _version(answer: Mapping[str, Any]) -> Version:
+    return Version(str(answer["ETag"]).strip('"'))
+
+
+def _nanoseconds(time: datetime | None) -> int:
+    return int(time.timestamp() * 1_000_000_000) if time else 0

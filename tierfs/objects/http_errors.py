@@ -1,0 +1,334 @@
+"""The errors of network clients as ours, told by what they carry: no client is imported for it.
+
+A client's error is judged with its causes, since fsspec filesystems put one of Python's errors around the client's own:
+first by what the answer says (an absent bucket must not read as an absent key), then by Python's precise classes, then
+the HTTP status of the answer, then signs of a lost connection. No message repeats what may hold a credential.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tierfs.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+    TierfsError,
+)
+from tierfs.gc_pause import untied
+from tierfs.objects._answers import (
+    BY_CLASS,
+    BY_CODE,
+    BY_TEXT,
+    DENIED,
+    NO_BUCKET_GCS,
+    NOT_ACCEPTED,
+    THROTTLED,
+    Meaning,
+)
+from tierfs.objects.os_errors import translate_os_error
+
+__all__ = ["cause_of", "refused_options", "translate_client_error", "translated_client"]
+
+_CAUSES_MAX = 8
+_PRECISE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
+
+_SOMETHING_ELSE = "is endpoint_url right, or does a proxy or a login page answer?"
+_REASON_CHARS_MAX = 300
+_SEARCHED_CHARS_MAX = 4096
+_RETRY_AFTER_S_MAX = 3600.0
+# What gcsfs says of a 404 to a request that names a bucket and no object: a listing, or an upload.
+_GCS_BUCKET = re.compile(r"^(?:https?://\S+/)?b/([^/]{3,})/o$")
+_REGION = re.compile(r"\b[a-z]{2,}(?:-[a-z]+)+-\d+\b")
+_REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", re.IGNORECASE)
+_SECRETS = (
+    (re.compile(r"(header value:?)\s.*", re.IGNORECASE), r"\1 ..."),
+    # From the beginning of a word alone: from each of its letters, a long one would be gone through as often as it has some.
+    (
+        re.compile(
+            r"(?:(?<=://)(?:[^/\s'\"]+|[^/\s@:'\"]*:(?!\d+/)[^\s'\"]+)|(?<![^/\s@'\"])[^/\s@:'\"]*:[^/\s@'\"]+)@"
+        ),
+        "",
+    ),
+    (re.compile(r"(://[^\s?'\"<>]*)\?[^\s'\"<>)]*"), r"\1"),
+    (
+        re.compile(r"\b(AccountKey|SharedAccessSignature|sig|access_token|Authorization)\b\s*[=:].*", re.IGNORECASE),
+        r"\1=...",
+    ),
+)
+
+# Base classes, by name, that clients raise when a connection could not be made, broke, or went silent.
+_LOST_CONNECTION = frozenset({
+    # aiohttp
+    "ClientConnectionError",
+    "ClientPayloadError",
+    "HttpProcessingError",
+    "ServerTimeoutError",
+    # botocore
+    "ChecksumError",
+    "ConnectTimeoutError",
+    "ConnectionClosedError",
+    "EndpointConnectionError",
+    "FlexibleChecksumError",
+    "HTTPClientError",
+    "IncompleteReadError",
+    "ReadTimeoutError",
+    # azure.core
+    "DecodeError",
+    "ServiceRequestError",
+    "ServiceResponseError",
+    # google.auth, requests, http.client, paramiko
+    "ChunkedEncodingError",
+    "ConnectionError",
+    "EOFError",
+    "IncompleteRead",
+    "NoValidConnectionsError",
+    "RemoteDisconnected",
+    "SSHException",
+    "Timeout",
+    "TransportError",
+    # urllib3, while an answer is read
+    "SSLError",
+})  # fmt: skip
+
+
+@contextlib.contextmanager
+def translated_client(key: str, *, bucket: str = "") -> Iterator[None]:
+    """Turn whatever a client raises into ours, with the key and what to do next."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - raised again, as ours
+        translation = translate_client_error(error, key, bucket=bucket)
+        try:
+            if translation is error:
+                raise
+            raise translation from cause_of(untied(error))
+        finally:
+            del translation  # it holds this frame, which would hold it, and all that was lent, until collected
+
+
+def refused_options(error: Exception, protocol: str) -> InvalidInputError:
+    """Our error for one that a client raised when it was made."""
+    return InvalidInputError(f"{protocol}:// refuses its options: {_reason(error)}")
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """What to raise ours from, where a traceback may show it: nothing where it says what may be a credential.
+
+    Nor where it says more than is searched for one.
+    """
+    texts = [_line(str(cause)) for cause in _with_causes(error)]
+    return error if all(_without_secrets(text) == text for text in texts) else None
+
+
+def translate_client_error(error: BaseException, key: str, *, bucket: str = "") -> TierfsError:
+    """Our error for one that a client raised.
+
+    Args:
+        error: The client's.
+        key: What was asked for.
+        bucket: Where, for answers that do not name it.
+    """
+    if isinstance(error, TierfsError):
+        return error
+    reason = _reason(error)
+    if isinstance(error, NotImplementedError):
+        return ReadOnlyError(f"{key}: this filesystem cannot do that: {reason}", path=key)
+    causes = list(_with_causes(error))
+    if any(isinstance(cause, RecursionError) for cause in causes):
+        # What botocore makes of a redirection that names no region.
+        return StoreError(
+            f"{key}: the endpoint redirects to itself or to a page: {_SOMETHING_ELSE} ({reason})", path=key
+        )
+    statuses = [status for cause in causes if (status := _http_status(cause)) is not None]
+    retry_after_s = next((wait_s for cause in causes if (wait_s := _retry_after_s(cause)) is not None), None)
+    telling = next(_meanings(causes), None)
+    if telling is not None:
+        cause, meaning, said = telling
+        return meaning.error(
+            key,
+            _reason(cause) if meaning is DENIED else said,
+            bucket=bucket or str(_answer(cause).get("BucketName") or ""),
+            region=_region(cause),
+            retry_after_s=retry_after_s,
+        )
+    if isinstance(error, FileNotFoundError) and (without := _GCS_BUCKET.search(str(error))):
+        return NO_BUCKET_GCS.error(key, "HTTP status 404", bucket=without[1])
+    if isinstance(error, PermissionError) and statuses:
+        return DENIED.error(key, f"{reason}, HTTP status {statuses[0]}")
+    # What s3fs makes of a 412 or 500 is an OSError like any other; the answer in its cause is more precise.
+    if isinstance(error, _PRECISE) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
+        return translate_os_error(error, key, reason)
+    if statuses:
+        return _translate_status(statuses[0], reason, key, retry_after_s)
+    if any(_is_lost_connection(cause) for cause in causes):
+        return StoreError(f"{key}: {reason}", transient=True, path=key)
+    if isinstance(error, OSError):
+        return translate_os_error(error, key, reason)
+    if isinstance(error, KeyError):
+        # What HTTP clients make of an answer that broke off within its head, or comes from something else.
+        return StoreError(
+            f"{key}: the answer is not whole: it has no {reason}; if it never has, {_SOMETHING_ELSE}",
+            transient=True,
+            path=key,
+        )
+    return StoreError(f"{key}: {type(error).__name__}: {reason}", path=key)
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what led to it, as far back as this request: one of ours is of a request before it."""
+    cause: BaseException | None = error
+    for _ in range(_CAUSES_MAX):
+        if cause is None or isinstance(cause, TierfsError):
+            return
+        yield cause
+        cause = cause.__cause__ or cause.__context__
+
+
+def _reason(error: BaseException) -> str:
+    """What an error says, as one line without anything that may hold a credential."""
+    message = getattr(error, "message", None)  # azure.core's text repeats the whole answer
+    text = getattr(error, "strerror", None) or (message if isinstance(message, str) and message else str(error))
+    text = _without_secrets(_line(text)) or type(error).__name__
+    return text if len(text) <= _REASON_CHARS_MAX else f"{text[:_REASON_CHARS_MAX]}..."
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _without_secrets(line: str) -> str:
+    """The beginning of a line, as much of it as is searched, without anything that may be a credential."""
+    if len(line) > _SEARCHED_CHARS_MAX:
+        line = line[:_SEARCHED_CHARS_MAX].rpartition(" ")[0]  # a part of a word may be one of a credential
+    for pattern, replacement in _SECRETS:
+        line = pattern.sub(replacement, line)
+    return line
+
+
+def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, Meaning, str]]:
+    """What an error and its causes mean by themselves, the most telling first: whose meaning, and their word for it."""
+    for cause in causes:
+        code = _code(cause)
+        if code in BY_CODE:
+            yield cause, BY_CODE[code], code
+    for cause in causes:
+        if not isinstance(cause, _PRECISE):  # those may name a key, and a key may say anything
+            for pattern, meaning in BY_TEXT:
+                if found := pattern.search(str(cause)):
+                    yield cause, meaning, _code(cause) or found[0]
+    for cause in causes:
+        for base in type(cause).__mro__:
+            if base.__name__ in BY_CLASS:
+                yield cause, BY_CLASS[base.__name__], _code(cause) or type(cause).__name__
+
+
+def _answer(error: BaseException) -> Mapping[str, Any]:
+    """The endpoint's description of the error, where botocore or gcsfs keep it."""
+    response = getattr(error, "response", None)
+    answer = response.get("Error") if isinstance(response, dict) else getattr(error, "_error_response", None)
+    return answer if isinstance(answer, dict) else {}
+
+
+def _code(error: BaseException) -> str:
+    """The code that botocore, azure.storage or gcsfs keep with their error; empty where there is none."""
+    code = getattr(error, "error_code", None)
+    if code is not None:
+        return str(getattr(code, "value", code))
+    answer = _answer(error)
+    details = answer.get("errors")
+    if isinstance(details, list) and details and isinstance(details[0], dict):
+        return str(details[0].get("reason") or "")
+    # azure.storage reads it from the header itself, but not where an answer is streamed.
+    return str(answer.get("Code") or _headers(error).get("x-ms-error-code") or "")
+
+
+def _headers(error: BaseException) -> Mapping[str, Any]:
+    """Those of the answer, where botocore, azure.core or aiohttp keep them."""
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        metadata = response.get("ResponseMetadata")
+        headers = metadata.get("HTTPHeaders") if isinstance(metadata, dict) else None
+    else:
+        headers = getattr(response, "headers", None) or getattr(error, "headers", None)
+    return {str(name).lower(): value for name, value in headers.items()} if isinstance(headers, Mapping) else {}
+
+
+def _retry_after_s(error: BaseException) -> float | None:
+    text = str(_headers(error).get("retry-after") or "")
+    return min(float(text), _RETRY_AFTER_S_MAX) if text.isdecimal() else None  # else it is a date of a clock not ours
+
+
+def _region(error: BaseException) -> str:
+    """The region that the answer tells; empty where it does not."""
+    said = _REGION_SAID.search(str(error))
+    candidates = [_headers(error).get("x-amz-bucket-region"), _answer(error).get("Region")]
+    candidates += [said[1] or said[2]] if said else []
+    return next((str(region) for region in candidates if region and _REGION.fullmatch(str(region))), "")
+
+
+def _http_status(error: BaseException) -> int | None:
+    """The status that aiohttp, azure.core, gcsfs or botocore keeps with its error."""
+    if any(_is_http_processing_error(each) for each in (error, error.__cause__)):
+        return None  # aiohttp's own 400 for an answer that broke off, or is none of HTTP
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):
+        metadata = response.get("ResponseMetadata")
+        candidates = [metadata.get("HTTPStatusCode") if isinstance(metadata, dict) else None]
+    else:
+        candidates = [getattr(error, name, None) for name in ("status", "status_code", "code")]
+    for candidate in candidates:
+        text = str(candidate)
+        if text.isdecimal() and 400 <= int(text) < 600:  # noqa: PLR2004 - the statuses that tell of errors
+            return int(text)
+    return None
+
+
+def _is_http_processing_error(error: BaseException | None) -> bool:
+    return any(base.__name__ == "HttpProcessingError" for base in type(error).__mro__)
+
+
+def _translate_status(status: int, reason: str, key: str, retry_after_s: float | None) -> TierfsError:
+    message = f"{key}: {reason} (HTTP status {status})"
+    match status:
+        case 401:
+            return NOT_ACCEPTED.error(key, "HTTP status 401")
+        case 403:
+            return DENIED.error(key, f"{reason}, HTTP status 403")
+        case 405:
+            return ReadOnlyError(f"{message}: check the credentials and their rights", refused=True, path=key)
+        case 404 | 410:
+            return NotFoundError(f"{key} is not there", path=key)
+        case 412:
+            return ConflictError(message, path=key)
+        case 416:
+            return CorruptionError(f"{message}: the object is cut short", path=key)
+        case 507:
+            return CapacityError(message, path=key)
+        case 408 | 409 | 425:  # a 409 is a write that met another one under way
+            return StoreError(message, transient=True, retry_after_s=retry_after_s, path=key)
+        case 429 | 503:
+            return THROTTLED.error(key, f"{reason}, HTTP status {status}", retry_after_s=retry_after_s)
+        case 501 | 505:
+            return StoreError(message, path=key)
+        case _:
+            transient = status >= 500  # noqa: PLR2004 - the server's own fault
+            return StoreError(message, transient=transient, retry_after_s=retry_after_s, path=key)
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    # Two classes of timeouts until Python 3.11.
+    if isinstance(error, TimeoutError | asyncio.TimeoutError | ConnectionError):
+        return True
+    if type(error) is OSError and error.errno is None and str(error) == "Socket is closed":  # paramiko's
+        return True
+    return any(base.__name__ in _LOST_CONNECTION for base in type(error).__mro__)

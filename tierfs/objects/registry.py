@@ -1,0 +1,111 @@
+"""From the name of a protocol to an object tier, with its limits, retries and counters around it.
+
+Each kind of tier is imported when one is opened: fsspec and asyncio take 7 MiB, which a flusher of a local directory goes without.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tierfs.errors import InvalidInputError
+from tierfs.objects.backends.local import LocalObjects
+from tierfs.objects.protocol import ObjectTier
+from tierfs.objects.wrappers.metrics import MeasuredObjects
+from tierfs.objects.wrappers.retry import ATTEMPTS, RetryingObjects
+from tierfs.objects.wrappers.throttle import LimitedObjects
+
+if TYPE_CHECKING:
+    from tierfs.objects.backends.cloud import CloudObjects, Sessions
+    from tierfs.objects.backends.direct import Direct
+    from tierfs.objects.backends.lanes import Lanes
+
+__all__ = ["OPTIONS", "connect"]
+
+OPTIONS = ("verify_writes",)
+"""Options of the object tier that are ours, not its filesystem's: see `tierfs.objects.wrappers.verify`."""
+
+
+class _Cloud(NamedTuple):
+    """A cloud: the package it needs, what pip calls it here, and how it is connected to and opened."""
+
+    package: str
+    extra: str
+    sessions: type[Lanes[Any] | Direct[Any]]
+    connect: Callable[[Mapping[str, object]], Any]
+    open: Callable[[Any, str], CloudObjects]
+
+
+def _s3() -> _Cloud:
+    from tierfs.objects.backends.direct import Direct  # noqa: PLC0415 - see the module's description; as below
+    from tierfs.objects.backends.s3 import connect_s3, open_s3  # noqa: PLC0415
+
+    return _Cloud("s3fs", "s3", Direct, connect_s3, open_s3)
+
+
+def _azure() -> _Cloud:
+    from tierfs.objects.backends.azure import connect_azure, open_azure  # noqa: PLC0415
+    from tierfs.objects.backends.lanes import Lanes  # noqa: PLC0415
+
+    return _Cloud("adlfs", "azure", Lanes, connect_azure, open_azure)
+
+
+def _gcs() -> _Cloud:
+    from tierfs.objects.backends.gcs import connect_gcs, open_gcs  # noqa: PLC0415
+    from tierfs.objects.backends.lanes import Lanes  # noqa: PLC0415
+
+    return _Cloud("gcsfs", "gcs", Lanes, connect_gcs, open_gcs)
+
+
+_CLOUDS = {"s3": _s3, "s3a": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs, "gcs": _gcs}
+
+# By protocol and options: a store is looked for from directory to directory, and all of these are the same bucket.
+_sessions: weakref.WeakValueDictionary[str, Sessions] = weakref.WeakValueDictionary()
+_latest: list[Sessions] = []  # kept open from one directory to the next: nobody uses them in between
+
+
+def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts: int = ATTEMPTS) -> MeasuredObjects:
+    """Return the object tier at ``path``; costs no request, but some filesystems connect, as SFTP does.
+
+    Args:
+        protocol: ``file``, ``memory``, or that of any fsspec filesystem.
+        path: Path there, without the protocol.
+        options: What the filesystem is made with, credentials for example; those in `OPTIONS` are passed over. Those of
+            ``file`` and ``memory`` decide nothing here.
+        attempts: How often a request is sent at most.
+
+    Raises:
+        InvalidInputError: No such protocol, a package that it needs is missing, or it refuses an option.
+        StoreError, ReadOnlyError: The filesystem connects at once, and failed.
+    """
+    backend: ObjectTier
+    given = {name: value for name, value in options.items() if name not in OPTIONS}
+    if protocol in ("file", "local"):
+        backend = LocalObjects(path)
+    elif protocol == "memory":
+        from tierfs.objects.backends.memory import MemoryObjects  # noqa: PLC0415
+
+        backend = MemoryObjects(path)
+    elif protocol in _CLOUDS:
+        cloud = _CLOUDS[protocol]()
+        backend = cloud.open(_sessions_with(cloud, protocol, given), path)
+    else:
+        from tierfs.objects.backends.fsspec import FsspecObjects, new_filesystem  # noqa: PLC0415
+
+        backend = FsspecObjects(new_filesystem(protocol, given), path)
+    return MeasuredObjects(RetryingObjects(LimitedObjects(backend), attempts=attempts))
+
+
+def _sessions_with(cloud: _Cloud, protocol: str, options: Mapping[str, object]) -> Sessions:
+    if importlib.util.find_spec(cloud.package) is None:
+        raise InvalidInputError(f"{protocol}:// needs a package that is missing: pip install 'tierfs[{cloud.extra}]'")
+    token = f"{cloud.package}:{json.dumps(options, sort_keys=True, default=repr)}"
+    sessions = _sessions.get(token)
+    if sessions is None:
+        sessions = _sessions[token] = cloud.sessions(protocol, partial(cloud.connect, options))
+    _latest[:] = [sessions]
+    return sessions

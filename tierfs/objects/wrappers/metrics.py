@@ -1,0 +1,99 @@
+"""Count what is asked of an object tier, and how long it takes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+
+from tierfs._fork import renew_in_children
+from tierfs.clock import Clock, SystemClock
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
+from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
+from tierfs.objects.wrappers.wrapper import METHODS, Answer, Request, WrappedObjects, batch_sizes
+
+__all__ = ["MeasuredObjects"]
+
+_ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
+"""What an object tier in good health says too."""
+
+
+@dataclass(slots=True)
+class _Counters:
+    requests: int = 0
+    errors: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class MeasuredObjects(WrappedObjects):
+    """Counts requests, errors, bytes and seconds per method.
+
+    An error is whatever keeps a request from being answered: that an object is missing, exists already or has changed
+    is an answer. Bytes are those of objects, in requests that succeeded. Seconds are the callers' waiting added up, so
+    with many threads they pass faster than a clock's; what is made of a stream while it comes is waited for, too. A listing is one request.
+
+    Args:
+        inner: The tier to send to.
+        clock: What measures.
+    """
+
+    def __init__(self, inner: ObjectTier, clock: Clock | None = None) -> None:
+        super().__init__(inner)
+        self._clock: Clock = clock or SystemClock()
+        self._counters = {method: _Counters() for method in METHODS}
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def snapshot(self) -> dict[str, dict[str, int | float]]:
+        """What was counted since the tier was made: by method ``requests``, ``errors``, ``bytes`` and ``seconds``."""
+        with self._lock:
+            return {method: asdict(counters) for method, counters in self._counters.items()}
+
+    def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
+        """See `ObjectTier.read`."""
+        content, info = super().read(key, limit)
+        self._count("read", size=len(content))
+        return content, info
+
+    def _around(self, request: Request, send: Callable[[], Answer]) -> Answer:
+        started_s = self._clock.monotonic()
+        errors, size = 1, 0
+        try:
+            answer = send()
+            errors, size = 0, request.size
+        except _ANSWERS:
+            errors = 0
+            raise
+        finally:
+            seconds = self._clock.monotonic() - started_s
+            self._count(request.method, requests=1, errors=errors, size=size, seconds=seconds)
+        return answer
+
+    def _around_list(self, request: Request, send: Callable[[], Iterator[Listed]]) -> Iterator[Listed]:
+        self._count("list", requests=1)
+        listing: Iterator[Listed] | None = None
+        for size in batch_sizes():
+            started_s = self._clock.monotonic()
+            errors = 1
+            try:
+                listing = listing or send()
+                batch = list(itertools.islice(listing, size))
+                errors = 0
+            finally:
+                self._count("list", errors=errors, seconds=self._clock.monotonic() - started_s)
+            if not batch:
+                return
+            yield from batch
+
+    def _count(self, method: str, *, requests: int = 0, errors: int = 0, size: int = 0, seconds: float = 0.0) -> None:
+        with self._lock:
+            counters = self._counters[method]
+            counters.requests += requests
+            counters.errors += errors
+            counters.bytes += size
+            counters.seconds += seconds

@@ -1,0 +1,163 @@
+"""An object tier that promises what its endpoint was found to keep, and looks after what it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+from tierfs import digest
+from tierfs.digest import Buffer
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    StoreError,
+)
+from tierfs.format.descriptor import Capabilities
+from tierfs.objects._stripes import locked
+from tierfs.objects.checksums import computable
+from tierfs.objects.protocol import OVERWRITE, Checksum, Create, ObjectInfo, ObjectTier, PutMode, Update
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+
+__all__ = ["VERIFY_WRITES", "PromisedObjects", "as_promised"]
+
+VERIFY_WRITES = ("auto", "always", "never")
+STORED_WRONG_MAX = 3
+_logger = logging.getLogger("tierfs.objects")
+
+
+def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str = "auto") -> ObjectTier:
+    """An object tier that promises what both it can ask for and its endpoint keeps.
+
+    Args:
+        objects: What is asked.
+        endpoint: What the endpoint was found to keep.
+        verify_writes: Whether to read back what was written: ``always``, ``never``, or ``auto``: where no checksum is
+            verified by the endpoint.
+
+    Raises:
+        InvalidInputError: ``verify_writes`` is none of these.
+    """
+    if verify_writes not in VERIFY_WRITES:
+        raise InvalidInputError(f"verify_writes is {verify_writes!r}: choose one of {', '.join(VERIFY_WRITES)}")
+    can = objects.capabilities
+    kept = tuple(name for name in endpoint.checksums if name in can.checksums and computable(name))
+    flags = {
+        item.name: getattr(can, item.name) and getattr(endpoint, item.name)
+        for item in fields(Capabilities)
+        if item.name not in ("checksums", "host_local")
+    }
+    promised = replace(endpoint, **flags, checksums=kept)
+    # What lies on this host does not travel: there is nothing on its way that could change it.
+    reads_back = verify_writes == "always" or (verify_writes == "auto" and not kept and not can.host_local)
+    if promised == can and not reads_back:
+        return objects
+    return PromisedObjects(objects, promised, reads_back=reads_back)
+
+
+class PromisedObjects(WrappedObjects):
+    """Promises what it is told, and reads back what is put if that is wanted.
+
+    A condition that is asked for and not promised is not sent: some servers pass over it, others refuse what they should
+    take. It is checked before the put, under a lock of this process, which other processes do not see.
+
+    What is stored wrong is replaced on condition that it is still that, so that nobody else's content is; a new object
+    that stays wrong is deleted.
+
+    Args:
+        inner: The tier to send to.
+        capabilities: What to promise.
+        reads_back: Whether to compare what is stored with what was sent, by the digest of all of it.
+
+    Attributes:
+        stored_wrong: How often something else was stored than was sent.
+    """
+
+    def __init__(self, inner: ObjectTier, capabilities: Capabilities, *, reads_back: bool) -> None:
+        super().__init__(inner)
+        self._capabilities = capabilities
+        self.reads_back = reads_back
+        self.stored_wrong = 0
+
+    def __repr__(self) -> str:
+        return f"PromisedObjects({self.inner!r}, reads_back={self.reads_back})"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `ObjectTier.capabilities`."""
+        return self._capabilities
+
+    def put(
+        self, key: str, data: Sequence[Buffer], *, mode: PutMode = OVERWRITE, checksum: Checksum | None = None
+    ) -> ObjectInfo:
+        """See `ObjectTier.put`."""
+        info = self._put(key, data, mode, checksum)
+        if not self.reads_back:
+            return info
+        sent = digest.checksum(*data)
+        wrong = 0
+        while True:
+            try:
+                if self._checksum(info) == sent:
+                    return info
+            except ConflictError:
+                # Replaced by somebody else, who built on what they had verified themselves, or did not care.
+                return info
+            except NotFoundError as error:
+                raise StoreError(
+                    f"{key} was acknowledged and is not there: lost, or deleted", transient=True, path=key
+                ) from error
+            self.stored_wrong += 1
+            wrong += 1
+            if wrong == STORED_WRONG_MAX:
+                break
+            _logger.warning("%s was stored with other bytes than were sent: it is stored again", key)
+            try:
+                info = self._put(key, data, Update(info.version), checksum)
+            except ConflictError as error:
+                # By somebody else, or by this very put, sent twice because its answer was lost.
+                raise StoreError(
+                    f"{key} was stored wrong, and changed before it was stored again", transient=True, path=key
+                ) from error
+        if isinstance(mode, Create):
+            with contextlib.suppress(ConflictError, NotFoundError):  # then it is not there any more
+                self.inner.delete_version(key, info.version)
+        raise StoreError(
+            f"{key} was stored wrong {STORED_WRONG_MAX} times in a row: something between here and the endpoint changes "
+            "bytes; look at proxies and at the memory of this host",
+            path=key,
+            tier="object",
+        )
+
+    def _put(self, key: str, data: Sequence[Buffer], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+        can = self.inner.capabilities
+        match mode:
+            case Create() if can.conditional_create and not self._capabilities.conditional_create:
+                version = None
+            case Update(version) if can.conditional_update and not self._capabilities.conditional_update:
+                pass
+            case _:
+                return super().put(key, data, mode=mode, checksum=checksum)
+        with locked(type(self), [key]):
+            try:
+                found = self.inner.head(key).version
+            except NotFoundError:
+                found = None
+            if found != version:
+                if version is None:
+                    raise AlreadyExistsError(f"{key} exists", path=key)
+                raise ConflictError(f"{key} is at version {found}, not at {version}", path=key)
+            return super().put(key, data, checksum=checksum)
+
+    def _checksum(self, info: ObjectInfo) -> bytes:
+        """XXH3-128 of what is stored, fetched in one request; empty where it has another length."""
+        out = memoryview(bytearray(info.size))
+        try:
+            found = self.inner.get(info.key, [(0, out)], version=info.version)
+        except CorruptionError:  # cut short
+            return b""
+        return digest.checksum(out) if found.size == info.size else b""

@@ -1,0 +1,143 @@
+"""At the end of a process: a bounded wait for what it has pending, then a word on what is left and who goes on with it.
+
+A save that runs on another thread then, which the interpreter waits for, comes to its end before the tiers are put away.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from tierfs.errors import TierfsError
+from tierfs.host.pending.levels import Level
+
+if TYPE_CHECKING:
+    from tierfs.host.tiers import Tiers
+
+__all__ = ["finish", "finish_at_exit"]
+
+# A flusher of its own goes on; a thread of this process does not.
+WAIT_S = 2.0
+WAIT_FOR_THREAD_S = 60.0
+NAMED_MAX = 5
+_logger = logging.getLogger("tierfs.store")
+
+
+class Launcher(Protocol):
+    """Who started the flusher, if this process did."""
+
+    @property
+    def ends_with_us(self) -> bool:
+        """Whether the flusher is a thread of this process."""
+
+
+def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
+    """Wait for what is pending, and log what is left. Returns whether nothing is."""
+    ends = launcher.ends_with_us
+    if not _pending(tiers, ends=ends):
+        return True
+    reason = ""
+    try:
+        # A thread of this process has had its time, and gets no more done.
+        tiers.wait("", Level.OBJECT, 0 if ends else WAIT_S)
+    except TimeoutError:
+        pass
+    except TierfsError as error:
+        reason = f" ({error})"
+    pending = _pending(tiers, ends=ends)
+    if not pending:
+        return True
+    named = ", ".join(sorted(pending)[:NAMED_MAX]) + (", ..." if len(pending) > NAMED_MAX else "")
+    if ends:
+        after = "they are flushed when the store is next opened on this host, unless it is rebooted before"
+    elif tiers.flusher.is_running():
+        after = f"the flusher goes on; `tierfs wait {url}` waits for it"
+    else:
+        after = "no flusher runs; one is started when the store is next opened on this host"
+    _logger.warning("%d files are not in %s yet%s: %s; %s", len(pending), url, reason, named, after)
+    return False
+
+
+def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
+    return list(tiers.drafts.pending_below("")) if ends else [draft.path for draft in tiers.drafts.own()]
+
+
+def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
+    """Have `finish` called when this process ends; not in forked children of it, nor once nobody uses the tiers.
+
+    ``launcher`` is one that ``tiers`` keep.
+    """
+    _open[tiers] = _Open(url, weakref.ref(launcher), os.getpid())
+    _register_once()
+
+
+class _Open(NamedTuple):
+    url: str
+    launcher: weakref.ref[Launcher]  # it leads to its tiers, which only their users keep
+    process: int
+
+
+_open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
+
+
+@functools.cache
+def _register_once() -> None:
+    # Called when all threads that the interpreter waits for have come to their end, and their saves with them.
+    atexit.register(_put_away_all)
+    register = getattr(threading, "_register_atexit", atexit.register)
+    # An interpreter that is ending takes no more: what is sealed is found by whoever opens the store next.
+    with contextlib.suppress(RuntimeError):
+        # The newest is called first, and executors' threads end in one of these: the first one of CPython's list comes after that.
+        register(_put_away_child)
+        calls = getattr(threading, "_threading_atexits", [])
+        calls[:] = [*calls[-1:], *calls[:-1]]
+        register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    """Wait for the flushers that are threads of this process, which need executors to get done."""
+    for tiers, launcher in _opened():
+        # What is left, and why, is said in the end.
+        with contextlib.suppress(TierfsError, OSError):
+            if launcher.ends_with_us and tiers.drafts.pending_below(""):
+                tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S)
+
+
+def _put_away_child() -> None:
+    """A process that multiprocessing started ends without what is registered with `atexit`.
+
+    Where a thread that the interpreter waits for is left, it may be in the midst of a save: then nothing is put away, as if the process
+    were killed when that is done.
+    """
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is None or processes.parent_process() is None:
+        return
+    known = (threading.current_thread(), threading.main_thread())
+    if all(thread.daemon or thread in known for thread in threading.enumerate()):
+        _put_away_all()
+
+
+def _put_away_all() -> None:
+    for tiers, launcher in _opened():
+        url = _open.pop(tiers).url
+        # With the state directory everything is gone that could be put away.
+        if tiers.ram.host.directory.exists():
+            try:
+                finish(tiers, url, launcher)
+                tiers.close()
+            except (TierfsError, OSError) as error:
+                # Nothing is lost by it: what is sealed is found by whoever opens the store next.
+                _logger.warning("the local tiers of %s were not put away in order: %s", url, error)
+
+
+def _opened() -> list[tuple[Tiers, Launcher]]:
+    """What this process opened, not a parent that forked it, and still uses; the newest first."""
+    known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
+    return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

@@ -1,0 +1,76 @@
+"""What this host has pending for a store that is not where it was: it lies on something that is not mounted, perhaps."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Collection
+from pathlib import Path
+
+from tierfs.clock import SystemClock
+from tierfs.errors import StoreError, TierfsError
+from tierfs.host.host import Host
+from tierfs.host.identity import PLACE_FILE, places_in
+from tierfs.objects.backends.local import DIRECTORY
+
+__all__ = ["check_nothing_is_left", "is_pending"]
+
+
+_logger = logging.getLogger("tierfs.store")
+
+
+def check_nothing_is_left(state: Path, places: Collection[str]) -> None:
+    """See that nothing is pending for a store at one of these places, where none is found.
+
+    Args:
+        state: The state directory.
+        places: See `ObjectTier.places`. A directory's number says nothing here: without what it held it is another one, or
+            the number was given to another one since.
+
+    Raises:
+        StoreError: Something is, or that cannot be told.
+    """
+    for kept in sorted((state / "stores").glob(f"*/{PLACE_FILE}")):
+        here = [name for name in _places_in(kept) if name in places and not name.startswith(DIRECTORY)]
+        if here and is_pending(state, kept.parent):
+            where = here[0].removeprefix("file:")
+            raise StoreError(
+                f"this host has changes pending for the store that was at {where}, and none is there now: mount it, or bring it "
+                f"back, and they get there; to give them up, end its flusher, if `pgrep -f {kept.parent.name}` finds one, and "
+                f"remove {kept.parent}{_segments_of(state, kept.parent)} while no process uses it",
+                transient=True,
+                path=where,
+            )
+
+
+def _places_in(kept: Path) -> list[str]:
+    try:
+        return places_in(kept)
+    except StoreError as error:
+        # That store says so when it is opened. All others have nothing to do with it.
+        _logger.warning("what is pending for one store is not known: %s", error)
+        return []
+
+
+def _segments_of(state: Path, directory: Path) -> str:
+    """Where the changes are in shared memory, if they are: that stays taken without the directory."""
+    try:
+        pattern = Host(state).counting / f"{directory.name[:8]}-*.slab"
+    except TierfsError:
+        return ""
+    return f" and {pattern}" if list(pattern.parent.glob(pattern.name)) else ""
+
+
+def is_pending(state: Path, directory: Path) -> bool:
+    """Whether something is, as far as it can be looked up."""
+    # They bring numpy, which takes a while.
+    from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
+    from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
+    from tierfs.host.slab.segment import SlotState  # noqa: PLC0415
+
+    try:
+        nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())
+        with contextlib.closing(nvme), contextlib.closing(ram):
+            return bool(ram.drafts((SlotState.SEALED, SlotState.CONFLICT)) or nvme.drafts_below("", conflicts=True))
+    except TierfsError:
+        return True  # what cannot be looked at may well be

@@ -1,0 +1,434 @@
+"""Find the store that a path lies in, by walking up as git does; one open store per process and root.
+
+The answer is kept for the process. Nothing is kept across a fork: a child opens its stores anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tierfs.digest import DigestKind
+from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError, TierfsError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.host.filesystems import filesystem_of, is_network
+from tierfs.host.host import state_directory
+from tierfs.host.identity import DamagedPlaceError
+from tierfs.objects import ObjectTier, as_promised, connect, probe
+from tierfs.session.left_behind import check_nothing_is_left
+from tierfs.session.settings import ResolvedTiers, TierOptions, from_environment, resolve
+from tierfs.session.url import Location, configured_tiers, parse_url, target_url
+from tierfs.store.create import check_digests, create_store, read_descriptor
+from tierfs.store.offline import LOOK_S, KnownStores, within
+from tierfs.store.store import Store
+
+if TYPE_CHECKING:
+    from tierfs.host.tiers import Tiers
+
+__all__ = ["init", "open_bare", "open_store"]
+
+NESTED_LOOKED_AT_MAX = 10_000
+_logger = logging.getLogger("tierfs.store")
+_stores: dict[tuple[str, str], Store] = {}
+_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
+_lock = threading.RLock()
+
+
+def _renew() -> None:
+    global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
+    _lock = threading.RLock()
+    _stores.clear()
+    _tiers.clear()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | None = None) -> Store:
+    """Make a store at ``url``, or open the one that is there. Any number of hosts may do it at once.
+
+    A store that this host knows is opened while its object tier is away, too. None is made then.
+
+    Args:
+        url: ``tierfs::s3://bucket/run``, ``s3://bucket/run``, ``tierfs://NAME``, or a local path.
+        digest: How contents are named: ``xxh3-128``, or ``blake3`` where writers are not trusted.
+        options: For the object tier's own filesystem.
+
+    Raises:
+        InvalidInputError: The URL is no good, lies inside another store, or the store has other digests.
+        StoreError, CapacityError, ReadOnlyError: It failed; or this host has something pending for a store that was there.
+            It is transient where the object tier is away and this host does not know the store.
+    """
+    location = parse_url(url)
+    location = replace(location, options={**location.options, **(options or {})})
+    kind = DigestKind.from_label(digest)
+    known = _open_known(location)
+    if known is not None:
+        check_digests(known.descriptor, kind, known.url)
+        return known
+    try:
+        return _init(location, kind)
+    except StoreError as error:
+        if not error.transient:
+            raise
+        raise _unknown_and_away(location.url, error) from error
+
+
+def _init(location: Location, kind: DigestKind) -> Store:
+    for ancestor in _ancestors(location)[1:]:
+        try:
+            outer = _open_root(location, ancestor)
+        except (NotFoundError, _RefusedError):
+            continue
+        raise InvalidInputError(f"{location.url} lies inside the store {outer.url}: use that one", path=location.url)
+    return _create(location, location.path, kind)
+
+
+def _open_known(location: Location) -> Store | None:
+    """The store that this host knows at just this root, if it is there still, or if that cannot be asked now."""
+    root = location.path
+    opened = _stores.get((_token(location), root))
+    if opened is not None:
+        is_local = opened.descriptor.endpoint.host_local
+        try:
+            if (
+                _is_there(location, root, opened)
+                if is_local
+                else within(LOOK_S, partial(_is_there, location, root, opened))
+            ):
+                return opened
+        except StoreError as error:
+            if not error.transient:
+                raise
+            return opened
+    if _known_stores(location).find(f"{location.protocol}://{root}") is None:
+        return None
+    try:
+        return _open_root(location, root, has_known=True)
+    except (NotFoundError, _RefusedError):
+        return None
+
+
+def _unknown_and_away(url: str, error: StoreError) -> StoreError:
+    return StoreError(
+        f"{url} cannot be opened, because its object tier does not answer and this host has not opened a store there "
+        f"before, in this state directory and with these options; nothing was made. Try again when it answers: {error}",
+        transient=True,
+        path=url,
+        tier="object",
+    )
+
+
+def open_store(location: Location, *, write: bool = False, create: bool = False) -> tuple[Store, str]:
+    """Open the store that holds ``location``.
+
+    Args:
+        location: The path of a file, a directory, or the root itself.
+        write: Whether to write to it: a store that was opened before is then checked to be there still.
+        create: Make one if there is none: at the root a named store has in the configuration, else in the directory
+            that holds ``location``.
+
+    Returns:
+        The store, and the path relative to its root; empty for the root itself.
+
+    Raises:
+        StoreNotFoundError: There is none.
+        ReadOnlyError: Looking further up was refused: the message names the root to give. Or the state directory is
+            not ours to use, and local tiers were asked for.
+        CorruptionError, FormatError: The descriptor is damaged, or of another version.
+        StoreError: It failed; or this host has something pending for a store that was there.
+    """
+    refused = ""
+    ancestors = _ancestors(location)
+    for root in ancestors:
+        known = _stores.get((_token(location), root))
+        if known is not None and (not write or _is_there(location, root, known)):
+            return known, _relative(root, location.path)
+    known_roots = [root for root in ancestors if _known_stores(location).find(target_url(location.protocol, root))]
+    away: StoreError | None = None
+    for root in ancestors:
+        try:
+            store = _open_root(location, root, has_known=bool(known_roots), is_away=away is not None)
+        except NotFoundError:
+            continue
+        except _RefusedError:
+            refused = refused or root
+            continue
+        except StoreError as error:
+            if not error.transient:
+                raise
+            if not known_roots:
+                raise _unknown_and_away(location.url, error) from error
+            away = away or error
+            continue
+        return store, _relative(root, location.path)
+    if away is not None:
+        raise away
+    if refused:
+        raise ReadOnlyError(
+            f"no store was found above {location.url}, and {target_url(location.protocol, refused)} may not be looked into: ask for "
+            "the right to read it if the store's root is there, else make one: "
+            f"tierfs init {target_url(location.protocol, _new_root(location, ancestors))}",
+            path=location.url,
+        )
+    _check_nothing_is_left(location, ancestors)
+    if not create:
+        raise StoreNotFoundError(
+            f"no store holds {location.url}: make one with: "
+            f"tierfs init {target_url(location.protocol, _new_root(location, ancestors))}",
+            path=location.url,
+        )
+    root = _new_root(location, ancestors)
+    store = _create(location, root, DigestKind.XXH3_128)
+    return store, _relative(root, location.path)
+
+
+def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
+    """Where no store is found, though there was one. See `check_nothing_is_left`."""
+    state = _state_of(location)
+    if (state / "stores").is_dir():
+        tiers = (connect(location.protocol, root, location.options) for root in ancestors)
+        check_nothing_is_left(state, [name for objects in tiers for name in objects.places()])
+
+
+def _is_there(location: Location, root: str, known: Store) -> bool:
+    """Whether ``root`` holds this store still; if not, it is forgotten."""
+    if known.is_current():
+        return True
+    _logger.warning("%s was deleted or made anew: it is opened again", known.url)
+    with _lock:
+        if _stores.get((_token(location), root)) is known:
+            del _stores[_token(location), root]
+    return False
+
+
+def _refuse_nested(objects: ObjectTier, url: str) -> None:
+    """Check that no store lies below a root that is to be made; of very many objects, only the first are looked at."""
+    for item in itertools.islice(objects.list(""), NESTED_LOOKED_AT_MAX):
+        if item.key.endswith(f"/{keys.DESCRIPTOR}"):
+            inner = item.key.removesuffix(f"/{keys.DESCRIPTOR}")
+            raise InvalidInputError(f"{url}/{inner} is a store: make this one beside it, or use that one", path=url)
+
+
+def _create(location: Location, root: str, kind: DigestKind) -> Store:
+    objects = connect(location.protocol, root, location.options)
+    url = target_url(location.protocol, root)
+    endpoint = objects.capabilities
+    try:
+        read_descriptor(objects, url)
+    except NotFoundError:
+        _check_nothing_is_left(location, [root])
+        _refuse_nested(objects, url)
+        if not endpoint.host_local:
+            # It sends again what failed for the moment, but not what is refused on purpose.
+            endpoint = probe(connect(location.protocol, root, location.options, attempts=1)).capabilities
+    promised = as_promised(objects, endpoint, _verify_writes(location))
+    descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))
+    if made:
+        _logger.info("made the store %s", url)
+    _remember(location, url, descriptor, objects.places())
+    with _lock:
+        known = _stores.get((_token(location), root))
+        if known is not None and known.descriptor == descriptor:
+            return known
+        store = _stores[_token(location), root] = _make(location, objects, descriptor, url, objects.places())
+        return store
+
+
+class _RefusedError(Exception):
+    """A root may not be looked into. Not to be mixed up with local tiers that may not be used."""
+
+
+def _open_root(location: Location, root: str, *, has_known: bool = False, is_away: bool = False) -> Store:
+    """Open the store at ``root``.
+
+    Args:
+        location: What it is opened for.
+        root: Where it may be.
+        has_known: Whether this host knows a store here or further up, so that it need not wait for an object tier.
+        is_away: Whether the object tier was found not to answer, so that it is not asked.
+    """
+    key = (_token(location), root)
+    known = _stores.get(key)
+    if known is not None:
+        return known
+    objects = connect(location.protocol, root, location.options)
+    url = target_url(location.protocol, root)
+    try:
+        if is_away:
+            raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
+        descriptor = (
+            within(LOOK_S, lambda: read_descriptor(objects, url)) if has_known else read_descriptor(objects, url)
+        )
+    except ReadOnlyError as error:
+        raise _RefusedError(root) from error
+    except StoreError as error:
+        kept = _known_stores(location).find(url) if error.transient else None
+        if kept is None:
+            raise
+        _logger.warning("%s is opened as this host knows it, because its object tier is away: %s", url, error)
+        descriptor, places = kept
+    else:
+        kept = None
+        places = objects.places()
+        _remember(location, url, descriptor, places)
+    with _lock:
+        if key not in _stores:
+            store = _stores[key] = _make(location, objects, descriptor, url, places)
+            if kept is not None:
+                store.check_before_writing()
+        return _stores[key]
+
+
+def _remember(location: Location, url: str, descriptor: Descriptor, places: tuple[str, ...]) -> None:
+    """Note what the store is, for when its object tier is away. A directory of this host is not away."""
+    if not descriptor.endpoint.host_local:
+        _known_stores(location).remember(url, descriptor, places)
+
+
+def _known_stores(location: Location) -> KnownStores:
+    return KnownStores(_state_of(location), json.dumps(location.options, sort_keys=True, default=repr))
+
+
+def _state_of(location: Location) -> Path:
+    options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
+    return state_directory(options.state_dir)
+
+
+def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]) -> Store:
+    """An open store with its local tiers, which all stores of this process with the same ones share."""
+    objects = as_promised(objects, descriptor.endpoint, _verify_writes(location))
+    options, settings, host_local = _tier_settings(location, descriptor, url.partition("://")[2])
+    process_local = location.protocol == "memory"
+    tiers: Tiers | None = None
+    hidden: TierfsError | None = None
+    unused = ""
+    if settings.ram_bytes or settings.nvme_bytes:
+        key = (
+            descriptor.uuid,
+            places,
+            replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None),
+        )
+        tiers = _tiers.get(key)
+        from tierfs.session import tiers as localtiers  # noqa: PLC0415 - brings numpy, which takes a while
+
+        options_given = dict(location.options)
+        if tiers is not None:
+            localtiers.offer(tiers, options_given)
+        else:
+            target = localtiers.Target(
+                descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
+            )
+            try:
+                home = localtiers.home_of(target, settings)
+            except TierfsError as error:
+                # What was published can be read without them.
+                if options.is_explicit and not isinstance(error, DamagedPlaceError):
+                    raise
+                _logger.warning("%s is used without local tiers: %s", url, error)
+                unused = str(error)
+                hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
+            else:
+
+                def open_plain() -> Store:
+                    return Store(objects, descriptor, url=url, codecs=settings.codecs)
+
+                tiers = _tiers[key] = localtiers.tiers_for(target, settings, open_plain, home)
+    return Store(
+        objects,
+        descriptor,
+        url=url,
+        tiers=tiers,
+        hidden=hidden,
+        ack=settings.ack,
+        timeout_s=settings.timeout_s,
+        state_dir=settings.directory,
+        codecs=settings.codecs,
+        device_bytes=settings.device_bytes,
+        unused=unused,
+    )
+
+
+def _verify_writes(location: Location) -> str:
+    return str(location.options.get("verify_writes", "auto"))
+
+
+def _tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
+    """How a store's local tiers are set up: as asked for, what that comes to, and whether the object tier is this host's."""
+    options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
+    process_local = location.protocol == "memory"
+    # A directory may be the host's own when the store is made, and be mounted from elsewhere on other hosts.
+    host_local = descriptor.endpoint.host_local and (process_local or not is_network(filesystem_of(root)))
+    settings = resolve(options, descriptor.uuid, host_local=host_local, process_local=process_local)
+    return options, settings, host_local
+
+
+def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, ResolvedTiers]:
+    """Open the store that holds ``location`` without its local tiers, for who is behind them: their flusher.
+
+    Args:
+        location: The path of a file, a directory, or the root itself.
+        may_be_away: Whether what this host knows of it will do where the object tier does not answer.
+
+    Returns:
+        The store, and how its local tiers are set up for everybody else.
+
+    Raises:
+        StoreNotFoundError: There is none.
+        ReadOnlyError, CorruptionError, FormatError, StoreError: As `open_store`.
+    """
+    for root in _ancestors(location):
+        objects = connect(location.protocol, root, location.options)
+        url = target_url(location.protocol, root)
+        try:
+            descriptor = read_descriptor(objects, url)
+        except NotFoundError:
+            continue
+        except StoreError as error:
+            kept = _known_stores(location).find(url) if may_be_away and error.transient else None
+            if kept is None:
+                raise
+            descriptor = kept[0]
+        promised = as_promised(objects, descriptor.endpoint, _verify_writes(location))
+        settings = _tier_settings(location, descriptor, root)[1]
+        return Store(promised, descriptor, url=url, codecs=settings.codecs), settings
+    raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)
+
+
+def _ancestors(location: Location) -> list[str]:
+    """The path itself and every directory above it, nearest first."""
+    path = location.path
+    found = []
+    while path and path != "/" and not path.endswith(":/"):  # as a web address does before its host
+        found.append(path)
+        path = path.rpartition("/")[0]
+    if location.path.startswith("/"):
+        found.append("/")
+    return found
+
+
+def _new_root(location: Location, ancestors: list[str]) -> str:
+    """Where a store would be made for this path: in the directory that holds it."""
+    if location.root:
+        return location.root
+    if not ancestors:
+        raise InvalidInputError(f"{location.url!r} names no place for a store", path=location.url)
+    return ancestors[1] if len(ancestors) > 1 and ancestors[1] != "/" else ancestors[0]
+
+
+def _relative(root: str, path: str) -> str:
+    return path[len(root) :].strip("/")
+
+
+def _token(location: Location) -> str:
+    """Tells object tiers with other options apart; never shown, since options may hold secrets."""
+    return f"{location.protocol}:{json.dumps(location.options, sort_keys=True, default=repr)}:{location.tiers}:{location.configured}"

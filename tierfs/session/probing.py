@@ -1,0 +1,90 @@
+"""Find out anew what the endpoint of a store keeps, and note it in the store."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, replace
+
+from tierfs.errors import ConflictError, NotFoundError, StoreNotFoundError
+from tierfs.format import keys
+from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Capabilities, Descriptor
+from tierfs.objects import Update, as_promised, checksum_for, connect, probe
+from tierfs.objects.os_errors import translated
+from tierfs.objects.probe import Finding, Findings
+from tierfs.session.open import open_store
+from tierfs.session.url import Location
+
+__all__ = ["ProbeReport", "probe_store"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeReport:
+    """What was found out.
+
+    Attributes:
+        url: Root of the store; where there is none, what was asked about.
+        tests: What was tried, one each.
+        before: What the store's descriptor said; ``None`` where there is no store.
+        endpoint: What the endpoint keeps.
+    """
+
+    url: str
+    tests: tuple[Finding, ...]
+    before: Capabilities | None
+    endpoint: Capabilities
+
+
+def probe_store(location: Location) -> ProbeReport:
+    """Try the endpoint at ``location``, and note what it keeps in the descriptor of the store that is there, if any.
+
+    Processes that have the store open go by what they found when they opened it, until they open it again.
+
+    Args:
+        location: A store's root, or a path in it; without a store, where one may be made, and of this host's directories one that
+            is there: nothing is left in it.
+
+    Raises:
+        NotFoundError: It is no directory of this host.
+        ConflictError: Somebody else changed the descriptor meanwhile.
+        CorruptionError, FormatError: The descriptor is damaged, or of another version.
+        StoreError, ReadOnlyError, CapacityError: It failed.
+    """
+    try:
+        _, relative = open_store(location)
+    except StoreNotFoundError:
+        relative = None
+    root = location.path[: len(location.path) - len(relative or "")].rstrip("/")
+    url = f"{location.protocol}://{root}"
+    if relative is None:
+        found = _probe_bare(location, root, url)
+        return ProbeReport(url, found.tests, None, found.capabilities)
+    found = probe(connect(location.protocol, root, location.options, attempts=1))
+    objects = as_promised(connect(location.protocol, root, location.options), found.capabilities)
+    data, info = objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)
+    descriptor = Descriptor.decode(data, f"{url}/{keys.DESCRIPTOR}")
+    # Whether the objects share this host's fate was settled when the store was made, and is not for a probe to tell.
+    endpoint = replace(found.capabilities, host_local=descriptor.endpoint.host_local)
+    if endpoint != descriptor.endpoint:
+        data = replace(descriptor, endpoint=endpoint).encode()
+        checksum = checksum_for(objects.capabilities, [data])
+        try:
+            objects.put(keys.DESCRIPTOR, [data], mode=Update(info.version), checksum=checksum)
+        except ConflictError as error:
+            # By somebody else, unless it is our own put whose answer was lost.
+            if objects.read(keys.DESCRIPTOR, DESCRIPTOR_BYTES_MAX)[0] != data:
+                raise ConflictError(
+                    f"{url}: the store's descriptor changed meanwhile: probe it again", path=url
+                ) from error
+    return ProbeReport(url, found.tests, descriptor.endpoint, endpoint)
+
+
+def _probe_bare(location: Location, root: str, url: str) -> Findings:
+    """Try a place that is no store."""
+    if location.protocol not in {"file", "local"}:
+        return probe(connect(location.protocol, root, location.options, attempts=1))
+    if not os.path.isdir(root):
+        raise NotFoundError(f"{url} is no directory: make it, or try the one that it is to be in", path=url)
+    # What is put has directories and locks beside it, which can be removed where nobody else uses them.
+    with translated(url), tempfile.TemporaryDirectory(prefix=".tierfs-probe-", dir=root) as directory:
+        return probe(connect(location.protocol, directory, location.options, attempts=1))

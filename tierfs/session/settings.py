@@ -1,0 +1,239 @@
+"""How the local tiers are set up: argument, URL option, environment, configuration file, default, the first that says.
+
+A size is written as ``"8GiB"`` or as a share, ``"25%"``: of the memory that this process may use for the ram tier, of
+the disk's free space for the nvme tier. ``"0"`` switches a tier off.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from tierfs.errors import InvalidInputError
+from tierfs.host.filesystems import filesystem_of, is_durable
+from tierfs.host.host import state_directory
+from tierfs.host.nvme.stored import ARENA_FILE, BUDGET_BYTES_MIN
+from tierfs.host.pending.levels import Level
+from tierfs.host.slab.memory import memory_limit
+from tierfs.store.encode.codecs import AUTO, Codecs
+from tierfs.units import format_bytes, parse_share, parse_size
+
+__all__ = ["ResolvedTiers", "TierOptions", "from_environment", "ranks_here", "resolve"]
+
+RAM_SHARE = "25%"
+NVME_SHARE = "10%"
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - the system's
+TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class TierOptions:
+    """What was asked for, as it was written; ``None`` where nothing was.
+
+    Attributes:
+        ack: The level at which a write is acknowledged.
+        ram: Budget of the ram tier, shared by all processes and stores of the host.
+        nvme: Budget of the nvme tier of the store.
+        state_dir: The state directory.
+        timeout: Seconds that a writer waits for room, and for its level.
+        bandwidth: Bytes per second that the flusher sends to the object tier at most.
+        codecs: What chunks may be encoded with; see `tierfs.store.encode.codecs.Codecs.parse`.
+        device: Budget of the device tier of each process, in GPU memory; nothing where it is not given.
+    """
+
+    ack: str | None = None
+    ram: str | int | None = None
+    nvme: str | int | None = None
+    state_dir: str | None = None
+    timeout: float | str | None = None
+    bandwidth: str | int | None = None
+    codecs: str | None = None
+    device: str | int | None = None
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """What they are called, in arguments, URL options and the configuration file."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object], where: str) -> TierOptions:
+        """Take them out of a mapping that holds nothing else.
+
+        Raises:
+            InvalidInputError: Something else is in it, or a value is of the wrong type.
+        """
+        known = {}
+        for name, value in values.items():
+            if name not in cls.names() or isinstance(value, bool) or not isinstance(value, (str, int, float)):
+                raise InvalidInputError(f"{where}: {name} = {value!r} is no setting of the local tiers")
+            known[name] = value
+        return cls(**known)  # type: ignore[arg-type]
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether somebody asked for local tiers, so that it is an error if there are none."""
+        asked = any(value is not None and value not in ("0", 0) for value in (self.ram, self.nvme))
+        return asked or self.ack == Level.STAGED.label
+
+    def over(self, other: TierOptions) -> TierOptions:
+        """These, and the other's where these say nothing."""
+        return TierOptions(
+            **{
+                name: mine if (mine := getattr(self, name)) is not None else getattr(other, name)
+                for name in self.names()
+            }
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTiers:
+    """What the options come to on this host.
+
+    Attributes:
+        ack: The level at which a write is acknowledged.
+        ram_bytes: Budget; 0 switches the tier off.
+        nvme_bytes: Budget; 0 switches the tier off.
+        directory: The state directory.
+        timeout_s: What a writer waits for room, and for its level.
+        bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
+        codecs: What chunks may be encoded with.
+        device_bytes: Budget of the device tier of each process; 0 switches the tier off.
+        problems: Why this host cannot give a tier as it was asked for, by the tier's name.
+    """
+
+    ack: Level
+    ram_bytes: int
+    nvme_bytes: int
+    directory: Path
+    timeout_s: float
+    bandwidth: int = 0
+    codecs: Codecs = AUTO
+    device_bytes: int = 0
+    problems: Mapping[str, str] = field(default_factory=dict)
+
+
+def resolve(options: TierOptions, uuid: str, *, host_local: bool, process_local: bool) -> ResolvedTiers:
+    """Fill in the environment and the defaults.
+
+    Args:
+        options: Arguments and URL options over those of the configuration file.
+        uuid: The store's.
+        host_local: Whether the object tier is a directory of this host: then there is no nvme tier by default.
+        process_local: Whether it is this process's alone: then there is no local tier by default.
+
+    Raises:
+        InvalidInputError: A value is no good.
+    """
+    directory = state_directory(options.state_dir)
+    ram = options.ram if options.ram is not None else "0" if process_local else RAM_SHARE
+    nvme: str | int = "0" if host_local or process_local else _default_nvme(directory / "stores" / uuid)
+    if options.nvme is not None:
+        nvme = options.nvme
+    try:
+        timeout_s = TIMEOUT_S if options.timeout is None else float(options.timeout)
+    except ValueError:
+        raise InvalidInputError(f"timeout={options.timeout!r} is no number of seconds") from None
+    free_bytes = _free_bytes(directory)
+    ram_bytes, nvme_bytes = parse_share(ram, memory_limit()), parse_share(nvme, free_bytes)
+    problems = {"ram": _ram_problem(options, ram_bytes)}
+    nvme_bytes, problems["nvme"] = _nvme_on(options, directory, uuid, nvme_bytes, free_bytes)
+    return ResolvedTiers(
+        ack=Level.parse(options.ack) if options.ack else _default_ack(),
+        ram_bytes=ram_bytes,
+        nvme_bytes=nvme_bytes,
+        directory=directory,
+        timeout_s=timeout_s,
+        bandwidth=parse_size(options.bandwidth) if options.bandwidth is not None else 0,
+        codecs=Codecs.parse(options.codecs) if options.codecs is not None else AUTO,
+        device_bytes=parse_size(options.device) if options.device is not None else 0,
+        problems={tier: problem for tier, problem in problems.items() if problem},
+    )
+
+
+def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int, free_bytes: int) -> tuple[int, str]:
+    """The budget of the nvme tier, 0 where there is room for nothing; and what a person has to know of it.
+
+    Raises:
+        InvalidInputError: A budget was asked for that holds nothing.
+    """
+    where, free = f"the disk of {directory}", format_bytes(free_bytes)
+    otherwise = (
+        "so there is no nvme tier and what is saved goes from memory to the object tier: free some room, or set state_dir= "
+        "(TIERFS_STATE_DIR) to another disk"
+    )
+    if 0 < budget_bytes < BUDGET_BYTES_MIN:
+        if options.nvme is not None and not str(options.nvme).endswith("%"):
+            raise InvalidInputError(
+                f"nvme={options.nvme} comes to {budget_bytes} bytes, and less than {BUDGET_BYTES_MIN} hold nothing: give more, or 0"
+            )
+        return 0, f"{where} is full but for {free}, {otherwise}"
+    if budget_bytes > free_bytes and not (directory / "stores" / uuid / ARENA_FILE).exists():
+        # The flusher tries all the same, and takes what it can get.
+        return (
+            budget_bytes,
+            f"nvme={options.nvme} does not fit on {where}, where {free} are free, {otherwise}, or give less",
+        )
+    if budget_bytes and options.nvme is not None and not is_durable(kind := filesystem_of(directory)):
+        return budget_bytes, (
+            f"nvme={options.nvme} lies in {directory}, and a crash of the host may take what a {kind} filesystem holds: nothing gets to "
+            "`local` there, and what waits for that waits for the object tier: set state_dir= (TIERFS_STATE_DIR) to a disk"
+        )
+    return budget_bytes, ""
+
+
+def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
+    """Of a budget that somebody asked for."""
+    if options.ram is None:
+        return ""
+    memory, folder = memory_limit(), Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
+    if ram_bytes > memory:
+        return (
+            f"ram={options.ram} is more than the {format_bytes(memory)} of memory that this process may use, and processes may be killed "
+            "when it is taken: give less"
+        )
+    folder_bytes = shutil.disk_usage(folder).total if folder.is_dir() else 0
+    if ram_bytes > folder_bytes > 0:
+        return (
+            f"ram={options.ram} is more than the {format_bytes(folder_bytes)} of {folder}, and what does not fit lies in memory without a "
+            "file: give less, or enlarge that (docker: --shm-size)"
+        )
+    return ""
+
+
+def from_environment() -> TierOptions:
+    """What the environment asks for."""
+    return TierOptions(
+        ram=os.environ.get("TIERFS_RAM") or None,
+        nvme=os.environ.get("TIERFS_NVME") or None,
+        state_dir=os.environ.get("TIERFS_STATE_DIR") or None,
+        device=os.environ.get("TIERFS_DEVICE") or None,
+    )
+
+
+def ranks_here() -> int:
+    """How many processes share the ram tier, as torchrun says."""
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(said), 1) if said.isdigit() else 1
+
+
+def _default_ack() -> Level:
+    """``local`` on one host. A job that spans hosts commits by what all of them see, which is the object tier."""
+    world, here = os.environ.get("WORLD_SIZE"), os.environ.get("LOCAL_WORLD_SIZE")
+    return Level.OBJECT if world is not None and world != (here or "1") else Level.LOCAL
+
+
+def _default_nvme(directory: Path) -> str | int:
+    """What the arena was made with, or what it is made with where there is none: the share is taken once."""
+    arena = directory / ARENA_FILE
+    return arena.stat().st_size if arena.exists() else NVME_SHARE
+
+
+def _free_bytes(directory: Path) -> int:
+    """Of the filesystem that the directory lies on, or will."""
+    existing = directory
+    while not existing.exists():
+        existing = existing.parent
+    return shutil.disk_usage(existing).free

@@ -1,0 +1,286 @@
+"""The local tiers of a store on this host, and the flusher behind them: put together here, once per process and store.
+
+A flusher is a process of its own, started as ``python -m tierfs.cli flusher run``. It is a thread of this process where a
+process cannot serve: where the object tier is this process's alone, or its options cannot be sent to another process.
+Either way it is reached over the same socket, so it makes no difference to whoever uses it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierfs import __version__
+from tierfs.clock import Clock, SystemClock
+from tierfs.digest import DigestKind
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
+from tierfs.flusher.building import TRANSIT_BYTES, build_engine
+from tierfs.flusher.offers import OFFERS_MAX
+from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher.server import Service
+from tierfs.host.filesystems import filesystem_of, is_durable
+from tierfs.host.host import Host
+from tierfs.host.identity import PLACE_FILE, DamagedPlaceError, check, claim
+from tierfs.host.nvme.reader import NvmeReader
+from tierfs.host.pending.publisher import Publisher
+from tierfs.host.rpc.client import FlusherClient
+from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.tiers import Tiers
+from tierfs.session.exit import finish_at_exit
+from tierfs.session.left_behind import is_pending
+from tierfs.session.settings import ResolvedTiers, ranks_here
+from tierfs.store.store import Store
+from tierfs.threads import start_daemon
+
+__all__ = ["Launcher", "Target", "home_of", "may_hide", "offer", "publisher_of", "tiers_for"]
+
+LINGER_S = 10.0
+_logger = logging.getLogger("tierfs.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The store whose tiers these are, as a flusher in another process needs it.
+
+    Attributes:
+        uuid: The store's.
+        url: Its root as the object tier's URL, without credentials.
+        places: See `tierfs.objects.ObjectTier.places`.
+        options: For the object tier's filesystem; never shown, since they may hold secrets.
+        kind: Its digests.
+        host_local: Whether the object tier is a directory of this host.
+        process_local: Whether it is this process's alone.
+    """
+
+    uuid: str
+    url: str
+    places: tuple[str, ...]
+    options: dict[str, Any] = field(repr=False)
+    kind: DigestKind
+    host_local: bool
+    process_local: bool
+
+
+def home_of(target: Target, settings: ResolvedTiers) -> tuple[Host, Path]:
+    """Where a store's local tiers are: the host, and their directory on it.
+
+    Raises:
+        InvalidInputError: They are those of another store of this id, or can be none where the state directory is.
+        DamagedPlaceError: Something is pending in them, and it cannot be told for which store.
+        ReadOnlyError, CapacityError, StoreError: The state directory cannot be used.
+    """
+    host = Host(settings.directory)
+    try:
+        return host, claim(host, target.uuid, target.places, target.url)
+    except DamagedPlaceError as error:
+        if is_pending(settings.directory, host.store_directory(target.uuid)):
+            raise
+        try:
+            directory = claim(host, target.uuid, target.places, target.url, anew=True)
+        except (StoreError, CapacityError, ReadOnlyError) as refusal:
+            raise error from refusal
+        _logger.warning(
+            "%s was damaged (%s) and is made anew: nothing is pending there",
+            directory / PLACE_FILE,
+            error.__cause__,
+        )
+        return host, directory
+
+
+def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
+    """Whether something of this store may be pending where `home_of` raised this."""
+    if isinstance(error, InvalidInputError):
+        return False
+    try:
+        # Nobody has local tiers before that is written.
+        return (settings.directory / "stores" / uuid / PLACE_FILE).stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def tiers_for(target: Target, settings: ResolvedTiers, connect: Callable[[], Store], home: tuple[Host, Path]) -> Tiers:
+    """Make this process's side of a store's local tiers, and have what is pending there flushed.
+
+    Args:
+        target: The store.
+        settings: Budgets, the state directory, how long to wait.
+        connect: Opens the store without local tiers, for a flusher that is a thread of this process.
+        home: See `home_of`.
+    """
+    clock = SystemClock()
+    host, directory = home
+    launcher = Launcher(target, settings, host, directory, lambda: publisher_of(connect, host), clock)
+    tiers = Tiers(
+        RamTier(host, target.uuid, budget_bytes=settings.ram_bytes or TRANSIT_BYTES, clock=clock),
+        NvmeReader(directory),
+        _Client(directory, launcher),
+        kind=target.kind,
+        has_nvme=bool(settings.nvme_bytes),
+        gives_local=is_durable(filesystem_of(directory)),
+        keeps_reads=bool(settings.ram_bytes) and not target.host_local,
+        shares_reads=ranks_here() > 1,
+        passes_by=target.host_local and not settings.nvme_bytes,
+        clock=clock,
+        problems=settings.problems,
+    )
+    for problem in settings.problems.values():
+        _logger.warning("%s: %s", target.url, problem)
+    if host.segments is None:
+        tiers.counters["no_segment_files"] += 1  # which the host has logged
+    finish_at_exit(tiers, target.url, launcher)
+    if tiers.drafts.pending_below(""):
+        # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.
+        start_daemon(tiers.writer.announce, name="resume")
+    return tiers
+
+
+def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
+    """The way to the object tier for what this host has pending: to the store whose local tiers hold it, not to a copy of that."""
+
+    def check_place(store: Store) -> None:
+        check(host.store_directory(store.descriptor.uuid), store.objects.places(), store.url)
+
+    return StorePublisher(connect, check_place)
+
+
+def offer(tiers: Tiers, options: dict[str, Any]) -> None:
+    """Have the flusher of these tiers know of other options for the object tier, which may be renewed credentials."""
+    assert isinstance(tiers.flusher, _Client)
+    tiers.flusher.offer(options)
+
+
+class Launcher:
+    """Starts a flusher for this process: as a process, or as a thread where that cannot serve."""
+
+    def __init__(
+        self,
+        target: Target,
+        settings: ResolvedTiers,
+        host: Host,
+        directory: Path,
+        publisher: Callable[[], Publisher],
+        clock: Clock,
+    ) -> None:
+        self._target = target
+        self._settings = settings
+        self._host = host
+        self._directory = directory
+        self._publisher = publisher
+        self._clock = clock
+        self.fallbacks = 0
+        self._lock = threading.Lock()
+        self._options: list[dict[str, Any]] = []  # the newest first
+        self.offer(target.options)
+        self.thread: threading.Thread | None = None
+        self._service: Service | None = None
+        self._is_stopped = False
+
+    def __repr__(self) -> str:
+        return f"Launcher({self._target.url!r}, fallbacks={self.fallbacks})"
+
+    @property
+    def ends_with_us(self) -> bool:
+        """Whether the flusher that this started is a thread of this process, and runs."""
+        return self.thread is not None and self.thread.is_alive()
+
+    def hello(self) -> dict[str, Any]:
+        """What a flusher is told of the object tier, credentials included."""
+        options = self._options
+        return {
+            "url": self._target.url,
+            "options": options[0] if options else None,
+            "earlier": options[1:],
+        }
+
+    def offer(self, options: dict[str, Any]) -> None:
+        """Tell flushers of these options, too, from the next hello on; not of such as cannot be sent to another process."""
+        sent = _as_json(options)
+        if sent is not None:
+            with self._lock:
+                self._options = [sent, *(each for each in self._options if each != sent)][:OFFERS_MAX]
+
+    def launch(self) -> Launched | None:
+        """Start one. ``None`` where it is a thread."""
+        if self._target.process_local or not self._options:
+            self._start_thread("its object tier can be reached from this process alone")
+            return None
+        settings = self._settings
+        argv = [sys.executable, "-m", "tierfs.cli", "flusher", "run", self._target.url, "--uuid", self._target.uuid]
+        argv += ["--state-dir", str(settings.directory), "--ram", str(settings.ram_bytes)]
+        argv += ["--nvme", str(settings.nvme_bytes), "--bandwidth", str(settings.bandwidth)]
+        argv += ["--codecs", str(settings.codecs)]
+        try:
+            return spawn(argv, self._directory / LOG_NAME)
+        except OSError as error:
+            self._start_thread(f"no process can be started ({error})")
+            return None
+
+    def _start_thread(self, reason: str) -> None:
+        if not self.fallbacks:
+            _logger.warning("%s is flushed by a thread of this process: %s", self._target.url, reason)
+        self.fallbacks += 1
+        publisher = self._publisher()
+        engine = build_engine(
+            self._host,
+            self._target.uuid,
+            self._settings,
+            None,
+            publisher=publisher,
+            clock=self._clock,
+        )
+        service = Service(engine, self._directory, version=__version__, linger_s=LINGER_S)
+        thread = threading.Thread(target=_serve, args=(service,), name="tierfs-flusher", daemon=True)
+        with self._lock:
+            if self._is_stopped:
+                raise StoreError(f"{self._target.url} was closed: nothing is flushed for it any more")
+            thread.start()
+            self._service, self.thread = service, thread
+
+    def stop(self) -> None:
+        """End the flusher if it is a thread of this process, after the steps that are under way; start none from now on."""
+        with self._lock:
+            self._is_stopped = True
+            service, thread = self._service, self.thread
+        if service is not None and thread is not None:
+            service.stop()
+            thread.join()
+
+
+class _Client(FlusherClient):
+    """The way to the flusher; closing it also ends one that was started as a thread for it."""
+
+    def __init__(self, directory: Path, launcher: Launcher) -> None:
+        super().__init__(directory, launcher.launch, __version__, launcher.hello)
+        self._launcher = launcher
+
+    def offer(self, options: dict[str, Any]) -> None:
+        self._launcher.offer(options)
+        self.greet_again()
+
+    def close(self) -> None:
+        super().close()
+        self._launcher.stop()
+
+
+def _serve(service: Service) -> None:
+    try:
+        service.run()
+    except TierfsError:
+        _logger.exception("the flusher's thread cannot go on: what is pending stays where it is")
+
+
+def _as_json(options: dict[str, Any]) -> dict[str, Any] | None:
+    """The options, if they survive being sent to another process."""
+    try:
+        copy = json.loads(json.dumps(options))
+    except (TypeError, ValueError):
+        return None
+    return copy if copy == options else None

@@ -1,0 +1,256 @@
+"""From what a user writes to where it is: URL forms, named stores, the configuration file.
+
+==============================  ================================================================
+``tierfs::s3://bucket/run/x``   the object tier's own URL, behind ``tierfs::``
+``tierfs://NAME/run/x``         a store named in the configuration file, and a path in it
+==============================  ================================================================
+
+The configuration file is ``$TIERFS_CONFIG``, else ``~/.config/tierfs/config.toml``::
+
+    [stores.prod]
+    url = "s3://bucket/runs"
+    create = true               # make the store at the first write
+    ack = "local"               # and ram, nvme, state_dir, timeout, bandwidth, codecs: see `tierfs.session.settings`
+    [stores.prod.options]       # for the object tier's own filesystem
+    endpoint_url = "https://..."
+    [tiers]                     # the same settings, for all stores
+    ram = "25%"
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierfs.errors import InvalidInputError
+from tierfs.session.settings import TierOptions
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = [
+    "Location",
+    "asks_to_create",
+    "configured_tiers",
+    "named_location",
+    "parse_url",
+    "split_url",
+    "strip",
+    "target_url",
+]
+
+LOCAL = ("file", "local")
+TRUE = ("1", "true", "yes", "on")
+_TABLES = {"stores", "tiers"}
+_logger = logging.getLogger("tierfs.store")
+_CHAIN = "tierfs::"
+_NAMED = "tierfs://"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_ABSOLUTE = re.compile("(?:(?:file|local)://)?(/.*)", re.DOTALL)
+_PROTOCOL = re.compile(r"([a-z][a-z0-9+._-]+)://")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where an object tier's path is.
+
+    Attributes:
+        protocol: fsspec's name of the object tier's filesystem.
+        path: As that filesystem writes it, without the protocol and without a ``/`` at its end.
+        options: For that filesystem.
+        create: Whether the configuration asks for the store to be made at the first write.
+        root: Where it would be made; empty where that follows from the path.
+        tiers: How the local tiers are to be set up, by arguments.
+        configured: The same by what the configuration says of a named store.
+    """
+
+    protocol: str
+    path: str
+    options: Mapping[str, object] = field(default_factory=dict)
+    create: bool = False
+    root: str = ""
+    tiers: TierOptions = field(default_factory=TierOptions)
+    configured: TierOptions = field(default_factory=TierOptions)
+
+    @property
+    def url(self) -> str:
+        """The path as an object tier's URL, without options."""
+        return target_url(self.protocol, self.path)
+
+
+def target_url(protocol: str, path: str) -> str:
+    """A path as a URL. fsspec's web filesystems take whole URLs for paths."""
+    return path if path.startswith(f"{protocol}://") else f"{protocol}://{path}"
+
+
+def split_url(url: str) -> tuple[str | None, str]:
+    """Cut a URL into the object tier's protocol and path; ``None`` stands for a named store or a bare path.
+
+    Raises:
+        InvalidInputError: A chain that tierfs does not understand, or no valid Unicode.
+    """
+    try:
+        url.encode()
+    except UnicodeEncodeError:
+        raise InvalidInputError(f"bad path {url!r}: it is not valid Unicode") from None
+    if url.startswith(_CHAIN):
+        url = url[len(_CHAIN) :]
+        if not _PROTOCOL.match(url):
+            raise InvalidInputError(
+                f"tierfs::{url} names no filesystem after 'tierfs::': write tierfs::file:///absolute/path, "
+                "tierfs::s3://bucket/path or tierfs://NAME/path"
+            )
+    elif url.startswith(_NAMED):
+        if "::" in url:
+            raise InvalidInputError(f"{url!r} names a store twice: write tierfs://NAME/path or tierfs::URL")
+        path = url[len(_NAMED) :].rstrip("/")
+        if path.startswith("/"):
+            raise InvalidInputError(
+                f"{url!r} names no store: write tierfs::file:///{path.lstrip('/')} for a local directory, or tierfs://NAME/path for a "
+                "store that the configuration file names"
+            )
+        return None, path
+    elif url.startswith(_CHAIN[:-1]):
+        raise InvalidInputError(
+            f"{url!r} names no store: write tierfs::file:///absolute/path, tierfs::s3://bucket/path or tierfs://NAME/path"
+        )
+    if "::" in url and _PROTOCOL.search(url):
+        raise InvalidInputError(f"{url!r}: a chain behind tierfs:: is not supported: name the object tier itself")
+    match = _PROTOCOL.match(url)
+    if match is None:
+        return None, url
+    return match[1], strip(match[1], url)
+
+
+def strip(protocol: str, path: str) -> str:
+    """A path of this filesystem in its own canonical form.
+
+    Raises:
+        InvalidInputError: fsspec knows no such filesystem, or its package is missing.
+    """
+    absolute = _ABSOLUTE.fullmatch(path) if protocol in LOCAL else None
+    if absolute is not None:  # which fsspec leaves as it is, and takes 50 ms and 7 MiB to be imported
+        return re.sub("/+", "/", absolute[1]).rstrip("/") or "/"
+    import fsspec  # noqa: PLC0415
+
+    try:
+        stripped = fsspec.get_filesystem_class(protocol)._strip_protocol(path)
+    except (ValueError, ImportError) as error:
+        raise InvalidInputError(f"{path!r}: {error}") from None
+    text = str(stripped)
+    if protocol in LOCAL:
+        text = re.sub("/+", "/", text)
+    return text.rstrip("/") or ("/" if text.startswith("/") else "")
+
+
+def parse_url(url: str) -> Location:
+    """Where a URL, or a local path, points.
+
+    Raises:
+        InvalidInputError: The URL is no good, or the named store is not in the configuration.
+    """
+    protocol, path = split_url(url)
+    if protocol is not None:
+        if protocol in LOCAL:
+            return Location(protocol, path)
+        import fsspec  # noqa: PLC0415
+
+        options = fsspec.get_filesystem_class(protocol)._get_kwargs_from_urls(url.removeprefix(_CHAIN))
+        return Location(protocol, path, options)
+    if url.startswith(_NAMED):
+        return named_location(path)
+    return Location("file", strip("file", path))
+
+
+def asks_to_create(location: Location) -> bool:
+    """Whether the environment or, if it says nothing, the configuration asks for a store to be made at the first write.
+
+    Looked up each time, because the environment may change while filesystem instances live on.
+    """
+    wish = os.environ.get("TIERFS_CREATE")
+    return wish.lower() in TRUE if wish else location.create
+
+
+def named_location(path: str) -> Location:
+    """Where ``NAME/path`` is, by the configuration file.
+
+    Raises:
+        InvalidInputError: There is no such name, or the file cannot be read or understood.
+    """
+    name, _, rest = path.partition("/")
+    file_path = _configuration_path()
+    hint = f'put this into {file_path}:\n[stores.{name}]\nurl = "s3://bucket/path"'
+    if not _NAME.fullmatch(name):
+        raise InvalidInputError(f"{name!r} is no name of a store: tierfs://NAME/path, or tierfs::URL for a URL")
+    configuration = _configuration()
+    if configuration is None:
+        raise InvalidInputError(f"no store is named {name!r}: there is no {file_path}; {hint}")
+    stores = configuration.get("stores", {})
+    entry = stores.get(name) if isinstance(stores, dict) else None
+    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
+        raise InvalidInputError(f"no store is named {name!r} in {file_path}; {hint}")
+    unknown = sorted(set(entry) - {"url", "create", "options", *TierOptions.names()})
+    options = entry.get("options", {})
+    create = entry.get("create", False)
+    if unknown or not isinstance(options, dict) or not isinstance(create, bool):
+        problem = f"unknown key {unknown[0]!r}" if unknown else "'options' must be a table and 'create' true or false"
+        raise InvalidInputError(f"{file_path}: stores.{name}: {problem}")
+    if entry["url"].startswith(_NAMED):
+        raise InvalidInputError(f"{file_path}: stores.{name}: its url must be the object tier's own")
+    target = parse_url(entry["url"])
+    inside = f"{target.path}/{rest}".rstrip("/") if rest else target.path
+    given = {key: value for key, value in entry.items() if key in TierOptions.names()}
+    tiers = TierOptions.from_mapping(given, f"{file_path}: stores.{name}")
+    return Location(target.protocol, inside, {**target.options, **options}, create, root=target.path, configured=tiers)
+
+
+def configured_tiers() -> TierOptions:
+    """What the configuration file says of the local tiers of all stores.
+
+    A file that this user may not read says nothing, which is logged.
+
+    Raises:
+        InvalidInputError: The file cannot be understood.
+    """
+    if not os.access(_configuration_path(), os.R_OK) and _is_there(_configuration_path()):
+        _logger.warning("%s may not be read: the local tiers are set up without it", _configuration_path())
+        return TierOptions()
+    table = (_configuration() or {}).get("tiers", {})
+    where = f"{_configuration_path()}: tiers"
+    if not isinstance(table, dict):
+        raise InvalidInputError(f"{where} is no table")
+    return TierOptions.from_mapping(table, where)
+
+
+def _configuration_path() -> Path:
+    return Path(os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml").expanduser()
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a directory above it may not be searched
+        return True
+
+
+def _configuration() -> dict[str, Any] | None:
+    """The configuration file; ``None`` where there is none."""
+    path = _configuration_path()
+    try:
+        with open(path, "rb") as file:
+            configuration = dict(tomllib.load(file))
+    except FileNotFoundError:
+        return None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InvalidInputError(f"{path} cannot be read: {error}") from None
+    if unknown := sorted(set(configuration) - _TABLES):
+        raise InvalidInputError(f"{path}: unknown table {unknown[0]!r}; settings lie in [tiers] and [stores.NAME]")
+    return configuration

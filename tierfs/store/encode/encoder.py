@@ -1,0 +1,484 @@
+"""How chunks are encoded on their way to the object tier.
+
+Decided once per tensor, on a sample of its first chunk, and remembered from save to save; and not at all where encoding takes
+longer than it saves on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from tierfs.buffers import buffers
+from tierfs.clock import Clock
+from tierfs.codec import Codec, Coding, Reason
+from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
+from tierfs.digest import BLOCK_BYTES, DigestKind
+from tierfs.errors import TierfsError
+from tierfs.format.envelope import block_count
+from tierfs.format.manifest import Row
+from tierfs.host.pending.publisher import Hint, ReadRow, Tensor
+from tierfs.store.encode.bases import AbsentError, FetchedBase, LocalBase, Reference
+from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.deriving import Deriver, Piece, with_bases
+from tierfs.store.encode.desks import Desk, desks
+from tierfs.store.encode.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
+from tierfs.store.encode.pipeline import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
+from tierfs.store.encode.room import Room
+
+__all__ = ["Encoder", "FetchRow"]
+
+REPROBE_SAVES = 16
+CHOICES_MAX = 100_000
+GROUPS_MAX = 10_000
+# What a base has to save, of its own size, to be fetched for that from the object tier.
+FETCH_WORTH = 0.5
+# The same where that is this host's own, and it is read there as fast as elsewhere.
+FETCH_NEAR_WORTH = 0.05
+# Of those that upload, of which there are as many as processors or a few more, a quarter fetches at a time.
+PROCESSORS_A_FETCH = 4
+# How much more than it costs encoding has to save: it takes processors from what sends, and from training.
+MARGIN = 1.25
+# A chunk that comes to more than this part of its size is sent mostly as it is, whatever was found in some of its blocks.
+ENCODED_MAX = 0.9
+_STORE = Coding(Codec.STORE)
+_LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
+_logger = logging.getLogger("tierfs.store")
+
+FetchRow = Callable[[Row, int, memoryview], None]
+"""Copies bytes of a chunk, from an offset on, out of the object tier, verified; raises a `TierfsError` if it cannot."""
+
+
+class _Known(NamedTuple):
+    """What is remembered of a tensor.
+
+    Attributes:
+        save: When it was found out.
+        choice: What.
+        misses: How often in a row differences were too large when they were tried, be it in the sample or in the rest.
+    """
+
+    save: int
+    choice: Choice
+    misses: int = 0
+
+    @property
+    def is_miss(self) -> bool:
+        """Whether differences were too large, when they were tried."""
+        return self.choice.delta is None and self.choice.delta_ratio is not None
+
+    def holds(self, save: int) -> bool:
+        """Whether it counts at this save.
+
+        A miss is tried again with the next save, since differences grow with the distance from the keyframe, and there may
+        be another by then; then less and less often, since some tensors never have small ones.
+        """
+        saves = min(2 ** min(self.misses - 1, 30), REPROBE_SAVES) if self.is_miss else REPROBE_SAVES
+        return 0 <= save - self.save < saves
+
+
+class _Asked(NamedTuple):
+    """What is to be encoded.
+
+    Attributes:
+        raw: The chunk.
+        room: Where what was encoded is to lie.
+        tensors: Of each block.
+        known: Those of which something may be encoded, with the choices that were made; ``None`` for one that is to be made now.
+    """
+
+    raw: memoryview
+    room: Room
+    tensors: Sequence[Tensor]
+    known: Mapping[Tensor, Choice | None]
+
+
+class _Attempt(NamedTuple):
+    """An encoded chunk, and the choices that were made for it."""
+
+    blocks: list[EncodedBlock]
+    found: list[tuple[Tensor, Choice]]
+
+    @property
+    def needs_base(self) -> bool:
+        """Whether it cannot be read without what it was encoded against."""
+        return any(block.codec.base_factor for block in self.blocks)
+
+    def kept(self, asked: _Asked, desk: Desk) -> _Attempt:
+        """The same where it stays: see `tierfs.store.encode.pipeline.keep`."""
+        return self._replace(blocks=keep(self.blocks, asked.raw, desk, asked.room))
+
+
+class Encoder:
+    """What one process knows of a store's tensors, and of speeds. Safe for use by many threads.
+
+    Args:
+        kind: The store's digests.
+        codecs: Which ones may be used.
+        clock: Where time comes from.
+        is_near: Whether the object tier is this host's own, so that a base costs little to fetch, and puts wait for no link.
+    """
+
+    def __init__(self, kind: DigestKind, codecs: Codecs, clock: Clock, *, is_near: bool) -> None:
+        self.codecs = codecs
+        self._is_near = is_near
+        self._kind = kind
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._choices: dict[str, _Known] = {}
+        self._typical: dict[tuple[str, int], Typical] = {}  # by kind and width of elements
+        self._saves: dict[str, int] = {}
+        self._put = Puts(tries=not is_near)
+        self._encode: dict[Codec, Speed] = {}
+        self._counts: Counter[str] = Counter()
+        self._begun = threading.local()  # which codecs a thread has encoded with
+        self._deriver, self._deriving = Deriver(kind, codecs), threading.Lock()
+        self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
+
+    def __repr__(self) -> str:
+        return f"Encoder({self.codecs}, {self.status()})"
+
+    def status(self) -> dict[str, Any]:
+        """What was done so far, for a person to see.
+
+        Returns:
+            ``raw_bytes`` and ``encoded_bytes`` of what was sent, ``blocks`` by codec and by reason; seconds that a gigabyte takes
+            on one thread to be put, beyond what every put takes and as far as that is known (what is not, as the choice takes it to
+            be), and to be encoded by codec.
+        """
+        with self._lock:
+            return {
+                **dict(self._counts),
+                "put_s_per_GB": self._put.raw_s_per_byte * 1e9,
+                "encoded_put_s_per_GB": self._put.encoded_s_per_byte * 1e9,
+                "encode_s_per_GB": {
+                    codec.name.lower(): speed.s_per_byte * 1e9 for codec, speed in self._encode.items()
+                },
+            }
+
+    def count_save(self, group: str) -> int:
+        """Begin a file; returns how many of its group were begun before, as far as that is remembered: see `Hint.save`."""
+        with self._lock:
+            count = self._saves.pop(group, 0)
+            self._saves[group] = count + 1
+            while len(self._saves) > GROUPS_MAX:
+                del self._saves[next(iter(self._saves))]
+        return count
+
+    @contextlib.contextmanager
+    def putting(self, count: int, raw_count: int) -> Iterator[None]:
+        """Take the time of what sends so many bytes, of a chunk that has so many raw."""
+        start = self._clock.monotonic()
+        yield
+        with self._lock:
+            self._put.add(count, self._clock.monotonic() - start, is_raw=count > ENCODED_MAX * raw_count)
+
+    def derives(self, count: int) -> bool:
+        """Whether it is of use to know what chunks may be derived from, in so many bytes."""
+        return Codec.DERIVE in self.codecs.allowed and self._pays(Codec.DERIVE, 0.0, block_count(count))
+
+    def encode(
+        self,
+        raw: memoryview,
+        hint: Hint,
+        sources: Sequence[Piece],
+        *,
+        room: Room,
+        read: ReadRow,
+        fetch: FetchRow,
+    ) -> Encoded:
+        """Encode a chunk as it pays best.
+
+        Args:
+            raw: The chunk. Borrowed; the result may lie in it.
+            hint: What is known of it.
+            sources: The hint's sources, as they are stored.
+            room: Where the result is to lie: see `tierfs.store.encode.pipeline.Sending`.
+            read: Gets at chunks that lie on this host.
+            fetch: Gets at those that do not.
+        """
+        if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
+            hint = replace(hint, base=None)  # not to be read for nothing
+        encoded = None
+        if sources and self.derives(len(raw)):
+            with self._deriving, desks().lend() as desk:  # others send while one waits for that
+                desk.take()
+                start = self._clock.monotonic()
+                encoded = self._deriver.encode(raw, sources, read, desk, room)
+                self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
+        if encoded is None:
+            encoded = self._encode_chosen(raw, hint, room, read, fetch)
+        with self._lock:
+            self._counts["raw_bytes"] += len(raw)
+            for block in encoded.blocks:
+                self._counts["encoded_bytes"] += len(block.data)
+                self._counts[f"{block.codec.name.lower()}_blocks"] += 1
+                self._counts[f"{block.reason.name.lower()}_blocks"] += 1
+        return encoded
+
+    def _encode_chosen(self, raw: memoryview, hint: Hint, room: Room, read: ReadRow, fetch: FetchRow) -> Encoded:
+        tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
+        known = {tensor: self._known(tensor, hint) for tensor in tensors}
+        # What is not known is found out about where others of its kind pay; else even that is only in the way.
+        known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
+        asked = _Asked(raw, room, tensors, known)
+        row, attempt = hint.base, None
+        if row is not None and self._may_need(known):
+            attempt = self._try_local(asked, row, read)
+            if attempt is None:
+                attempt = self._try_fetched(asked, row, fetch)
+        if attempt is None:
+            attempt = self._try_alone(asked)
+        blocks = attempt.blocks
+        self._learn(attempt, tensors, hint.save, raw)
+        if row is None or not attempt.needs_base:
+            return Encoded(blocks)
+        return with_bases(blocks, (Piece(row, 0, len(raw)),))
+
+    def _try_alone(self, asked: _Asked) -> _Attempt:
+        """`_try` against nothing."""
+        with desks().lend() as desk:
+            return self._try(asked, None, desk).kept(asked, desk)
+
+    def _try_local(self, asked: _Asked, row: Row, read: ReadRow, *, is_verified: bool = False) -> _Attempt | None:
+        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference.
+
+        What is verified as it is read was decoded for that, which is counted as a part of what encoding takes.
+        """
+        with desks().lend() as desk:
+            base = LocalBase(self._kind, row, read, desk, is_verified=is_verified)
+            try:
+                attempt = self._try(asked, base, desk, counts_reads=is_verified)
+                counts = is_verified or attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
+                if counts and not base.is_sound():
+                    return None
+            except AbsentError:
+                return None
+            if not counts:
+                # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
+                attempt = attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
+            return attempt.kept(asked, desk)
+
+    def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
+        """`_try` against a chunk of the object tier; ``None`` if that is not worth it, or cannot be.
+
+        Where that is this host's own, it is read block by block, as one of the local tiers is. Else few threads do it at a time: each takes the
+        memory of one more chunk, and what the first one finds out may save the others from it.
+        """
+        if self._is_near:
+            if not self._is_worth_fetching(row, asked):
+                return None
+            return self._try_local(
+                asked, row, lambda row, start, out: self._fetch(row, start, out, fetch), is_verified=True
+            )
+        with self._fetching:
+            if not self._is_worth_fetching(row, asked):
+                return None
+            with buffers().lend(row.raw_length) as base:
+                if not self._fetch(row, 0, base, fetch):
+                    return None
+                with desks().lend() as desk:
+                    return self._try(asked, FetchedBase(base), desk).kept(asked, desk)
+
+    def _try(self, asked: _Asked, base: Reference | None, desk: Desk, *, counts_reads: bool = False) -> _Attempt:
+        """Encode block by block, each against the base's, where that is worth it.
+
+        Args:
+            asked: What.
+            base: What the chunk may be encoded against.
+            desk: Where; what is encoded lies there then.
+            counts_reads: Whether reading the base is a part of what encoding takes.
+
+        Raises:
+            AbsentError: As the base does.
+        """
+        choices = dict(asked.known)
+        found: list[tuple[Tensor, Choice]] = []
+        counts: Counter[Codec] = Counter()
+        seconds: dict[Codec, float] = {}
+
+        def plans() -> Iterator[Plan]:
+            for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
+                plan = _LINK_IS_FASTER
+                if tensor in choices:
+                    choice = choices[tensor]
+                    if choice is None:
+                        choice = self._choose(number, block, tensor, base, desk)
+                        found.append((tensor, choice))
+                        choices[tensor] = choice if tensor.name else None
+                    plan = self._plan(choice, has_base=base is not None)
+                if base is not None and plan.reason is Reason.DELTA:
+                    start = self._clock.monotonic()
+                    plan = plan._replace(base=base.block(number))
+                    if counts_reads:
+                        codec = plan.coding.codec
+                        seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
+                yield plan._replace(part_of=tensor)
+
+        @contextlib.contextmanager
+        def watch(codec: Codec, count: int) -> Iterator[None]:
+            start = self._clock.monotonic()
+            yield
+            counts[codec] += count
+            seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
+
+        blocks = encode_chunk(asked.raw, plans(), desk, self.codecs.allowed, watch)
+        for codec, took in seconds.items():
+            self._took(codec, counts[codec], took)
+        return _Attempt(blocks, found)
+
+    def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
+        coding, ratio = choice.static, choice.static_ratio
+        if has_base and choice.delta is not None and choice.delta_ratio is not None:
+            coding, ratio, reason = choice.delta, choice.delta_ratio, Reason.DELTA
+        elif choice.delta is None and choice.delta_ratio is not None:
+            reason = Reason.DELTA_TOO_LARGE
+        else:
+            reason = Reason.NO_BASE
+        return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
+
+    def _took(self, codec: Codec, count: int, seconds: float) -> None:
+        """Learn from what was encoded, unless it is this thread's first: what it works in may be touched for the first time then."""
+        begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
+        if codec in begun:
+            with self._lock:
+                self._encode.setdefault(codec, Speed(is_steady=True)).add(count, seconds)
+        begun.add(codec)
+
+    def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
+        """What is remembered of a tensor, if it counts still."""
+        with self._lock:
+            known = self._choices.get(tensor.name)
+        if known is None or not known.holds(hint.save):
+            return None
+        return None if known.choice.delta_ratio is None and hint.base is not None else known.choice
+
+    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None, desk: Desk) -> Choice:
+        """Find out about a tensor from one block of it, which has this number in the chunk."""
+        start, count = sample_of(len(block))
+        return choose(
+            block[start : start + count],
+            kind=tensor.kind,
+            width=tensor.width,
+            base=None if base is None else self._part(number, start, count, tensor, base),
+            allowed=self.codecs.allowed,
+            out=desk.take().sample,
+        )
+
+    def _part(self, number: int, start: int, count: int, tensor: Tensor, base: Reference) -> memoryview:
+        """A part of a block, of one that is read whole where it is to be remembered what comes of it."""
+        if tensor.name:
+            return base.block(number)[start : start + count]
+        return base.part(number * BLOCK_BYTES + start, count)
+
+    def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
+        """Remember what was chosen, and of which tensors the differences were too large all the same."""
+        sizes: dict[Tensor, tuple[int, int]] = {}  # of differences: encoded, raw
+        for tensor, block, source in zip(tensors, attempt.blocks, blocks_of(raw), strict=True):
+            if tensor.name and block.reason is Reason.DELTA:
+                encoded, count = sizes.get(tensor, (0, 0))
+                sizes[tensor] = encoded + len(block.data), count + len(source)
+        with self._lock:
+            for tensor, choice in attempt.found:
+                self._typical.setdefault((tensor.kind, tensor.width), Typical()).add(choice)
+                if tensor.name:
+                    known = self._choices.pop(tensor.name, None)
+                    misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
+                    found = _Known(save, choice, misses)
+                    # Once a save, however many of its chunks were tried at the same time.
+                    is_news = known is None or not known.is_miss or known.save != save
+                    self._choices[tensor.name] = (
+                        found._replace(misses=misses + 1) if found.is_miss and is_news else found
+                    )
+            while len(self._choices) > CHOICES_MAX:
+                del self._choices[next(iter(self._choices))]
+            for tensor, (encoded, count) in sizes.items():
+                known = self._choices.get(tensor.name)
+                if known is None or known.is_miss:
+                    continue
+                is_worth_it = encoded <= DELTA_WORTH * known.choice.static_ratio * count
+                if known.save != save:  # one that has grown too large was small, and may be again
+                    found_at = known.save if is_worth_it else save - REPROBE_SAVES + 1
+                    self._choices[tensor.name] = _Known(found_at, known.choice)
+                elif not is_worth_it:  # the sample was not like the rest
+                    missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
+                    self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
+
+    def _may_pay(self, tensor: Tensor) -> bool:
+        """Whether encoding would pay, were this tensor like most of its kind."""
+        with self._lock:
+            typical = self._typical.get((tensor.kind, tensor.width))
+        return typical is None or self._pays(typical.codec, typical.ratio)
+
+    def _pays_as_delta(self, choice: Choice) -> bool:
+        return (
+            choice.delta is not None
+            and choice.delta_ratio is not None
+            and self._pays(choice.delta.codec, choice.delta_ratio)
+        )
+
+    def _pays(self, codec: Codec, ratio: float, blocks: int = 1) -> bool:
+        """Whether encoding takes less time than it saves in sending, on a thread that does one after the other.
+
+        Asked of so many blocks at once.
+        """
+        with self._lock:
+            encode = self._encode.get(codec)
+            if self.codecs.always or encode is None or self._put.count < EVIDENCE_BYTES:
+                return True
+            pays = self._put.with_encoding(MARGIN * encode.s_per_byte, ratio) < self._put.raw_s_per_byte
+            if not pays:
+                encode.forget(blocks)  # it is measured no more, and may have been slow for a while only
+            return pays
+
+    def _may_need(self, known: Mapping[Tensor, Choice | None]) -> bool:
+        """Whether anything may come of a base."""
+        return any(choice is None or self._pays_as_delta(choice) for choice in known.values())
+
+    def _is_worth_fetching(self, row: Row, asked: _Asked) -> bool:
+        """Whether a base that is not on this host is to be had from the object tier."""
+        if self.codecs.always:
+            return True
+        tensors, known = [each for each in asked.tensors if each in asked.known], asked.known
+        worth = FETCH_NEAR_WORTH if self._is_near else FETCH_WORTH
+        savings = [self._saved(tensor, known[tensor]) for tensor in tensors]
+        expected = [saved for saved in savings if saved is not None]
+        blocks = block_count(row.raw_length)
+        if len(expected) < len(savings) or sum(expected) / blocks * row.raw_length >= worth * row.stored_length:
+            return True
+        with self._lock:
+            for key in {(tensor.kind, tensor.width) for tensor in tensors if not tensor.name}:
+                self._typical[key].pass_by()
+        return False
+
+    def _saved(self, tensor: Tensor, choice: Choice | None) -> float | None:
+        """What a base is expected to save, of the raw size; ``None`` if that has to be found out.
+
+        What has no name is never remembered. Then what its kind mostly came to counts.
+        """
+        if choice is not None or tensor.name:
+            return None if choice is None else choice.saved
+        with self._lock:
+            typical = self._typical.get((tensor.kind, tensor.width))
+        return None if typical is None else typical.saved
+
+    def _fetch(self, row: Row, start: int, out: memoryview, fetch: FetchRow) -> bool:
+        """Fetch a part of a base; ``False`` if it cannot be read."""
+        try:
+            fetch(row, start, out)
+        except TierfsError as error:
+            with self._lock:
+                self._counts["unreadable_bases"] += 1
+            _logger.info(
+                "a chunk is encoded by itself, because what it was to be encoded against cannot be read: %s", error
+            )
+            return False
+        with self._lock:
+            self._counts["fetched_base_bytes"] += len(out)
+        return True

@@ -1,0 +1,441 @@
+"""Verified bytes of one chunk, from the nearest tier that has them, decoded against other chunks where it was encoded so.
+
+FORMAT.md, "Reading a file" and "Chunk envelope".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from tierfs import digest
+from tierfs.buffers import buffers
+from tierfs.codec import Codec, decode_block
+from tierfs.digest import BLOCK_BYTES, Buffer
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
+from tierfs.format.header import HEADER_BYTES, peek_kind
+from tierfs.format.keys import NO_RECIPE, ChunkName
+from tierfs.format.manifest import Row
+from tierfs.format.ranges import ANY_SHARE, EXACT_SHARE, WHOLE_SHARE, BlockTargets, Part, runs_of
+from tierfs.host.pending.record import local_name
+from tierfs.objects.protocol import ObjectInfo, Take
+from tierfs.processors import processors
+from tierfs.store.store import Store
+
+__all__ = ["DAMAGED", "GENERATIONS_MAX", "are_there", "fetch", "fetch_object", "find_chunk", "inspect", "read_envelope"]
+
+GENERATIONS_MAX = 64
+DAMAGED = Row(ChunkName(b""), 0, 0)
+"""What `inspect` says of a chunk object that is there and not whole."""
+_CODECS = frozenset(Codec)
+_logger = logging.getLogger("tierfs.store")
+
+
+def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: bool = False) -> None:
+    """Copy verified bytes of one chunk to where they are wanted, from the nearest tier that has them.
+
+    A first mismatch is read again once, because a bit may have flipped on the way; a second one is an error.
+
+    Args:
+        store: The store.
+        row: The chunk.
+        parts: What is wanted of it, by offsets in the raw chunk.
+        where: What file the chunk belongs to, for errors.
+        exact: Whether it is known that nothing else is wanted of the chunk: then it is fetched whole only if next to all of it is wanted.
+
+    Raises:
+        CorruptionError: The object, or one that it is encoded against, is missing, cut short or damaged; the memory's content is
+            undefined.
+        FormatError: Written by a newer tierfs.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    _fetch_cached(store, row, parts, where, share=EXACT_SHARE if exact else WHOLE_SHARE, depth=0)
+
+
+def _fetch_cached(store: Store, row: Row, parts: Sequence[Part], where: str, *, share: float, depth: int) -> None:
+    if store.tiers is None:
+        _fetch_verified(store, row, parts, where, depth)
+        return
+    name = local_name(store.descriptor.digest_kind, row.name.digest)
+
+    def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
+        return _fetch_verified(store, row, wanted, where, depth)
+
+    # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
+    flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")
+    store.tiers.cache.read_through(name, row.raw_length, parts, fetch_parts, flight=flight, share=share)
+
+
+def find_chunk(store: Store, row: Row, where: str) -> Row:
+    """The chunk object that holds what a row of a draft names.
+
+    Raises:
+        CorruptionError: There is none.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    for generation in range(GENERATIONS_MAX):
+        candidate = ChunkName(row.name.digest, generation)
+        if not store.presence.is_unusable(candidate):
+            found = inspect(store, candidate, row.raw_length)
+            if found is None:
+                break
+            if found is not DAMAGED:
+                return found
+    # It may be one that is encoded against others, whose key no one can tell from the content.
+    kind = store.descriptor.digest_kind
+    for item in store.objects.list(keys.chunk_key(ChunkName(row.name.digest)).removesuffix("0")):
+        try:
+            name = keys.parse_chunk_key(item.key, kind)
+        except FormatError:
+            continue  # it belongs to nothing
+        if name.recipe != NO_RECIPE and not store.presence.is_unusable(name):
+            found = inspect(store, name, row.raw_length)
+            if found is not None and found is not DAMAGED and are_there(store, found.bases):
+                return found
+    raise CorruptionError(
+        f"{where}: chunk {row.name.digest.hex()} is in no tier: the file has to be written again", path=where
+    )
+
+
+def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
+    """What stands under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    key = keys.chunk_key(name)
+    head_bytes = envelope_bytes(store.descriptor.digest_kind, block_count(raw_length))
+    try:
+        if name.recipe != NO_RECIPE:
+            head_bytes = min(store.objects.head(key).size, ENVELOPE_BYTES_MAX)
+        head = bytearray(head_bytes)
+        info = store.objects.get(key, [(0, memoryview(head))])
+        envelope = Envelope.decode(head, store.where(key), stored_length=info.size)
+        if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
+            raise CorruptionError(f"{store.where(key)}: holds another chunk", path=key)
+    except NotFoundError:
+        return None
+    except (CorruptionError, FormatError) as error:
+        _logger.warning("a stored chunk is damaged, the bytes are stored again beside it: %s", error)
+        return DAMAGED
+    needs = dict.fromkeys(base.name for base in envelope.bases)
+    for base in envelope.bases:
+        if base.name.recipe != NO_RECIPE:
+            found = inspect(store, base.name, base.raw_length)
+            if found is None or found is DAMAGED:
+                _logger.warning("%s is encoded against a chunk that is not sound", store.where(key))
+                return DAMAGED
+            needs |= dict.fromkeys(found.bases)
+    return Row(name, raw_length, info.size, tuple(needs))
+
+
+def are_there(store: Store, names: Iterable[ChunkName]) -> bool:
+    """Whether there are objects under all these names.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    try:
+        for name in names:
+            store.objects.head(keys.chunk_key(name))
+    except NotFoundError:
+        return False
+    return True
+
+
+def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
+    if not row.stored_length:
+        row = find_chunk(store, row, where)  # of a draft that was opened before it was published
+    try:
+        digests = _fetch(store, row, parts, where, depth)
+    except CorruptionError as error:
+        _logger.warning("reading a chunk again after a mismatch: %s", error)
+        try:
+            digests = _fetch(store, row, parts, where, depth)
+        except CorruptionError:
+            store.distrust(row.name)
+            raise
+    store.presence.see(row.name, is_whole=len(digests) == block_count(row.raw_length))
+    return digests
+
+
+def _fetch(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int) -> Sequence[bytes]:
+    key = keys.chunk_key(row.name)
+    place = f"{where}: chunk {key} in the object tier"
+    try:
+        return fetch_object(store, row, parts, place, depth=depth)
+    except NotFoundError:
+        raise CorruptionError(
+            f"{place} is missing: restore it from another copy of the store, or delete the file; `tierfs verify` lists "
+            "what else is damaged",
+            path=where,
+            tier="object",
+        ) from None
+    except CorruptionError as error:
+        if str(error).startswith(place):
+            raise
+        # What the object tier itself finds out, an object cut short for example, names the key alone.
+        raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
+
+
+def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, depth: int = 0) -> Sequence[bytes]:
+    """The same from the object tier, tried once.
+
+    Args:
+        store: The store.
+        row: The chunk.
+        parts: What is wanted of it, by offsets in the raw chunk.
+        place: How to call the object in an error.
+        depth: How many chunks are encoded against it, one against the other, on the way here.
+
+    Returns:
+        The digests of the blocks that were touched.
+
+    Raises:
+        NotFoundError: It is not there. Otherwise as `fetch`.
+    """
+    with contextlib.ExitStack() as lent:
+        return _Fetch(store, row, parts, place, depth, lambda length: lent.enter_context(buffers().lend(length))).run()
+
+
+class _Fetch:
+    """One chunk object on its way to where parts of it are wanted. Arguments as of `fetch_object`.
+
+    Args:
+        lend: Gives memory for as long as it goes on.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        row: Row,
+        parts: Sequence[Part],
+        place: str,
+        depth: int,
+        lend: Callable[[int], memoryview],
+    ) -> None:
+        self._store = store
+        self._row = row
+        self._place = place
+        self._depth = depth
+        self._lend = lend
+        self._kind = store.descriptor.digest_kind
+        self._key = keys.chunk_key(row.name)
+        self._targets = BlockTargets(row.raw_length, parts, lend)
+
+    def run(self) -> Sequence[bytes]:
+        """See `fetch_object`."""
+        row, blocks = self._row, block_count(self._row.raw_length)
+        is_standalone = row.name.recipe == NO_RECIPE
+        wants_most = 2 * len(self._targets.blocks) > blocks
+        head_bytes = envelope_bytes(self._kind, blocks)
+        if is_standalone and row.stored_length == head_bytes + row.raw_length:
+            envelope = self._receive_raw(head_bytes)
+        elif is_standalone and wants_most and self._store.objects.streams:
+            envelope = self._receive_streamed()
+        else:
+            envelope = self._receive_encoded(row.stored_length if wants_most else ENVELOPE_BYTES_MAX)
+        with processors().turn():
+            self._targets.finish()
+        return [envelope.blocks[index].digest for index in self._targets.blocks]
+
+    def _receive_raw(self, head_bytes: int) -> Envelope:
+        """Where nothing is compressed every block's place is known, and whole blocks go straight to the caller."""
+        targets = self._targets
+        head = memoryview(bytearray(head_bytes))
+        pieces = [(head_bytes + index * BLOCK_BYTES, targets.view(index)) for index in targets.blocks]
+        info = self._store.objects.get(self._key, [(0, head), *pieces])
+        envelope = _check(head, self._row, info.size, self._place)
+        with processors().turn():
+            for index in targets.blocks:
+                self._verify(envelope, index)
+        return envelope
+
+    def _receive_streamed(self) -> Envelope:
+        """One block at a time is in memory, which stays warm, and is decoded while the next one is on its way."""
+        row, place = self._row, self._place
+        envelopes: list[Envelope] = []
+
+        def use(info: ObjectInfo, take: Take) -> None:
+            head = bytes(take(min(HEADER_BYTES, row.stored_length)))
+            _, length = peek_kind(head, place)
+            if HEADER_BYTES < length <= min(row.stored_length, ENVELOPE_BYTES_MAX):
+                head += take(length - HEADER_BYTES)
+            envelope = _check(head, row, info.size, place)
+            for index, block in enumerate(envelope.blocks):
+                encoded = take(block.encoded_length)
+                if index in self._targets:
+                    with processors().turn():
+                        self._settle(envelope, index, encoded, None)
+            envelopes.append(envelope)
+
+        self._store.objects.stream(self._key, row.stored_length, use)
+        return envelopes[-1]
+
+    def _receive_encoded(self, length: int) -> Envelope:
+        """All that is wanted is in memory, with what it is encoded against, before the first block is decoded.
+
+        Args:
+            length: Bytes that come together with the head: a request costs more than some that nobody wants.
+        """
+        targets = self._targets
+        stored = self._lend(min(self._row.stored_length, length))
+        info = self._store.objects.get(self._key, [(0, stored)])
+        envelope = _check(stored, self._row, info.size, self._place)
+        found = self._encoded_blocks(envelope, stored, info)
+        bases = _Bases(self._store, envelope, targets.blocks, self._place, self._depth, self._lend)
+        needed = {index: bases.of(index) for index in targets.blocks}
+
+        def settle(index: int) -> None:
+            self._settle(envelope, index, found[index], needed[index])
+
+        with processors().turn():
+            # What is stored as it is takes less time than another thread takes to begin.
+            if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
+                processors().share_out(settle, targets.blocks)
+            else:
+                for index in targets.blocks:
+                    settle(index)
+        return envelope
+
+    def _encoded_blocks(self, envelope: Envelope, stored: memoryview, info: ObjectInfo) -> dict[int, memoryview]:
+        """The wanted blocks as they are stored, fetched where they did not come with the head."""
+        blocks = self._targets.blocks
+        lengths = (block.encoded_length for block in envelope.blocks)
+        ends = list(itertools.accumulate(lengths, initial=envelope.header_length))
+        if ends[blocks[-1] + 1] <= len(stored):
+            return {index: stored[ends[index] : ends[index + 1]] for index in blocks}
+        memory = self._lend(sum(envelope.blocks[index].encoded_length for index in blocks))
+        found = {}
+        for index in blocks:
+            length = envelope.blocks[index].encoded_length
+            found[index], memory = memory[:length], memory[length:]
+        self._store.objects.get(self._key, [(ends[index], found[index]) for index in blocks], version=info.version)
+        return found
+
+    def _settle(self, envelope: Envelope, index: int, encoded: memoryview, base: memoryview | None) -> None:
+        """Decode a block to where it belongs, and verify it."""
+        decode_block(envelope.blocks[index].codec, encoded, self._targets.view(index), base, self._place)
+        self._verify(envelope, index)
+
+    def _verify(self, envelope: Envelope, index: int) -> None:
+        if digest.hash_bytes(self._kind, self._targets.view(index)) != envelope.blocks[index].digest:
+            raise CorruptionError(
+                f"{self._place} is damaged: block {index} does not have its digest",
+                path=self._place,
+                tier="object",
+                block=index,
+            )
+
+
+def read_envelope(store: Store, row: Row, where: str) -> Envelope:
+    """The envelope of a chunk object.
+
+    Raises:
+        CorruptionError: It is missing, cut short or damaged.
+        FormatError: Written by a newer tierfs.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    place = f"{where}: chunk {keys.chunk_key(row.name)} in the object tier"
+    head = memoryview(bytearray(min(row.stored_length, ENVELOPE_BYTES_MAX)))
+    try:
+        info = store.objects.get(keys.chunk_key(row.name), [(0, head)])
+    except NotFoundError:
+        raise CorruptionError(f"{place} is missing", path=where, tier="object") from None
+    return _check(head, row, info.size, place)
+
+
+class _Bases:
+    """What blocks of a chunk are encoded against, fetched when the first of them asks for it, and for no others.
+
+    Args:
+        store: The store.
+        envelope: Of the chunk.
+        blocks: Which ones will be decoded, in order.
+        place: How to call the chunk in an error.
+        depth: See `fetch_object`.
+        lend: Gives memory for as long as they are needed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        envelope: Envelope,
+        blocks: Sequence[int],
+        place: str,
+        depth: int,
+        lend: Callable[[int], memoryview],
+    ) -> None:
+        self._store = store
+        self._envelope = envelope
+        self._place = place
+        self._depth = depth
+        self._lend = lend
+        self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
+        self._blocks = [index for index in blocks if self._needs(envelope.blocks[index].codec)]
+        self._start = self._blocks[0] * BLOCK_BYTES * self._factor if self._blocks else 0
+        # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
+        self._share = EXACT_SHARE if len(blocks) < len(envelope.blocks) else ANY_SHARE
+        self._bytes: memoryview | None = None
+
+    def of(self, index: int) -> memoryview | None:
+        """What block ``index`` is encoded against; ``None`` if against nothing."""
+        if index not in self._blocks:
+            return None  # which the decoder refuses, if it needs one
+        if self._bytes is None:
+            self._bytes = self._fetch()
+        begin = index * BLOCK_BYTES * self._factor - self._start
+        return self._bytes[begin : begin + BLOCK_BYTES * self._factor]
+
+    def _needs(self, codec: int) -> bool:
+        return codec in _CODECS and Codec(codec).base_factor == self._factor != 0
+
+    def _fetch(self) -> memoryview:
+        if self._depth > self._store.descriptor.chain_max:
+            raise FormatError(
+                f"{self._place}: needs more than {self._store.descriptor.chain_max + 1} chunks, one encoded against the other",
+                path=self._place,
+            )
+        runs = [
+            (
+                run.start * BLOCK_BYTES * self._factor,
+                min(run.stop * BLOCK_BYTES, self._envelope.raw_length) * self._factor,
+            )
+            for run in runs_of(self._blocks)
+        ]
+        needed = self._lend(runs[-1][1] - self._start)
+        # Of each chunk all that is wanted at once: a request costs more than a part.
+        parts: dict[Row, list[Part]] = {}
+        at = 0
+        for base in self._envelope.bases:
+            row = Row(base.name, base.raw_length, base.stored_length)
+            for begin, end in runs:
+                low, high = max(begin, at), min(end, at + base.length)
+                if low < high:
+                    out = needed[low - self._start : high - self._start]
+                    parts.setdefault(row, []).append((base.offset + low - at, out))
+            at += base.length
+        where = f"{self._place}, which is encoded against"
+        try:
+            for row, wanted in parts.items():
+                _fetch_cached(self._store, row, wanted, where, share=self._share, depth=self._depth + 1)
+        except CorruptionError as error:
+            error.block = None  # one of the base's
+            raise
+        return needed
+
+
+def _check(head: Buffer, row: Row, size: int, place: str) -> Envelope:
+    envelope = Envelope.decode(head, place, stored_length=size)
+    if (envelope.digest, envelope.recipe, envelope.raw_length, size) != (
+        row.name.digest,
+        row.name.recipe,
+        row.raw_length,
+        row.stored_length,
+    ):
+        raise CorruptionError(f"{place} holds another chunk: objects were swapped", path=place, tier="object")
+    return envelope

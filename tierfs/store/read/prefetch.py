@@ -1,0 +1,155 @@
+"""Bring chunks into a local tier before they are read, or drop clean copies of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from tierfs.buffers import buffers
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
+from tierfs.host.pending.record import foreign_name, local_name
+from tierfs.store.read.fetch import fetch
+from tierfs.store.read.reader import PIECE_BYTES_MAX, expand_rows, open_entry
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+from tierfs.store.tree.listing import Entry, find, stat
+from tierfs.units import format_bytes
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.segment import Slot
+    from tierfs.host.tiers import Tiers
+
+__all__ = ["evict", "prefetch"]
+
+TIERS = ("ram", "nvme")
+BATCH_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A chunk, or as much of a file that tierfs did not write."""
+
+    name: bytes
+    length: int
+    read: Callable[[memoryview], None]
+
+
+def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[int], None] | None = None) -> int:
+    """Copy what a file, or everything below a directory, consists of into a local tier.
+
+    Copies in the ram tier lie there as long as the process that has them; from then on what this one reads takes the place of
+    others only when the budget is used up.
+
+    Args:
+        store: The store.
+        path: A file or directory.
+        tier: ``"ram"`` or ``"nvme"``.
+        progress: Called with the bytes of the chunks that lie there by then.
+
+    Returns:
+        Bytes of it that lie in the tier now: all.
+
+    Raises:
+        InvalidInputError: No such tier, or it is switched off.
+        NotFoundError: Nothing is at ``path``.
+        CapacityError: It does not fit. What lies there then is a part of it.
+        CorruptionError, StoreError: It could not be read.
+    """
+    tiers = _tiers(store, tier)
+    pieces = iter(_pieces(store, path))
+    # All of a batch lie in the ram tier at once, beside what others fill there.
+    batch_chunks = max(1, min(BATCH_CHUNKS, tiers.ram.budget_bytes // (4 * CHUNK_BYTES)))
+    brought: list[_Piece] = []
+    while batch := list(islice(pieces, batch_chunks)):
+        tiers.cache.shares_reads = True
+        _bring_all(tiers, batch, tier)
+        brought += batch
+        if progress is not None:
+            progress(sum(piece.length for piece in batch))
+        if _missing(tiers, brought[:1], tier):
+            break  # its place was taken by what came later
+    total = sum(piece.length for piece in brought)
+    lost = set(_missing(tiers, brought, tier))
+    if lost:
+        lies = sum(piece.length for piece in brought if piece.name not in lost)
+        raise _full(tier, f"holds {format_bytes(lies)} of {format_bytes(total)} by now")
+    return total
+
+
+def evict(store: Store, path: str, tier: str = "nvme") -> int:
+    """Drop clean copies of a file, or of everything below a directory, from a local tier.
+
+    Returns:
+        Bytes dropped: what is dirty stays, and what was not there does not count.
+
+    Raises:
+        InvalidInputError: No such tier, or it is switched off.
+        NotFoundError: Nothing is at ``path``.
+    """
+    return _tiers(store, tier).cache.evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
+
+
+def _bring_all(tiers: Tiers, batch: Sequence[_Piece], tier: str) -> None:
+    """Bring pieces into a tier: at once, or where the ram tier has no room for all of them, as many as it has."""
+    missing = _missing(tiers, batch, tier)
+    while missing:
+        slots = transfers().map(lambda piece: _bring(tiers, piece), missing.values())
+        if tier == "nvme":
+            tiers.cache.keep([slot for slot in slots if slot is not None])
+        left = _missing(tiers, batch, tier)
+        if len(left) >= len(missing):
+            if tier == "nvme" and any(slots):
+                text = "nothing came to lie in the nvme tier: `tierfs status` says whether the flusher has one"
+                raise CapacityError(text, tier=tier)
+            raise _full("ram", f"has no room for {len(left)} chunks more")
+        missing = left
+
+
+def _bring(tiers: Tiers, piece: _Piece) -> Slot | None:
+    """Bring one piece into the ram tier, if there is room."""
+    with buffers().lend(piece.length) as data:
+        piece.read(data)
+        return tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
+
+
+def _missing(tiers: Tiers, pieces: Sequence[_Piece], tier: str) -> dict[bytes, _Piece]:
+    return {piece.name: piece for piece in pieces if not tiers.reader.holds(piece.name, tier)}
+
+
+def _full(tier: str, what: str) -> CapacityError:
+    return CapacityError(f"the {tier} tier {what}: raise {tier}=, or prefetch less", tier=tier)
+
+
+def _tiers(store: Store, tier: str) -> Tiers:
+    if tier not in TIERS:
+        raise InvalidInputError(f"{tier!r} is no local tier: 'ram' or 'nvme'")
+    if store.tiers is None or (tier == "nvme" and not store.tiers.has_nvme):
+        raise InvalidInputError(f"the {tier} tier is switched off for {store.url}: give it room with {tier}=")
+    return store.tiers
+
+
+def _pieces(store: Store, path: str) -> Iterator[_Piece]:
+    top = stat(store, path)
+    entries = find(store, path) if top.is_directory else [top]
+    for entry in entries:
+        if not entry.is_directory:
+            yield from _pieces_of(store, entry)
+
+
+def _pieces_of(store: Store, entry: Entry) -> Iterator[_Piece]:
+    if entry.foreign is not None:
+        info, reader = entry.foreign, open_entry(store, entry)
+        for offset in range(0, info.size, PIECE_BYTES_MAX):
+            name = foreign_name(info.key, str(info.version), offset)
+            length = min(PIECE_BYTES_MAX, info.size - offset)
+            yield _Piece(name, length, lambda data, offset=offset: reader.read_into(offset, data))  # type: ignore[misc]
+        return
+    if entry.manifest is None:
+        raise NotFoundError(f"{store.where(entry.path)} is not there", path=entry.path)
+    for row in expand_rows(store, entry.manifest, entry.path) if entry.manifest.inline is None else ():
+        name = local_name(entry.manifest.digest_kind, row.name.digest)
+        where = store.where(entry.path)
+        yield _Piece(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, [(0, data)], where))  # type: ignore[misc]

@@ -1,0 +1,246 @@
+"""Read a file: any range of it, verified block by block, straight into the caller's buffer."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
+
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import ConflictError, FormatError, NotFoundError
+from tierfs.format.header import Cursor
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Manifest, Row, content_digest, decode_rows
+from tierfs.format.ranges import EXACT_SHARE, WHOLE_SHARE, Part, by_chunk
+from tierfs.host.pending.record import foreign_name, local_name
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.processors import processors
+from tierfs.store.read.fetch import fetch
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+from tierfs.store.tree.listing import Entry, stat_to_read
+
+__all__ = ["Reader", "expand_rows", "load", "open_entry", "open_manifest"]
+
+PIECE_BYTES_MAX = CHUNK_BYTES
+
+
+class Reader(Protocol):
+    """A file at one version, opened for reading. Safe for use by many threads."""
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file."""
+
+    @property
+    def starts(self) -> Sequence[int]:
+        """Where in the file each of its chunks begins, and its length."""
+
+    def anchor(self, offset: int) -> int:
+        """An offset to read the chunk at ``offset`` beside: its own, or the last of what it is encoded against in this file.
+
+        Who reads all of a file in this order finds on this host what was fetched for that, however little can be kept.
+        """
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        """Fill ``out`` with the bytes from ``offset``, all of which must be in the file. Raises as `read_parts` does."""
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        """Fill each part, all of which must be in the file. A chunk is fetched once for all that is wanted of it.
+
+        Args:
+            parts: In any order; they may overlap.
+
+        Raises:
+            CorruptionError: A byte that cannot be verified or is missing; what the memory holds is undefined.
+            ConflictError: The file was not written by tierfs and has changed since it was opened.
+            StoreError, ReadOnlyError, FormatError: It failed.
+        """
+
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        """The same of one of its chunks, by offsets in that chunk. Waits for no other thread of `transfers`."""
+
+
+def load(store: Store, path: str) -> bytes:
+    """Return a whole file. Raises as `open_entry` and `Reader.read_into` do."""
+    reader = open_entry(store, stat_to_read(store, path))
+    out = bytearray(reader.length)
+    reader.read_into(0, memoryview(out))
+    return bytes(out)
+
+
+def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
+    """Open what a listing or `stat` found.
+
+    Args:
+        store: The store.
+        entry: Of a file.
+        exact: Fetch what is asked for and little more: who reads knows what is wanted of the file. Otherwise chunks of
+            which a good part is read are fetched, and kept on this host, as a whole.
+
+    Raises:
+        NotFoundError: It is a directory.
+    """
+    if entry.manifest is not None and not entry.is_directory:
+        return open_manifest(store, entry.path, entry.manifest, exact=exact)
+    if entry.foreign is not None:
+        return _ForeignReader(store, entry.foreign, exact=exact)
+    raise NotFoundError(f"{store.where(entry.path)} is a directory", path=entry.path)
+
+
+def open_manifest(store: Store, path: str, manifest: Manifest, *, exact: bool = False) -> Reader:
+    """Open the version of a file that a manifest describes; ``exact`` as for `open_entry`."""
+    if manifest.inline is not None:
+        return _InlineReader(manifest.inline)
+    return _ChunkReader(store, path, expand_rows(store, manifest, path), exact=exact)
+
+
+def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:
+    """Every chunk of a file in order, also where the table itself lies in chunks.
+
+    Raises:
+        CorruptionError: The table is damaged.
+        FormatError: The table does not make up the file.
+    """
+    if not manifest.indirect:
+        return manifest.rows
+    where = store.where(path)
+    reader = _ChunkReader(store, path, manifest.rows)
+    # Grown as the chunks come in, so that a table that is not there takes no memory.
+    table = bytearray()
+    for row in manifest.rows:
+        piece = memoryview(bytearray(row.raw_length))
+        reader.read_into(len(table), piece)
+        table += piece
+    rows = decode_rows(Cursor(memoryview(table), where), None, manifest.digest_kind)
+    if (
+        sum(row.raw_length for row in rows) != manifest.length
+        or content_digest(manifest.digest_kind, manifest.length, [row.name.digest for row in rows]) != manifest.digest
+    ):
+        raise FormatError(f"{where}: its table of chunks does not make up the file", path=path)
+    return rows
+
+
+class _InlineReader:
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    @property
+    def length(self) -> int:
+        return len(self._content)
+
+    @property
+    def starts(self) -> Sequence[int]:
+        return (0, len(self._content))
+
+    def anchor(self, offset: int) -> int:
+        return 0
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.read_parts([(offset, out)])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        self.read_chunk(0, parts)
+
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        for offset, out in parts:
+            out[:] = self._content[offset : offset + len(out)]
+
+
+class _ForeignReader:
+    """A file that tierfs did not write: there is no digest to hold it to, so it is held to its version.
+
+    The local tiers keep pieces of it under its path and version.
+    """
+
+    def __init__(self, store: Store, info: ObjectInfo, *, exact: bool) -> None:
+        self._store = store
+        self._info = info
+        self._share = EXACT_SHARE if exact else WHOLE_SHARE
+        # Where the local tiers cut it.
+        self._starts = (*range(0, info.size, PIECE_BYTES_MAX), info.size)
+
+    @property
+    def length(self) -> int:
+        return self._info.size
+
+    @property
+    def starts(self) -> Sequence[int]:
+        return self._starts
+
+    def anchor(self, offset: int) -> int:
+        return offset
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.read_parts([(offset, out)])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        transfers().map(lambda wanted: self.read_chunk(*wanted), by_chunk(parts, self._starts).items())
+
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        first, tiers = self._starts[number], self._store.tiers
+        if tiers is None:
+            self._fetch(first, parts)
+            return
+        length = self._starts[number + 1] - first
+        name = foreign_name(self._info.key, str(self._info.version), first)
+        tiers.cache.read_through(name, length, parts, partial(self._fetch, first), share=self._share)
+
+    def _fetch(self, first: int, parts: Sequence[Part]) -> Sequence[bytes]:
+        """Parts of the piece that begins at ``first``. Returns no digests: nobody knows them."""
+        ranges = [(first + start, out) for start, out in parts]
+        try:
+            self._store.objects.get(self._info.key, ranges, version=self._info.version)
+        except ConflictError as error:
+            raise ConflictError(
+                f"{self._store.where(self._info.key)} was changed while it was being read: open it again",
+                path=self._info.key,
+            ) from error
+        return ()
+
+
+class _ChunkReader:
+    def __init__(self, store: Store, path: str, rows: tuple[Row, ...], *, exact: bool = False) -> None:
+        self._store = store
+        self._exact = exact
+        self._where = store.where(path)
+        self._rows = rows
+        self._starts = [0, *itertools.accumulate(row.raw_length for row in rows)]
+        self._places: dict[ChunkName, int] | None = None
+
+    @property
+    def length(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def starts(self) -> Sequence[int]:
+        return self._starts
+
+    def anchor(self, offset: int) -> int:
+        if self._places is None:
+            self._places = {row.name: start for row, start in zip(self._rows, self._starts, strict=False)}
+        number = bisect.bisect_right(self._starts, offset, hi=len(self._rows)) - 1
+        bases = self._rows[number].bases if self._rows else ()
+        return max((self._places[name] for name in bases if name in self._places), default=self._starts[number])
+
+    def read_into(self, offset: int, out: memoryview) -> None:
+        self.read_parts([(offset, out)])
+
+    def read_parts(self, parts: Sequence[Part]) -> None:
+        def fill(wanted: tuple[int, list[Part]]) -> None:
+            self.read_chunk(*wanted)
+
+        near: list[tuple[int, list[Part]]] = []
+        far: list[tuple[int, list[Part]]] = []
+        for number, wanted in by_chunk(parts, self._starts).items():
+            name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
+            is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
+            (near if is_near else far).append((number, wanted))
+        # What takes waiting goes on many threads, what takes copying on as many as there are processors.
+        transfers().map(fill, far)
+        processors().share_out(fill, near)
+
+    def read_chunk(self, number: int, parts: Sequence[Part]) -> None:
+        fetch(self._store, self._rows[number], parts, self._where, exact=self._exact)

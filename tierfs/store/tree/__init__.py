@@ -1,0 +1,1 @@
+"""The records of a store: listed, changed, counted."""

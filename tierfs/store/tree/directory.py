@@ -1,0 +1,93 @@
+"""Directories that exist though nothing lies in them."""
+
+from __future__ import annotations
+
+import errno
+
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError
+from tierfs.format.header import Kind
+from tierfs.format.manifest import Manifest, inline_digest
+from tierfs.store.store import Store
+from tierfs.store.tree.delete import bury
+from tierfs.store.tree.listing import list_directory, stat
+from tierfs.store.tree.records import observe_marker, publish
+
+__all__ = ["make_directory", "remove_directory"]
+
+
+def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
+    """Make ``path`` a directory that is shown even while it is empty. Its parents are implied.
+
+    Raises:
+        AlreadyExistsError: There is a file, or, unless ``exist_ok``, a directory.
+        ConflictError, StoreError, ReadOnlyError: As for any change of a record.
+    """
+    if not path:
+        if exist_ok:
+            return
+        raise AlreadyExistsError(f"{store.url} is the store's root", path=path)
+    try:
+        observed = observe_marker(store, path)
+    except StoreError as error:
+        if not (exist_ok and error.transient) or store.tiers is None:
+            raise
+        # A directory is there with the first file in it; only one that stays empty needs its marker.
+        store.tiers.counters.fall_back(
+            "unmarked_directories", "the object tier is away, so no directory is marked there: %s", error
+        )
+        return
+    if observed.manifest is None:
+        try:
+            entry = stat(store, path)
+        except NotFoundError:
+            pass
+        else:
+            _refuse(store, path, exist_ok=exist_ok and entry.is_directory)
+    else:
+        _refuse(store, path, exist_ok=exist_ok)
+        return
+    now_ns = store.clock.now_ns()
+    kind_of_digest = store.descriptor.digest_kind
+    marker = Manifest(
+        kind=Kind.DIRECTORY,
+        write_id=store.random_bytes(16),
+        length=0,
+        created_ns=now_ns,
+        modified_ns=now_ns,
+        digest_kind=kind_of_digest,
+        digest=inline_digest(kind_of_digest, b""),
+        inline=b"",
+        previous=observed.previous,
+    )
+    try:
+        publish(store, observed, marker)
+    except ConflictError:
+        # All ranks of a job make the directory they save into: whose marker it is does not matter.
+        if observe_marker(store, path).manifest is None:
+            raise
+        _refuse(store, path, exist_ok=exist_ok)
+
+
+def _refuse(store: Store, path: str, *, exist_ok: bool) -> None:
+    if not exist_ok:
+        raise AlreadyExistsError(f"{store.where(path)} exists", path=path)
+
+
+def remove_directory(store: Store, path: str) -> None:
+    """Remove an empty directory.
+
+    Raises:
+        NotFoundError: There is no directory.
+        StoreError: It is not empty.
+        ConflictError, ReadOnlyError: As for any change of a record.
+    """
+    entry = stat(store, path)
+    if not entry.is_directory:
+        raise NotFoundError(f"{store.where(path)} is a file", path=path)
+    if list_directory(store, path, detail=False):
+        error = StoreError(f"{store.where(path)} is not empty: delete what lies in it first", path=path)
+        error.errno = errno.ENOTEMPTY
+        raise error
+    observed = observe_marker(store, path) if path else None
+    if observed is not None and observed.manifest is not None:
+        bury(store, observed)

@@ -1,0 +1,86 @@
+"""What kind of thing is at a path, also while the object tier is away and saves go on without it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from tierfs.errors import NotFoundError, StoreError
+from tierfs.format.manifest import Manifest
+from tierfs.host.pending.levels import Level
+from tierfs.store.offline import ask_briefly
+from tierfs.store.store import Store
+from tierfs.store.tree.listing import has_below, stat
+from tierfs.store.tree.records import last_seen
+
+__all__ = ["Kind", "is_directory_nearby", "kind_of"]
+
+Kind = Literal["file", "directory"]
+
+
+def kind_of(store: Store, path: str) -> Kind | None:
+    """What is at ``path``; ``None`` for nothing.
+
+    Who saves below `Level.OBJECT` asks this before and after each save, and is not kept from it by an object tier that is
+    away: then what is pending here counts, and else what this host last saw, which is logged and counted. A change that
+    it did not see is found out when the save is to be published, and the save kept as a conflict.
+
+    Raises:
+        InvalidInputError: The path is no good.
+        CorruptionError, FormatError: Its record is damaged, or of another version.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    if store.tiers is None or store.ack is Level.OBJECT:
+        return _look(store, path)
+    kind = _pending_kind(store, path)
+    if kind is not None:
+        return kind
+    try:
+        return ask_briefly(store, lambda: _look(store, path))
+    except StoreError as error:
+        if not error.transient:
+            raise
+        store.tiers.counters.fall_back(
+            "blind_looks", "the object tier cannot be asked what is there, what this host saw last counts: %s", error
+        )
+        is_gone = store.tiers.drafts.pending(path) is not None
+        return None if is_gone or last_seen(store, path).manifest is None else "file"
+
+
+def is_directory_nearby(store: Store, path: str) -> bool:
+    """Whether a directory is at ``path``, where no file is, as far as that takes no request to a server.
+
+    A bucket is not asked, because that would cost a request or two for each new file. There, as with any tool, a file
+    can get the name of a directory. The same goes for a directory that is not mounted just now.
+
+    Raises:
+        CorruptionError, FormatError, StoreError, ReadOnlyError: The directory cannot be read.
+    """
+    if store.tiers is not None and _pending_kind(store, path) == "directory":
+        return True
+    if not store.descriptor.endpoint.host_local:
+        return False
+    if store.tiers is None:
+        return has_below(store, path)
+    try:
+        return ask_briefly(store, lambda: has_below(store, path))
+    except StoreError as error:
+        if not error.transient:
+            raise
+        return False
+
+
+def _look(store: Store, path: str) -> Kind | None:
+    try:
+        return "directory" if stat(store, path).is_directory else "file"
+    except NotFoundError:
+        return None
+
+
+def _pending_kind(store: Store, path: str) -> Kind | None:
+    """The same as far as what is pending here tells."""
+    assert store.tiers is not None
+    pending = store.tiers.drafts.pending_below(path)
+    live = [name for name, found in pending.items() if isinstance(found.draft.record, Manifest)]
+    if path in live:
+        return "file"
+    return "directory" if live else None

@@ -1,0 +1,260 @@
+"""The one mutable point: the record of a path, observed and then replaced on condition that it is still that one.
+
+FORMAT.md, "Changing a record". Every put of a record is conditional on the version, or the absence, that the
+operation observed when it was asked for. A random write id in the record settles what happened to a put whose answer
+was lost. Nothing here ever replaces a record that was not observed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Record, decode_record
+from tierfs.host.pending.record import SlotRef
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
+from tierfs.store.offline import ask_briefly
+from tierfs.store.store import Store
+
+__all__ = [
+    "Observed",
+    "blindly",
+    "nothing_at",
+    "observe",
+    "observe_draft",
+    "observe_listed",
+    "observe_marker",
+    "observe_published",
+    "observe_to_replace",
+    "observe_to_stage",
+    "publish",
+    "recall",
+]
+
+_READ_MAX = MANIFEST_BYTES_MAX + 1024
+_logger = logging.getLogger("tierfs.store")
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What was at a path when it was looked at.
+
+    Attributes:
+        path: The path, relative to the store; for a directory's marker it ends with ``/``.
+        key: Where its record lies.
+        record: The record, or ``None`` where there was none.
+        version: Of the record in the object tier, or ``None`` where there was none.
+        draft: Write id of the draft of this host that the record is, or ``None`` where the object tier has it.
+        slots: Of that draft: where slabs hold its chunks.
+    """
+
+    path: str
+    key: str
+    record: Record | None
+    version: Version | None
+    draft: bytes | None = None
+    slots: tuple[SlotRef | None, ...] = ()
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The record, unless it is absent or a tombstone."""
+        return self.record if isinstance(self.record, Manifest) else None
+
+    @property
+    def previous(self) -> str:
+        """What a record that replaces this one notes as the version before it."""
+        return self.version or ""
+
+
+def nothing_at(path: str) -> Observed:
+    """What is at a path where no record is. Asks nobody.
+
+    Raises:
+        InvalidInputError: The path is no good.
+    """
+    return Observed(path, keys.record_key(path), None, None)
+
+
+def observe(store: Store, path: str) -> Observed:
+    """Look at the record of a file: this host's newest draft of it, else what the object tier has.
+
+    Raises:
+        InvalidInputError: The path is no good.
+        CorruptionError, FormatError: The record is damaged, or of another version.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    return observe_draft(store, path) or _observe(store, path, keys.record_key(path))
+
+
+def observe_draft(store: Store, path: str) -> Observed | None:
+    """This host's newest draft of a file; it needs nobody to be asked."""
+    pending = store.tiers.drafts.pending(path) if store.tiers is not None else None
+    if pending is None:
+        return None
+    draft = pending.draft
+    return Observed(path, keys.record_key(path), draft.record, None, draft.write_id, draft.slots)
+
+
+def observe_to_replace(store: Store, path: str) -> Observed:
+    """The same for who is about to replace or delete the file whatever it holds.
+
+    A damaged record is then no error but a warning: its file is lost already, and replacing it is what heals the path.
+    """
+    return observe_draft(store, path) or observe_published(store, path)
+
+
+def observe_published(store: Store, path: str) -> Observed:
+    """What the object tier has, to be replaced."""
+    key = keys.record_key(path)
+    try:
+        return _observe(store, path, key)
+    except CorruptionError as error:
+        info = store.objects.head(key)
+        _logger.warning("a damaged record is being replaced: %s", error)
+        return Observed(path, key, None, info.version)
+
+
+def observe_to_stage(store: Store, path: str) -> Observed:
+    """The same for who leaves the change to the flusher, so that it can be made while the object tier is down.
+
+    Then what this process or this host last saw of the path counts. If it is something else by now, the change is
+    found out when it is to be published, and kept as a conflict.
+    """
+    draft = observe_draft(store, path)
+    if draft is not None:
+        return draft
+    try:
+        if store.tiers is None:
+            return observe_published(store, path)
+        return ask_briefly(store, lambda: observe_published(store, path))
+    except StoreError as error:
+        if not error.transient or store.tiers is None:
+            raise
+        return blindly(store, path, error)
+
+
+def blindly(store: Store, path: str, error: StoreError) -> Observed:
+    """What counts for a write to a store with local tiers whose object tier cannot be asked, which is logged and counted."""
+    assert store.tiers is not None
+    store.tiers.counters.fall_back(
+        "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
+    )
+    return last_seen(store, path)
+
+
+def last_seen(store: Store, path: str) -> Observed:
+    """What this process, or else this host, last saw of a path in the object tier. Asks nobody."""
+    key = keys.record_key(path)
+    seen = store.records.get(key)
+    if seen is None and store.host_records is not None:
+        kept = store.host_records.newest(key)
+        seen = None if kept is None else (kept[0], _decode(store, kept[1], path, key))
+    return nothing_at(path) if seen is None else Observed(path, key, seen[1], seen[0])
+
+
+def observe_marker(store: Store, path: str) -> Observed:
+    """Look at the marker of a directory. Raises as `observe` does."""
+    return _observe(store, f"{path}/", keys.marker_key(path))
+
+
+def _observe(store: Store, path: str, key: str) -> Observed:
+    try:
+        if store.records.get(key) is not None:
+            return observe_listed(store, path, store.objects.head(key))
+        return _read(store, path, key)
+    except NotFoundError:
+        return Observed(path, key, None, None)
+
+
+def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
+    """The same where a listing or HEAD has told the version already: no GET for a version seen before."""
+    known = store.records.get(info.key)
+    if known is not None and known[0] == info.version:
+        return Observed(path, info.key, known[1], info.version)
+    return _read(store, path, info.key)
+
+
+def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> None:
+    """Take over from the host's records what other processes have seen of these paths in just these versions."""
+    if store.host_records is None:
+        return
+    found = store.host_records.find(info for _, info in listed)
+    for path, info in listed:
+        if info.key in found:
+            try:
+                record = _decode(store, found[info.key], path, info.key)
+            except (CorruptionError, FormatError) as error:
+                _logger.warning("a record kept on this host is damaged and fetched anew: %s", error)
+            else:
+                store.records.remember(info.key, info.version, record, len(found[info.key]))
+
+
+def publish(store: Store, observed: Observed, record: Record) -> Observed:
+    """Replace what was observed in the object tier by ``record``, if it is there still.
+
+    Returns:
+        The path as it is now.
+
+    Raises:
+        ConflictError: Somebody else changed the path since; theirs stands.
+        StoreError: The object tier failed. If it is transient, the record may or may not have been replaced.
+        CapacityError, ReadOnlyError: Nothing was changed.
+    """
+    assert observed.draft is None, "a draft is replaced by a draft"
+    data = [record.encode(observed.path)]
+    mode = CREATE if observed.version is None else Update(observed.version)
+    checksum = checksum_for(store.objects.capabilities, data)
+    try:
+        version = store.objects.put(observed.key, data, mode=mode, checksum=checksum).version
+    except (AlreadyExistsError, ConflictError) as error:
+        found = _find_own(store, observed, record)
+        if found is None:
+            raise ConflictError(
+                f"{store.where(observed.path)} was changed by somebody else in the meantime: theirs stands, "
+                "this change was not made, or was replaced already; reload and try again",
+                path=observed.path,
+            ) from error
+        version = found
+    except StoreError as error:
+        found = _find_own(store, observed, record) if error.transient else None
+        if found is None:
+            raise
+        version = found
+    _remember(store, observed.key, version, record, data[0])
+    return Observed(observed.path, observed.key, record, version)
+
+
+def _find_own(store: Store, observed: Observed, record: Record) -> Version | None:
+    """The version that our own put made, if its record is what stands there now. A damaged one is somebody else's."""
+    try:
+        current = _read(store, observed.path, observed.key)
+    except (NotFoundError, CorruptionError):
+        return None
+    if current.record is not None and current.record.write_id == record.write_id:
+        return current.version
+    return None
+
+
+def _read(store: Store, path: str, key: str) -> Observed:
+    data, info = store.objects.read(key, _READ_MAX)
+    record = _decode(store, data, path, key)
+    _remember(store, key, info.version, record, data)
+    return Observed(path, key, record, info.version)
+
+
+def _decode(store: Store, data: bytes, path: str, key: str) -> Record:
+    where = store.where(key)
+    record = decode_record(data, path, where)
+    if isinstance(record, Manifest) and record.digest_kind is not store.descriptor.digest_kind:
+        raise FormatError(f"{where}: {record.digest_kind.label} digests in a store with others", path=path)
+    return record
+
+
+def _remember(store: Store, key: str, version: Version, record: Record, data: bytes) -> None:
+    store.records.remember(key, version, record, len(data))
+    if store.host_records is not None:
+        store.host_records.add(key, version, data)

@@ -1,0 +1,1 @@
+"""From bytes to chunks and a manifest."""

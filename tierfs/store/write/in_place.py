@@ -1,0 +1,336 @@
+"""A file that is written in place, in any order and on any thread, before it has a name.
+
+Its memory is slots of slabs where the store has local tiers, so that saving it takes no copy; else it is private.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierfs._fork import renew_in_children
+from tierfs.errors import StoreError, TierfsError
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Manifest, Row
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.publisher import Hint
+from tierfs.host.pending.record import SlotRef
+from tierfs.processors import processors
+from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.encode.series import group_of
+from tierfs.store.encode.tensors import layout_of, places
+from tierfs.store.soundness import replaced_chunks
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+from tierfs.store.write.lent_file import BorrowedFile, LentChunk, LentFile, LentSegment
+from tierfs.store.write.writer import Writer
+from tierfs.threads import start_daemon
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.segment import Segment, Slot
+    from tierfs.host.write.ahead import Ahead
+    from tierfs.host.write.chunk_buffer import ChunkBuffer
+
+__all__ = ["Run", "StagedFile", "borrowed_runs"]
+
+_logger = logging.getLogger("tierfs.store")
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """One chunk of a run."""
+
+    view: memoryview
+    buffer: ChunkBuffer | None = None
+    slot: SlotRef | None = None  # once it is sealed
+    row: Row | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """Chunks that follow each other in the file and lie side by side in memory.
+
+    Attributes:
+        view: All of them: writable until the run is sealed.
+        length: Bytes.
+    """
+
+    view: memoryview
+    length: int
+    _chunks: list[_Chunk] = field(repr=False)
+
+    def digests(self) -> list[bytes]:
+        """The digests of its chunks, of those that are sealed; empty for the others."""
+        return [chunk.row.name.digest if chunk.row is not None else b"" for chunk in self._chunks]
+
+
+class StagedFile:
+    """See the module. For one thread, but for what is written into the runs' memory.
+
+    What is not committed is given back at `abort`, or on another thread soon after nobody refers to the file any more.
+
+    Args:
+        store: Where it is to be saved.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._writer = store.tiers.writer if store.tiers is not None else None
+        if self._writer is not None:
+            _dropped.begin()
+        self._taken: list[Slot] = []
+        self._is_lent = False
+        self._finalizer = weakref.finalize(self, _dropped.put, self._taken)
+        self._finalizer.atexit = False
+
+    def add_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[Run]:
+        """Room for chunks, those of a run side by side.
+
+        Args:
+            runs: Of each the lengths of its chunks in bytes, each 1 to 16 MiB; all but its last are multiples of 4096.
+            wait: Whether to wait for room.
+
+        Raises:
+            CapacityError: There is none, and none came in time, or never will in one piece. None of it was taken.
+        """
+        if self._writer is None:
+            return [_private_run(lengths) for lengths in runs]
+        found = []
+        timeout_s = self._store.timeout_s if wait else 0
+        for lengths, buffers in zip(runs, self._writer.begin_runs(runs, timeout_s=timeout_s), strict=True):
+            slots = [buffer.slot for buffer in buffers]
+            self._taken += slots
+            whole = slots[0].segment.view(slots[0], slots[-1])
+            found.append(Run(whole, sum(lengths), [_Chunk(buffer.view, buffer) for buffer in buffers]))
+        return found
+
+    def segments(self) -> set[Segment]:
+        """The segments in which the runs lie; none where the memory is private."""
+        return {slot.segment for slot in self._taken}
+
+    def seal(self, runs: Sequence[Run], *, threads_max: int | None = None) -> None:
+        """Hash and seal what was written into these runs, on as many threads as there are processors, or as given.
+
+        Where there are no local tiers `commit` does that: how a chunk is encoded depends on what lies before it.
+        """
+        if self._writer is None:
+            return
+        waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
+        # Not before: training waits for the copy, and not for this.
+        self._writer.expect()
+        ahead = self._writer.ahead()
+        try:
+            processors().share_out(partial(self._seal_chunk, ahead=ahead), waiting, threads_max=threads_max)
+        finally:
+            ahead.end()
+
+    def _put(self, path: str, chunks: Sequence[_Chunk]) -> None:
+        """Put chunks into the object tier, each encoded as what it is by the table of the file that they make up."""
+        views = [chunk.view for chunk in chunks]
+        lengths, group = list(map(len, views)), group_of(path)
+        save = self._store.encoder.count_save(group)
+        layout = layout_of(partial(_read_from, views), sum(lengths))
+        hints = [Hint(tensors, save) for _, tensors in places(layout, lengths, group)]
+
+        unread = replaced_chunks(self._store, path)
+
+        def put(number: int) -> Row:
+            return store_chunk(self._store, views[number], Alone(self._store, hints[number]), unread=unread)
+
+        missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
+        for number, row in zip(missing, transfers().map(put, missing), strict=True):
+            chunks[number].row = row
+
+    def _seal_chunk(self, chunk: _Chunk, ahead: Ahead) -> None:
+        assert self._writer is not None
+        assert chunk.buffer is not None
+        chunk.buffer.accept()
+        slot = self._writer.seal_chunk(chunk.buffer)
+        chunk.slot, chunk.row = _reference(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
+        ahead.add(slot)
+
+    def lend(self, runs: Sequence[Run]) -> LentFile | None:
+        """Let a process that `multiprocessing` started save these runs instead of this one: once, and for good.
+
+        When it is done, what it has not saved is given back. What is in the runs' memory is undefined then.
+
+        Args:
+            runs: All that there are. Sealed now, if they are not.
+
+        Returns:
+            To be pickled for that process. ``None`` where the memory is this process's alone, or no file leads to it and the
+            flusher cannot be reached; the latter is counted.
+
+        Raises:
+            StoreError: It was saved, lent or given up before.
+        """
+        if self._writer is None or self._store.tiers is None:
+            return None
+        self._check_is_ours("what is to go to another process")
+        self.seal(runs)
+        lending = self._writer.lending
+        try:
+            loan = lending.lend(self._taken)
+        except (StoreError, TimeoutError) as error:
+            self._store.tiers.counters.fall_back("not_lent", "what is staged is copied for another process: %s", error)
+            return None
+        self._is_lent = True
+        self._taken.clear()
+        weakref.finalize(self, lending.drop, loan).atexit = False
+        slots = {_reference(slot): slot for slot in loan.slots}
+        segments = {slot.segment.id: slot.segment for slot in loan.slots}
+        return LentFile(
+            lending.store,
+            loan.path,
+            tuple(map(LentSegment.of, segments.values())),
+            tuple(
+                tuple(
+                    LentChunk(chunk.slot, chunk.row, slots[chunk.slot].offset)
+                    for chunk in run._chunks
+                    if chunk.slot is not None and chunk.row is not None
+                )
+                for run in runs
+            ),
+        )
+
+    def _check_is_ours(self, what: str) -> None:
+        if self._is_lent or not self._finalizer.alive:
+            gone = "handed to another process" if self._is_lent else "saved or given up"
+            raise StoreError(f"{what}: what was staged was {gone} before: stage it again")
+
+    def commit(
+        self,
+        path: str,
+        runs: Sequence[Run],
+        *,
+        level: Level | None = None,
+        metadata: Mapping[str, object] | None = None,
+        is_new: bool = False,
+    ) -> Manifest:
+        """Make these runs, in this order, the content of the file at ``path``. What is in no run of them is given back.
+
+        Args:
+            path: Relative to the store.
+            runs: Sealed, where there are local tiers.
+            level: What is waited for; by default the store's.
+            metadata: See `Writer`.
+            is_new: See `Writer`.
+
+        Raises:
+            StoreError: It was committed, lent or given up before.
+            ReadOnlyError: Nothing can be put into the object tier, where there are no local tiers.
+            ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
+        """
+        self._check_is_ours(self._store.where(path))
+        chunks = [chunk for run in runs for chunk in run._chunks]
+        if self._writer is None:
+            self._put(path, chunks)
+        rows = [chunk.row for chunk in chunks if chunk.row is not None]
+        slots = [chunk.slot for chunk in chunks]
+        assert len(rows) == len(chunks), "not sealed"
+        staged = self._writer is not None
+        writer = Writer(self._store, path, metadata=metadata, level=level, staged=staged, is_new=is_new)
+        writer.adopt(rows, slots)
+        try:
+            return writer.commit()
+        finally:
+            if writer.is_done:
+                # They are the file's now.
+                kept = set(slots)
+                self._taken[:] = [slot for slot in self._taken if _reference(slot) not in kept]
+                self.abort()
+
+    def abort(self) -> None:
+        """Give everything back. May be called twice; does nothing to what was committed."""
+        if self._finalizer.detach() is not None:
+            _give_back(self._taken)
+
+
+def borrowed_runs(file: BorrowedFile) -> list[Run]:
+    """Runs that another process staged, to be among those of a file here."""
+    runs = []
+    for chunks, view in zip(file.runs, file.views, strict=True):
+        ends = np.cumsum([chunk.row.raw_length for chunk in chunks])
+        begins = [0, *ends[:-1]]
+        pieces = [view[begin:end] for begin, end in zip(begins, ends, strict=True)]
+        known = [_Chunk(piece, slot=chunk.slot, row=chunk.row) for piece, chunk in zip(pieces, chunks, strict=True)]
+        runs.append(Run(view, len(view), known))
+    return runs
+
+
+def _read_from(views: Sequence[memoryview], start: int, out: memoryview) -> None:
+    """Fill a buffer from an offset of what follows each other in these views."""
+    at = 0
+    for view in views:
+        piece = view[max(0, start) :][: len(out) - at]
+        out[at : at + len(piece)] = piece
+        at, start = at + len(piece), start - len(view)
+
+
+def _private_run(lengths: Sequence[int]) -> Run:
+    memory = np.empty(sum(lengths), np.uint8).data
+    ends = np.cumsum(lengths)
+    return Run(memory, len(memory), [_Chunk(memory[end - size : end]) for end, size in zip(ends, lengths, strict=True)])
+
+
+def _reference(slot: Slot) -> SlotRef:
+    return SlotRef(slot.segment.id, slot.index, slot.serial)
+
+
+class _Dropped:
+    """Gives back what files had that nobody refers to any more, on a thread that holds no lock.
+
+    Garbage is collected in the middle of anything, on a thread that holds the lock of a segment too.
+    """
+
+    def __init__(self) -> None:
+        self._renew()
+        renew_in_children(self)
+
+    def _renew(self) -> None:
+        self._process = 0  # the one in which the thread runs
+        self._lock = threading.Lock()
+        self._slots: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
+
+    def begin(self) -> None:
+        """See that there is a thread that does it, also in a forked child."""
+        with self._lock:
+            if self._process == os.getpid():
+                return
+            if start_daemon(_give_back_all, self._slots, name="dropped") is not None:
+                self._process = os.getpid()
+
+    def put(self, taken: list[Slot]) -> None:
+        """Have slots given back. Takes no lock that a thread could hold while it is interrupted to call this."""
+        self._slots.put(taken)
+
+
+def _give_back_all(dropped: queue.SimpleQueue[list[Slot]]) -> None:
+    while True:
+        _try_to_give_back(dropped.get())
+
+
+def _try_to_give_back(taken: list[Slot]) -> None:
+    try:
+        _give_back(taken)
+    except (OSError, TierfsError) as error:
+        _logger.warning("room in the ram tier stays taken until this process ends, though nobody needs it: %s", error)
+
+
+def _give_back(taken: list[Slot]) -> None:
+    for slot in taken:
+        if slot.segment.owned:  # not in a forked child
+            slot.segment.give(slot)
+    taken.clear()
+
+
+_dropped = _Dropped()

@@ -1,0 +1,270 @@
+"""Where a writer's chunks go: straight to the object tier, or into slabs, from where the flusher takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Protocol
+
+from tierfs.buffers import buffers
+from tierfs.errors import CapacityError
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
+from tierfs.host.pending.publisher import Hint
+from tierfs.host.pending.record import SlotRef, local_name
+from tierfs.processors import processors
+from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.encode.series import group_of
+from tierfs.store.encode.tensors import places
+from tierfs.store.store import Store
+from tierfs.store.transfers import transfers
+from tierfs.store.write.cuts import Cutter
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.segment import Slot
+    from tierfs.host.tiers import Tiers
+    from tierfs.host.write.chunk_buffer import ChunkBuffer
+
+__all__ = ["ObjectSink", "Sink", "SlabSink"]
+
+IN_FLIGHT_MAX = 4
+
+
+class Sink(Protocol):
+    """Takes the bytes of one file in order. Not for use by several threads at once."""
+
+    def write(self, view: memoryview) -> None:
+        """Add bytes; they are copied.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
+        """
+
+    def finish(self) -> list[Row]:
+        """Store what is left, and return every chunk in order. Raises as `write` does."""
+
+    def abort(self) -> None:
+        """Give everything up. May be called twice."""
+
+
+class ObjectSink:
+    """Puts chunks into the object tier while the next one is being filled: one, and at most four on their way.
+
+    The local tiers keep copies of them, as of what is read.
+
+    Args:
+        store: The store.
+        path: Of the file.
+        cutter: Says where chunks end, and what is in them.
+        unread: See `store_chunk`.
+    """
+
+    def __init__(self, store: Store, path: str, cutter: Cutter, unread: set[bytes] | None = None) -> None:
+        self._store = store
+        self._cutter = cutter
+        self._unread = unread
+        self._group = group_of(path)
+        self._save = store.encoder.count_save(self._group)
+        self._sent = 0
+        self._rows: list[Row] = []
+        self._under_way: deque[Future[Row]] = deque()
+        self._chunk: memoryview | None = None
+        self._filled = 0
+
+    def write(self, view: memoryview) -> None:
+        """See `Sink.write`."""
+        at = 0
+        for end in self._cutter.ends(view):
+            self._append(view[at:end])
+            self._send()
+            at = end
+        if at < len(view):
+            self._append(view[at:])
+
+    def finish(self) -> list[Row]:
+        """See `Sink.finish`."""
+        if self._chunk is not None:
+            self._send()
+        while self._under_way:
+            self._rows.append(self._under_way.popleft().result())
+        return self._rows
+
+    def abort(self) -> None:
+        """See `Sink.abort`. Chunks already stored are left for garbage collection."""
+        for future in self._under_way:
+            future.cancel()
+        while self._under_way:
+            future = self._under_way.popleft()
+            if not future.cancelled():
+                future.exception()
+        if self._chunk is not None:
+            buffers().give(self._chunk)
+            self._chunk = None
+
+    def _append(self, view: memoryview) -> None:
+        if self._chunk is None:
+            self._chunk, self._filled = buffers().take(), 0
+        self._chunk[self._filled : self._filled + len(view)] = view
+        self._filled += len(view)
+
+    def _send(self) -> None:
+        assert self._chunk is not None
+        while len(self._under_way) >= IN_FLIGHT_MAX:
+            self._rows.append(self._under_way.popleft().result())
+        buffer, filled = self._chunk, self._filled
+        self._chunk = None
+        start, self._sent = self._sent, self._sent + filled
+        layout = self._cutter.layout(start, self._sent)
+        ((_, tensors),) = places(layout, [filled], self._group, start=start)
+        sending = Alone(self._store, Hint(tensors, self._save))
+
+        def store_it(buffer: memoryview) -> Row:
+            try:
+                row = store_chunk(self._store, buffer[:filled], sending, unread=self._unread)
+                tiers = self._store.tiers
+                if tiers is not None and tiers.cache.keeps_reads:
+                    tiers.cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), buffer[:filled])
+                return row
+            finally:
+                buffers().give(buffer)
+
+        self._under_way.append(transfers().send(store_it, buffer))
+
+
+class SlabSink:
+    """Puts chunks into slabs. Of what is large, several at once; what comes in small pieces is hashed while more comes.
+
+    Where the ram tier has no room for the whole file, it goes through it in waves.
+
+    Args:
+        tiers: The local tiers.
+        write_id: Of the file, so that the flusher knows whose chunks went ahead of it.
+        cutter: Says where chunks end.
+        timeout_s: How long to wait for room; ``None`` for as long as it takes.
+    """
+
+    def __init__(self, tiers: Tiers, write_id: bytes, cutter: Cutter, *, timeout_s: float | None) -> None:
+        self._cutter = cutter
+        self._timeout_s = timeout_s
+        self._writer = tiers.writer
+        self._writer.expect()
+        self._holder = f"open:{tiers.ram.host.owner()}:{write_id.hex()}"
+        self._rows: list[Row | None] = []  # None for a chunk that is not sealed yet
+        self._slots: list[Slot | None] = []  # None for one that is not, or was taken down already
+        self._sealing: deque[tuple[int, ChunkBuffer, Future[Slot]]] = deque()
+        self._chunk: ChunkBuffer | None = None
+        self._spilled = False
+        self._ahead = self._writer.ahead()
+
+    @property
+    def slots(self) -> list[SlotRef | None]:
+        """Per row, where it lies; ``None`` for a chunk that was taken down already."""
+        return [None if slot is None else SlotRef(slot.segment.id, slot.index, slot.serial) for slot in self._slots]
+
+    def write(self, view: memoryview) -> None:
+        """See `Sink.write`."""
+        ends = self._cutter.ends(view)
+        if self._chunk is not None and ends:
+            self._chunk.append(view[: ends[0]])
+            self._seal()
+        elif ends:
+            ends.insert(0, 0)
+        if len(ends) > 1:
+            self._write_chunks([view[begin:end] for begin, end in itertools.pairwise(ends)])
+        rest = view[ends[-1] :] if ends else view
+        if len(rest):
+            if self._chunk is None:
+                self._chunk = self._begin()
+            self._chunk.append(rest)
+
+    def finish(self) -> list[Row]:
+        """See `Sink.finish`."""
+        if self._chunk is not None:
+            self._seal()
+        self._collect()
+        self._ahead.end()
+        return [row for row in self._rows if row is not None]
+
+    def abort(self) -> None:
+        """See `Sink.abort`."""
+        self._ahead.end()
+        unsealed = [] if self._chunk is None else [self._chunk.slot]
+        self._chunk = None
+        for _, chunk, future in self._sealing:
+            error = future.exception()
+            unsealed.append(chunk.slot if error is not None else future.result())
+        self._sealing.clear()
+        for slot in [*unsealed, *self._slots]:
+            if slot is not None:
+                self._writer.drop(slot)
+        self._slots = []
+        if self._spilled:
+            self._spilled = False
+            self._writer.unhold(self._holder)
+
+    def _write_chunks(self, pieces: list[memoryview]) -> None:
+        """Copy, hash and seal whole chunks: as many as there is room for at once, then one by one as room comes."""
+        first = self._extend(len(pieces))
+
+        def write_one(number: int) -> None:
+            with contextlib.suppress(CapacityError):
+                self._fill(first + number, self._writer.begin_chunk(len(pieces[number]), timeout_s=0), pieces[number])
+
+        processors().share_out(write_one, range(len(pieces)))
+        for number, piece in enumerate(pieces):
+            if self._rows[first + number] is None:
+                self._fill(first + number, self._begin(len(piece)), piece)
+
+    def _fill(self, index: int, chunk: ChunkBuffer, piece: memoryview) -> None:
+        try:
+            chunk.fill(piece)
+            self._note(index, self._seal_chunk(chunk))
+        except BaseException:
+            if self._slots[index] is None:
+                self._writer.drop(chunk.slot)
+            raise
+
+    def _begin(self, length: int | None = None) -> ChunkBuffer:
+        """Room for a chunk. What this file holds itself would never be freed by waiting for it, so it is taken down."""
+        if not self._sealing and not any(self._slots):
+            return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
+        try:
+            return self._writer.begin_chunk(length, timeout_s=0)
+        except CapacityError:
+            self._collect()
+            self._spilled = True
+            taken = [slot for slot in self._slots if slot is not None]
+            self._writer.spill(self._holder, taken, timeout_s=self._timeout_s)
+            self._slots = [None] * len(self._slots)
+            return self._writer.begin_chunk(length, timeout_s=self._timeout_s)
+
+    def _seal(self) -> None:
+        assert self._chunk is not None
+        chunk, self._chunk = self._chunk, None
+        self._sealing.append((self._extend(1), chunk, transfers().submit(self._seal_chunk, chunk)))
+
+    def _seal_chunk(self, chunk: ChunkBuffer) -> Slot:
+        slot = self._writer.seal_chunk(chunk)
+        self._ahead.add(slot)
+        return slot
+
+    def _collect(self) -> None:
+        """Wait for the chunks that are being sealed."""
+        while self._sealing:
+            index, _, future = self._sealing[0]
+            slot = future.result()
+            self._sealing.popleft()
+            self._note(index, slot)
+
+    def _extend(self, count: int) -> int:
+        """Make room for so many chunks in the tables. Returns the number of the first."""
+        first = len(self._rows)
+        self._rows += [None] * count
+        self._slots += [None] * count
+        return first
+
+    def _note(self, index: int, slot: Slot) -> None:
+        self._slots[index] = slot
+        self._rows[index] = Row(ChunkName(slot.name[1:]), slot.length, 0)

@@ -1,0 +1,414 @@
+"""Write a file: cut it into chunks, put those while the rest is still being written, publish the manifest last.
+
+FORMAT.md, "Order". Nothing is visible before `Writer.commit`; until then, and after a crash, the path holds what it
+held before.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+from tierfs.digest import CHUNK_BYTES, Buffer
+from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.format.header import Kind
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import (
+    INLINE_BYTES_MAX,
+    Manifest,
+    Row,
+    content_digest,
+    encode_rows,
+    inline_digest,
+)
+from tierfs.host.pending.levels import Level
+from tierfs.host.pending.publisher import ReadRow
+from tierfs.host.pending.record import SlotRef
+from tierfs.store.chunks import rescue, store_chunk
+from tierfs.store.offline import ask_briefly
+from tierfs.store.read.reader import expand_rows, open_manifest
+from tierfs.store.store import Store
+from tierfs.store.tree.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
+from tierfs.store.write.cuts import Cutter
+from tierfs.store.write.sink import ObjectSink, SlabSink
+from tierfs.store.write.staging import check_stands, follow, is_staged, seal
+from tierfs.units import format_bytes
+
+__all__ = ["WriteMode", "Writer", "learn_rows", "refuse_foreign", "save", "settle"]
+
+SETTLE_ATTEMPTS_MAX = 4
+DIRECT_ROW_BYTES_MAX = 8 << 20
+
+
+class WriteMode(enum.Enum):
+    """What a write does with what is there."""
+
+    OVERWRITE = "wb"
+    CREATE = "xb"
+    APPEND = "ab"
+
+
+def save(
+    store: Store,
+    path: str,
+    data: Buffer,
+    *,
+    mode: WriteMode = WriteMode.OVERWRITE,
+    metadata: Mapping[str, object] | None = None,
+) -> Manifest:
+    """Write a whole file. See `Writer` for what may be raised."""
+    writer = Writer(store, path, mode=mode, metadata=metadata)
+    writer.write(data)
+    return writer.commit()
+
+
+class Writer:
+    """One file being written. Not for use by several threads at once.
+
+    Memory is bounded: one chunk being filled and at most four on their way, sixteen in the whole process; or, where the
+    file is left to the flusher, the ram tier's budget.
+
+    Args:
+        store: The store.
+        path: Relative to its root.
+        mode: What to do with what is there. The path is observed now, unless it is new, and the commit is conditional on it.
+        metadata: JSON values to keep with the file.
+        level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
+            to the flusher.
+        staged: Leave it to the flusher at any level.
+        is_new: No record is there, because the path was drawn at random or was looked at before. It is not asked for: should there
+            be one after all, the commit is a conflict.
+
+    Attributes:
+        is_replacing: Whether a file was there when the path was observed.
+
+    Raises:
+        AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
+        ReadOnlyError: The file there was not written by tierfs.
+        InvalidInputError: The path is no good.
+        StoreError, CorruptionError, FormatError: It could not be observed.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        path: str,
+        *,
+        mode: WriteMode = WriteMode.OVERWRITE,
+        metadata: Mapping[str, object] | None = None,
+        level: Level | None = None,
+        staged: bool = False,
+        is_new: bool = False,
+    ) -> None:
+        self._store = store
+        self._mode = mode
+        self._level = store.ack if level is None else level
+        self._staged = staged or is_staged(store, path, self._level)
+        if is_new:
+            self._observed = nothing_at(path)
+        elif mode is WriteMode.OVERWRITE:
+            self._observed = observe_to_stage(store, path) if self._staged else observe_to_replace(store, path)
+        else:
+            self._observed = observe(store, path)
+        self._staged = self._staged or self._observed.draft is not None
+        self._metadata = metadata
+        self._write_id = store.random_bytes(16)
+        # Bytes gather in `_small` until it is clear that they do not fit into the manifest, then in the sink.
+        self._small = bytearray()
+        self._sink: ObjectSink | SlabSink | None = None
+        self._kept: list[Row] = []
+        self._kept_slots: list[SlotRef | None] = []
+        self.is_replacing = self._observed.manifest is not None
+        self._done = False
+        self._is_done = self._is_sealing = False
+        self.length = 0
+        old = self._observed.manifest
+        if old is not None and mode is WriteMode.CREATE:
+            raise AlreadyExistsError(f"{store.where(path)} exists: an exclusive create needs a new name", path=path)
+        if old is None and not is_new:
+            self._refuse_foreign()
+        if old is not None and mode is WriteMode.APPEND:
+            self._continue(old)
+
+    def _refuse_foreign(self) -> None:
+        try:
+            refuse_foreign(self._store, self.path, staged=self._staged)
+        except ReadOnlyError as error:
+            if self._mode is WriteMode.CREATE:
+                raise AlreadyExistsError(str(error), path=self.path) from None
+            raise
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the file is published or pending."""
+        return self._is_done
+
+    @property
+    def path(self) -> str:
+        """The path being written, relative to the store."""
+        return self._observed.path
+
+    @property
+    def replaces(self) -> Manifest | None:
+        """The file that was there when the writer was made."""
+        return self._observed.manifest
+
+    def adopt(self, rows: Sequence[Row], slots: Sequence[SlotRef | None]) -> None:
+        """Have chunks that are in place already for the file's content. Nothing may be written before or after.
+
+        Args:
+            rows: In order.
+            slots: Of each, which slot holds it for this file; ``None`` for one that is in the object tier. If there is any,
+                the writer has to be ``staged``.
+        """
+        self._kept, self._kept_slots = list(rows), list(slots)
+        self.length = sum(row.raw_length for row in rows)
+
+    def write(self, data: Buffer) -> int:
+        """Add bytes at the end. They are copied, so ``data`` may change afterwards.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: An earlier chunk could not be stored.
+        """
+        view = memoryview(data).cast("B")
+        try:
+            self._take(view)
+        except BaseException:
+            # There is a hole now, so this file is never published.
+            self.abort()
+            raise
+        self.length += len(view)
+        return len(view)
+
+    def _take(self, view: memoryview) -> None:
+        if self._done:
+            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
+        if self._sink is None and len(self._small) + len(view) <= INLINE_BYTES_MAX:
+            self._small += view
+            return
+        sink = self._begin_sink()
+        sink.write(view)
+
+    def commit(self) -> Manifest:
+        """Wait for the chunks, then publish the file.
+
+        Raises:
+            ConflictError: Somebody else changed the path since the writer was made; theirs stands.
+            AlreadyExistsError: `WriteMode.CREATE`, and somebody else created it in the meantime.
+            StoreError, CapacityError, ReadOnlyError: The object tier failed. The path holds what it held before; only
+                after a transient `StoreError` the new file may be there instead.
+        """
+        if self._done:
+            raise StoreError(f"{self._store.where(self.path)}: an earlier write failed: write the file again")
+        try:
+            rows = self._finish_rows()
+            manifest = self._manifest(rows)
+            # Asked again: something may have been closed in this directory since, and has to be published before.
+            if not self._staged and is_staged(self._store, self.path, self._level):
+                # What was observed may be old, and a conflict of what is pending is one for good.
+                check_stands(self._store, self._observed)
+                self._staged = True
+            if self._staged:
+                slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
+                slots += [None] * (len(rows) - len(slots))
+                self._is_sealing = True
+                seal(self._store, self._observed, manifest, slots=slots)
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, ConflictError):
+                self._refuse_created()
+            raise
+        self._done = True
+        if self._staged:
+            self._is_done = True
+            follow(self._store, manifest, self.path, self._level)
+            return manifest
+        try:
+            publish(self._store, self._observed, manifest)
+        except ConflictError:
+            self._refuse_created()
+            raise
+        self._is_done = True
+        return manifest
+
+    def _refuse_created(self) -> None:
+        """In a conflict: what it is for who wanted to create a file, if there is one now."""
+        if self._mode is WriteMode.CREATE and observe(self._store, self.path).manifest is not None:
+            raise AlreadyExistsError(
+                f"{self._store.where(self.path)} was created by somebody else in the meantime", path=self.path
+            ) from None
+
+    def abort(self) -> None:
+        """Publish nothing. Chunks already stored are left for garbage collection. May be called twice.
+
+        What `commit` made pending or published stays: the slots are that file's by then.
+        """
+        if not self._is_done and self._is_sealing:
+            # An interrupt may have come right after the draft was sealed.
+            found = self._store.tiers.drafts.pending(self.path) if self._store.tiers is not None else None
+            self._is_done = found is not None and found.draft.write_id == self._write_id
+        if self._is_done:
+            return
+        self._done = True
+        self._small = bytearray()
+        if self._sink is not None:
+            self._sink.abort()
+
+    def _begin_sink(self) -> ObjectSink | SlabSink:
+        """Where chunks go from now on, with what was gathered so far at their start."""
+        assert not self._done
+        if self._sink is None:
+            tiers = self._store.tiers if self._staged else None
+            cutter = Cutter(at_start=not self._kept)
+            if tiers is not None and not tiers.ram.holds_chunks:
+                tiers.counters.fall_back(
+                    "ram_passed_by",
+                    "a ram tier of %s cannot hold a whole chunk, so the chunks of files go straight to the object tier: raise "
+                    "ram= (TIERFS_RAM) to %s at least",
+                    format_bytes(tiers.ram.budget_bytes),
+                    format_bytes(tiers.ram.chunks_budget_bytes),
+                )
+                tiers = None
+            if tiers is None:
+                old = self._observed.manifest
+                unread = {row.name.digest for row in old.rows} if old is not None and not old.indirect else None
+                self._sink = ObjectSink(self._store, self.path, cutter, unread)
+            else:
+                self._sink = SlabSink(tiers, self._write_id, cutter, timeout_s=self._store.timeout_s)
+            self._sink.write(memoryview(self._small))
+            self._small = bytearray()
+        return self._sink
+
+    def _finish_rows(self) -> list[Row]:
+        """Store what is left and return every chunk, or none for a file that fits into its manifest."""
+        if self._small and (self._kept or self.length > self._store.descriptor.inline_bytes):
+            self._begin_sink()
+        return [*self._kept, *(self._sink.finish() if self._sink is not None else [])]
+
+    def _manifest(self, rows: list[Row]) -> Manifest:
+        store, old = self._store, self._observed.manifest
+        now_ns = store.clock.now_ns()
+        kind = store.descriptor.digest_kind
+        inline = None if rows else bytes(self._small)
+        table, indirect = (tuple(rows), False) if self._staged else settle(store, self.path, rows)
+        metadata = self._metadata
+        if metadata is None:
+            metadata = old.metadata if old is not None and self._mode is WriteMode.APPEND else {}
+        return Manifest(
+            kind=Kind.FILE,
+            write_id=self._write_id,
+            length=self.length,
+            created_ns=old.created_ns if old is not None else now_ns,
+            modified_ns=now_ns,
+            digest_kind=kind,
+            digest=(
+                inline_digest(kind, inline)
+                if inline is not None
+                else content_digest(kind, self.length, [row.name.digest for row in rows])
+            ),
+            rows=table,
+            inline=inline,
+            indirect=indirect,
+            previous=self._observed.previous,
+            metadata=metadata,
+        )
+
+    def _continue(self, old: Manifest) -> None:
+        """Append: keep the full chunks, take the last one up again."""
+        store = self._store
+        rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, old, self.path)
+        kept = rows[:-1] if rows and rows[-1].raw_length < CHUNK_BYTES else rows
+        self._kept = list(kept)
+        self._kept_slots = list(self._observed.slots[: len(kept)]) or [None] * len(kept)
+        self.length = sum(row.raw_length for row in kept)
+        tail = bytearray(old.length - self.length)
+        open_manifest(store, self.path, old).read_into(self.length, memoryview(tail))
+        self.write(tail)
+
+
+def learn_rows(store: Store, manifest: Manifest, path: str) -> list[Row]:
+    """The chunks of a manifest that was just observed, which may be referred to because it names them. None is looked at."""
+    term = store.presence.ensure() if manifest.rows else 0
+    rows = list(expand_rows(store, manifest, path))
+    store.presence.hear(term, rows)
+    return rows
+
+
+def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> tuple[tuple[Row, ...], bool]:
+    """What a writer does right before it publishes: make sure that every chunk it will name is there to stay.
+
+    Args:
+        store: The store.
+        path: Of the file, for errors.
+        rows: Its chunks.
+        read: Gets at those that lie on this host, should one of them have to be stored anew.
+
+    Returns:
+        The manifest's own table, and whether it is an indirect one.
+
+    Raises:
+        StoreError: A chunk is gone for good, or the object tier is too slow to tell within a lease.
+    """
+    settled = list(rows)
+    checked: dict[ChunkName, int] = {}  # in which term each one was looked up here
+    for _ in range(SETTLE_ATTEMPTS_MAX):
+        table, indirect = _fold_rows(store, settled)
+        if not settled:
+            return table, indirect
+        term = store.presence.ensure()
+        named = [*table, *settled] if indirect else settled
+        doubtful = [row for row in store.presence.doubtful(named) if checked.get(row.name) != term]
+        if not doubtful:
+            return table, indirect
+        saved = {}
+        for row in doubtful:
+            saved[row.name] = rescue(store, row, store.where(path), read)
+            checked[saved[row.name].name] = store.presence.ensure()
+        settled = [saved.get(row.name, row) for row in settled]
+    raise StoreError(
+        f"{store.where(path)}: looking its chunks up takes longer than a lease lasts "
+        f"({store.descriptor.lease_s} s): the object tier is too slow; nothing was published",
+        transient=True,
+        path=path,
+        tier="object",
+    )
+
+
+def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
+    """Check that nobody else's object lies at ``path``.
+
+    Args:
+        store: The store.
+        path: Where something is to be written, or removed.
+        staged: Whether the flusher is to do that. Then an object tier that is away is not waited for: the record is
+            published on condition, and nobody else's object is ever replaced.
+
+    Raises:
+        ReadOnlyError: One does.
+        StoreError: It cannot be told.
+    """
+    try:
+        if staged and store.tiers is not None:
+            ask_briefly(store, lambda: store.objects.head(path))
+        else:
+            store.objects.head(path)
+    except NotFoundError:
+        return
+    except StoreError as error:
+        if staged and error.transient:
+            return
+        raise
+    raise ReadOnlyError(
+        f"{store.where(path)} was not written by tierfs and can only be read: choose another name, or remove it with the "
+        "tool that wrote it",
+        path=path,
+    )
+
+
+def _fold_rows(store: Store, rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
+    """The manifest's own table: the chunks, or where they are too many for one object, the chunks of that table."""
+    table = memoryview(encode_rows(tuple(rows)))
+    if len(table) <= DIRECT_ROW_BYTES_MAX:
+        return tuple(rows), False
+    pieces = [table[at : at + CHUNK_BYTES] for at in range(0, len(table), CHUNK_BYTES)]
+    return tuple(store_chunk(store, piece) for piece in pieces), True
