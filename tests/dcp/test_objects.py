@@ -16,8 +16,10 @@ import pathlib
 import pickle
 import random
 import re
+import sys
 import types
 import uuid
+import zipfile
 from typing import NamedTuple
 
 import pytest
@@ -349,3 +351,92 @@ def test_what_was_made_may_not_be_called_or_restored():
 def test_what_is_no_archive_is_not_looked_at():
     for content in (b"", b"PK\x03\x04", b"hello", pickle.dumps(len), b"PK\x03\x04" + bytes(100)):
         check_object("v", memoryview(content))
+
+
+# -- pickles that somebody made by hand ----------------------------------------------------------------------------
+
+
+def text(value):
+    data = value.encode()
+    return b"X" + len(data).to_bytes(4, "little") + data
+
+
+def number(value):
+    return b"J" + value.to_bytes(4, "little", signed=True)
+
+
+def named(module, name):
+    return b"c" + module.encode() + b"\n" + name.encode() + b"\n"
+
+
+def archive(body):
+    """As ``torch.save`` makes them. The integer in front is one that torch's own loader does not read, so ours does."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as members:
+        members.writestr("archive/data.pkl", b"\x80\x02" + b"\x8b\x01\0\0\0\x05" + body + b".")
+        members.writestr("archive/version", "3\n")
+        members.writestr("archive/byteorder", "little")
+    file.seek(0)
+    return file
+
+
+def dtype(code):
+    return named("numpy", "dtype") + b"(" + text(code) + b"\x89\x88tR"
+
+
+def dtype_state(fields, size):
+    names = text("a") + b"\x85"
+    return b"(" + number(3) + text("|") + b"N" + names + fields + number(size) + number(1) + number(0) + b"t"
+
+
+NUMPY = [np.dtype, np.ndarray, np.arange(1).__reduce__()[0]]
+OBJECTS = dtype("O8") + b"(" + number(3) + text("|") + b"NNN" + number(-1) + number(-1) + number(63) + b"tb"
+
+
+def test_a_load_refuses_to_allow_getattr():
+    with pytest.raises(InvalidInputError, match="run anything"):
+        TierLoadPlanner(allow=[getattr])
+
+
+def test_getattr_finds_only_allowed_classes_inside_of_allowed_ones():
+    inside = named("__builtin__", "getattr") + named("torch._utils", "_rebuild_tensor") + text("__globals__")
+    with pytest.raises(InvalidInputError, match=r"may not bring in|not an allowed global"):
+        unpickle_safely("'v'", archive(inside + b"\x86R"), allow=[*objects.ALLOWED, torch.Tensor])
+
+
+@pytest.mark.parametrize("offset", [0, 1 << 30])
+def test_a_numpy_dtype_with_fields_is_not_restored(offset):
+    fields = b"}" + text("a") + OBJECTS + number(offset) + b"\x86s"
+    with pytest.raises(InvalidInputError, match="save the array as what it consists of"):
+        unpickle_safely("'v'", archive(dtype("V8") + dtype_state(fields, 8) + b"b"), allow=[*objects.ALLOWED, *NUMPY])
+
+
+def test_an_array_is_not_made_at_an_address():
+    made = named("numpy", "ndarray") + number(1) + b"\x85" + dtype("f8") + b"N" + b"\x87R"
+    with pytest.raises(InvalidInputError, match="buffer and strides"):
+        unpickle_safely("'v'", archive(made), allow=[*objects.ALLOWED, *NUMPY])
+
+
+@pytest.mark.parametrize("method", ["extend", "append"])
+def test_an_instance_brings_no_method_of_its_own(method):
+    made = named("collections", "OrderedDict") + b")R}" + text(method) + named("collections", "Counter") + b"sb"
+    with pytest.raises(InvalidInputError, match="Can only use what was allowed"):
+        unpickle_safely("'v'", archive(made + b"(" + number(7) + b"e"))
+
+
+def test_only_storages_are_persistent():
+    made = b"(" + text("module") + named("collections", "Counter") + text("a.py") + text("source") + b"tQ"
+    with pytest.raises(InvalidInputError, match="persistent_load of storage"):
+        unpickle_safely("'v'", archive(made))
+
+
+def test_a_name_in_a_pickle_is_looked_up_without_running_anything(monkeypatch):
+    module = types.ModuleType("tierfs_test_lazy")
+    module.__getattr__ = lambda name: pytest.fail("it was run")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(InvalidInputError, match=r"lazy\.anything"):
+        unpickle_safely("'v'", archive(named(module.__name__, "anything")), allow=[*objects.ALLOWED, dict])
+
+
+def test_an_archive_cut_off_behind_its_head_is_passed_over():
+    check_object("v", memoryview(b"PK\x03\x04" + bytes(26) + b"\x80"))

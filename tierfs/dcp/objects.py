@@ -15,17 +15,17 @@ import re
 import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from operator import attrgetter
-from typing import Any
+from types import ModuleType
+from typing import Any, ClassVar
 
 import torch
 from torch._weights_only_unpickler import _blocklisted_modules, _get_allowed_globals, _get_user_allowed_globals
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ALLOWED", "Unpickler", "aliases", "check_object", "globals_in", "with_parts"]
+__all__ = ["ALLOWED", "Unpickler", "aliases", "check_object", "globals_in"]
 
 ALLOWED: tuple[Any, ...] = (
     bytes,
@@ -46,7 +46,9 @@ _OPCODES = (
     + pickle.TUPLE2 + pickle.TUPLE3 + pickle.BINGET + pickle.LONG_BINGET + pickle.BINPUT + pickle.LONG_BINPUT
     + pickle.BINPERSID + pickle.GLOBAL
 )  # fmt: skip
-_PLAIN = (list, dict, set, OrderedDict, Counter)
+_BASE: Any = pickle._Unpickler.dispatch
+_GETATTR = "builtins.getattr"
+_WITH_SLOTS = 2  # a state of so many parts has one of attributes, and one of slots
 _MAY_NEED = re.compile(rb"\n[^\n]{1,256}\n")
 """Found in each pickle that looks up a global: the names of module and global end in a newline each."""
 _OF_ATTRIBUTES = {"BINUNICODE", "TUPLE2", "REDUCE", "BINPUT", "LONG_BINPUT"}
@@ -55,65 +57,28 @@ _logger = logging.getLogger("tierfs.dcp")
 _warned: set[str] = set()
 
 
-def _checked(codes: bytes, check: Callable[[Any], None]) -> dict[int, Callable[..., None]]:
-    """Opcodes, each done once what it takes from the stack was looked at."""
-
-    def checked(does: Callable[..., None]) -> Callable[..., None]:
-        def load(unpickler: Any) -> None:
-            check(unpickler)
-            does(unpickler)
-
-        return load
-
-    return {code: checked(pickle._Unpickler.dispatch[code]) for code in codes}
-
-
-def _check_is_called(unpickler: Any) -> None:
-    unpickler.check_allowed(unpickler.stack[-2])
-
-
-def _check_is_restored(unpickler: Any) -> None:
-    kind = type(unpickler.stack[-2])
-    if kind not in (OrderedDict, torch.nn.Parameter):
-        unpickler.check_allowed(kind)
-
-
-def _check_one_is_put(unpickler: Any) -> None:
-    _check_is_filled(unpickler, unpickler.stack[-2])
-
-
-def _check_pair_is_put(unpickler: Any) -> None:
-    _check_is_filled(unpickler, unpickler.stack[-3])
-
-
-def _check_many_are_put(unpickler: Any) -> None:
-    _check_is_filled(unpickler, unpickler.metastack[-1][-1])
-
-
-def _check_is_filled(unpickler: Any, container: Any) -> None:
-    if type(container) not in _PLAIN:
-        unpickler.check_allowed(type(container))
-
-
 class Unpickler(pickle._Unpickler):
     """Loads what is made with nothing but what torch allows, and what is on its list of safe globals.
+
+    The rules are torch's, but for what is named here. Containers and states are filled by the methods of their class, so an
+    instance cannot bring its own. ``getattr`` finds allowed classes inside of allowed ones and nothing else. A NumPy dtype is
+    restored only to what NumPy itself would say of it. It may take as much memory as torch's own would.
 
     Written in Python: the one in C takes as much memory as a number in the pickle says.
     """
 
-    dispatch = {  # noqa: RUF012 - as the base class has it
-        **{code: pickle._Unpickler.dispatch[code] for code in _OPCODES},
-        **_checked(pickle.REDUCE + pickle.NEWOBJ, _check_is_called),
-        **_checked(pickle.BUILD, _check_is_restored),
-        **_checked(pickle.APPEND, _check_one_is_put),
-        **_checked(pickle.SETITEM, _check_pair_is_put),
-        **_checked(pickle.APPENDS + pickle.SETITEMS, _check_many_are_put),
-    }
+    # The base class has these, which its types do not tell.
+    stack: Any
+    metastack: Any
+    pop_mark: Any
+    dispatch: ClassVar[dict[int, Any]] = {code: _BASE[code] for code in _OPCODES}
 
     def __init__(self, file: Any, *, encoding: str = "utf-8") -> None:
         super().__init__(file, encoding=encoding)
-        self._allowed = {**_get_user_allowed_globals(), **_get_allowed_globals()}
+        self._by_user: dict[str, Any] = dict(_get_user_allowed_globals())
+        self._allowed: dict[str, Any] = {**self._by_user, **_get_allowed_globals(), _GETATTR: self._nested}
         self._ids = {id(value) for value in self._allowed.values()}
+        self._user_ids = {id(value) for name, value in self._by_user.items() if name != _GETATTR}
 
     def find_class(self, module: str, name: str) -> Any:
         """What a global stands for, if it is allowed."""
@@ -124,14 +89,133 @@ class Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"Unsupported global: GLOBAL {full} was not an allowed global by default.")
         return self._allowed[full]
 
-    def check_allowed(self, value: Any) -> None:
-        """See that a class or function is one that may be used.
+    def load_binpersid(self) -> None:
+        """A storage. Other persistent ids have torch's old format read and write files of source code."""
+        pid = self.stack[-1]
+        if type(pid) is not tuple or not pid or pid[0] not in ("storage", b"storage"):
+            raise pickle.UnpicklingError("Only persistent_load of storage is allowed")
+        _BASE[pickle.BINPERSID[0]](self)
 
-        Raises:
-            UnpicklingError: It is not.
-        """
-        if id(value) not in self._ids:
-            raise pickle.UnpicklingError(f"Can only use what was allowed via `add_safe_globals` but got {value!r:.200}")
+    def load_reduce(self) -> None:
+        """Call what is allowed to be called."""
+        arguments, function = self.stack[-1], self.stack[-2]
+        self._check_call(function, arguments)
+        _BASE[pickle.REDUCE[0]](self)
+
+    def load_newobj(self) -> None:
+        """The same of a class."""
+        arguments, kind = self.stack[-1], self.stack[-2]
+        self._check_call(kind, arguments)
+        _BASE[pickle.NEWOBJ[0]](self)
+
+    def load_build(self) -> None:
+        """Restore the state of what was made."""
+        state = self.stack.pop()
+        made = self.stack[-1]
+        kind: Any = type(made)
+        if kind is OrderedDict:
+            made.__dict__.update(state)
+        elif kind is torch.nn.Parameter:
+            kind.__setstate__(made, state)
+        elif _is_numpy_dtype(made):
+            if "numpy.dtype" not in self._by_user:
+                raise self._not_allowed(kind)
+            kind.__setstate__(made, _checked_dtype_state(made, state))
+        elif id(kind) not in self._user_ids and kind is not io.BytesIO:
+            raise self._not_allowed(kind)
+        elif hasattr(kind, "__setstate__"):
+            kind.__setstate__(made, state)
+        else:
+            values, slots = state if type(state) is tuple and len(state) == _WITH_SLOTS else (state, None)
+            if values:
+                object.__getattribute__(made, "__dict__").update(values)
+            for name, value in (slots or {}).items():
+                object.__setattr__(made, name, value)
+
+    def load_append(self) -> None:
+        """Add one element to a list."""
+        value = self.stack.pop()
+        self._extend(self.stack[-1], [value])
+
+    def load_appends(self) -> None:
+        """Add several."""
+        values = self.pop_mark()
+        self._extend(self.stack[-1], values)
+
+    def load_setitem(self) -> None:
+        """Put one value into a mapping."""
+        value, name = self.stack.pop(), self.stack.pop()
+        self._put(self.stack[-1], [name, value])
+
+    def load_setitems(self) -> None:
+        """Put several."""
+        self._put(self.metastack[-1][-1], self.pop_mark())
+
+    dispatch[pickle.BINPERSID[0]] = load_binpersid
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.NEWOBJ[0]] = load_newobj
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.APPEND[0]] = load_append
+    dispatch[pickle.APPENDS[0]] = load_appends
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
+
+    def _extend(self, container: Any, values: list[Any]) -> None:
+        kind: Any = type(container)
+        if kind is not list and not (id(kind) in self._user_ids and hasattr(kind, "append")):
+            raise self._not_allowed(kind)
+        for value in values:
+            kind.append(container, value)
+
+    def _put(self, container: Any, pairs: list[Any]) -> None:
+        kind: Any = type(container)
+        is_plain = kind in (dict, OrderedDict, Counter)
+        if not is_plain and not (id(kind) in self._user_ids and issubclass(kind, dict)):
+            raise self._not_allowed(kind)
+        for name, value in zip(pairs[::2], pairs[1::2], strict=True):
+            kind.__setitem__(container, name, value)
+
+    def _check_call(self, function: Any, arguments: Any) -> None:
+        if function != self._nested and id(function) not in self._ids:
+            raise self._not_allowed(function)
+        if function is bytes and arguments != ():  # a number would be a length
+            raise pickle.UnpicklingError("bytes() with arguments is not allowed")
+        if getattr(function, "__module__", "") == "numpy" and function.__name__ == "ndarray":  # at any address
+            raise pickle.UnpicklingError("an array may not be made of a buffer and strides")
+
+    def _nested(self, outer: Any, name: Any) -> Any:
+        """An allowed class inside of an allowed class, as protocol 2 has pickles name it: by ``getattr``."""
+        full = f"{_own_name(outer)}.{name}" if isinstance(outer, type) and id(outer) in self._user_ids else ""
+        if full not in self._by_user:
+            raise pickle.UnpicklingError(
+                f"Unsupported global: GLOBAL {full or _GETATTR} was not an allowed global by default."
+            )
+        return self._by_user[full]
+
+    def _not_allowed(self, value: Any) -> pickle.UnpicklingError:
+        name = _own_name(value) if isinstance(value, type) or callable(value) else _own_name(type(value))
+        return pickle.UnpicklingError(f"Can only use what was allowed via `add_safe_globals` but got {name!r:.200}")
+
+
+def _is_numpy_dtype(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.dtype)
+
+
+def _checked_dtype_state(dtype: Any, state: Any) -> Any:
+    """The state of a NumPy dtype, if it is what NumPy has for that dtype in some byte order.
+
+    ``numpy.dtype.__setstate__`` believes sizes, offsets and flags, and reads and writes memory by them.
+
+    Raises:
+        UnpicklingError: It is not: it has fields, for one.
+    """
+    order = state[1] if type(state) is tuple and len(state) > 1 else None
+    if order not in ("<", ">", "=", "|") or dtype.newbyteorder(order).__reduce__()[2:] != (state,):
+        raise pickle.UnpicklingError(
+            "a NumPy dtype with fields or a unit is not loaded: save the array as what it consists of"
+        )
+    return state
 
 
 def load(file: Any, **options: Any) -> Any:
@@ -245,15 +329,6 @@ def aliases(data: bytes, allow: Iterable[Any]) -> list[tuple[Any, str]]:
     return found
 
 
-def with_parts(allow: Iterable[Any]) -> list[Any]:
-    """What is allowed, and the classes that NumPy has for its dtypes where `numpy.dtype` is: a pickle does not name them."""
-    listed = list(allow)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and any(value is numpy.dtype for value in listed):
-        listed += {type(numpy.dtype(code)) for code in numpy.typecodes["All"]}
-    return listed
-
-
 def _pickle_in(data: memoryview) -> tuple[int, memoryview]:
     """Where the pickle begins in an archive of ``torch.save``, of which it is the first file.
 
@@ -263,7 +338,7 @@ def _pickle_in(data: memoryview) -> tuple[int, memoryview]:
     if bytes(data[:4]) != b"PK\x03\x04" or len(data) < _HEADER:
         raise ValueError("no archive of torch.save")
     start = _HEADER + int.from_bytes(data[26:28], "little") + int.from_bytes(data[28:30], "little")
-    if bytes(data[start : start + 1]) != pickle.PROTO:
+    if bytes(data[start : start + 1]) != pickle.PROTO or len(data) <= start + 1:
         raise ValueError("no archive that torch.save made")
     return start, data
 
@@ -283,6 +358,7 @@ def _renamed(module: str, name: str) -> tuple[str, str]:
 
 def _allowed_by_default() -> set[str]:
     own = {value[1] if isinstance(value, tuple) else _own_name(value) for value in ALLOWED}
+    own.add(_GETATTR)  # which finds nothing but what is allowed
     return own | set(_get_allowed_globals()) | set(_get_user_allowed_globals())
 
 
@@ -291,12 +367,18 @@ def _own_name(value: Any) -> str:
 
 
 def _resolve(name: str) -> Any:
-    """The global of a name, if its module is loaded."""
+    """The global of a name, if its module is loaded. Looks in dictionaries alone, so it runs nothing."""
     module, _, rest = name.rpartition(".")
     while module and module not in sys.modules:
         module, _, before = module.rpartition(".")
         rest = f"{before}.{rest}"
-    try:
-        return attrgetter(rest)(sys.modules[module]) if module else None
-    except AttributeError:
-        return None
+    found: Any = sys.modules.get(module)
+    for part in rest.split("."):
+        if isinstance(found, ModuleType):
+            names = object.__getattribute__(found, "__dict__")
+        elif isinstance(found, type):
+            names = type.__getattribute__(found, "__dict__")
+        else:
+            return None
+        found = names.get(part)
+    return found

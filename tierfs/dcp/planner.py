@@ -6,7 +6,6 @@ code wherever it is loaded.
 
 from __future__ import annotations
 
-import contextlib
 import io
 import pickle
 import re
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from tierfs._fork import PerProcess
 from tierfs.dcp import objects
-from tierfs.dcp.objects import ALLOWED, aliases, globals_in, with_parts
+from tierfs.dcp.objects import ALLOWED, aliases, globals_in
 from tierfs.errors import InvalidInputError
 
 __all__ = ["TierLoadPlanner", "object_loader", "unpickle_safely"]
@@ -53,6 +52,10 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
         allow: Sequence[type | Callable[..., object]] = (),
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        if any(value is getattr for value in allow):
+            raise InvalidInputError(
+                "allow=[getattr] would let a checkpoint run anything: allow the classes alone, those inside of others as well"
+            )
         self._allow = [*ALLOWED, *allow]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -111,7 +114,7 @@ def unpickle_safely(
     try:
         with _allowing():
             # What is there already the program put there, and needs it afterwards.
-            added = set(with_parts(allow)).difference(torch.serialization.get_safe_globals())
+            added = set(allow).difference(torch.serialization.get_safe_globals())
             with torch.serialization.safe_globals(list(added)):
                 return _load_allowed(source, map_location, allow, mmap=mmap)
     except Exception as error:  # what a pickle that somebody else made may raise has no end
@@ -133,11 +136,13 @@ def _load_allowed(source: io.BytesIO | str, map_location: str | None, allow: Seq
     except pickle.UnpicklingError as error:
         if _LACKING.search(str(error)) is None and _REFUSED.search(str(error)) is None:
             raise
-    other_names: list[Any] = []
-    if not isinstance(source, str):
+        if isinstance(source, str):
+            raise
         source.seek(0)
-        with contextlib.suppress(ValueError):  # no archive: it has the names that it has
+        try:
             other_names = aliases(source.getvalue(), allow)
+        except ValueError:  # no archive of torch.save: its old format is left to torch
+            raise error from None
     with torch.serialization.safe_globals(other_names):
         return torch.load(source, map_location=map_location, weights_only=False, mmap=mmap, pickle_module=objects)
 
