@@ -113,13 +113,23 @@ class Model:
         del self.files[path]
         self.tombstones.add(path)
 
+    def refuses(self, path: str) -> bool:
+        """Whether the path is a directory's, which no file is opened at."""
+        if path in self.files or not self.is_directory(path):
+            return False
+        with pytest.raises(IsADirectoryError):
+            self.fs.open(self.at(path), "wb")
+        return True
+
     def write(self, path: str, data: bytes, values: dict[str, Any]) -> None:
+        if self.refuses(path):
+            return
         with self.fs.open(self.at(path), "wb", metadata=values) as file:
             file.write(data)
         self.put(path, data, values)
 
     def append(self, path: str, data: bytes) -> None:
-        if not data:
+        if not data or self.refuses(path):
             return
         with self.fs.open(self.at(path), "ab") as file:
             file.write(data)

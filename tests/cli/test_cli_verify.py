@@ -101,7 +101,7 @@ def test_a_missing_chunk_a_damaged_manifest_and_a_stray_object_are_found(root, c
 
 def test_progress_is_shown_while_everything_is_read(root, capsys):
     assert main(["verify", str(root), "--progress"]) == 0
-    assert "586k" in capsys.readouterr().err
+    assert "586 KiB" in capsys.readouterr().err
 
 
 def test_a_relative_path_is_enough(root, capsys, monkeypatch):

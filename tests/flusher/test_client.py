@@ -120,7 +120,7 @@ def test_a_state_directory_with_a_very_long_path_works(directory, threads):
 
 def test_a_flusher_that_cannot_start_is_an_error_at_once_that_quotes_its_log(directory):
     (directory / LOG_NAME).write_text("of an earlier one\n")
-    argv = [sys.executable, "-c", "import tierfs.flush.no_such_module"]
+    argv = [sys.executable, "-c", "import tierfs.flusher.no_such_module"]
     start = time.monotonic()
     with FlusherClient(directory, lambda: spawn(argv, directory / LOG_NAME), "1.0", dict) as client:
         with pytest.raises(StoreError, match=r"No module named .*no_such_module") as caught:
@@ -260,7 +260,7 @@ def test_no_request_is_lost_when_flushers_retire_as_soon_as_they_can(directory, 
         thread.join()
     assert not problems
     assert counts == [60] * 3
-    assert len(threads.all) > 5
+    assert len(threads.all) > 1
     for running in threads.all:
         running.end()
     assert sum(running.engine.asked.count("echo") for running in threads.all) == 180

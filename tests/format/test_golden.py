@@ -58,7 +58,7 @@ def test_a_damaged_golden_object_is_refused_and_verify_names_it(case, tmp_path):
     with pytest.raises(TierfsError) as raised:
         load(store, case["path"])
     assert raised.value.kind == case["error"]
-    assert [damage.key for damage in verify(store).damage] == [case["key"]]
+    assert {damage.key for damage in verify(store).damage} == {case["key"]}
     others = set(EXPECTED["files"]) - {case["path"], "copy-of-numbers.bin"}
     for path in others:
         assert hashlib.sha256(load(store, path)).hexdigest() == EXPECTED["files"][path]

@@ -263,7 +263,7 @@ def test_a_copy_of_a_file_that_is_published_meanwhile_names_its_chunks_as_they_a
         return looked
 
     monkeypatch.setattr(module, "observe", then_published(module.observe))
-    monkeypatch.setattr(module, "stat", then_published(module.stat))
+    monkeypatch.setattr(module, "stat_to_read", then_published(module.stat_to_read))
     host.objects.down = True
     save(host.store, "a", content(MIB))
     copy(host.store, "a", "b")

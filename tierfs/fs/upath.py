@@ -23,9 +23,9 @@ class TierPath(UPath):
 
     def __str__(self) -> str:
         target = self.storage_options.get("target_protocol")
-        if target is None or self._relative_base is not None:
+        if self._relative_base is not None:
             return str(super().__str__())
-        return f"tierfs::{target}://{self.path}"
+        return f"tierfs://{self.path}" if target is None else f"tierfs::{target}://{self.path}"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TierPath):

@@ -57,7 +57,7 @@ def is_directory_nearby(store: Store, path: str) -> bool:
     """
     if store.tiers is not None and _pending_kind(store, path) == "directory":
         return True
-    if not store.descriptor.endpoint.host_local:
+    if not store.url.startswith(("file://", "local://")):
         return False
     if store.tiers is None:
         return has_below(store, path)
