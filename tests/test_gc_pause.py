@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-from fsspec.implementations.memory import MemoryFileSystem
+from support.private_memory import PrivateMemory
 
 from tierfs import gc_pause as garbage
 from tierfs.errors import TierfsError
@@ -160,7 +160,7 @@ def _read_by_the_system(lent, path, patch):
 
 
 def _read_by_fsspec(lent, path, patch):
-    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs = PrivateMemory()
     objects = FsspecObjects(fs, "bucket")
     objects.put("a", [bytes(8)])
     patch.setattr(fs, "cat_file", _fail)
@@ -168,7 +168,7 @@ def _read_by_fsspec(lent, path, patch):
 
 
 def _read_by_an_asynchronous_fsspec(lent, path, patch):
-    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs = PrivateMemory()
     objects = FsspecObjects(AsyncFileSystemWrapper(fs, asynchronous=False, skip_instance_cache=True), "bucket")
     objects.put("a", [bytes(8)])
     patch.setattr(fs, "cat_file", _fail)
@@ -176,7 +176,7 @@ def _read_by_an_asynchronous_fsspec(lent, path, patch):
 
 
 def _written_by_fsspec(lent, path, patch):
-    fs = MemoryFileSystem(global_store=False, skip_instance_cache=True)
+    fs = PrivateMemory()
     patch.setattr(fs, "pipe_file", _fail)
     patch.setattr(fs, "open", _fail)
     FsspecObjects(fs, "bucket").put("a", [lent])

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tierfs.digest import BLOCK_BYTES
@@ -44,6 +44,7 @@ EDGES = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 2 * BLOCK_BYTES, 3
 CONTENT = random.Random(7).randbytes(EDGES[-1])
 
 
+@settings(deadline=None)  # some take a while on a busy machine
 @given(st.lists(st.tuples(st.sampled_from(EDGES), st.sampled_from(EDGES)), min_size=1, max_size=6))
 def test_every_part_is_filled_from_the_blocks_it_lies_in(pairs):
     parts = [(min(pair), memoryview(bytearray(max(pair) - min(pair)))) for pair in pairs]

@@ -15,7 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
+from support.private_memory import PrivateMemory
 
 from tierfs.clock import ManualClock
 from tierfs.errors import (
@@ -29,15 +29,6 @@ from tierfs.errors import (
 )
 from tierfs.objects import CREATE, FsspecObjects, Update
 from tierfs.testing import ObjectTierTests
-
-
-class PrivateMemory(MemoryFileSystem):  # type: ignore[misc]
-    """A memory filesystem of its own, whose answers tests change."""
-
-    cachable = False
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(global_store=False, **options)
 
 
 class ConcurrentMemory(AsyncFileSystemWrapper):  # type: ignore[misc]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from support.private_memory import PrivateMemory
 
 from tierfs.clock import ManualClock
 from tierfs.errors import AlreadyExistsError
@@ -54,8 +55,7 @@ class TestFsspecObjectsOnLocal(ObjectTierTests):
 class TestFsspecObjectsOnMemory(ObjectTierTests):
     @pytest.fixture
     def objects(self) -> ObjectTier:
-        fs = fsspec.filesystem("memory", global_store=False, skip_instance_cache=True)
-        return FsspecObjects(fs, "memory://bucket/store/")
+        return FsspecObjects(PrivateMemory(), "memory://bucket/store/")
 
 
 class TestFsspecObjectsBelowDirectory(ObjectTierTests):

@@ -173,7 +173,7 @@ class FsspecObjects:
             return info
         starts, ends = [span.start for span in spans], [span.end for span in spans]
         with self._asking(key):
-            pieces = self.fs.cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
+            pieces = self._cat_ranges([self._path(key)] * len(spans), starts, ends, on_error="return")
         piece = None
         try:
             for span, piece in zip(spans, pieces, strict=True):
@@ -251,6 +251,13 @@ class FsspecObjects:
             self._expect(key, found, version)
             with self._asking(key):
                 self.fs.rm_file(path)
+
+    def _cat_ranges(self, *asked: Any, on_error: str) -> Any:
+        inner = getattr(self.fs, "fs", None)
+        if self.fs.async_impl and isinstance(inner, fsspec.AbstractFileSystem) and not inner.async_impl:
+            # Before 2025.10, `DirFileSystem` around such a one asks it for a coroutine, which it lacks.
+            return fsspec.AbstractFileSystem.cat_ranges(self.fs, *asked, on_error=on_error)
+        return self.fs.cat_ranges(*asked, on_error=on_error)
 
     def _path(self, key: str) -> str:
         return f"{self.root}/{key}"
