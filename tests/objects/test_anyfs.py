@@ -15,6 +15,7 @@ import fsspec
 import pytest
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from support.private_memory import PrivateMemory
 
 from tierfs.clock import ManualClock
