@@ -25,7 +25,7 @@ from torch._weights_only_unpickler import _blocklisted_modules, _get_allowed_glo
 
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ALLOWED", "Unpickler", "aliases", "check_object", "globals_in"]
+__all__ = ["ALLOWED", "ObjectUnpickler", "Unpickler", "aliases", "check_object", "globals_in"]
 
 ALLOWED: tuple[Any, ...] = (
     bytes,
@@ -57,7 +57,7 @@ _logger = logging.getLogger("tierfs.dcp")
 _warned: set[str] = set()
 
 
-class Unpickler(pickle._Unpickler):
+class ObjectUnpickler(pickle._Unpickler):
     """Loads what is made with nothing but what torch allows, and what is on its list of safe globals.
 
     The rules are torch's, but for what is named here. Containers and states are filled by the methods of their class, so an
@@ -216,6 +216,10 @@ def _checked_dtype_state(dtype: Any, state: Any) -> Any:
             "a NumPy dtype with fields or a unit is not loaded: save the array as what it consists of"
         )
     return state
+
+
+Unpickler = ObjectUnpickler
+"""The name by which ``torch.load`` finds it in a ``pickle_module``."""
 
 
 def load(file: Any, **options: Any) -> Any:

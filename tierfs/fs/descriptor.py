@@ -9,12 +9,12 @@ from collections.abc import Callable
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import StoreError
 
-__all__ = ["Descriptor"]
+__all__ = ["WriteDescriptor"]
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 
 
-class Descriptor:
+class WriteDescriptor:
     """A file in memory whose bytes are collected and then released.
 
     Offsets in it are offsets in the file that is written. Bytes that were collected are a hole, so memory holds only

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from tierfs.errors import StoreError
-from tierfs.fs.descriptor import Descriptor
+from tierfs.fs.descriptor import WriteDescriptor
 from tierfs.store import Writer
 
 __all__ = ["WriteFile"]
@@ -45,7 +45,7 @@ class WriteFile(io.BufferedIOBase):
         self.autocommit = autocommit
         self._writer: Writer | None = writer  # None once it is clear what is published
         self._failure: BaseException | None = None
-        self._descriptor: Descriptor | None = None
+        self._descriptor: WriteDescriptor | None = None
         self._process = os.getpid()
         self._error_at_open = sys.exc_info()[1]
         self._settled = False  # whether it is published, or whoever writes it knows that it is not
@@ -127,7 +127,7 @@ class WriteFile(io.BufferedIOBase):
         """
         self._check_open()
         if self._descriptor is None:
-            self._descriptor = Descriptor(self.path, self.tell())
+            self._descriptor = WriteDescriptor(self.path, self.tell())
         else:
             self._collect()
         return self._descriptor.number
