@@ -145,6 +145,7 @@ def test_fence_does_not_hold_training_up_for_a_snapshot(fake, url):
     writer = TierWriter(url, stage="device", device="64MiB")
     state = state_on(fake)
     (gate,) = gates_of(writer, state, url)
+    change(fake, state)  # unchanged blocks come from the ram tier and pass no gate
     gate.close()
     staged = writer.stage(state)
     writer.fence()
