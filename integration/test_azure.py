@@ -1,6 +1,5 @@
 """The Azure backend against azurite."""
 
-import asyncio
 import base64
 import hashlib
 import http.server
@@ -229,11 +228,8 @@ def test_a_credential_is_closed_by_who_made_it(given, monkeypatch):
     monkeypatch.setattr(ClientSecretCredential, "close", lambda self: _append(closed, self))
     identity = {"tenant_id": "tenant", "client_id": "client", "client_secret": SECRET}
 
-    async def session():
-        options = {"credential": ClientSecretCredential(**identity)} if given else identity
-        await (await connect_azure({"account_name": "account", **options})).close()
-
-    asyncio.run(session())
+    options = {"credential": ClientSecretCredential(**identity)} if given else identity
+    connect_azure({"account_name": "account", **options}).close()
     assert len(closed) == (0 if given else 1)
 
 

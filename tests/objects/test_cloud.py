@@ -7,8 +7,8 @@ import io
 import itertools
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 
@@ -28,9 +28,8 @@ from tierfs.errors import (
 )
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects import CREATE, Checksum, ObjectInfo, RetryingObjects, Take, Update
-from tierfs.objects.backends.cloud import CloudObjects, Content, Sessions, open_cloud
-from tierfs.objects.backends.direct import Direct
-from tierfs.objects.backends.lanes import Lanes
+from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
+from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.backends.spans import GAP_BYTES_MAX
 from tierfs.objects.checksums import compute
 from tierfs.objects.protocol import Create, Listed, Prefix, PutMode, Range, Version
@@ -62,7 +61,6 @@ class Cloud:
         heeds_ranges: Otherwise the whole object comes.
         heeds_pins: Otherwise the current version comes.
         piece_bytes: How much of an answer comes at a time.
-        reads_into: Whether the client waits itself, and fills buffers.
         breaks_off_after: How many bytes of an answer come at most.
         before_fetch: Called before each.
     """
@@ -72,24 +70,20 @@ class Cloud:
     heeds_ranges: bool = True
     heeds_pins: bool = True
     piece_bytes: int = 1000
-    reads_into: bool = False
     breaks_off_after: int | None = None
     before_fetch: Callable[[], None] = lambda: None
     has_bucket: bool = True
     page: int = 100
     deleted_at_once: list[int] = field(default_factory=list)
     versions: Iterator[int] = field(default_factory=itertools.count)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # sessions are on several loops
+    lock: threading.Lock = field(default_factory=threading.Lock)
     open_answers: int = 0
 
-    def sessions(self) -> Sessions:
-        async def connect() -> Session:
-            return Session(self)
-
-        return Direct("cloud", lambda: Waiting(self)) if self.reads_into else Lanes("cloud", connect)
+    def session(self) -> SharedSession[Session]:
+        return SharedSession("cloud", lambda: Session(self))
 
     def open(self) -> CloudObjects:
-        return CloudObjects(self.sessions(), Client, ALL, name="cloud://bucket/", bucket="bucket")
+        return CloudObjects(self.session(), Client, ALL, name="cloud://bucket/", bucket="bucket")
 
     def at(self, key: str) -> tuple[bytes, ObjectInfo]:
         with self.lock:
@@ -104,16 +98,6 @@ class Session:
     def __init__(self, cloud: Cloud) -> None:
         self.cloud = cloud
 
-    async def close(self) -> None:
-        pass
-
-
-class Waiting:
-    endpoint = "http://cloud"
-
-    def __init__(self, cloud: Cloud) -> None:
-        self.cloud = cloud
-
     def close(self) -> None:
         pass
 
@@ -123,10 +107,10 @@ class Client:
 
     deletes_max = 100
 
-    def __init__(self, session: Session | Waiting) -> None:
+    def __init__(self, session: Session) -> None:
         self.cloud = session.cloud
 
-    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+    def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         cloud = self.cloud
         if checksum is not None and compute(checksum.algorithm, body) != checksum:
             raise AnswerError(400)
@@ -144,8 +128,8 @@ class Client:
             cloud.objects[key] = b"".join(body), info
         return info
 
-    @asynccontextmanager
-    async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
+    @contextmanager
+    def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
         cloud = self.cloud
         cloud.fetched.append((start, end))
         cloud.before_fetch()
@@ -159,19 +143,14 @@ class Client:
         cloud.open_answers += 1
         try:
             body = io.BytesIO(content[start:end][: cloud.breaks_off_after])
-            read_into = lambda out: body.readinto(out[: cloud.piece_bytes])  # noqa: E731
-            yield Content(info, start, self._pieces(body), read_into if cloud.reads_into else None)
+            yield Content(info, start, lambda out: body.readinto(out[: cloud.piece_bytes]))
         finally:
             cloud.open_answers -= 1
 
-    async def _pieces(self, body: io.BytesIO) -> AsyncIterator[bytes]:
-        while piece := body.read(self.cloud.piece_bytes):
-            yield piece
-
-    async def head(self, key: str) -> ObjectInfo:
+    def head(self, key: str) -> ObjectInfo:
         return self.cloud.at(key)[1]
 
-    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
         if not self.cloud.has_bucket:
             raise AnswerError(404)
         with self.cloud.lock:
@@ -186,13 +165,13 @@ class Client:
         page = names[: self.cloud.page]
         return [listed[name] for name in page], page[-1] if len(names) > len(page) else None
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         self.cloud.deleted_at_once.append(len(keys))
         with self.cloud.lock:
             for key in keys:
                 self.cloud.objects.pop(key, None)
 
-    async def delete_version(self, key: str, version: Version) -> None:
+    def delete_version(self, key: str, version: Version) -> None:
         with self.cloud.lock:
             if key not in self.cloud.objects:
                 raise AnswerError(404)
@@ -201,9 +180,9 @@ class Client:
             del self.cloud.objects[key]
 
 
-@pytest.fixture(params=["pieces", "reads-into"])
-def cloud(request: pytest.FixtureRequest) -> Cloud:
-    return Cloud(reads_into=request.param == "reads-into")
+@pytest.fixture
+def cloud() -> Cloud:
+    return Cloud()
 
 
 @pytest.fixture
@@ -316,7 +295,7 @@ def test_an_answer_that_breaks_off_is_to_be_asked_for_again(cloud: Cloud, object
         with pytest.raises(StoreError, match=f"broke off at byte {come} of 5000") as caught:
             ask()
         assert caught.value.transient
-    assert len(used) == (come // 500 if cloud.reads_into else 0)
+    assert len(used) == come // 500
     assert cloud.open_answers == 0
 
 
@@ -339,7 +318,7 @@ def test_a_stream_that_breaks_off_is_used_again_from_its_beginning(cloud: Cloud,
 
     RetryingObjects(objects, clock=ManualClock()).stream("a", 5000, use)
     assert b"".join(begun[-1]) == content
-    assert [len(pieces) for pieces in begun] == ([2, 2, 5] if cloud.reads_into else [5])
+    assert [len(pieces) for pieces in begun] == [2, 2, 5]
 
 
 def test_an_answer_may_be_longer_than_what_was_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
@@ -357,9 +336,9 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
     objects.put("a", [b"0123456789"])
     fetch = Client.fetch
 
-    @asynccontextmanager
-    async def shifted(self: Client, key: str, start: int, end: int, version: Version | None) -> AsyncIterator[Content]:
-        async with fetch(self, key, start + 2, end + 2, version) as content:
+    @contextmanager
+    def shifted(self: Client, key: str, start: int, end: int, version: Version | None) -> Iterator[Content]:
+        with fetch(self, key, start + 2, end + 2, version) as content:
             yield content
 
     monkeypatch.setattr(Client, "fetch", shifted)
@@ -369,9 +348,7 @@ def test_an_answer_that_begins_behind_what_was_asked_for_is_refused(
         objects.stream("a", 5, lambda _, take: take(5))
 
 
-def test_who_waits_has_little_in_memory_of_a_stream(
-    cloud: Cloud, objects: CloudObjects, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_little_of_a_stream_is_in_memory(objects: CloudObjects, monkeypatch: pytest.MonkeyPatch) -> None:
     objects.put("a", [bytes(5_000_000)])
     lent: list[int] = []
     lend = Buffers.lend
@@ -382,8 +359,8 @@ def test_who_waits_has_little_in_memory_of_a_stream(
 
     monkeypatch.setattr(Buffers, "lend", lend_it)
     objects.stream("a", 5_000_000, lambda _, take: [take(1_000_000) for _ in range(5)])
-    assert objects.streams == cloud.reads_into
-    assert lent == ([1 << 20] if cloud.reads_into else [5_000_000])
+    assert objects.streams
+    assert lent == [1 << 20]
 
 
 def test_where_nothing_may_be_taken_no_bytes_are_asked_for(cloud: Cloud, objects: CloudObjects) -> None:
@@ -419,7 +396,7 @@ def test_an_object_that_changes_between_two_requests_is_to_be_read_again(cloud: 
     assert {bytes(out) for _, out in far} == {b"b" * 10}
 
 
-def test_of_several_requests_all_end_before_an_error_is_raised(cloud: Cloud, objects: CloudObjects) -> None:
+def test_of_several_requests_one_that_fails_is_the_outcome(cloud: Cloud, objects: CloudObjects) -> None:
     objects.put("a", [bytes(10_000_000)])
     cloud.piece_bytes = 100
     failing = iter([False, True, False])
@@ -466,7 +443,7 @@ def test_what_is_read_is_bounded_before_it_comes(cloud: Cloud, objects: CloudObj
 def test_the_status_of_the_answer_says_what_to_do(
     objects: CloudObjects, monkeypatch: pytest.MonkeyPatch, status: int, kind: type[TierfsError], transient: bool
 ) -> None:
-    async def fail(*_: object) -> None:
+    def fail(*_: object) -> None:
         raise AnswerError(status)
 
     for method in ("head", "list_page", "delete", "delete_version"):
@@ -518,11 +495,9 @@ def test_what_is_put_goes_to_the_client_without_a_copy(objects: CloudObjects, mo
     sent: list[Sequence[memoryview]] = []
     put = Client.put
 
-    async def spy(
-        self: Client, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None
-    ) -> ObjectInfo:
+    def spy(self: Client, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         sent.append(body)
-        return await put(self, key, body, mode, checksum)
+        return put(self, key, body, mode, checksum)
 
     monkeypatch.setattr(Client, "put", spy)
     whole, lent = b"content", bytearray(b"content")
@@ -543,9 +518,8 @@ def test_keys_to_delete_may_come_from_a_listing(objects: CloudObjects) -> None:
     assert list(objects.list("")) == []
 
 
-def test_what_it_is_made_of_is_shown(cloud: Cloud, objects: CloudObjects) -> None:
-    sessions = "Direct('cloud')" if cloud.reads_into else "Lanes('cloud', loops_max=4)"
-    assert repr(objects) == f"CloudObjects('cloud://bucket/', {sessions})"
+def test_what_it_is_made_of_is_shown(objects: CloudObjects) -> None:
+    assert repr(objects) == "CloudObjects('cloud://bucket/', SharedSession('cloud'))"
 
 
 class Lent(bytearray):
@@ -578,11 +552,11 @@ def test_what_was_lent_is_let_go_of_with_the_error(cloud: Cloud, objects: CloudO
 )
 def test_a_url_with_credentials_is_refused_without_a_word_of_them(cloud: Cloud, path: str) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        open_cloud(cloud.sessions(), Client, path, scheme="cloud", checksums=())
+        open_cloud(cloud.session(), Client, path, scheme="cloud", checksums=())
     assert str(caught.value).startswith("cloud:// takes no credentials in its URL: give them as options")
 
 
 @pytest.mark.parametrize("path", ["bucket/run/a:b@c", "bucket/a:b/c@d", "us@er/base", "arn:aws:s3:::bucket/base"])
 def test_what_looks_like_credentials_and_is_none_is_taken(cloud: Cloud, path: str) -> None:
-    objects = open_cloud(cloud.sessions(), Client, path, scheme="cloud", checksums=())
+    objects = open_cloud(cloud.session(), Client, path, scheme="cloud", checksums=())
     assert f"cloud://{path}" in repr(objects)

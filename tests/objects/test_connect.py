@@ -30,7 +30,7 @@ from tierfs.objects import (
     connect,
 )
 from tierfs.objects.backends.cloud import CloudObjects
-from tierfs.objects.backends.lanes import Lanes
+from tierfs.objects.backends.shared_session import SharedSession
 
 connecting = importlib.import_module("tierfs.objects.registry")  # the function has its name
 
@@ -180,10 +180,12 @@ def test_a_cloud_is_connected_to_once_for_all_directories_that_are_looked_into(m
         def __init__(self, name: str) -> None:
             self.name = name
 
-        async def close(self) -> None:
+        endpoint = "http://cloud"
+
+        def close(self) -> None:
             closed.append(self.name)
 
-    async def connect_test(options: Mapping[str, object]) -> Session:
+    def connect_test(options: Mapping[str, object]) -> Session:
         opened.append(str(options["name"]))
         return Session(opened[-1])
 
@@ -191,13 +193,13 @@ def test_a_cloud_is_connected_to_once_for_all_directories_that_are_looked_into(m
         def __init__(self, _: Session) -> None:
             pass
 
-        async def head(self, key: str) -> ObjectInfo:
+        def head(self, key: str) -> ObjectInfo:
             raise FileNotFoundError(key)
 
-    def open_test(lanes: Lanes[Session], path: str) -> CloudObjects:
-        return CloudObjects(lanes, Client, Capabilities(False, False, False, False), name=path, bucket="bucket")  # type: ignore[arg-type]
+    def open_test(session: SharedSession[Session], path: str) -> CloudObjects:
+        return CloudObjects(session, Client, Capabilities(False, False, False, False), name=path, bucket="bucket")  # type: ignore[arg-type]
 
-    cloud = connecting._Cloud("json", "test", Lanes, connect_test, open_test)
+    cloud = connecting._Cloud("json", "test", connect_test, open_test)
     monkeypatch.setitem(connecting._CLOUDS, "testcloud", lambda: cloud)
     for name in ("first", "second"):
         for path in ("bucket/a/b/c", "bucket/a/b", "bucket/a", "bucket"):

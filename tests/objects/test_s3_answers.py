@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
-from tierfs.objects.backends.direct import Direct
 from tierfs.objects.backends.s3 import _copy_into, connect_s3, open_s3
+from tierfs.objects.backends.shared_session import SharedSession
 
 
 class Session:
@@ -37,7 +37,7 @@ class Session:
 
 def _objects(*answers: dict[str, Any]):
     session = Session(list(answers))
-    return open_s3(Direct("s3", lambda: session), "bucket/base")  # type: ignore[arg-type]
+    return open_s3(SharedSession("s3", lambda: session), "bucket/base")  # type: ignore[arg-type]
 
 
 def _listed(*names: str, **more: object) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_where_many_keys_cannot_be_deleted_at_once_each_is_deleted_by_itself(cod
             return {}
 
     session = Single([])
-    open_s3(Direct("s3", lambda: session), "bucket/base").delete(["a", "gone", "b"])  # type: ignore[arg-type]
+    open_s3(SharedSession("s3", lambda: session), "bucket/base").delete(["a", "gone", "b"])  # type: ignore[arg-type]
     assert deleted == ["base/a", "base/gone", "base/b"]
 
 
@@ -181,7 +181,7 @@ def test_an_answer_without_a_body_has_deleted_nothing() -> None:
 
 def test_a_body_is_read_in_pieces_as_asked_for_and_again_from_the_beginning() -> None:
     session = Session([{"ETag": '"1"', "ResponseMetadata": {}}])
-    open_s3(Direct("s3", lambda: session), "bucket").put("a", [b"0123456789", b"", b"ab"])  # type: ignore[arg-type,return-value]
+    open_s3(SharedSession("s3", lambda: session), "bucket").put("a", [b"0123456789", b"", b"ab"])  # type: ignore[arg-type,return-value]
     body = session.arguments["Body"]
     assert len(body) == 12
     for _ in range(2):
@@ -208,7 +208,7 @@ def test_credentials_that_come_late_are_found_by_the_next_request(monkeypatch, t
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     # Nothing listens there: what matters is what is said of it.
-    sessions = Direct("s3", lambda: connect_s3({"endpoint_url": "http://127.0.0.1:1"}))
+    sessions = SharedSession("s3", lambda: connect_s3({"endpoint_url": "http://127.0.0.1:1"}))
     objects = open_s3(sessions, "bucket/base")
     with pytest.raises(StoreError, match="no credentials could be had") as caught:
         objects.head("a")
@@ -313,7 +313,7 @@ def login_page() -> Iterator[Callable[[int], str]]:
 def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     url = login_page(status)
-    objects = open_s3(Direct("s3", lambda: connect_s3({"endpoint_url": url, **_OPTIONS})), "bucket/base")
+    objects = open_s3(SharedSession("s3", lambda: connect_s3({"endpoint_url": url, **_OPTIONS})), "bucket/base")
     with pytest.raises(StoreError, match="is endpoint_url right, or does a proxy or a login page answer"):
         ask(objects)
 
@@ -336,14 +336,14 @@ def test_a_login_page_is_told_from_an_endpoint(login_page, status, ask) -> None:
 )
 def test_a_bucket_is_in_one_place_whoever_asks_from_wherever(options, place):
     pytest.importorskip("botocore", reason="botocore is not installed")
-    objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b", **options})), "bucket/base")
+    objects = open_s3(SharedSession("s3", lambda: connect_s3({"key": "a", "secret": "b", **options})), "bucket/base")
     assert objects.places() == (place,)
 
 
 def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
     pytest.importorskip("botocore", reason="botocore is not installed")
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://elsewhere:9")
-    objects = open_s3(Direct("s3", lambda: connect_s3({"key": "a", "secret": "b"})), "bucket/base")
+    objects = open_s3(SharedSession("s3", lambda: connect_s3({"key": "a", "secret": "b"})), "bucket/base")
     assert objects.places() == ("http://elsewhere:9 s3://bucket/base",)
 
 
@@ -360,7 +360,7 @@ def test_the_environment_says_where_a_bucket_is_too(monkeypatch):
 def test_what_is_said_of_a_refused_option_holds_no_credential(path: str, options: dict[str, object]) -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     with pytest.raises(InvalidInputError) as caught:
-        open_s3(Direct("s3", lambda: connect_s3(options)), path).head("a")
+        open_s3(SharedSession("s3", lambda: connect_s3(options)), path).head("a")
     shown = "".join(traceback.format_exception(caught.value))
     assert "s3cr3t" not in shown
     assert "AKIAKEY" not in shown
@@ -370,6 +370,6 @@ def test_a_credential_that_ends_in_a_newline_is_not_shown() -> None:
     pytest.importorskip("s3fs", reason="s3fs is not installed")
     options = {**_OPTIONS, "token": "s3cr3t\n", "endpoint_url": "http://127.0.0.1:1"}
     with pytest.raises(StoreError, match="does one of them end in a newline") as caught:
-        open_s3(Direct("s3", lambda: connect_s3(options)), "bucket/base").head("a")
+        open_s3(SharedSession("s3", lambda: connect_s3(options)), "bucket/base").head("a")
     assert not caught.value.transient
     assert "s3cr3t" not in "".join(traceback.format_exception(caught.value))

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tierfs.errors import InvalidInputError
 from tierfs.objects.backends.local import LocalObjects
+from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.protocol import ObjectTier
 from tierfs.objects.wrappers.metrics import MeasuredObjects
 from tierfs.objects.wrappers.retry import ATTEMPTS, RetryingObjects
 from tierfs.objects.wrappers.throttle import LimitedObjects
 
 if TYPE_CHECKING:
-    from tierfs.objects.backends.cloud import CloudObjects, Sessions
-    from tierfs.objects.backends.direct import Direct
-    from tierfs.objects.backends.lanes import Lanes
+    from tierfs.objects.backends.cloud import CloudObjects
 
 __all__ = ["OPTIONS", "connect"]
 
@@ -35,37 +34,33 @@ class _Cloud(NamedTuple):
 
     package: str
     extra: str
-    sessions: type[Lanes[Any] | Direct[Any]]
     connect: Callable[[Mapping[str, object]], Any]
     open: Callable[[Any, str], CloudObjects]
 
 
 def _s3() -> _Cloud:
-    from tierfs.objects.backends.direct import Direct  # noqa: PLC0415 - see the module's description; as below
-    from tierfs.objects.backends.s3 import connect_s3, open_s3  # noqa: PLC0415
+    from tierfs.objects.backends.s3 import connect_s3, open_s3  # noqa: PLC0415 - see the module's description; as below
 
-    return _Cloud("s3fs", "s3", Direct, connect_s3, open_s3)
+    return _Cloud("s3fs", "s3", connect_s3, open_s3)
 
 
 def _azure() -> _Cloud:
     from tierfs.objects.backends.azure import connect_azure, open_azure  # noqa: PLC0415
-    from tierfs.objects.backends.lanes import Lanes  # noqa: PLC0415
 
-    return _Cloud("adlfs", "azure", Lanes, connect_azure, open_azure)
+    return _Cloud("adlfs", "azure", connect_azure, open_azure)
 
 
 def _gcs() -> _Cloud:
     from tierfs.objects.backends.gcs import connect_gcs, open_gcs  # noqa: PLC0415
-    from tierfs.objects.backends.lanes import Lanes  # noqa: PLC0415
 
-    return _Cloud("gcsfs", "gcs", Lanes, connect_gcs, open_gcs)
+    return _Cloud("gcsfs", "gcs", connect_gcs, open_gcs)
 
 
 _CLOUDS = {"s3": _s3, "s3a": _s3, "abfs": _azure, "abfss": _azure, "az": _azure, "gs": _gcs, "gcs": _gcs}
 
 # By protocol and options: a store is looked for from directory to directory, and all of these are the same bucket.
-_sessions: weakref.WeakValueDictionary[str, Sessions] = weakref.WeakValueDictionary()
-_latest: list[Sessions] = []  # kept open from one directory to the next: nobody uses them in between
+_sessions: weakref.WeakValueDictionary[str, SharedSession[Any]] = weakref.WeakValueDictionary()
+_latest: list[SharedSession[Any]] = []  # kept open from one directory to the next: nobody uses them in between
 
 
 def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts: int = ATTEMPTS) -> MeasuredObjects:
@@ -92,7 +87,7 @@ def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts
         backend = MemoryObjects(path)
     elif protocol in _CLOUDS:
         cloud = _CLOUDS[protocol]()
-        backend = cloud.open(_sessions_with(cloud, protocol, given), path)
+        backend = cloud.open(_session_with(cloud, protocol, given), path)
     else:
         from tierfs.objects.backends.fsspec import FsspecObjects, new_filesystem  # noqa: PLC0415
 
@@ -100,12 +95,12 @@ def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts
     return MeasuredObjects(RetryingObjects(LimitedObjects(backend), attempts=attempts))
 
 
-def _sessions_with(cloud: _Cloud, protocol: str, options: Mapping[str, object]) -> Sessions:
+def _session_with(cloud: _Cloud, protocol: str, options: Mapping[str, object]) -> SharedSession[Any]:
     if importlib.util.find_spec(cloud.package) is None:
         raise InvalidInputError(f"{protocol}:// needs a package that is missing: pip install 'tierfs[{cloud.extra}]'")
     token = f"{cloud.package}:{json.dumps(options, sort_keys=True, default=repr)}"
-    sessions = _sessions.get(token)
-    if sessions is None:
-        sessions = _sessions[token] = cloud.sessions(protocol, partial(cloud.connect, options))
-    _latest[:] = [sessions]
-    return sessions
+    session = _sessions.get(token)
+    if session is None:
+        session = _sessions[token] = SharedSession(protocol, partial(cloud.connect, options))
+    _latest[:] = [session]
+    return session

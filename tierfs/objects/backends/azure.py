@@ -12,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import NotFoundError
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
-from tierfs.objects.backends.lanes import Lanes
+from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
+from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
 
@@ -38,29 +39,49 @@ _CHECKSUMS = {"crc64nvme": "x-ms-content-crc64", "md5": "Content-MD5"}
 
 
 class AzureSession:
-    """A connection pool with its credentials, on one event loop."""
+    """A connection pool with its credentials.
 
-    def __init__(self, fs: adlfs.AzureBlobFileSystem, *, owns_credential: bool) -> None:
-        self.fs = fs
+    Attributes:
+        loop: Where adlfs and its connections live.
+        client: Of azure.storage.
+        endpoint: See `Session`.
+        options: Of each request.
+    """
+
+    def __init__(self, fs: adlfs.AzureBlobFileSystem, loop: LoopThread, *, owns_credential: bool) -> None:
+        self.loop = loop
         self.client = fs.service_client
         self.endpoint: str = self.client.url
         # Retries are ours, where they are counted and slow the others down; the SDK's stay out of sight.
         self.options: Mapping[str, Any] = {**fs._timeout_kwargs, "retry_total": 0}
+        self._fs = fs
         self._owns_credential = owns_credential
 
-    async def close(self) -> None:
-        """See `tierfs.objects.backends.lanes.Session`."""
+    def close(self) -> None:
+        """See `Session.close`."""
+        self.loop.close(self._close())
+
+    async def _close(self) -> None:
         await self.client.close()
-        if self._owns_credential and self.fs.credential is not None:
-            await self.fs.credential.close()
+        if self._owns_credential and self._fs.credential is not None:
+            await self._fs.credential.close()
 
 
-async def connect_azure(options: Mapping[str, object]) -> AzureSession:
+def connect_azure(options: Mapping[str, object]) -> AzureSession:
     """Make a session from the options of `adlfs.AzureBlobFileSystem`.
 
     Raises:
         InvalidInputError: It refuses one of them.
     """
+    loop = LoopThread("azure")
+    try:
+        return loop.run(_connect(options, loop))
+    except BaseException:
+        loop.close()
+        raise
+
+
+async def _connect(options: Mapping[str, object], loop: LoopThread) -> AzureSession:
     import adlfs  # noqa: PLC0415 - an extra, and slow to import
 
     ours = {"asynchronous": True, "skip_instance_cache": True, "use_listings_cache": False}
@@ -73,12 +94,12 @@ async def connect_azure(options: Mapping[str, object]) -> AzureSession:
     for reference in weakref.getweakrefs(fs):
         if isinstance(reference.__callback__, weakref.finalize):
             reference.__callback__.detach()
-    return AzureSession(fs, owns_credential=options.get("credential") is None)
+    return AzureSession(fs, loop, owns_credential=options.get("credential") is None)
 
 
-def open_azure(lanes: Lanes[AzureSession], path: str) -> CloudObjects:
+def open_azure(session: SharedSession[AzureSession], path: str) -> CloudObjects:
     """The object tier at ``container/prefix``."""
-    return open_cloud(lanes, _AzureClient, path, scheme="abfs", checksums=_CHECKSUMS)
+    return open_cloud(session, _AzureClient, path, scheme="abfs", checksums=_CHECKSUMS)
 
 
 class _AzureClient:
@@ -91,10 +112,13 @@ class _AzureClient:
         self._container = bucket
         self._base = base
 
+    def _run(self, request: Coroutine[Any, Any, Any]) -> Any:
+        return self._session.loop.run(request)
+
     def _blob(self, key: str) -> Any:
         return self._session.client.get_blob_client(self._container, self._base + key)
 
-    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+    def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         content = b"".join(body)
         headers = {}
         if isinstance(mode, Create):
@@ -105,20 +129,23 @@ class _AzureClient:
             value = checksum.value[::-1] if checksum.algorithm == "crc64nvme" else checksum.value
             headers[_CHECKSUMS[checksum.algorithm]] = base64.b64encode(value).decode()
         # "overwrite" adds no condition to those in the headers.
-        answer = await self._blob(key).upload_blob(content, overwrite=True, headers=headers, **self._session.options)
+        answer = self._run(
+            self._blob(key).upload_blob(content, overwrite=True, headers=headers, **self._session.options)
+        )
         return ObjectInfo(key, len(content), _version(_told(answer, "etag")), _nanoseconds(answer["last_modified"]))
 
-    @asynccontextmanager
-    async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
+    @contextmanager
+    def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
         headers = {} if version is None else _if_match(version)
         if end is not None:
             headers["x-ms-range"] = f"bytes={start}-{end - 1}"
         # Not `download_blob`, which holds back the first 32 MiB until it has them, retries, and splits the rest.
-        async with self._conditional(key):
-            response = await self._blob(key)._client.blob.download(
+        with self._conditional(key):
+            asking = self._blob(key)._client.blob.download(
                 headers=headers, cls=lambda answer, *_: answer.http_response, **self._session.options
             )
-        async with response:
+            response = self._run(asking)
+        try:
             answer = response.headers
             if answer.get("x-ms-meta-hdi_isfolder") == "true":
                 raise NotFoundError(f"{key} is a directory", path=key)
@@ -126,15 +153,17 @@ class _AzureClient:
             size = _told(answer, "Content-Range" if is_part else "Content-Length").rpartition("/")[2]  # bytes 0-9/100
             modified_ns = _nanoseconds(parsedate_to_datetime(_told(answer, "Last-Modified")))
             info = ObjectInfo(key, int(size), _version(_told(answer, "ETag")), modified_ns)
-            yield Content(info, start if is_part else 0, response.iter_raw())
+            yield Content(info, start if is_part else 0, BodyReader(self._session.loop, response.iter_raw()))
+        finally:
+            self._run(response.close())
 
-    async def head(self, key: str) -> ObjectInfo:
-        blob = await self._blob(key).get_blob_properties(**self._session.options)
+    def head(self, key: str) -> ObjectInfo:
+        blob = self._run(self._blob(key).get_blob_properties(**self._session.options))
         if _is_directory(blob):
             raise NotFoundError(f"{key} is a directory", path=key)
         return _info(key, blob)
 
-    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
         from azure.storage.blob.aio import BlobPrefix  # noqa: PLC0415 - an extra
 
         container = self._session.client.get_container_client(self._container)
@@ -145,7 +174,11 @@ class _AzureClient:
             **self._session.options,
         ).by_page(after)
         listed: list[Listed] = []
-        async for entry in await anext(pages):
+
+        async def page() -> list[Any]:
+            return [entry async for entry in await anext(pages)]
+
+        for entry in self._run(page()):
             key = entry.name[len(self._base) :]
             if isinstance(entry, BlobPrefix):
                 listed.append(Prefix(key))
@@ -153,19 +186,22 @@ class _AzureClient:
                 listed.append(_info(key, entry))
         return listed, pages.continuation_token or None
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         # Not a batch, which an account with directories, or a credential of narrow rights, may not be given.
-        deleting = (self._blob(key).delete_blob(**self._session.options) for key in keys)
-        for outcome in await asyncio.gather(*deleting, return_exceptions=True):
+        async def delete() -> list[Any]:
+            deleting = (self._blob(key).delete_blob(**self._session.options) for key in keys)
+            return await asyncio.gather(*deleting, return_exceptions=True)
+
+        for outcome in self._run(delete()):
             if isinstance(outcome, BaseException) and getattr(outcome, "error_code", "") != "BlobNotFound":
                 raise outcome
 
-    async def delete_version(self, key: str, version: Version) -> None:
-        async with self._conditional(key):
-            await self._blob(key).delete_blob(headers=_if_match(version), **self._session.options)
+    def delete_version(self, key: str, version: Version) -> None:
+        with self._conditional(key):
+            self._run(self._blob(key).delete_blob(headers=_if_match(version), **self._session.options))
 
-    @asynccontextmanager
-    async def _conditional(self, key: str) -> AsyncIterator[None]:
+    @contextmanager
+    def _conditional(self, key: str) -> Iterator[None]:
         """Tell where nothing is from where a condition does not hold."""
         from azure.core.exceptions import HttpResponseError  # noqa: PLC0415 - an extra
 
@@ -173,7 +209,7 @@ class _AzureClient:
             yield
         except HttpResponseError as error:
             if error.status_code == HTTPStatus.PRECONDITION_FAILED:
-                await self.head(key)
+                self.head(key)
             raise
 
 

@@ -11,19 +11,20 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
-from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import ConflictError, StoreError
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
-from tierfs.objects.backends.lanes import Lanes
+from tierfs.objects.backends.loop_thread import BodyReader, LoopThread
+from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.http_errors import cause_of, refused_options
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
 
@@ -45,14 +46,19 @@ _PIECE_BYTES = 1 << 18
 
 
 class GCSSession:
-    """A connection pool with its credentials, on one event loop."""
+    """A connection pool with its credentials.
 
-    def __init__(self, fs: gcsfs.core.GCSFileSystem) -> None:
-        self.fs = fs
+    Attributes:
+        loop: Where gcsfs and its connections live.
+        endpoint: See `Session`.
+    """
+
+    def __init__(self, fs: gcsfs.core.GCSFileSystem, loop: LoopThread) -> None:
+        self.loop = loop
         self.endpoint: str = fs._location
+        self._fs = fs
 
-    @asynccontextmanager
-    async def request(
+    async def send(
         self,
         method: str,
         path: str,
@@ -60,7 +66,7 @@ class GCSSession:
         params: Mapping[str, str] | None = None,
         headers: Mapping[str, str] | None = None,
         data: AsyncIterator[memoryview] | None = None,
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    ) -> aiohttp.ClientResponse:
         """Send one request as gcsfs does, with its credentials and who pays; once, where gcsfs sends it up to six times.
 
         Args:
@@ -75,24 +81,31 @@ class GCSSession:
             gcsfs.retry.HttpError: The server refuses it. Has the answer's headers, as ``headers``.
         """
         asked = params or {}
-        async with self.fs.session.request(
+        answer: aiohttp.ClientResponse = await self._fs.session.request(
             method,
-            self.fs._format_path(path, names),
-            params=self.fs._get_params(asked),
-            headers=self.fs._get_headers(headers),  # renews a token that is about to expire
+            self._fs._format_path(path, names),
+            params=self._fs._get_params(asked),
+            headers=self._fs._get_headers(headers),  # renews a token that is about to expire
             data=data,
             auto_decompress=asked.get("alt") != "media",
-        ) as answer:
-            if answer.status >= HTTPStatus.BAD_REQUEST:
+        )
+        if answer.status >= HTTPStatus.BAD_REQUEST:
+            async with answer:
                 raise _refusal(answer, await answer.read())
-            yield answer
+        return answer
 
-    async def close(self) -> None:
-        """See `tierfs.objects.backends.lanes.Session`."""
-        await self.fs.session.close()
+    async def ask(self, *arguments: Any, **options: Any) -> bytes:
+        """Send one request, as `send` does, and return the body of its answer."""
+        async with await self.send(*arguments, **options) as answer:
+            content: bytes = await answer.read()
+            return content
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        self.loop.close(self._fs.session.close())
 
 
-async def connect_gcs(options: Mapping[str, object]) -> GCSSession:
+def connect_gcs(options: Mapping[str, object]) -> GCSSession:
     """Make a session from the options of `gcsfs.GCSFileSystem`.
 
     Raises:
@@ -107,20 +120,24 @@ async def connect_gcs(options: Mapping[str, object]) -> GCSSession:
         total=given.pop("requests_timeout", None), sock_connect=_CONNECT_S_MAX, sock_read=_SILENT_S_MAX
     )
     given["session_kwargs"] = {"timeout": timeout, **dict(given.get("session_kwargs") or {})}  # type: ignore[call-overload]
-    make = partial(GCSFileSystem, **given, asynchronous=True, skip_instance_cache=True, use_listings_cache=False)
-    try:
-        fs = await asyncio.to_thread(make)  # asks around for credentials, and waits for the answers
+    try:  # asks around for credentials, and waits for the answers
+        fs = GCSFileSystem(**given, asynchronous=True, skip_instance_cache=True, use_listings_cache=False)
     except (TypeError, ValueError, KeyError) as error:
         raise refused_options(error, "gs") from cause_of(error)
     # It would be called when a forked child ends, and cut the connections of the parent.
     fs.close_session = lambda *_: None
-    await fs._set_session()
-    return GCSSession(fs)
+    loop = LoopThread("gs")
+    try:
+        loop.run(fs._set_session())
+    except BaseException:
+        loop.close()
+        raise
+    return GCSSession(fs, loop)
 
 
-def open_gcs(lanes: Lanes[GCSSession], path: str) -> CloudObjects:
+def open_gcs(session: SharedSession[GCSSession], path: str) -> CloudObjects:
     """The object tier at ``bucket/prefix``."""
-    return open_cloud(lanes, _GCSClient, path, scheme="gs", checksums=_CHECKSUMS)
+    return open_cloud(session, _GCSClient, path, scheme="gs", checksums=_CHECKSUMS)
 
 
 class _GCSClient:
@@ -133,10 +150,10 @@ class _GCSClient:
         self._bucket = bucket
         self._base = base
 
-    def _request(self, method: str, key: str, **arguments: Any) -> Any:
-        return self._session.request(method, "b/{}/o/{}", self._bucket, self._base + key, **arguments)
+    def _ask(self, method: str, *arguments: Any, **options: Any) -> dict[str, Any]:
+        return _document(self._session.loop.run(self._session.ask(method, *arguments, **options)))
 
-    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+    def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         size = sum(map(len, body))
         # The name is not part of what the checksum covers, so it does not stand in the body, where a flipped bit would have
         # the object stored elsewhere.
@@ -159,24 +176,22 @@ class _GCSClient:
             "Content-Type": f"multipart/related; boundary={boundary}",
             "Content-Length": str(len(head) + size + len(tail)),
         }
-        url = f"{self._session.fs._location}/upload/storage/v1/b/{{}}/o"
-        async with self._session.request(
+        told = self._ask(
             "POST",
-            url,
+            f"{self._session.endpoint}/upload/storage/v1/b/{{}}/o",
             self._bucket,
             params=params,
             headers=headers,
             data=_pieces(memoryview(head), *body, memoryview(tail)),
-        ) as answer:
-            told = await _document(answer)
+        )
         info = self._info(told)
         # What the server did not understand it would pass over.
         if (info.key, info.size) != (key, size) or any(told.get(name) != value for name, value in resource.items()):
             raise StoreError(f"{key}: something else was stored than was sent", transient=True, path=key)
         return info
 
-    @asynccontextmanager
-    async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
+    @contextmanager
+    def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
         # An object that somebody stored compressed comes as it is stored only to who takes it so; else it comes whole.
         headers = {"Accept-Encoding": "gzip"}
         if end is not None:
@@ -184,25 +199,29 @@ class _GCSClient:
         params = {"alt": "media"}
         if version is not None:
             params["ifGenerationMatch"] = version
-        async with self._request("GET", key, params=params, headers=headers) as answer:
-            told, pieces = answer.headers, answer.content.iter_any()
+        session, path = self._session, self._path(key)
+        answer = session.loop.run(session.send("GET", *path, params=params, headers=headers))
+        try:
+            told = answer.headers
             is_part = answer.status == HTTPStatus.PARTIAL_CONTENT
             spans = told["Content-Range"] if is_part else ""  # bytes 0-9/100
             size = spans.rpartition("/")[2] or told.get("X-Goog-Stored-Content-Length") or told.get("Content-Length")
+            read_into: Callable[[memoryview], int] = BodyReader(session.loop, answer.content.iter_any())
             if size and "X-Goog-Generation" in told:
                 stamp = told.get("Last-Modified")
                 modified = _nanoseconds(parsedate_to_datetime(stamp)) if stamp else 0
                 info = ObjectInfo(key, int(size), Version(told["X-Goog-Generation"]), modified)
             else:  # an emulator, and one that may answer one request at a time
-                pieces = _once(await answer.read())
-                info = await self.head(key)
-            yield Content(info, start if spans else 0, pieces)
+                read_into = io.BytesIO(session.loop.run(answer.read())).readinto
+                info = self.head(key)
+            yield Content(info, start if spans else 0, read_into)
+        finally:
+            session.loop.run(_end(answer))
 
-    async def head(self, key: str) -> ObjectInfo:
-        async with self._request("GET", key, params={"fields": _FIELDS}) as answer:
-            return self._info(await _document(answer))
+    def head(self, key: str) -> ObjectInfo:
+        return self._info(self._ask("GET", *self._path(key), params={"fields": _FIELDS}))
 
-    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
         params = {
             "prefix": self._base + prefix,
             "maxResults": "1000",
@@ -212,8 +231,7 @@ class _GCSClient:
             params["delimiter"] = "/"
         if after is not None:
             params["pageToken"] = after
-        async with self._session.request("GET", "b/{}/o", self._bucket, params=params) as answer:
-            page = await _document(answer)
+        page = self._ask("GET", "b/{}/o", self._bucket, params=params)
         listed: list[Listed] = [
             self._info(each)
             for each in page.get("items", [])
@@ -222,22 +240,25 @@ class _GCSClient:
         listed += [Prefix(each[len(self._base) :]) for each in page.get("prefixes", [])]
         return listed, page.get("nextPageToken")
 
-    async def delete(self, keys: Sequence[str]) -> None:
-        outcomes = await asyncio.gather(*(self._delete(key) for key in keys), return_exceptions=True)
-        for outcome in outcomes:
-            if outcome is not None and getattr(outcome, "code", None) != HTTPStatus.NOT_FOUND:
+    def delete(self, keys: Sequence[str]) -> None:
+        async def delete() -> list[Any]:
+            asking = (self._session.ask("DELETE", *self._path(key)) for key in keys)
+            return await asyncio.gather(*asking, return_exceptions=True)
+
+        for outcome in self._session.loop.run(delete()):
+            if isinstance(outcome, BaseException) and getattr(outcome, "code", None) != HTTPStatus.NOT_FOUND:
                 raise outcome
 
-    async def _delete(self, key: str, params: Mapping[str, str] | None = None) -> None:
-        async with self._request("DELETE", key, params=params):
-            pass
-
-    async def delete_version(self, key: str, version: Version) -> None:
+    def delete_version(self, key: str, version: Version) -> None:
         # Looked at first, because not every server heeds the condition.
-        found = await self.head(key)
+        found = self.head(key)
         if found.version != version:
             raise ConflictError(f"{key} is at version {found.version}, not at {version}", path=key)
-        await self._delete(key, {"ifGenerationMatch": version})
+        asking = self._session.ask("DELETE", *self._path(key), params={"ifGenerationMatch": version})
+        self._session.loop.run(asking)
+
+    def _path(self, key: str) -> tuple[str, str, str]:
+        return "b/{}/o/{}", self._bucket, self._base + key
 
     def _info(self, resource: Mapping[str, Any]) -> ObjectInfo:
         # To the second, as the header of a fetch has it.
@@ -256,13 +277,14 @@ async def _pieces(*parts: memoryview) -> AsyncIterator[memoryview]:
             yield view[start : start + _PIECE_BYTES]
 
 
-async def _once(content: bytes) -> AsyncIterator[bytes]:
-    yield content
+async def _end(answer: aiohttp.ClientResponse) -> None:
+    async with answer:  # which gives its connection back, or closes it where more was to come
+        pass
 
 
-async def _document(answer: aiohttp.ClientResponse) -> dict[str, Any]:
+def _document(content: bytes) -> dict[str, Any]:
     try:
-        return {**json.loads(await answer.read())}
+        return {**json.loads(content)}
     except (ValueError, TypeError) as error:  # no JSON, or no object of it
         raise StoreError(f"the answer makes no sense: {error}", transient=True, tier="object") from error
 

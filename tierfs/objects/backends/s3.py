@@ -17,7 +17,7 @@ import base64
 import contextlib
 import copy
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from tierfs.errors import ConflictError, InvalidInputError, StoreError
 from tierfs.gc_pause import Uncollected
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
-from tierfs.objects.backends.direct import Direct
+from tierfs.objects.backends.shared_session import SharedSession
 from tierfs.objects.backends.whole_heads import refuse_broken_heads
 from tierfs.objects.http_errors import cause_of, refused_options
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
@@ -35,7 +35,6 @@ from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix
 if TYPE_CHECKING:
     import s3fs
     from botocore.exceptions import ClientError
-    from botocore.response import StreamingBody
 
 __all__ = ["connect_s3", "open_s3"]
 
@@ -49,7 +48,6 @@ _CHECKSUMS = {
 }
 _AMAZON = re.compile(r"amazonaws\.com(\.cn)?")
 _NO_BATCH = frozenset({"NotImplemented", "MethodNotAllowed", "MissingContentMD5", "501", "405"})
-_PIECE_BYTES = 1 << 20
 _CONFIG: Mapping[str, object] = {
     # Retries are ours, where they are counted and slow the others down; botocore's stay out of sight.
     "retries": {"total_max_attempts": 1, "mode": "standard"},
@@ -83,7 +81,7 @@ class S3Session:
         return url if amazon is None else amazon[0]
 
     def close(self) -> None:
-        """See `tierfs.objects.backends.direct.Session`."""
+        """See `Session.close`."""
         self._client.close()
 
 
@@ -141,9 +139,9 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
     return S3Session(fs, client)
 
 
-def open_s3(sessions: Direct[S3Session], path: str) -> CloudObjects:
+def open_s3(session: SharedSession[S3Session], path: str) -> CloudObjects:
     """The object tier at ``bucket/prefix``."""
-    return open_cloud(sessions, _S3Client, path, scheme="s3", checksums=_CHECKSUMS)
+    return open_cloud(session, _S3Client, path, scheme="s3", checksums=_CHECKSUMS)
 
 
 class _S3Client:
@@ -159,7 +157,7 @@ class _S3Client:
     def _call(self, method: str, key: str, **arguments: object) -> dict[str, Any]:
         return self._session.call(method, Bucket=self._bucket, Key=self._base + key, **arguments)
 
-    async def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
+    def put(self, key: str, body: Sequence[memoryview], mode: PutMode, checksum: Checksum | None) -> ObjectInfo:
         arguments: dict[str, object] = {"Body": _Body(body) if body else b""}
         if isinstance(mode, Create):
             arguments["IfNoneMatch"] = "*"
@@ -173,8 +171,8 @@ class _S3Client:
             key, sum(map(len, body)), _version(answer), _nanoseconds(date and parsedate_to_datetime(date))
         )
 
-    @contextlib.asynccontextmanager
-    async def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> AsyncIterator[Content]:
+    @contextlib.contextmanager
+    def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
         arguments: dict[str, object] = {}
         if end is not None:
             arguments["Range"] = f"bytes={start}-{end - 1}"
@@ -188,15 +186,15 @@ class _S3Client:
             begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
             # It is urllib3's own: from a release without it, bytes are copied once more, which is slower and as right.
             read_into = partial(_read_into if hasattr(body, "_error_catcher") else _copy_into, body)
-            yield Content(_info(key, int(size), answer), begins, _pieces(body), read_into)
+            yield Content(_info(key, int(size), answer), begins, read_into)
             if is_part:
                 read_into(memoryview(bytearray(1)))  # the end of what came in chunks lies behind its last byte
 
-    async def head(self, key: str) -> ObjectInfo:
+    def head(self, key: str) -> ObjectInfo:
         answer = self._call("head_object", key)
         return _info(key, int(answer["ContentLength"]), answer)
 
-    async def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
+    def list_page(self, prefix: str, delimiter: bool, after: str | None) -> tuple[list[Listed], str | None]:
         arguments: dict[str, object] = {"Delimiter": "/"} if delimiter else {}
         if after is not None:
             arguments["ContinuationToken"] = after
@@ -211,7 +209,7 @@ class _S3Client:
         # Looked up, not asked for: of an answer without a body botocore makes a listing of nothing.
         return listed, answer["NextContinuationToken"] if answer["IsTruncated"] else None
 
-    async def delete(self, keys: Sequence[str]) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         from botocore.exceptions import ClientError  # noqa: PLC0415 - an extra
 
         objects = [{"Key": self._base + key} for key in keys]
@@ -239,9 +237,9 @@ class _S3Client:
             if error.response.get("Error", {}).get("Code") not in {"NoSuchKey", "404"}:
                 raise
 
-    async def delete_version(self, key: str, version: Version) -> None:
+    def delete_version(self, key: str, version: Version) -> None:
         # Looked at first, because not every server heeds the condition on a deletion.
-        found = await self.head(key)
+        found = self.head(key)
         if found.version != version:
             raise ConflictError(f"{key} is at version {found.version}, not at {version}", path=key)
         self._call("delete_object", key, IfMatch=f'"{version}"')
@@ -296,11 +294,6 @@ def _copy_into(body: Any, out: memoryview) -> int:
     piece = body.read(len(out))
     out[: len(piece)] = piece
     return len(piece)
-
-
-async def _pieces(body: StreamingBody) -> AsyncIterator[bytes]:
-    while piece := body.read(_PIECE_BYTES):
-        yield piece
 
 
 def _info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:

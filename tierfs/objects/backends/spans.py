@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from tierfs.digest import Buffer
 from tierfs.objects.protocol import Range
 
 __all__ = ["GAP_BYTES_MAX", "Span", "spans_of"]
@@ -13,7 +14,7 @@ __all__ = ["GAP_BYTES_MAX", "Span", "spans_of"]
 GAP_BYTES_MAX = (1 << 20) - 1
 """Ranges that lie no further apart are fetched together: that many bytes cost less than another request, but a block that
 nobody wants is left out."""
-DISCARDED_BYTES = 64 << 10
+PIECE_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Span:
     end: int
     parts: list[Range] = field(default_factory=list)
 
-    def take(self, at: int, piece: bytes) -> None:
+    def take(self, at: int, piece: Buffer) -> None:
         """Copy what ``piece``, which begins at ``at`` in the object, has of each part."""
         end = at + len(piece)
         view = memoryview(piece)
@@ -35,16 +36,22 @@ class Span:
             if first < last:
                 out[first - offset : last - offset] = view[first - at : last - at]
 
-    def is_disjoint(self) -> bool:
+    def _is_disjoint(self) -> bool:
         """Whether no byte goes to two places."""
         return all(offset + len(out) <= later for (offset, out), (later, _) in pairwise(self.parts))
 
     def fill(self, at: int, read_into: Callable[[memoryview], int]) -> int:
-        """Have what comes from ``at`` on written into the parts, which are disjoint. Returns where it ended, early or not."""
+        """Have the bytes that come from ``at`` on written into the parts. Returns where they ended, early or not."""
         unwanted = memoryview(b"")
+        if not self._is_disjoint():
+            piece = memoryview(bytearray(PIECE_BYTES))
+            while at < self.end and (count := read_into(piece[: self.end - at])):
+                self.take(at, piece[:count])
+                at += count
+            return at
         for offset, out in self.parts:
             while at < offset:
-                unwanted = unwanted or memoryview(bytearray(DISCARDED_BYTES))
+                unwanted = unwanted or memoryview(bytearray(PIECE_BYTES))
                 if not (count := read_into(unwanted[: offset - at])):
                     return at
                 at += count

@@ -1,0 +1,119 @@
+"""A session that many threads share, and children do not."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tierfs.objects.backends.shared_session import SharedSession
+
+
+class Session:
+    """Notes where it was used."""
+
+    endpoint = "http://cloud"
+
+    def __init__(self) -> None:
+        self.opened_by = os.getpid()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_all_threads_get_the_same_session() -> None:
+    shared = SharedSession("test", Session)
+    barrier = threading.Barrier(8)
+
+    def get(_: int) -> Session:
+        barrier.wait(10)
+        return shared.get()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(get, range(8)))) == 1
+
+
+def test_a_session_that_could_not_be_opened_is_opened_by_the_next_call() -> None:
+    attempts: list[int] = []
+
+    def connect() -> Session:
+        attempts.append(1)
+        if len(attempts) == 1:
+            raise OSError("not yet")
+        return Session()
+
+    shared = SharedSession("test", connect)
+    with pytest.raises(OSError, match="not yet"):
+        shared.get()
+    assert shared.get() is shared.get()
+    assert len(attempts) == 2
+
+
+def test_the_session_is_closed_when_nobody_has_it_any_more() -> None:
+    shared = SharedSession("test", Session)
+    session = shared.get()
+    del shared
+    gc.collect()
+    assert session.closed
+
+
+def test_a_close_that_fails_is_passed_over() -> None:
+    class Failing(Session):
+        def close(self) -> None:
+            super().close()
+            raise OSError("no")
+
+    shared = SharedSession("test", Failing)
+    session = shared.get()
+    del shared
+    gc.collect()
+    assert session.closed
+
+
+def test_a_child_opens_its_own_and_leaves_its_parents_alone() -> None:
+    shared = SharedSession("test", Session)
+    session = shared.get()
+    child = os.fork()
+    if not child:
+        own = shared.get()
+        del shared
+        gc.collect()
+        os._exit(0 if own.opened_by == os.getpid() and own.closed and not session.closed else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert shared.get() is session
+
+
+def test_a_child_that_drops_what_it_inherited_closes_nothing() -> None:
+    shared = SharedSession("test", Session)
+    session = shared.get()
+    child = os.fork()
+    if not child:
+        del shared
+        gc.collect()
+        os._exit(session.closed)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sessions_are_closed_when_the_process_ends(late: bool) -> None:
+    """A request of a function that was registered before anything of ours comes after our own end: it opens another one."""
+    program = f"""
+import atexit
+if {late}:
+    atexit.register(lambda: print("late", shared.get().endpoint))
+from tierfs.objects.backends.shared_session import SharedSession
+class Session:
+    endpoint = "endpoint"
+    def close(self):
+        print("closed")
+shared = SharedSession("test", Session)
+shared.get()
+"""
+    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert ran.stdout.splitlines()[: 1 + late] == ["closed", "late endpoint"][: 1 + late]
