@@ -12,6 +12,7 @@ from tierfs import digest
 from tierfs.clock import SystemClock
 from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, InvalidInputError, StoreError
+from tierfs.flusher.access import Access
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import WAITS_MAX, Settler
 from tierfs.flusher.queue import Entry
@@ -101,7 +102,7 @@ def process(tmp_path, monkeypatch):
 def flusher(process):
     """The process of a flusher that runs."""
     own = process()
-    running = Running(own.directory, engine=FlushEngine(lambda: Flusher(ram=own.ram), lambda _: None))
+    running = Running(own.directory, engine=FlushEngine(lambda: Flusher(ram=own.ram)))
     until(lambda: wire.identity_of(own.directory))
     yield own
     running.stop()
@@ -292,7 +293,7 @@ class Pending:
         self.entry = Entry(draft, draft.turn(""), 0.0, slot=self.slot, settled=True)
         self.state = FlushState(self.own.ram, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)
-        self.state.publisher = self
+        self.state.access.use(self)
         self.uploader = Uploader(self.state, bandwidth=0)
         self.while_asked = lambda: None
 
@@ -394,7 +395,8 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
     draft.while_asked = down
     draft.state.nvme = SimpleNamespace(has=lambda _: False, commit=lambda: None)
     draft.state.nvme_bytes = MIB
-    draft.state.publisher = draft if is_told else None
+    if not is_told:
+        draft.state.access = Access()
     draft.entry.settled = False
     settler = Settler(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):

@@ -48,7 +48,7 @@ class Cloud:
         environment = self.environment
 
         def connect(way):
-            objects = Guarded(LocalObjects(self.path / "store"), self, way["options"].get("key", environment))
+            objects = Guarded(LocalObjects(self.path / "store"), self, way.options.get("key", environment))
             return StorePublisher(lambda: Store(objects, read_descriptor(objects, self.url), url=self.url))
 
         engine = build_engine(launcher._host, launcher._target.uuid, launcher._settings, connect)

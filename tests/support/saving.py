@@ -20,10 +20,10 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.header import Kind
 from tierfs.format.lease import Condemned
 from tierfs.format.manifest import Manifest, Row, content_digest
-from tierfs.host.pending.publisher import Hint
 from tierfs.host.pending.record import Base, Draft
 from tierfs.store import Store
 from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.hints import Hint
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.read.fetch import read_envelope
 from tierfs.store.tree.records import observe

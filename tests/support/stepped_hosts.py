@@ -350,7 +350,7 @@ class SteppedHost:
             flusher.connect(StorePublisher(lambda: world.open(self.link)))
             self.flusher = flusher
             flusher.finder.resume()
-            self.engine = FlushEngine(lambda: flusher, lambda _: None)
+            self.engine = FlushEngine(lambda: flusher)
             self.engine._started = flusher
         except BaseException:
             if self.flusher is None and nvme is not None:

@@ -9,18 +9,21 @@ import logging
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CapacityError, StoreError
+from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.flusher import Flusher
 from tierfs.host.host import Host
 from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.nvme.writer import NvmeTier, is_needed
-from tierfs.host.pending.publisher import Publisher
 from tierfs.host.slab.ram import RamTier
+
+if TYPE_CHECKING:
+    from tierfs.flusher.publish import StorePublisher
 
 __all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
 
@@ -49,10 +52,10 @@ def build_engine(
     host: Host,
     uuid: str,
     budgets: Budgets,
-    connect: Callable[[dict[str, Any]], Publisher] | None,
+    connect: Connect | None,
     *,
-    own: dict[str, Any] | None = None,
-    publisher: Publisher | None = None,
+    own: Way | None = None,
+    publisher: StorePublisher | None = None,
     clock: Clock | None = None,
     faults: Callable[[str], None] = no_faults,
     lesser: Sequence[str] = (),
@@ -63,9 +66,9 @@ def build_engine(
         host: The host.
         uuid: The store's.
         budgets: Of its tiers.
-        connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends, which are waited for.
-        own: ``url`` and ``options`` to begin with, before a client sends any.
-        publisher: The way to the object tier where there is no ``connect``.
+        connect: Makes what publishes to the store from what a client hands over, which is waited for.
+        own: A way to the object tier to begin with, before a client hands one over.
+        publisher: What publishes to the store where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
         lesser: What this process does in a lesser way than it is meant to, to be counted.
@@ -75,7 +78,15 @@ def build_engine(
     def build() -> Flusher:
         nvme, problem = _nvme_tier(host.store_directory(uuid), budgets.nvme_bytes, clock, faults)
         ram = RamTier(host, uuid, budget_bytes=budgets.ram_bytes or TRANSIT_BYTES, clock=clock)
-        flusher = Flusher(ram, nvme, clock=clock, random=random.random, bandwidth=budgets.bandwidth, faults=faults)
+        flusher = Flusher(
+            ram,
+            nvme,
+            clock=clock,
+            random=random.random,
+            bandwidth=budgets.bandwidth,
+            faults=faults,
+            connect=connect,
+        )
         if nvme is None and budgets.nvme_bytes:
             flusher.nvme_problem = problem
             flusher.note("nvme_unavailable")
@@ -85,7 +96,7 @@ def build_engine(
             flusher.connect(publisher)
         return flusher
 
-    return FlushEngine(build, connect, own)
+    return FlushEngine(build, own)
 
 
 def _nvme_tier(

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from tierfs.errors import InvalidInputError
+from tierfs.flusher.access import Way
 from tierfs.flusher.flusher import Flusher
-from tierfs.flusher.offers import Offers
 from tierfs.flusher.queue import Entry
 from tierfs.flusher.server import Answer, Peer
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import Publisher
 from tierfs.host.rpc.handover import copies_of, note_of
 from tierfs.host.rpc.protocol import DESCRIPTORS_MAX
 from tierfs.host.slab.ram import RamTier
@@ -26,19 +25,11 @@ class FlushEngine:
 
     Args:
         build: Makes what does the work; called by `start`, when nobody else works on these tiers.
-        connect: Makes the way to the object tier from the ``url`` and ``options`` that a client sends; must not block. ``None`` where what
-            does the work has its own.
-        own: ``url`` and ``options`` to begin with, as a client sends them.
+        own: A way to the object tier to begin with, before a client hands one over.
     """
 
-    def __init__(
-        self,
-        build: Callable[[], Flusher],
-        connect: Callable[[dict[str, Any]], Publisher] | None,
-        own: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, build: Callable[[], Flusher], own: Way | None = None) -> None:
         self._build = build
-        self._offers = None if connect is None else Offers(connect)
         self._own = own
         self._started: Flusher | None = None
 
@@ -58,7 +49,8 @@ class FlushEngine:
         """
         self._started = self._build()
         try:
-            self._offer([] if self._own is None else [self._own])
+            if self._own is not None:
+                self._started.hand_over(self._own)
             self._started.start()
         except BaseException:
             self._started.stop()
@@ -101,13 +93,9 @@ class FlushEngine:
         return answer if isinstance(answer, Answer) else Answer(answer or {})
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
-        url, options = arguments.get("url"), arguments.get("options")
+        options = arguments.get("options")
         if options is not None:
-            self._offer([{"url": url, "options": each} for each in (options, *arguments.get("earlier", []))])
-
-    def _offer(self, ways: list[dict[str, Any]]) -> None:
-        if self._offers is not None and self._offers.add(ways):
-            self._flusher.connect(self._offers)
+            self._flusher.hand_over(Way(str(arguments.get("url")), options, bool(arguments.get("writes"))))
 
     def _do_draft(self, arguments: dict[str, Any], peer: Peer) -> None:
         """Something was sealed."""

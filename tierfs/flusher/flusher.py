@@ -21,10 +21,11 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError
+from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.nvme import Settler
 from tierfs.flusher.queue import Entry
 from tierfs.flusher.scan import Finder
@@ -33,8 +34,10 @@ from tierfs.flusher.upload import Uploader
 from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import Publisher
 from tierfs.host.slab.ram import RamTier
+
+if TYPE_CHECKING:
+    from tierfs.flusher.publish import StorePublisher
 
 __all__ = ["Flusher"]
 
@@ -57,6 +60,7 @@ class Flusher:
         random: Uniform in [0, 1); spreads retries out.
         bandwidth: Bytes of chunks per second that go there at most, before they are encoded; 0 for no bound.
         faults: Called with the name of each ordered step before and after it, for tests to fail there.
+        connect: Makes what publishes to the store from what a client hands over.
 
     Attributes:
         ram: As given.
@@ -75,10 +79,11 @@ class Flusher:
         random: Callable[[], float],
         bandwidth: int = 0,
         faults: Callable[[str], None] = no_faults,
+        connect: Connect | None = None,
     ) -> None:
         self.ram = ram
         self.nvme = nvme
-        self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults)
+        self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults, connect=connect)
         self.finder = Finder(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
         self.settler = Settler(self._state, self.uploader.put)
@@ -117,11 +122,20 @@ class Flusher:
         if self.nvme is not None:
             self.nvme.close()
 
-    def connect(self, publisher: Publisher) -> None:
-        """Use this way to the object tier from now on. What failed before says nothing of it."""
+    def connect(self, publisher: StorePublisher) -> None:
+        """Publish by this from now on."""
+        self._state.access.use(publisher)
+        self._try_again()
+
+    def hand_over(self, way: Way) -> None:
+        """Take note of how a process reaches the object tier: see `tierfs.flusher.access.Access`."""
+        if self._state.access.hand_over(way):
+            self._try_again()
+
+    def _try_again(self) -> None:
+        """What failed before says nothing of another way to the object tier."""
         state = self._state
         with state.changed:
-            state.publisher = publisher
             for entry in state.entries:
                 entry.clear()
             state.changed.notify_all()
@@ -282,8 +296,8 @@ class Flusher:
         return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
 
     def distrust(self, key: str) -> None:
-        """See `Publisher.distrust`."""
-        self._state.connected().distrust(key)
+        """See `StorePublisher.distrust`."""
+        self._state.access.call(lambda publisher: publisher.distrust(key))
 
     def discard(self, path: str) -> int:
         """Give up what cannot be flushed of a path, conflicts and damage, and what was built on it. Returns how many drafts."""
@@ -316,7 +330,6 @@ class Flusher:
         """The queue, the conflicts, the errors and the counters, as plain values."""
         usage = self.nvme.usage() if self.nvme is not None else None
         state = self._state
-        publisher = state.publisher
         unread = len(state.ram.unread()) + len(state.ram.damaged())
         now = state.clock.monotonic()
         with state.changed:
@@ -341,5 +354,5 @@ class Flusher:
                 "nvme_problem": self.nvme_problem,
                 "nvme_fallbacks": dict(usage.fallbacks) if usage is not None else {},
                 "counters": dict(state.counters),
-                **(publisher.asked() if publisher is not None else {}),
+                **state.access.asked(),
             }

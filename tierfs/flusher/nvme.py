@@ -142,7 +142,7 @@ class Settler:
     def _give_up(self, entry: Entry, error: TierfsError) -> bool:
         """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
         state = self._state
-        is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and state.publisher is None)
+        is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and not state.access.is_known)
         if isinstance(error, (NotHandedOverError, NotAskedError)) and is_hopeful:
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
@@ -247,7 +247,7 @@ class Settler:
             NotAskedError: That cannot be told now.
         """
         try:
-            self._state.connected().find_chunk(row)
+            self._state.access.call(lambda publisher: publisher.find_chunk(row))
         except CorruptionError:
             return False
         except StoreError as error:

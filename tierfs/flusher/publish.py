@@ -15,12 +15,12 @@ from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.keys import NO_RECIPE, ChunkName
 from tierfs.format.manifest import Manifest, Row, Tombstone
-from tierfs.host.pending.publisher import NO_HINT, Fill, Hint, ReadRow
 from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import Alone, store_chunk
 from tierfs.store.commit import PART, Commits
 from tierfs.store.encode.deriving import Piece
+from tierfs.store.encode.hints import NO_HINT, Fill, Hint, ReadRow
 from tierfs.store.encode.keyframes import Lineages, Plan
 from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.encode.room import Room, lend_room
@@ -39,7 +39,7 @@ _logger = logging.getLogger("tierfs.store")
 
 
 class StorePublisher:
-    """See `tierfs.host.pending.publisher.Publisher`.
+    """Puts chunks into the object tier, then the records that name them. Safe for use by many threads.
 
     Args:
         connect: Opens the store without local tiers, at first use, and again after that failed or the store went away.
@@ -59,7 +59,7 @@ class StorePublisher:
         return f"StorePublisher({self._store!r})"
 
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
-        """See `Publisher.plan`."""
+        """What is known of each chunk of a file, before they are put; nothing where nothing is."""
         store = self._open()
         assert self._lineages is not None
         plan = self._lineages.plan(draft, read, derives=store.encoder.derives(draft.length))
@@ -79,13 +79,26 @@ class StorePublisher:
         self,
         length: int,
         fill: Fill,
-        hint: Hint,
+        hint: Hint | None,
         rows: Sequence[Row | None],
         *,
         read: ReadRow,
         pace: Callable[[int], None],
     ) -> Row | None:
-        """See `Publisher.put_chunk`."""
+        """Make sure that the object tier holds a chunk's bytes, and say under which name; ``None`` if ``fill`` says that they are gone.
+
+        Args:
+            length: Of the chunk: 1 byte to 16 MiB.
+            fill: Gets its bytes.
+            hint: What is known of them, if anything is.
+            rows: Of the file, as far as they are stored: those that the hint's sources are parts of.
+            read: Gets at chunks that lie on this host.
+            pace: Called with the number of bytes before they are sent, to wait until so many may be.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: The object tier failed.
+        """
+        hint = hint or NO_HINT
         store = self._open()
         with lend_room() as room:
             raw = room.memory[:length]
@@ -94,7 +107,12 @@ class StorePublisher:
             return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=room, unread=hint.unread)
 
     def find_chunk(self, row: Row) -> Row:
-        """See `Publisher.find_chunk`."""
+        """The same for a chunk that no local tier holds: it was published before.
+
+        Raises:
+            CorruptionError: It is not in the object tier either.
+            StoreError, ReadOnlyError: The object tier failed.
+        """
         store = self._open()
         while True:
             # One that is not sound is passed over the next time.
@@ -103,7 +121,18 @@ class StorePublisher:
                 return found
 
     def publish(self, draft: Draft, rows: Sequence[Row], *, read: ReadRow) -> None:
-        """See `Publisher.publish`."""
+        """Publish the draft's record with these rows, on condition that its base is there still. May be repeated.
+
+        Args:
+            draft: The change.
+            rows: Its chunks. What is not there to stay any more is stored anew.
+            read: Gets at chunks that lie on this host.
+
+        Raises:
+            ConflictError: Somebody else changed the path since the draft's base was observed; theirs stands.
+            StoreError, CapacityError, ReadOnlyError: The object tier failed. If it is transient, the record may be
+                there or not.
+        """
         store = self._open()
         try:
             self._publish(store, draft, rows, read)
@@ -121,12 +150,17 @@ class StorePublisher:
             self._commit(store, draft.path.rpartition("/")[0])
 
     def distrust(self, key: str) -> None:
-        """See `Publisher.distrust`."""
+        """Note that the chunk object under this key is damaged or missing: its bytes are stored anew if they come by.
+
+        Raises:
+            FormatError: It is no chunk's key.
+            StoreError, ReadOnlyError: The store cannot be opened.
+        """
         store = self._open()
         store.presence.distrust(keys.parse_chunk_key(key, store.descriptor.digest_kind))
 
     def asked(self) -> dict[str, Any]:
-        """See `tierfs.store.request_metrics.asked`; nothing before the store was opened."""
+        """See `tierfs.store.request_metrics.asked`; nothing before the store was opened. Never blocks."""
         # Without the lock, which is held while the store is opened.
         store = self._store
         lineages = self._lineages

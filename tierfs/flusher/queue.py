@@ -6,14 +6,17 @@ import bisect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from tierfs.errors import ConflictError, TierfsError
 from tierfs.flusher.order import ClosingOrder, Turn
 from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import Hint
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
+
+if TYPE_CHECKING:
+    from tierfs.store.encode.hints import Hint
 
 __all__ = ["Entries", "Entry"]
 

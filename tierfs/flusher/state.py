@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 from tierfs.clock import Clock
 from tierfs.errors import StoreError, TierfsError
+from tierfs.flusher.access import Access, Connect
 from tierfs.flusher.limits import shortage
 from tierfs.flusher.queue import Entries, Entry
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import Publisher
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotState
@@ -45,7 +45,7 @@ class FlushState:
     Attributes:
         changed: Held for each use of what follows; told of every change.
         entries: The drafts on their way.
-        publisher: The way to the object tier, once there is one.
+        access: The way to the object tier.
         stopping: Whether the flusher is about to end.
         nudged: Whether there may be something new in a slab, or room for what had to wait.
         settling_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
@@ -65,6 +65,7 @@ class FlushState:
         clock: Clock,
         random: Callable[[], float],
         fault: Callable[[str], None],
+        connect: Connect | None = None,
     ) -> None:
         self.ram = ram
         self.nvme = nvme
@@ -73,7 +74,7 @@ class FlushState:
         self._random = random
         self.changed = threading.Condition()
         self.entries = Entries()
-        self.publisher: Publisher | None = None
+        self.access = Access(connect)
         self.stopping = False
         self.nudged = True
         self.settling_since: float | None = None
@@ -83,17 +84,6 @@ class FlushState:
         usage = nvme.usage() if nvme is not None else None
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
-
-    def connected(self) -> Publisher:
-        """The way to the object tier.
-
-        Raises:
-            StoreError: There is none yet.
-        """
-        publisher = self.publisher
-        if publisher is None:
-            raise StoreError("the flusher has no way to the object tier yet", transient=True)
-        return publisher
 
     def settles_first(self) -> bool:
         """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not."""

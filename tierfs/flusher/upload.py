@@ -7,15 +7,19 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING
 
 from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.queue import Entry
 from tierfs.flusher.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import NO_HINT, Hint, Publisher, ReadRow
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.host.slab.segment import Slot, SlotState
+
+if TYPE_CHECKING:
+    from tierfs.flusher.publish import StorePublisher
+    from tierfs.store.encode.hints import Hint, ReadRow
 
 __all__ = ["Uploader", "uploads_at_once"]
 
@@ -71,7 +75,7 @@ class Uploader:
     def next(self) -> Entry | None:
         """A draft that something can be done for now. The lock is held."""
         state = self._state
-        if state.publisher is None:
+        if not state.access.is_known:
             return None
         now, settles_first = state.clock.monotonic(), state.settles_first()
         busy = 0
@@ -102,13 +106,7 @@ class Uploader:
             self._go_ahead(entry)
         else:
             try:
-                publisher = state.connected()
-                if not entry.uploaded:
-                    self._upload(publisher, entry)
-                with state.changed:
-                    turn = state.entries.is_first(entry)
-                if turn:
-                    self._publish(publisher, entry)
+                state.access.call(lambda publisher: self._go_on(publisher, entry))
             except ConflictError as error:
                 self._keep(entry, error)
             except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
@@ -117,6 +115,15 @@ class Uploader:
             entry.busy = False
             state.changed.notify_all()
 
+    def _go_on(self, publisher: StorePublisher, entry: Entry) -> None:
+        state = self._state
+        if not entry.uploaded:
+            self._upload(publisher, entry)
+        with state.changed:
+            turn = state.entries.is_first(entry)
+        if turn:
+            self._publish(publisher, entry)
+
     def _go_ahead(self, entry: Entry) -> None:
         """Upload what another thread takes to the nvme tier meanwhile, up to the first error, which is not the draft's."""
         state = self._state
@@ -124,14 +131,14 @@ class Uploader:
         if any(state.chunk(reference) is None for reference in references):
             return  # it is not all to be seen yet, or not any more
         try:
-            self._upload(state.connected(), entry)
+            state.access.call(lambda publisher: self._upload(publisher, entry))
         except Exception as error:  # noqa: BLE001 - it is done once more when the draft is in the nvme tier
             state.counters["ahead_stops"] += 1
             _logger.info("%s is uploaded when it is in the nvme tier: %s", entry.path, state.known(error, entry.path))
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
-    def _upload(self, publisher: Publisher, entry: Entry) -> None:
+    def _upload(self, publisher: StorePublisher, entry: Entry) -> None:
         record = entry.draft.record
         rows = record.rows if isinstance(record, Manifest) else ()
         entry.rows = entry.rows or [None] * len(rows)
@@ -144,15 +151,13 @@ class Uploader:
 
         def submit(indexes: Iterable[int]) -> list[Future[None]]:
             return [
-                self._chunks.submit(
-                    self._upload_chunk, publisher, entry, rows[index], index, hints.get(index, NO_HINT), reader
-                )
+                self._chunks.submit(self._upload_chunk, publisher, entry, rows[index], index, hints.get(index), reader)
                 for index in indexes
             ]
 
         # What others are derived from goes first, and those when that is there, among the rest: deriving takes processors, the rest the link.
-        derived = [index for index in missing if hints.get(index, NO_HINT).sources]
-        rest = [index for index in missing if index not in sources and not hints.get(index, NO_HINT).sources]
+        derived = [index for index in missing if index in hints and hints[index].sources]
+        rest = [index for index in missing if index not in sources and index not in derived]
         before = submit(index for index in missing if index in sources)
         # Half of the rest does not wait: what others are derived from may have to be sent again and again.
         first = max(uploads_at_once(), len(rest) // 2) if derived else len(rest)
@@ -168,7 +173,7 @@ class Uploader:
                 entry.clear()
 
     def _upload_chunk(
-        self, publisher: Publisher, entry: Entry, row: Row, index: int, hint: Hint, reader: ReadRow
+        self, publisher: StorePublisher, entry: Entry, row: Row, index: int, hint: Hint | None, reader: ReadRow
     ) -> None:
         state = self._state
         if state.stopping:
@@ -233,16 +238,18 @@ class Uploader:
             chunk.segment.read(chunk, start, out)
             return True
 
-        stored = self._put(self._state.connected(), chunk.length, read, NO_HINT, (), lambda *_: False)
+        stored = self._state.access.call(
+            lambda publisher: self._put(publisher, chunk.length, read, None, (), lambda *_: False)
+        )
         if stored is None or stored.name.digest != chunk.name[1:]:
             raise StoreError("a chunk was not read as it was written: it is read again", transient=True, tier="ram")
 
     def _put(
         self,
-        publisher: Publisher,
+        publisher: StorePublisher,
         length: int,
         read: Callable[[int, memoryview], bool],
-        hint: Hint,
+        hint: Hint | None,
         rows: Sequence[Row | None],
         reader: ReadRow,
     ) -> Row | None:
@@ -294,7 +301,7 @@ class Uploader:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _publish(self, publisher: Publisher, entry: Entry) -> None:
+    def _publish(self, publisher: StorePublisher, entry: Entry) -> None:
         state = self._state
         state.fault("before publish.record")
         rows = [row for row in entry.rows if row is not None]

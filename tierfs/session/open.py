@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -312,6 +312,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
     tiers: Tiers | None = None
     hidden: TierfsError | None = None
     unused = ""
+    hand_over: Callable[[bool], None] | None = None
     if settings.ram_bytes or settings.nvme_bytes:
         key = (
             descriptor.uuid,
@@ -322,9 +323,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         from tierfs.session import tiers as localtiers  # noqa: PLC0415 - brings numpy, which takes a while
 
         options_given = dict(location.options)
-        if tiers is not None:
-            localtiers.offer(tiers, options_given)
-        else:
+        if tiers is None:
             target = localtiers.Target(
                 descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
             )
@@ -343,6 +342,12 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
                     return Store(objects, descriptor, url=url, codecs=settings.codecs)
 
                 tiers = _tiers[key] = localtiers.tiers_for(target, settings, open_plain, home)
+        if tiers is not None:
+            shared = tiers
+
+            def hand_over(writes: bool) -> None:
+                localtiers.hand_over(shared, options_given, writes=writes)
+
     return Store(
         objects,
         descriptor,
@@ -355,6 +360,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
         codecs=settings.codecs,
         device_bytes=settings.device_bytes,
         unused=unused,
+        hand_over=hand_over,
     )
 
 

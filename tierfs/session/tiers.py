@@ -22,14 +22,12 @@ from tierfs.clock import Clock, SystemClock
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.flusher.building import TRANSIT_BYTES, build_engine
-from tierfs.flusher.offers import OFFERS_MAX
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.server import Service
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import Host
 from tierfs.host.identity import PLACE_FILE, DamagedPlaceError, check, claim
 from tierfs.host.nvme.reader import NvmeReader
-from tierfs.host.pending.publisher import Publisher
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
 from tierfs.host.slab.ram import RamTier
@@ -40,7 +38,7 @@ from tierfs.session.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 from tierfs.threads import start_daemon
 
-__all__ = ["Launcher", "Target", "home_of", "may_hide", "offer", "publisher_of", "tiers_for"]
+__all__ = ["Launcher", "Target", "hand_over", "home_of", "may_hide", "publisher_of", "tiers_for"]
 
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
@@ -151,10 +149,16 @@ def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
     return StorePublisher(connect, check_place)
 
 
-def offer(tiers: Tiers, options: dict[str, Any]) -> None:
-    """Have the flusher of these tiers know of other options for the object tier, which may be renewed credentials."""
+def hand_over(tiers: Tiers, options: dict[str, Any], *, writes: bool) -> None:
+    """Have the flusher of these tiers know these options for the object tier, which may be renewed credentials.
+
+    Args:
+        tiers: The tiers.
+        options: As they are used now.
+        writes: Whether something is changed with them.
+    """
     assert isinstance(tiers.flusher, _Client)
-    tiers.flusher.offer(options)
+    tiers.flusher.hand_over(options, writes=writes)
 
 
 class Launcher:
@@ -166,7 +170,7 @@ class Launcher:
         settings: ResolvedTiers,
         host: Host,
         directory: Path,
-        publisher: Callable[[], Publisher],
+        publisher: Callable[[], StorePublisher],
         clock: Clock,
     ) -> None:
         self._target = target
@@ -177,8 +181,11 @@ class Launcher:
         self._clock = clock
         self.fallbacks = 0
         self._lock = threading.Lock()
-        self._options: list[dict[str, Any]] = []  # the newest first
-        self.offer(target.options)
+        self._handed_over: tuple[dict[str, Any] | None, bool] = (
+            None,
+            False,
+        )  # options, and whether something was changed with them
+        self.hand_over(target.options, writes=False)
         self.thread: threading.Thread | None = None
         self._service: Service | None = None
         self._is_stopped = False
@@ -193,23 +200,24 @@ class Launcher:
 
     def hello(self) -> dict[str, Any]:
         """What a flusher is told of the object tier, credentials included."""
-        options = self._options
-        return {
-            "url": self._target.url,
-            "options": options[0] if options else None,
-            "earlier": options[1:],
-        }
+        options, writes = self._handed_over
+        return {"url": self._target.url, "options": options, "writes": writes}
 
-    def offer(self, options: dict[str, Any]) -> None:
-        """Tell flushers of these options, too, from the next hello on; not of such as cannot be sent to another process."""
+    def hand_over(self, options: dict[str, Any], *, writes: bool) -> bool:
+        """Tell flushers of these options from the next hello on; not of such as cannot be sent to another process.
+
+        Returns whether that says something new.
+        """
         sent = _as_json(options)
-        if sent is not None:
-            with self._lock:
-                self._options = [sent, *(each for each in self._options if each != sent)][:OFFERS_MAX]
+        if sent is None:
+            return False
+        before = self._handed_over
+        self._handed_over = sent, writes or (before[1] and sent == before[0])
+        return self._handed_over != before
 
     def launch(self) -> Launched | None:
         """Start one. ``None`` where it is a thread."""
-        if self._target.process_local or not self._options:
+        if self._target.process_local or self._handed_over[0] is None:
             self._start_thread("its object tier can be reached from this process alone")
             return None
         settings = self._settings
@@ -261,9 +269,9 @@ class _Client(FlusherClient):
         super().__init__(directory, launcher.launch, __version__, launcher.hello)
         self._launcher = launcher
 
-    def offer(self, options: dict[str, Any]) -> None:
-        self._launcher.offer(options)
-        self.greet_again()
+    def hand_over(self, options: dict[str, Any], *, writes: bool) -> None:
+        if self._launcher.hand_over(options, writes=writes):
+            self.greet_again()
 
     def close(self) -> None:
         super().close()

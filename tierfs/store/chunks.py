@@ -15,10 +15,10 @@ from tierfs.format import keys
 from tierfs.format.envelope import Block, Envelope
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.pending.publisher import NO_HINT, Hint, ReadRow
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
+from tierfs.store.encode.hints import NO_HINT, Hint, ReadRow
 from tierfs.store.encode.pipeline import Encoded, Sending, blocks_of
 from tierfs.store.encode.room import Room, lend_room
 from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect

@@ -57,6 +57,7 @@ class Store:
         codecs: What chunks may be encoded with.
         device_bytes: Budget of the device tier of each process that saves checkpoints from a GPU; 0 switches it off.
         unused: Why there are no local tiers, where there were to be some.
+        hand_over: Has the flusher know the options that this store was opened with, and whether something is changed with them.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Store:
         codecs: Codecs = AUTO,
         device_bytes: int = 0,
         unused: str = "",
+        hand_over: Callable[[bool], None] | None = None,
     ) -> None:
         self.objects = objects
         self.descriptor = descriptor
@@ -84,6 +86,7 @@ class Store:
         self.tiers = tiers
         self.hidden = hidden
         self.unused = unused
+        self._hand_over = hand_over
         self.ack = ack
         self.timeout_s = timeout_s
         self.device_bytes = device_bytes
@@ -114,6 +117,11 @@ class Store:
                 kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
                 self._encoder = Encoder(kind, self._codecs, self.clock, is_near=is_near)
             return self._encoder
+
+    def hand_over(self, *, writes: bool) -> None:
+        """Have the flusher know the options that this store was opened with, and whether something is changed with them."""
+        if self._hand_over is not None:
+            self._hand_over(writes)
 
     def check_before_writing(self) -> None:
         """Have `is_current` look the next time that it is asked: this store was opened by what the host knew of it."""

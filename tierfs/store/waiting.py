@@ -29,6 +29,7 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
     """
     tiers = _tiers_of(store)
     if tiers is not None:
+        store.hand_over(writes=False)
         tiers.wait(path, level, timeout_s)
 
 

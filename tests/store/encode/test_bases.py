@@ -12,10 +12,10 @@ from tierfs.errors import InvalidInputError
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row, encode_rows
-from tierfs.host.pending.publisher import Hint
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.deriving import Piece
 from tierfs.store.encode.encoder import Encoder
+from tierfs.store.encode.hints import Hint
 from tierfs.store.encode.room import Room
 
 KIND = DigestKind.XXH3_128

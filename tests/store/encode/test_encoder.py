@@ -22,7 +22,6 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.pending.publisher import Hint, Tensor
 from tierfs.store.encode import encoder as encoder_module
 from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.codecs import Codecs
@@ -30,6 +29,7 @@ from tierfs.store.encode.deriving import Piece
 from tierfs.store.encode.desks import Desks, desks
 from tierfs.store.encode.encoder import MARGIN, REPROBE_SAVES, Encoder
 from tierfs.store.encode.estimates import CHANGED, EVIDENCE_BYTES, EXPIRES_BYTES, LITTLE_BYTES, PASSED_MAX, Puts, Speed
+from tierfs.store.encode.hints import Hint, Tensor
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.encode.room import Room, lend_room
 

@@ -10,13 +10,12 @@ import pytest
 from support.saving import Flushing, Training, bfloat16, condemn, remove, safetensors
 
 from tierfs.errors import ConflictError, StoreError
-from tierfs.flusher.offers import Offers
 from tierfs.flusher.publish import StorePublisher
 from tierfs.format import keys
 from tierfs.format.envelope import block_count
-from tierfs.host.pending.publisher import Hint, Tensor
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, chunks, delete, load, rename, save, verify
+from tierfs.store.encode.hints import Hint, Tensor
 from tierfs.store.encode.keyframes import KEYFRAME_SAVES, Anchor
 from tierfs.store.encode.series import group_of
 from tierfs.store.tree.records import observe
@@ -94,9 +93,10 @@ def test_what_was_encoded_and_then_refused_goes_another_way(flushing, training, 
         return put(store, row, payload, sending)
 
     monkeypatch.setattr(chunks, "_put", refuse_once)
-    flushing.publisher = Offers(lambda _: StorePublisher(lambda: flushing.store))
-    flushing.publisher.add([{"key": "a"}, {"key": "b"}])
     data = training.file()
+    with pytest.raises(StoreError, match="expired"):
+        flushing.save(path_of(1), data)
+    flushing.publisher = StorePublisher(lambda: flushing.store)
     rows = flushing.save(path_of(1), data)
     assert refused
     assert flushing.codecs_of(rows)["PLANE"] == 2

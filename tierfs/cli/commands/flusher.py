@@ -10,11 +10,11 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from tierfs import __version__
 from tierfs.cli.failures import describe
@@ -32,10 +32,10 @@ from tierfs.errors import (
 from tierfs.units import format_bytes, parse_size
 
 if TYPE_CHECKING:
+    from tierfs.flusher.access import Way
     from tierfs.flusher.engine import FlushEngine
+    from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
-    from tierfs.host.host import Host
-    from tierfs.host.pending.publisher import Publisher
     from tierfs.session import Location
     from tierfs.store import Store
 
@@ -210,7 +210,8 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
     What is needed to answer is loaded here; the way to the object tier, which takes as long again, when it is needed.
     """
-    from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.access import Way  # noqa: PLC0415 - only what a command needs
+    from tierfs.flusher.building import build_engine  # noqa: PLC0415
     from tierfs.flusher.limits import raise_limits  # noqa: PLC0415
     from tierfs.flusher.priority import give_way  # noqa: PLC0415
     from tierfs.host.host import Host, state_directory  # noqa: PLC0415
@@ -221,15 +222,15 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     state = state_directory(arguments.state_dir)
     host = Host(state)
     budgets = _Budgets(*(parse_size(size or 0) for size in (arguments.ram, arguments.nvme, arguments.bandwidth)))
-    engine = build_engine(
-        host,
-        uuid,
-        budgets,
-        lambda way: cast("Publisher", _LatePublisher(lambda: _open_as_told(way, uuid, codecs), host)),
-        # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
-        own={"url": arguments.url, "options": {}} if arguments.url.startswith("file://") else None,
-        lesser=lesser,
-    )
+
+    def connect(way: Way) -> StorePublisher:
+        from tierfs.session.tiers import publisher_of  # noqa: PLC0415 - loads the store, which a client does not wait for
+
+        return publisher_of(lambda: _open_as_told(way, uuid, codecs), host)
+
+    # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
+    own = Way(arguments.url, {}) if arguments.url.startswith("file://") else None
+    engine = build_engine(host, uuid, budgets, connect, own=own, lesser=lesser)
     return engine, host.store_directory(uuid)
 
 
@@ -240,39 +241,15 @@ class _Budgets:
     bandwidth: int
 
 
-class _LatePublisher:
-    """The way to the object tier, loaded at first use. See `tierfs.host.pending.publisher.Publisher`."""
-
-    def __init__(self, connect: Callable[[], Store], host: Host) -> None:
-        self._connect = connect
-        self._host = host
-        self._lock = threading.Lock()
-        self._loaded: Publisher | None = None
-
-    def asked(self) -> dict[str, Any]:
-        return {} if self._loaded is None else self._loaded.asked()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._load(), name)
-
-    def _load(self) -> Publisher:
-        with self._lock:
-            if self._loaded is None:
-                from tierfs.session.tiers import publisher_of  # noqa: PLC0415 - see `_spawned`
-
-                self._loaded = publisher_of(self._connect, self._host)
-            return self._loaded
-
-
-def _open_as_told(way: dict[str, Any], uuid: str, codecs: str) -> Store:
+def _open_as_told(way: Way, uuid: str, codecs: str) -> Store:
     """The store with this id where a client says it is; what was written to it must never get into another one."""
     from tierfs.session import parse_url  # noqa: PLC0415 - only what a command needs
     from tierfs.session.open import open_bare  # noqa: PLC0415
 
-    url = str(way["url"])
+    url = way.url
     location = parse_url(url)
     tiers = replace(location.tiers, codecs=codecs)
-    store, _ = open_bare(replace(location, options={**location.options, **way["options"]}, tiers=tiers))
+    store, _ = open_bare(replace(location, options={**location.options, **way.options}, tiers=tiers))
     if store.descriptor.uuid != uuid:
         raise StoreNotFoundError(f"the store {uuid} is not at {url} any more, but {store.descriptor.uuid} is", path=url)
     return store

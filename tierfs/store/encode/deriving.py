@@ -12,10 +12,10 @@ from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.format.envelope import BASES_MAX, Base
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.pending.publisher import ReadRow
 from tierfs.store.encode.bases import read_verified
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.desks import Desk
+from tierfs.store.encode.hints import ReadRow
 from tierfs.store.encode.pipeline import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import Room
 

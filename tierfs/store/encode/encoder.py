@@ -23,12 +23,12 @@ from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
-from tierfs.host.pending.publisher import Hint, ReadRow, Tensor
 from tierfs.store.encode.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.deriving import Deriver, Piece, with_bases
 from tierfs.store.encode.desks import Desk, desks
 from tierfs.store.encode.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
+from tierfs.store.encode.hints import Hint, ReadRow, Tensor
 from tierfs.store.encode.pipeline import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import Room
 

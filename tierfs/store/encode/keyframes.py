@@ -21,8 +21,8 @@ from tierfs.codec import Span
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
-from tierfs.host.pending.publisher import Hint, Part, ReadRow
 from tierfs.host.pending.record import Draft
+from tierfs.store.encode.hints import Hint, Part, ReadRow
 from tierfs.store.encode.parents import find_parent, given_parent
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import Place, layout_of, places, stored_layout, unknown_layout

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tierfs.codec import Span, spans
 from tierfs.digest import BLOCK_BYTES
-from tierfs.host.pending.publisher import Tensor
+from tierfs.store.encode.hints import Tensor
 from tierfs.store.read.reader import Reader
 
 __all__ = ["LOOK_BLOCKS_MAX", "Place", "layout_of", "places", "stored_layout", "unknown_layout"]

@@ -22,10 +22,10 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import Hint
 from tierfs.host.pending.record import SlotRef
 from tierfs.processors import processors
 from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.encode.hints import Hint
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import layout_of, places
 from tierfs.store.soundness import replaced_chunks

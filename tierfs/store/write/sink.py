@@ -12,10 +12,10 @@ from tierfs.buffers import buffers
 from tierfs.errors import CapacityError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
-from tierfs.host.pending.publisher import Hint
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.processors import processors
 from tierfs.store.chunks import Alone, store_chunk
+from tierfs.store.encode.hints import Hint
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import places
 from tierfs.store.store import Store

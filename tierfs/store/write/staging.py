@@ -60,6 +60,7 @@ def seal(
     rows = record.rows if isinstance(record, Manifest) else ()
     base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
+    store.hand_over(writes=True)
     tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
 
 

@@ -22,9 +22,9 @@ from tierfs.format.manifest import (
     inline_digest,
 )
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.publisher import ReadRow
 from tierfs.host.pending.record import SlotRef
 from tierfs.store.chunks import rescue, store_chunk
+from tierfs.store.encode.hints import ReadRow
 from tierfs.store.offline import ask_briefly
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
@@ -274,6 +274,7 @@ class Writer:
                 unread = {row.name.digest for row in old.rows} if old is not None and not old.indirect else None
                 self._sink = ObjectSink(self._store, self.path, cutter, unread)
             else:
+                self._store.hand_over(writes=True)
                 self._sink = SlabSink(tiers, self._write_id, cutter, timeout_s=self._store.timeout_s)
             self._sink.write(memoryview(self._small))
             self._small = bytearray()
