@@ -116,7 +116,7 @@ def copy_into_slab(tiers: Any, source: np.ndarray, share_out: Callable[..., None
     view, slots = memoryview(source), []
 
     def copy(at: int) -> None:
-        chunk = tiers.writer.begin_chunk()
+        chunk = tiers.writer.begin_chunk(timeout_s=60)
         chunk.append(view[at : at + CHUNK_BYTES])
         slots.append(chunk.slot)
 
