@@ -182,15 +182,11 @@ ASKING = {"put": lambda objects: objects.put("a", [b"x"]), "head": lambda object
         b"HTTP/1.1 100 Continue\r\n\r\n",
         b'HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nETag: "12',
         b'HTTP/1.1 200 OK\r\nContent-Length: 1\r\nETag: "12',
-        b"HTTP/1.1 400 Bad Request\r\nContent-Length: 1",
-        b"HTTP/1.1 404 Not Found\r\n",
-        b"HTTP/1.1 412 Precondition Failed",
     ],
 )
 @pytest.mark.parametrize("ask", ASKING.values(), ids=ASKING)
 @pytest.mark.timeout(30)
 def test_an_answer_that_broke_off_in_its_head_may_be_asked_for_again(answer, ask):
-    # One to a put comes before its content is sent, and is read by botocore itself.
     with saying(answer) as port, pytest.raises(StoreError) as caught:
         ask(connect("s3", "bucket/run", s3server.options(port), attempts=1))
     assert caught.value.transient

@@ -75,7 +75,7 @@ def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
     ``launcher`` is one that ``tiers`` keep.
     """
     _open[tiers] = _Open(url, weakref.ref(launcher), os.getpid())
-    _register_once()
+    _register(os.getpid())
 
 
 class _Open(NamedTuple):
@@ -88,17 +88,19 @@ _open: weakref.WeakKeyDictionary[Tiers, _Open] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
-def _register_once() -> None:
+def _register(_process: int) -> None:
     # Called when all threads that the interpreter waits for have come to their end, and their saves with them.
     atexit.register(_put_away_all)
-    register = getattr(threading, "_register_atexit", atexit.register)
     # An interpreter that is ending takes no more: what is sealed is found by whoever opens the store next.
     with contextlib.suppress(RuntimeError):
-        # The newest is called first, and executors' threads end in one of these: the first one of CPython's list comes after that.
-        register(_put_away_child)
-        calls = getattr(threading, "_threading_atexits", [])
-        calls[:] = [*calls[-1:], *calls[:-1]]
-        register(_wait_for_threads)
+        # Called while executors take work still, which `atexit` is too late for.
+        getattr(threading, "_register_atexit", atexit.register)(_wait_for_threads)
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None and processes.parent_process() is not None:
+        from multiprocessing.util import Finalize  # noqa: PLC0415 - only a child has it loaded
+
+        # `multiprocessing` ends a child without what is registered with `atexit`.
+        Finalize(None, _put_away_child, exitpriority=-1)
 
 
 def _wait_for_threads() -> None:
@@ -111,16 +113,13 @@ def _wait_for_threads() -> None:
 
 
 def _put_away_child() -> None:
-    """A process that multiprocessing started ends without what is registered with `atexit`.
+    """Put away what a process opened that multiprocessing started.
 
-    Where a thread that the interpreter waits for is left, it may be in the midst of a save: then nothing is put away, as if the process
-    were killed when that is done.
+    A thread that is none of ours and is waited for may be in the midst of a save: then nothing is put away, as if the process were
+    killed when that is done.
     """
-    processes = sys.modules.get("multiprocessing.process")
-    if processes is None or processes.parent_process() is None:
-        return
     known = (threading.current_thread(), threading.main_thread())
-    if all(thread.daemon or thread in known for thread in threading.enumerate()):
+    if all(thread.daemon or thread in known or thread.name.startswith("tierfs-") for thread in threading.enumerate()):
         _put_away_all()
 
 

@@ -28,7 +28,6 @@ from tierfs.errors import ConflictError, InvalidInputError, StoreError
 from tierfs.gc_pause import Uncollected
 from tierfs.objects.backends.cloud import CloudObjects, Content, open_cloud
 from tierfs.objects.backends.shared_session import SharedSession
-from tierfs.objects.backends.whole_heads import refuse_broken_heads
 from tierfs.objects.http_errors import cause_of, refused_options
 from tierfs.objects.protocol import Checksum, Create, Listed, ObjectInfo, Prefix, PutMode, Update, Version
 
@@ -70,8 +69,10 @@ class S3Session:
     def call(self, method: str, **arguments: object) -> dict[str, Any]:
         """Send one request, with what the user wants sent with each (encryption, who pays)."""
         send = getattr(self._client, method)
-        answer: dict[str, Any] = send(**self._fs._get_s3_method_kwargs(send, **arguments))
-        return answer
+        given = self._fs._get_s3_method_kwargs(send, **arguments)
+        with _understood():
+            answer: dict[str, Any] = send(**given)
+            return answer
 
     @property
     def endpoint(self) -> str:
@@ -134,7 +135,7 @@ def connect_s3(options: Mapping[str, object]) -> S3Session:
             )
     except (TypeError, ValueError, KeyError) as error:
         raise refused_options(error, "s3") from cause_of(error)
-    refuse_broken_heads(client)
+    client.meta.events.register_last("before-call.s3", _send_at_once)
     fs._kwargs_helper = ParamKwargsHelper(client)
     return S3Session(fs, client)
 
@@ -167,9 +168,9 @@ class _S3Client:
             arguments[_CHECKSUMS[checksum.algorithm]] = base64.b64encode(checksum.value).decode()
         answer = self._call("put_object", key, **arguments)
         date = answer["ResponseMetadata"].get("HTTPHeaders", {}).get("date")
-        return ObjectInfo(
-            key, sum(map(len, body)), _version(answer), _nanoseconds(date and parsedate_to_datetime(date))
-        )
+        with _understood():
+            stored_ns = _nanoseconds(date and parsedate_to_datetime(date))
+        return ObjectInfo(key, sum(map(len, body)), _version(answer), stored_ns)
 
     @contextlib.contextmanager
     def fetch(self, key: str, start: int, end: int | None, version: Version | None) -> Iterator[Content]:
@@ -183,10 +184,14 @@ class _S3Client:
             is_part = answer["ResponseMetadata"].get("HTTPStatusCode") == HTTPStatus.PARTIAL_CONTENT
             span = answer["ContentRange"] if is_part else f"bytes 0-/{answer['ContentLength']}"
             sent, _, size = str(span).partition("/")
-            begins = int(sent.removeprefix("bytes ").partition("-")[0])  # a server may send all of it
+            with _understood():
+                first, _, last = sent.removeprefix("bytes ").partition("-")
+                begins, info = int(first), _info(key, int(size), answer)  # a server may send all of it
+                if int(last or 0) > info.size:
+                    raise ValueError(f"{span} are not in the object")
             # It is urllib3's own: from a release without it, bytes are copied once more, which is slower and as right.
             read_into = partial(_read_into if hasattr(body, "_error_catcher") else _copy_into, body)
-            yield Content(_info(key, int(size), answer), begins, read_into)
+            yield Content(info, begins, read_into)
             if is_part:
                 read_into(memoryview(bytearray(1)))  # the end of what came in chunks lies behind its last byte
 
@@ -277,6 +282,23 @@ class _Body:
         self._next = self._at = 0
 
 
+@contextlib.contextmanager
+def _understood() -> Iterator[None]:
+    """Have a request sent again whose answer broke off within a header, where Python's HTTP client takes it for whole."""
+    try:
+        yield
+    except ValueError as error:
+        raise StoreError(f"the answer makes no sense: {error}", transient=True, tier="object") from cause_of(error)
+
+
+def _send_at_once(params: dict[str, Any], **_: object) -> None:
+    """Have a body sent with its request, not when the server has said that it takes it.
+
+    That costs a turn of the line, and botocore waits without end for the rest of an answer "100 Continue" that broke off.
+    """
+    params["headers"].pop("Expect", None)
+
+
 def _is_no_batch(error: ClientError) -> bool:
     """Whether a server does not take many keys in one deletion, or not with the digest that botocore sends by now."""
     said = error.response.get("Error", {})
@@ -301,7 +323,10 @@ def _info(key: str, size: int, answer: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _version(answer: Mapping[str, Any]) -> Version:
-    return Version(str(answer["ETag"]).strip('"'))
+    tag = str(answer["ETag"])
+    if not tag or (tag.startswith('"') and not tag.endswith('"', 1)):
+        raise StoreError(f"the answer broke off within its ETag, {tag}", transient=True, tier="object")
+    return Version(tag.strip('"'))
 
 
 def _nanoseconds(time: datetime | None) -> int:
