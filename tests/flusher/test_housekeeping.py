@@ -25,14 +25,9 @@ class Ram:
             self.ended.set()
 
 
-class Lending:
-    def settle(self):
-        pass
-
-
 def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch):
     monkeypatch.setattr(housekeeping, "HOUSEKEEPING_S", 0.01)
-    ram, lending = Ram(), Lending()
-    Housekeeping(ram, lending, ram.ended).begin()
+    ram = Ram()
+    Housekeeping(ram, ram.ended).begin()
     assert ram.ended.wait(10)
     assert ram.asked == ["grow_ahead", "evict_ahead", "make_room_for_others"] * 2

@@ -160,7 +160,7 @@ def forget(tiers):
     """Let go of what tiers have open, and of the memory."""
     tiers.cache.close()
     tiers.nvme.close()
-    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer, tiers.writer.lending, tiers._handover):
+    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer, tiers._handover):
         part._ram = None
     tiers.ram = None
 

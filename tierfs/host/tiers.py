@@ -23,7 +23,6 @@ from tierfs.host.pending.scan import PendingDrafts
 from tierfs.host.rpc.caller import Caller, NoAnswerError
 from tierfs.host.rpc.handover import Handover
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.write.lending import Lending
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
 
@@ -95,7 +94,6 @@ class Tiers:
             ram,
             flusher,
             handover,
-            Lending(ram, self.drafts, handover, clock),
             counters,
             kind=kind,
             clock=clock,

@@ -1,8 +1,7 @@
 """The shard file of one rank and one save: tensors are copied into it before it has a name, and found there again.
 
 `TierWriter.stage` fills one and hands out tensors that are views of it; `TierWriter.write_data` finds them there by where
-they lie, adds what was not staged, and gives the file its name. So the writer keeps nothing of it. Both may be in two
-processes: then the file is lent to the one that saves it.
+they lie, adds what was not staged, and gives the file its name. So the writer keeps nothing of it.
 """
 
 from __future__ import annotations
@@ -32,30 +31,16 @@ from tierfs.errors import CapacityError, CorruptionError, StoreError
 from tierfs.session.settings import ranks_here
 from tierfs.store import Store
 from tierfs.store.commit import part_of
-from tierfs.store.write.in_place import Run, StagedFile, borrowed_runs
-from tierfs.store.write.lent_file import BorrowedFile, LentFile
+from tierfs.store.write.in_place import Run, StagedFile
 from tierfs.units import format_bytes
 
-__all__ = ["LentShard", "Placed", "ShardFile", "check_is_held", "find_staged", "is_private"]
+__all__ = ["Placed", "ShardFile", "check_is_held", "find_staged", "is_private"]
 
 
 class _Memory(np.ndarray[Any, Any]):
     """A run's memory as an array that keeps its file, and so the memory until that is saved, for as long as a tensor is a view of it."""
 
     file: ShardFile
-
-
-class _Exposed:
-    """Memory that may only be read, as numpy takes it without complaint; torch has no tensors of that kind."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-        self.__array_interface__ = {
-            "version": 3,
-            "shape": (run.memory.length,),
-            "typestr": "|u1",
-            "data": (run.address, False),
-        }
 
 
 @dataclass(slots=True, eq=False)
@@ -112,19 +97,6 @@ class _Run:
         return self.placed[bisect_right(self._begins, inside) - 1]
 
 
-@dataclass(frozen=True, slots=True)
-class LentShard:
-    """A shard file without a name on its way to another process.
-
-    Attributes:
-        file: Its runs.
-        entries: For each run, what lies in it, in order.
-    """
-
-    file: LentFile
-    entries: tuple[tuple[Entry, ...], ...]
-
-
 class _GpuPart:
     """What comes from one GPU.
 
@@ -156,98 +128,32 @@ class ShardFile:
     """See the module. For one thread at a time.
 
     Args:
-        store: Where it is to be saved; ``None`` if that is not known yet.
+        store: Where it is to be saved.
         private: Take memory of this process alone. Such a file is only read from: it has no way to the store.
         save: For which it is staged; it is kept until that begins.
         gpu: How tensors leave a GPU; by default they are copied while the caller waits.
     """
 
     def __init__(
-        self, store: Store | None, *, private: bool = False, save: Save | None = None, gpu: GpuStaging | None = None
+        self, store: Store, *, private: bool = False, save: Save | None = None, gpu: GpuStaging | None = None
     ) -> None:
         self.save = save
         self._gpu = gpu or GpuStaging("ram", None)
-        self._origin = store
         self._is_private = private
         self._transfers: list[tuple[Transfer, list[_Run]]] = []
         self._store = store
         self._file: StagedFile | None = None
-        self._borrowed: BorrowedFile | None = None
         self._room: int | None = None
         self._used = 0
         self._runs: list[_Run] = []
         self._staged: dict[int, _Run] = {}  # by what torch calls the storages of tensors that lie there
         self._names = {METADATA_NAME}
         self._is_over = False
-        if store is not None and not private:
-            self._begin_at(store)
+        if not private:
+            self._file = StagedFile(store)
+            self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
         with _lock:
             (_private if private else _live).add(self)
-
-    def _begin_at(self, store: Store) -> None:
-        self._store, self._file = store, StagedFile(store)
-        self._room = None if store.tiers is None else store.tiers.ram.budget_bytes // ranks_here()
-
-    # -- in two processes ------------------------------------------------------------------------------------------------
-
-    def lend(self) -> LentShard | None:
-        """Let a process that `multiprocessing` started save it: once, and then not here any more.
-
-        Returns:
-            To be pickled for that process. ``None`` where the memory is this process's alone.
-
-        Raises:
-            StoreError: It was saved, lent or given up before.
-        """
-        self.wait_filled()
-        lent = None if self._file is None else self._file.lend([run.memory for run in self._runs])
-        if lent is None:
-            return None
-        self._is_over = True
-        return LentShard(lent, tuple(tuple(run.entries) for run in self._runs))
-
-    def numbers(self) -> dict[int, tuple[int, int]]:
-        """By the ``id`` of what lies in a run: the run's number, and its own in there."""
-        return {
-            id(placed): (number, inside)
-            for number, run in enumerate(self._runs)
-            for inside, placed in enumerate(run.placed)
-        }
-
-    @classmethod
-    def borrow(cls, lent: LentShard) -> ShardFile:
-        """What another process lent, to be saved here.
-
-        Raises:
-            StoreError: It is not there any more.
-        """
-        file = cls(None)
-        file._borrowed = BorrowedFile(lent.file)
-        for memory, entries in zip(borrowed_runs(file._borrowed), lent.entries, strict=True):
-            file._runs.append(_Run(memory, np.frombuffer(memory.view, np.uint8).ctypes.data, entries))
-            file._names.update(entry.name for entry in entries)
-        return file
-
-    def tensor(self, number: tuple[int, int], dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-        """What was staged elsewhere, by its `numbers` there, as a view of the file. Not to be written to."""
-        run = self._runs[number[0]]
-        placed = run.placed[number[1]]
-        memory = self._held(np.asarray(_Exposed(run)))
-        view = torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel(), offset=placed.at).view(shape)
-        self._staged[view.untyped_storage()._cdata] = run
-        return view
-
-    def is_for(self, store: Store) -> bool:
-        """Whether it is to be saved to this store. What another process staged for it is this one's from then on."""
-        if self._store is None and self._borrowed is not None:
-            self._origin = store
-            if self._borrowed.is_of(store):
-                self._begin_at(store)
-            elif store.tiers is not None:
-                store.tiers.counters.fall_back(
-                    "staged_elsewhere", "what another process staged for another store or host is copied once more"
-                )
-        return self._store is store
 
     # -- what lies in it -------------------------------------------------------------------------------------------------
 
@@ -294,18 +200,17 @@ class ShardFile:
 
     def _add(self, tensors: Sequence[tuple[str, torch.Tensor]], *, at_once: bool) -> Later:
         host, devices = by_accelerator([tensor for _, tensor in tensors])
-        if not at_once and tensors and self._origin is not None:
-            self._gpu.check(self._origin, has_gpu=bool(devices))
+        if not at_once and tensors:
+            self._gpu.check(self._store, has_gpu=bool(devices))
         if not devices:
             return Later(self._add_from_host(tensors))
-        assert self._origin is not None
         jobs: list[_GpuPart] = []
         later = Later([None] * len(tensors))
         try:
             for accelerator, numbers in devices.values():
                 plan = _plan_of([tensors[number] for number in numbers])
                 transfer = self._gpu.transfer(
-                    accelerator, self._origin, partial(self._pin, accelerator), at_once=at_once
+                    accelerator, self._store, partial(self._pin, accelerator), at_once=at_once
                 )
                 job = _GpuPart(transfer, plan, numbers)
                 jobs.append(job)
@@ -355,8 +260,7 @@ class ShardFile:
             for job in jobs:
                 job.transfer.run(job.targets)
                 self._gpu.note_skipped(job.transfer.skipped_bytes)
-            if self._origin is not None:
-                self._gpu.tell(self._origin)
+            self._gpu.tell(self._store)
         except BaseException as error:
             for job in jobs:
                 if not job.transfer.is_done:
@@ -371,9 +275,8 @@ class ShardFile:
 
     def _become_private(self, error: CapacityError) -> None:
         """Go on in memory of this process alone: the file is only read from, in waves."""
-        assert self._origin is not None
-        if self._origin.tiers is not None:
-            self._origin.tiers.counters.fall_back(
+        if self._store.tiers is not None:
+            self._store.tiers.counters.fall_back(
                 "waves",
                 "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s",
                 str(error),
@@ -385,7 +288,7 @@ class ShardFile:
             _private.add(self)
 
     def _pin(self, accelerator: Accelerator) -> None:
-        if self._file is not None and self._store is not None:
+        if self._file is not None:
             pin_segments(accelerator, self._file.segments(), self._store)
 
     def _make_room(self, plan: TensorPlan) -> list[tuple[_Run, _Memory]]:
@@ -487,7 +390,6 @@ class ShardFile:
         Raises:
             TimeoutError, StoreError, CapacityError, ConflictError, ReadOnlyError: See `Writer.commit`.
         """
-        assert self._store is not None
         assert self._file is not None
         self.wait_filled()
         self._is_over = True
@@ -524,8 +426,6 @@ class ShardFile:
         self._file.seal([first])
         memory = [first, *(run.memory for run in runs)]
         self._file.commit(path, memory, metadata=part_of(self._store), is_new=True)
-        if self._borrowed is not None:
-            self._borrowed.release()
         offsets = {
             number: len(head) + (begins[id(placed.run)] + placed.at if placed.run is not None else end)
             for number, placed in lies.items()
@@ -576,7 +476,6 @@ class ShardFile:
         try:
             packed = self._begin([plan.lengths for plan in plans], wait=False)
         except CapacityError as error:
-            assert self._store is not None
             if self._store.tiers is not None:
                 self._store.tiers.counters.fall_back(
                     "kept_replicas",
@@ -654,10 +553,10 @@ def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] 
         StoreError: See `check_is_held`, of one that was staged for another store.
     """
     with _lock:
-        files = [file for file in _live if file._store is store or file._store is None]
+        files = [file for file in _live if file._store is store]
     for file in sorted(files, key=lambda file: file._is_over):
         placed = file.find(tensor)
-        if placed is not None and file.is_for(store):
+        if placed is not None:
             return file, placed
     check_is_held(tensor)
     return None
@@ -667,7 +566,7 @@ def check_is_held(tensor: torch.Tensor) -> None:
     """See that a tensor that was staged still holds what it did.
 
     Raises:
-        StoreError: Its file was saved, lent or given up, so that its memory may be another's by now.
+        StoreError: Its file was saved or given up, so that its memory may be another's by now.
     """
     with _lock:
         files = list(_live)

@@ -1,8 +1,7 @@
-"""A staged state dict, which goes to another process by where its tensors lie: the shard file is lent to that one.
+"""A staged state dict, whose tensors go to another process in one piece of shared memory.
 
 torch sends each tensor's storage as a file descriptor of its own, two of them while they are on their way: a state of a few
-hundred tensors would have more than a process may hold open. Where the file cannot be lent, all tensors go in one piece of
-shared memory. For `pickle` and `copy` it is a dict.
+hundred tensors would have more than a process may hold open. For `pickle` and `copy` it is a dict.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch.distributed.tensor import DTensor
 from tierfs.dcp.save.later import Later
 from tierfs.dcp.save.local_shards import mark_shards, shards_of
 from tierfs.dcp.save.saves import Save, read_here
-from tierfs.dcp.save.shard_file import LentShard, ShardFile
+from tierfs.dcp.save.shard_file import ShardFile
 
 __all__ = ["StagedState", "UnstagedState"]
 
 ALIGN_BYTES = 64
 # Of a tensor: where its bytes are, its dtype and its shape.
-_Place = tuple[Any, torch.dtype, torch.Size]
+_Place = tuple[int, torch.dtype, torch.Size]
 
 
 class StagedState(dict[str, Any]):
@@ -97,19 +96,6 @@ class StagedState(dict[str, Any]):
     def _to_a_process(self) -> tuple[Any, ...]:
         self._wait()
         read_here(self._file)
-        lent = self._file.lend()
-        if lent is None:
-            return self._copied()
-        numbers = self._file.numbers()
-        found = [(view, self._file.find(view)) for view in self._views]
-        places: dict[int, _Place] = {
-            id(view): (numbers.get(id(placed)), view.dtype, view.shape)
-            for view, placed in found
-            if id(placed) in numbers or not view.numel()
-        }
-        return _borrowed, (self._pickled(places), lent)
-
-    def _copied(self) -> tuple[Any, ...]:
         places: dict[int, _Place] = {}
         end = 0
         for view in self._views:
@@ -203,27 +189,21 @@ class _Pickler(ForkingPickler):
 class _Unpickler(pickle.Unpickler):
     """Makes tensors of what `_Pickler` says."""
 
-    def __init__(self, stream: io.BytesIO, make: Callable[[Any, torch.dtype, torch.Size], torch.Tensor]) -> None:
+    def __init__(self, stream: io.BytesIO, shared: torch.UntypedStorage) -> None:
         super().__init__(stream)
-        self._make = make
+        self._shared = shared
 
     def persistent_load(self, said: Any) -> torch.Tensor:
         """A tensor that is a view of the shared memory."""
         (at, dtype, shape), spec = said
-        view = self._make(at, dtype, shape) if shape.numel() else torch.empty(shape, dtype=dtype, device="cpu")
+        view = _tensor_in(self._shared, at, dtype, shape)
         if spec is None or isinstance(spec, dict):
             return mark_shards(view, spec)
         return DTensor(view, spec, requires_grad=False)
 
 
 def _received(data: bytes, shared: torch.UntypedStorage) -> dict[str, Any]:
-    found: dict[str, Any] = _Unpickler(io.BytesIO(data), lambda *said: _tensor_in(shared, *said)).load()
-    return found
-
-
-def _borrowed(data: bytes, lent: LentShard) -> dict[str, Any]:
-    file = ShardFile.borrow(lent)
-    found: dict[str, Any] = _Unpickler(io.BytesIO(data), file.tensor).load()
+    found: dict[str, Any] = _Unpickler(io.BytesIO(data), shared).load()
     return found
 
 

@@ -17,7 +17,7 @@ from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import StoredDraft
 from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.caller import Caller
 from tierfs.host.rpc.handover import Handover
 from tierfs.host.slab.ram import RamTier
@@ -161,26 +161,6 @@ class PendingDrafts:
         own = {segment.id for segment in self._ram.own_segments()}
         slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
         return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
-
-    def named_slots(self) -> set[SlotRef] | None:
-        """The slots that drafts in slabs name; ``None`` if that cannot be told yet.
-
-        Once a draft is not among these any more, the slots that it names are marked clean.
-
-        Raises:
-            StoreError, FormatError: The flusher runs, and cannot be asked for what no file leads to.
-        """
-        self._handover.look_around()
-        if self._ram.unseen() or self._ram.is_blind():
-            return None
-        named: set[SlotRef] = set()
-        for slot in self._ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
-            draft = self._decoded.in_slot(slot)
-            if draft is not None:
-                named.update(reference for reference in draft.slots if reference is not None)
-            elif slot.segment.is_still(slot):
-                return None  # it cannot be read, and may name any of them
-        return named
 
     def _is_newer(self, draft: Draft, other: Draft) -> bool:
         """Whether a draft in a slab was closed after one in the nvme tier; until its slot is marked clean it is in both."""

@@ -17,7 +17,6 @@ from tierfs.errors import CapacityError
 from tierfs.host.host import Host
 from tierfs.host.slab.budget import LOCK, Shares
 from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
-from tierfs.host.slab.loans import Loans
 from tierfs.host.slab.peers import Neighbours
 from tierfs.host.slab.pool import Supply, give_back
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
@@ -76,7 +75,6 @@ class RamTier:
         host: As given.
         store: The uuid, 32 hex digits.
         budget_bytes: As given.
-        loans: What processes of the host lend each other.
         chunks_budget_bytes: The least budget for files of any length.
     """
 
@@ -91,7 +89,6 @@ class RamTier:
         self._clock = clock
         self._length_max = largest(budget_bytes, segment_bytes_max)
         self._shares = Shares(host)
-        self.loans = Loans(self._shares.directory)
         self._supply = Supply(
             host,
             self.store,
@@ -255,19 +252,16 @@ class RamTier:
     def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
         """Free what dead processes left unsealed, or sealed without a draft that needs it. For the flusher.
 
-        Segments of which another process has borrowed something wait until that has made a draft of it, or given it up.
-
         Args:
-            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead and nothing is
-                lent, so no draft comes to be after that.
+            needed: Says which slots (indices) of chunks in a segment are needed. Asked when its owner is dead, so no
+                draft comes to be after that.
 
         Returns:
             Bytes freed.
         """
         freed = 0
-        self.loans.sweep(self.host.is_alive)
         for segment in self.segments():
-            if segment.owned or self.host.is_alive(segment.owner) or not self.loans.end_all(segment.id):
+            if segment.owned or self.host.is_alive(segment.owner):
                 continue
             kept = needed(segment)
             with self.host.locked(LOCK):

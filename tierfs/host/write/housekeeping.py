@@ -1,4 +1,4 @@
-"""The thread of a process that writes: makes slabs and room in them ahead of need, gives others their share, and takes back what it lent."""
+"""The thread of a process that writes: makes slabs and room in them ahead of need, and gives others their share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import weakref
 
 from tierfs._fork import renew_in_children
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.write.lending import Lending
 from tierfs.threads import start_daemon
 
 __all__ = ["Housekeeping"]
@@ -21,12 +20,11 @@ class Housekeeping:
 
     Args:
         ram: The ram tier.
-        lending: What this process lent.
         ended: Set when there is nothing to look after any more.
     """
 
-    def __init__(self, ram: RamTier, lending: Lending, ended: threading.Event) -> None:
-        self._ram, self._lending = weakref.ref(ram), weakref.ref(lending)
+    def __init__(self, ram: RamTier, ended: threading.Event) -> None:
+        self._ram = weakref.ref(ram)
         self._ended = ended
         self._process = 0  # the one in which the thread runs
         self._lock = threading.Lock()
@@ -40,20 +38,19 @@ class Housekeeping:
         with self._lock:
             if self._process == os.getpid():
                 return
-            if start_daemon(_run, self._ram, self._lending, self._ended, name="housekeeping") is not None:
+            if start_daemon(_run, self._ram, self._ended, name="housekeeping") is not None:
                 self._process = os.getpid()
 
     def _renew(self) -> None:
         self._lock = threading.Lock()
 
 
-def _run(ram: weakref.ref[RamTier], lending: weakref.ref[Lending], ended: threading.Event) -> None:
+def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
     while not ended.wait(HOUSEKEEPING_S):
-        tier, lent = ram(), lending()
-        if tier is None or lent is None:
+        tier = ram()
+        if tier is None:
             return
-        lent.settle()
         tier.grow_ahead()
         tier.evict_ahead()
         tier.make_room_for_others()
-        del tier, lent
+        del tier

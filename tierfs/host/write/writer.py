@@ -30,7 +30,6 @@ from tierfs.host.slab.segment import Slot, SlotKind, SlotState
 from tierfs.host.write.ahead import Ahead
 from tierfs.host.write.chunk_buffer import ChunkBuffer
 from tierfs.host.write.housekeeping import Housekeeping
-from tierfs.host.write.lending import Lending
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 
@@ -53,14 +52,10 @@ class SlabWriter:
         ram: The ram tier.
         flusher: How to reach the flusher.
         handover: Gives it the slabs that no file leads to.
-        lending: What other processes have of this one's slabs.
         counters: Where it is told of what is done in a lesser way.
         kind: The store's digests.
         clock: Where time comes from.
         ended: Set when the tiers are let go of.
-
-    Attributes:
-        lending: As given.
     """
 
     def __init__(
@@ -68,7 +63,6 @@ class SlabWriter:
         ram: RamTier,
         flusher: Caller,
         handover: Handover,
-        lending: Lending,
         counters: Counters,
         *,
         kind: DigestKind,
@@ -78,14 +72,13 @@ class SlabWriter:
         self._ram = ram
         self._flusher = flusher
         self._handover = handover
-        self.lending = lending
         self._counters = counters
         self._kind = kind
         self._clock = clock
         self._ended = ended
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
-        self._housekeeping = Housekeeping(ram, lending, ended)
+        self._housekeeping = Housekeeping(ram, ended)
         self._sealing = SingleFlight(ram.host.store_directory(ram.store) / "seal.lock")
         self._lock = threading.Lock()
         self._is_news = False
@@ -119,7 +112,6 @@ class SlabWriter:
             timeout_s: See `begin_chunk`.
         """
         self._housekeeping.begin()
-        self.lending.settle()
         self._fault("before chunk.take")
         on_wait = None if timeout_s == 0 else self._nudge
         found = self._ram.take_runs(SlotKind.CHUNK, runs, timeout_s=timeout_s, on_wait=on_wait)

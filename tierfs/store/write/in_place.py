@@ -31,7 +31,6 @@ from tierfs.store.encode.tensors import layout_of, places
 from tierfs.store.soundness import replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
-from tierfs.store.write.lent_file import BorrowedFile, LentChunk, LentFile, LentSegment
 from tierfs.store.write.writer import Writer
 from tierfs.threads import start_daemon
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from tierfs.host.write.ahead import Ahead
     from tierfs.host.write.chunk_buffer import ChunkBuffer
 
-__all__ = ["Run", "StagedFile", "borrowed_runs"]
+__all__ = ["Run", "StagedFile"]
 
 _logger = logging.getLogger("tierfs.store")
 
@@ -88,7 +87,6 @@ class StagedFile:
         if self._writer is not None:
             _dropped.begin()
         self._taken: list[Slot] = []
-        self._is_lent = False
         self._finalizer = weakref.finalize(self, _dropped.put, self._taken)
         self._finalizer.atexit = False
 
@@ -158,54 +156,9 @@ class StagedFile:
         chunk.slot, chunk.row = _reference(slot), Row(ChunkName(slot.name[1:]), slot.length, 0)
         ahead.add(slot)
 
-    def lend(self, runs: Sequence[Run]) -> LentFile | None:
-        """Let a process that `multiprocessing` started save these runs instead of this one: once, and for good.
-
-        When it is done, what it has not saved is given back. What is in the runs' memory is undefined then.
-
-        Args:
-            runs: All that there are. Sealed now, if they are not.
-
-        Returns:
-            To be pickled for that process. ``None`` where the memory is this process's alone, or no file leads to it and the
-            flusher cannot be reached; the latter is counted.
-
-        Raises:
-            StoreError: It was saved, lent or given up before.
-        """
-        if self._writer is None or self._store.tiers is None:
-            return None
-        self._check_is_ours("what is to go to another process")
-        self.seal(runs)
-        lending = self._writer.lending
-        try:
-            loan = lending.lend(self._taken)
-        except (StoreError, TimeoutError) as error:
-            self._store.tiers.counters.fall_back("not_lent", "what is staged is copied for another process: %s", error)
-            return None
-        self._is_lent = True
-        self._taken.clear()
-        weakref.finalize(self, lending.drop, loan).atexit = False
-        slots = {_reference(slot): slot for slot in loan.slots}
-        segments = {slot.segment.id: slot.segment for slot in loan.slots}
-        return LentFile(
-            lending.store,
-            loan.path,
-            tuple(map(LentSegment.of, segments.values())),
-            tuple(
-                tuple(
-                    LentChunk(chunk.slot, chunk.row, slots[chunk.slot].offset)
-                    for chunk in run._chunks
-                    if chunk.slot is not None and chunk.row is not None
-                )
-                for run in runs
-            ),
-        )
-
     def _check_is_ours(self, what: str) -> None:
-        if self._is_lent or not self._finalizer.alive:
-            gone = "handed to another process" if self._is_lent else "saved or given up"
-            raise StoreError(f"{what}: what was staged was {gone} before: stage it again")
+        if not self._finalizer.alive:
+            raise StoreError(f"{what}: what was staged was saved or given up before: stage it again")
 
     def commit(
         self,
@@ -226,7 +179,7 @@ class StagedFile:
             is_new: See `Writer`.
 
         Raises:
-            StoreError: It was committed, lent or given up before.
+            StoreError: It was committed or given up before.
             ReadOnlyError: Nothing can be put into the object tier, where there are no local tiers.
             ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
         """
@@ -253,18 +206,6 @@ class StagedFile:
         """Give everything back. May be called twice; does nothing to what was committed."""
         if self._finalizer.detach() is not None:
             _give_back(self._taken)
-
-
-def borrowed_runs(file: BorrowedFile) -> list[Run]:
-    """Runs that another process staged, to be among those of a file here."""
-    runs = []
-    for chunks, view in zip(file.runs, file.views, strict=True):
-        ends = np.cumsum([chunk.row.raw_length for chunk in chunks])
-        begins = [0, *ends[:-1]]
-        pieces = [view[begin:end] for begin, end in zip(begins, ends, strict=True)]
-        known = [_Chunk(piece, slot=chunk.slot, row=chunk.row) for piece, chunk in zip(pieces, chunks, strict=True)]
-        runs.append(Run(view, len(view), known))
-    return runs
 
 
 def _read_from(views: Sequence[memoryview], start: int, out: memoryview) -> None:
