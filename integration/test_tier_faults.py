@@ -225,16 +225,16 @@ def fill(directory, leave=0):
 
 
 @pytest.mark.parametrize("nvme", ["0", "256MiB"])
-def test_where_shared_memory_is_full_slabs_are_handed_to_the_flusher_and_outlive_the_trainer(remote, tmp_path, nvme):
+def test_where_shared_memory_is_full_slabs_in_the_state_directory_outlive_the_trainer(remote, tmp_path, nvme):
     with mounted(tmp_path / "shm", "64m") as shm:
         remote.options |= {"ram": "512MiB", "nvme": nvme}
         saves = [f"save:f{number}:{number}:{8 * MIB}" for number in range(12)]
         remote.proxy.set("no-puts")
         ended = train(remote.url, remote.options, *saves, "status", "kill", shm=shm).sound()
         assert ended.code == -signal.SIGKILL
-        assert ended.log.count("has no room for a segment") == 1, "said, and once"
+        assert ended.log.count("Shared memory is too small") == 1, "said, and once"
         ram = ended["status"]["status"]["tiers"]["ram"]
-        assert ram["memfd_segments"] >= 1
+        assert ram["fallbacks"]["disk_segments"] >= 1
         assert ram["host_bytes"] <= 512 * MIB
         remote.proxy.set("pass")
         reads = [f"read:f{number}:{number}" for number in range(12)]

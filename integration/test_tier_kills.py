@@ -100,10 +100,10 @@ MODES = {
     "a large write at once": (Mode(LARGER, ram=160 * MIB, nvme=240 * MIB, piece=LARGEST), 0, 2, 0),
     "a large write at once, larger than both tiers": (Mode(LARGER, ram=40 * MIB, nvme=40 * MIB, piece=LARGEST), 1, 1, 0),
     "a file larger than both tiers, local": (Mode(all_at("local", LARGER), ram=40 * MIB, nvme=40 * MIB), 1, 1, 0),
-    "segments without a file, mixed levels": (Mode(checkpoints("local", "object", "staged"), shm_room=0), 1, 1, 0),
-    "segments without a file, staged": (Mode(checkpoints("staged"), ram=128 * MIB, shm_room=0), 1, 1, 1),
-    "segments without a file, ram tier": (Mode(checkpoints("staged"), ram=128 * MIB, nvme=0, shm_room=0), 1, 1, 0),
-    "some segments without a file": (Mode(MANY, ram=70 * MIB, shm_room=40 * MIB), 1, 1, 0),
+    "segments on disk, mixed levels": (Mode(checkpoints("local", "object", "staged"), shm_room=0), 1, 1, 0),
+    "segments on disk, staged": (Mode(checkpoints("staged"), ram=128 * MIB, shm_room=0), 1, 1, 1),
+    "segments on disk, ram tier": (Mode(checkpoints("staged"), ram=128 * MIB, nvme=0, shm_room=0), 1, 1, 0),
+    "some segments on disk": (Mode(MANY, ram=70 * MIB, shm_room=40 * MIB), 1, 1, 0),
 }  # fmt: skip
 KILLS_MIN = 500
 
@@ -124,7 +124,7 @@ def test_a_kill_at_any_step_loses_nothing_that_was_acknowledged(name, kills):
         jobs = [(kill_flusher, point) for point in chosen(flusher, of_flusher, noise)]
         jobs += [(kill_trainer, point) for point in chosen(trainer, of_trainer, noise)]
         jobs += [(kill_trainer_alone, point) for point in chosen(trainer, of_trainer_held, noise)]
-        if not mode.shm_room:
+        if mode.shm_room is None:
             jobs += [(kill_both, point) for point in noise.sample(flusher, 4)]
         if mode.shm_room == 0:
             jobs += [(kill_both_the_trainer_first, point) for point in noise.sample(trainer, 8)]

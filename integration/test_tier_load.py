@@ -193,10 +193,10 @@ def judge_leftovers(load, state, uuid):
         assert time.monotonic() < deadline, dump_flushers(load.directory)
         time.sleep(0.1)
     host = Host(state)
-    kinds = Counter(path.suffix for path in host.segments.iterdir())
+    kinds = Counter(path.suffix for folder in host.folders for path in folder.glob("*"))
     assert set(kinds) <= {".slab", ""}, kinds
     assert kinds[""] <= 1, "the file that says whose folder it is"
-    total = sum(path.stat().st_size for path in host.segments.glob("*.slab"))
+    total = sum(path.stat().st_size for folder in host.folders for path in folder.glob("*.slab"))
     assert total <= 192 << 20
     # Those of the dead go when the next process of the host makes its own.
     own = host.owner()

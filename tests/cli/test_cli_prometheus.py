@@ -19,7 +19,7 @@ REPORT = {
         },
         "ram": {
             "budget_bytes": 64, "host_bytes": 48, "store_bytes": 40, "used_bytes": 9, "dirty_bytes": 6, "clean_bytes": 3,
-            "segments": 2, "memfd_segments": 0, "waits": 4, "waited_s": 1.5, "evicted_bytes": 7, "gives": "staged",
+            "segments": 2, "waits": 4, "waited_s": 1.5, "evicted_bytes": 7, "gives": "staged",
         },
         "nvme": {
             "budget_bytes": 128, "used_bytes": 10, "dirty_bytes": 1, "clean_bytes": 9, "chunks": 5, "drafts": 1,

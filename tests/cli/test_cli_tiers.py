@@ -606,7 +606,7 @@ from tierfs.flusher.server import Service
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
 engine, directory = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
 engine.start()
-engine.handle("hello", {"options": {}}, [], None)
+engine.handle("hello", {"options": {}}, None)
 late = {"fsspec", "asyncio", "ssl", "tqdm", "tierfs.store", "tierfs.objects", "tierfs.fs", "torch"} & set(sys.modules)
 engine.stop()
 engine.close()
@@ -638,7 +638,7 @@ priority.give_way = lambda: sys.argv[2] == "True"
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
 engine, _ = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
 engine.start()
-counters = engine.handle("status", {}, [], None).outcome["counters"]
+counters = engine.handle("status", {}, None)["counters"]
 engine.stop()
 engine.close()
 assert counters.get("priority_refused", 0) == (sys.argv[2] != "True"), counters

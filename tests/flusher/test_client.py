@@ -22,9 +22,8 @@ from support.fake_flusher import (
     process_client,
     until,
 )
-from support.opened import descriptors
 
-from tierfs.errors import CapacityError, FormatError, InvalidInputError, ReadOnlyError, StoreError
+from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
 from tierfs.host.rpc.client import IDLE_MAX, FlusherClient
@@ -465,41 +464,9 @@ def test_an_answer_that_makes_no_sense_is_an_error(directory, packet):
         thread.join()
 
 
-@pytest.mark.parametrize(
-    ("answer", "error"),
-    [
-        ({"id": 99, "ok": {}}, FormatError),
-        ({"id": None}, FormatError),
-        ({"id": None, "error": {"kind": "capacity", "message": "full"}}, CapacityError),
-    ],
-    ids=["of another request", "without outcome", "of failure"],
-)
-def test_descriptors_that_come_with_a_bad_answer_are_closed(directory, answer, error):
-    def serve(listener):
-        listener.settimeout(5)
-        connection, _ = listener.accept()
-        with connection:
-            hello = wire.receive(connection)[0]
-            wire.send(connection, wire.encode({"id": hello["id"], "ok": {"version": "1.0"}}))
-            request = wire.receive(connection)[0]
-            wire.send(connection, wire.encode({**answer, "id": answer["id"] or request["id"]}), [0, 1, 2])
-            wire.receive(connection)
-
-    with wire.listen(directory) as listener:
-        thread = threading.Thread(target=serve, args=(listener,))
-        thread.start()
-        before = descriptors()
-        with FlusherClient(directory, fail_to_launch, "1.0", dict) as client, pytest.raises(error):
-            client.request_fds("echo")
-        thread.join()
-        assert descriptors() <= before
-
-
 def test_what_cannot_be_sent_is_an_error_and_costs_nothing_else(client):
     with pytest.raises(InvalidInputError, match="over the limit"):
         client.request("echo", {"a": "x" * 70_000})
-    with pytest.raises(StoreError, match=r"cannot be asked to contents: .*Bad file descriptor"):
-        client.request("contents", fds=[10_000])
     assert client.request("echo")
 
 

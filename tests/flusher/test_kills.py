@@ -46,11 +46,10 @@ FILLED = Mode(
     ram=40 * MIB,
     nvme=8 * MIB,
 )
-# What the second file needs does not fit into the segment that the flusher has of the first.
-NO_FILES = Mode(
+NO_SHM = Mode(
     [write("run/a", MIB, "local"), write("run/b", 40 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
 )
-SOME_FILES = Mode(
+SMALL_SHM = Mode(
     [write("run/a", 30 * MIB, "local"), write("run/b", 30 * MIB, "local"), write("latest", 10, "local")],
     ram=70 * MIB,
     nvme=96 * MIB,
@@ -135,22 +134,22 @@ def test_a_flusher_that_dies_between_index_and_arena_is_replaced_by_one_that_fin
 
 
 @pytest.mark.parametrize("step", ["before draft.seal", "before wait"])
-def test_a_trainer_without_files_for_its_segments_never_leaves_a_draft_whose_chunks_nobody_has(case, step):
-    assert kill_trainer(case(NO_FILES), (step, 2))
+def test_a_trainer_without_shared_memory_never_leaves_a_draft_without_its_chunks(case, step):
+    assert kill_trainer(case(NO_SHM), (step, 2))
 
 
-@pytest.mark.parametrize("mode", [NO_FILES, SOME_FILES], ids=["no files", "some files"])
-def test_a_flusher_that_has_segments_without_a_file_is_replaced_and_gets_them_again(case, mode):
+@pytest.mark.parametrize("mode", [NO_SHM, SMALL_SHM], ids=["no shared memory", "too little"])
+def test_a_flusher_is_replaced_where_shared_memory_is_too_small(case, mode):
     assert kill_flusher(case(mode), ("before settle.commit", 2))
 
 
-def test_a_flusher_that_dies_while_it_takes_down_what_has_no_file_is_replaced_and_gets_it_again(case):
+def test_a_flusher_that_dies_while_it_takes_down_segments_on_disk_is_replaced(case):
     mode = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=96 * MIB, piece=70 * MIB, shm_room=0)
     assert kill_flusher(case(mode), ("before index.commit", 1))
 
 
-def test_what_is_local_survives_both_where_segments_have_no_file(case):
-    assert kill_both(case(NO_FILES), ("before wait", 2), first="trainer")
+def test_segments_on_disk_survive_both(case):
+    assert kill_both(case(NO_SHM), ("before wait", 2), first="trainer")
 
 
 @pytest.mark.parametrize("step", ["after chunk.copy", "before chunk.seal"])

@@ -56,8 +56,7 @@ def nobody_listens(directory):
 
 def ask(connection, do, arguments=None):
     wire.send(connection, wire.encode({"id": 7, "do": do, "arguments": arguments or {}}))
-    received = wire.receive(connection)
-    return received and received[0]
+    return wire.receive(connection)
 
 
 def is_closed(connection):
@@ -100,87 +99,6 @@ def test_a_mistake_in_the_engine_is_logged_and_told(client, caplog):
 def test_an_answer_that_is_too_long_is_an_error(client):
     with pytest.raises(InvalidInputError, match="over the limit"):
         client.request("large")
-
-
-def test_descriptors_arrive_and_are_closed_unless_kept(client, running, tmp_path):
-    (tmp_path / "one").write_text("first")
-    (tmp_path / "two").write_text("second")
-    with open(tmp_path / "one") as one, open(tmp_path / "two") as two:
-        fds = [one.fileno(), two.fileno()]
-        assert client.request("contents", fds=fds) == {"contents": ["first", "second"]}
-        client.request("keep", fds=fds)
-    assert os.pread(running.engine.kept, 100, 0) == b"first"
-    os.close(running.engine.kept)
-
-
-@pytest.fixture
-def files(tmp_path):
-    """Paths of as many files as fit into a message, each of which holds its number."""
-    paths = [tmp_path / f"file{number}" for number in range(wire.DESCRIPTORS_MAX)]
-    for number, path in enumerate(paths):
-        path.write_text(str(number))
-    return [str(path) for path in paths]
-
-
-def test_an_answer_brings_descriptors_and_the_service_keeps_none(client, running, files):
-    client.request("echo")
-    before = descriptors()
-    came = client.request_fds("open", {"paths": files})
-    assert [os.pread(fd, 10, 0).decode() for fd in came] == [str(number) for number in range(wire.DESCRIPTORS_MAX)]
-    assert not any(os.get_inheritable(fd) for fd in came)
-    until(lambda: len(descriptors() - before) == len(came))
-    wire.close_all(came)
-    assert descriptors() <= before
-
-
-def test_descriptors_that_nobody_asked_for_are_closed(client, files):
-    client.request("echo")
-    before = descriptors()
-    assert client.request("open", {"paths": files}) == {"count": len(files)}
-    until(lambda: descriptors() <= before)
-
-
-def test_an_answer_without_descriptors_is_none_of_them(client):
-    assert client.request_fds("echo") == []
-    with pytest.raises(CapacityError, match="all is dirty"):
-        client.request_fds("full")
-
-
-@pytest.mark.parametrize(("do", "more"), [("open", 1), ("open_and_say_too_much", 0)])
-def test_an_answer_that_does_not_fit_into_a_message_is_an_error_and_its_descriptors_are_closed(client, files, do, more):
-    client.request("echo")
-    before = descriptors()
-    with pytest.raises(InvalidInputError, match="over the limit"):
-        client.request_fds(do, {"paths": files + files[:more]})
-    assert descriptors() <= before
-    assert client.request("echo")
-
-
-def test_descriptors_for_a_client_that_has_gone_are_closed(running, directory, files):
-    with raw_connection(directory) as connection:
-        wire.send(connection, wire.encode({"id": 1, "do": "open_and_wait", "arguments": {"paths": files}}))
-        until(lambda: running.engine.waiting)
-    until(lambda: running.engine.told_gone)
-    opened = [os.readlink(f"/proc/self/fd/{fd}") for fd in running.engine.opened]
-    assert opened == files
-    running.engine.release()
-    until(lambda: not running.service._connections)
-    for fd in running.engine.opened:
-        with contextlib.suppress(FileNotFoundError):
-            assert os.readlink(f"/proc/self/fd/{fd}") not in files
-
-
-def test_descriptors_are_closed_where_the_service_stops_before_it_answers(running, directory, files):
-    with raw_connection(directory) as connection:
-        wire.send(connection, wire.encode({"id": 1, "do": "open_and_wait", "arguments": {"paths": files}}))
-        until(lambda: running.engine.waiting)
-        running.service.stop()
-        until(lambda: wire.identity_of(directory) is None)
-        running.engine.release()
-        answer, came = wire.receive(connection)
-        wire.close_all(came)  # sent all the same, or not at all
-        assert answer in ({"id": 1, "ok": {"count": len(files)}}, {"id": 1, "ended": True})
-    assert running.end()
 
 
 def test_the_engine_learns_who_asks(client, running):
@@ -351,7 +269,7 @@ def test_it_stays_where_it_has_clients_enough_though_it_can_have_no_more(running
         until(lambda: none.refused > 20 or dial(directory).close())
         assert running.thread.is_alive()
         engine.release()
-        assert wire.receive(one)[0]["ok"]
+        assert wire.receive(one)["ok"]
 
 
 def test_it_retires_where_no_descriptor_is_left_for_a_client(start, directory, monkeypatch):
@@ -379,7 +297,7 @@ def test_it_retires_where_no_descriptor_is_left_for_a_client(start, directory, m
 def test_a_request_without_memory_is_told_what_to_do_and_is_not_served(running, directory, monkeypatch, caplog, do):
     monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.1)
 
-    def forget(arguments, fds, peer):
+    def forget(arguments, peer):
         raise MemoryError
 
     running.engine.do_forget = forget
@@ -604,14 +522,14 @@ def test_what_is_under_way_when_it_stops_is_left_to_the_next_one(running, direct
         wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
         until(lambda: running.engine.waiting)
         running.stop()
-        assert wire.receive(connection)[0] == {"id": 1, "ended": True}  # and not the engine's error
+        assert wire.receive(connection) == {"id": 1, "ended": True}  # and not the engine's error
         assert is_closed(connection)
 
 
 def test_the_lock_is_held_until_the_last_request_has_ended(running, directory):
     engine, finish = running.engine, threading.Event()
 
-    def stubborn(arguments, fds, peer):
+    def stubborn(arguments, peer):
         engine.waiting += 1
         finish.wait(10)
         return {"done": True}
@@ -625,7 +543,7 @@ def test_the_lock_is_held_until_the_last_request_has_ended(running, directory):
         assert not nobody_holds_the_lock(directory)
         assert not engine.closed
         finish.set()
-        assert wire.receive(connection)[0]["ok"] == {"done": True}
+        assert wire.receive(connection)["ok"] == {"done": True}
     assert running.end()
     assert engine.closed
 

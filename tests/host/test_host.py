@@ -425,7 +425,7 @@ def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_t
     looks = [
         (host.directory / "processes", host._bury_the_dead),
         (shares.directory, shares.files),
-        (shares.directory, shares.names),
+        (shares.directory, shares.paths),
         (shares.directory, shares.others_wanting),
         (shares.directory.parent, shares.sweep_abandoned),
         (host.directory / "processes", lambda: host.is_alive("0" * 16)),
@@ -655,9 +655,8 @@ def test_a_folder_that_somebody_else_may_change_is_not_used_which_is_logged_and_
     shutil.rmtree(shm / name)
     make_unusable(shm, name, how)
     other = Host(directory, shm)
-    assert other.segments is None
-    assert other.failures == 1
-    assert caplog.text.count("no segments can be made") == 1
+    assert other.segments == other.fallback
+    assert caplog.text.count("Shared memory is too small") == 1
 
 
 @pytest.mark.parametrize(
@@ -686,7 +685,7 @@ def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nob
     gc.collect()
     shutil.rmtree(shm / name)  # as by systemd-logind, after a logout
     make_unusable(shm, name, "foreign")
-    assert Host(directory, shm).segments is None
+    assert Host(directory, shm).segments == directory / "segments"
     gc.collect()
     (tmp_path / "elsewhere").mkdir()
     assert Host(directory, tmp_path / "elsewhere").segments.parent == tmp_path / "elsewhere"
@@ -694,9 +693,9 @@ def test_somebody_else_who_takes_the_name_of_a_folder_that_was_removed_locks_nob
 
 def test_where_there_is_no_shared_memory_none_is_made(directory, tmp_path, caplog):
     host = Host(directory, tmp_path / "missing")
-    assert host.segments is None
+    assert host.segments == host.fallback
     assert not (tmp_path / "missing").exists()
-    assert "no segments can be made" in caplog.text
+    assert "Shared memory is too small" in caplog.text
     assert host.is_alive(host.owner())
 
 
@@ -711,10 +710,10 @@ def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, 
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", full)
         first = Host(tmp_path / "state", tmp_path)
-    assert first.segments is None
+    assert first.segments == first.fallback
     del first
     gc.collect()
-    assert Host(tmp_path / "state", tmp_path).segments is not None
+    assert Host(tmp_path / "state", tmp_path).segments.parent == tmp_path
 
 
 def test_a_state_directory_by_two_paths_has_one_folder(directory, shm):
@@ -736,8 +735,7 @@ def test_who_comes_with_another_place_for_segments_has_those_of_the_others(direc
 def test_who_comes_with_a_place_for_segments_where_others_have_none_has_none(directory, shm, tmp_path):
     first = Host(directory, tmp_path / "missing")
     second = Host(directory, shm)
-    assert (first.segments, second.segments) == (None, None)
-    assert first.counting == second.counting
+    assert first.segments == second.segments == first.fallback
     del first, second
     gc.collect()
     assert Host(directory, shm).segments.parent == shm
@@ -796,7 +794,7 @@ def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(dire
         with pytest.raises(CapacityError, match=r"segments.at cannot be written: No space.*: free some room"):
             Host(directory, shm)
         assert descriptors() == before
-    assert Host(directory, shm).segments is not None
+    assert Host(directory, shm).segments.parent == shm
 
 
 def test_a_child_that_was_forked_before_that_failed_keeps_nobody_waiting(directory, shm, monkeypatch):

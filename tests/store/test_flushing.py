@@ -20,7 +20,6 @@ from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import Settler
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.scan import Finder
-from tierfs.flusher.server import Answer
 from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
 from tierfs.host.nvme.state import NvmeState
@@ -700,7 +699,7 @@ def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypa
 
         def hang(*_):
             release.wait(30)
-            return Answer()
+            return {}
 
         monkeypatch.setattr(FlushEngine, "handle", hang)
         if connection == "new":

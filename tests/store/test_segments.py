@@ -136,9 +136,31 @@ def test_what_is_saved_in_a_segment_that_somebody_removed_is_flushed(flushing, w
         save(flushing.store, path, data)
     wait(flushing.store, "", Level.OBJECT, 20)
     assert {path: load(flushing.plain(), path) for path in files} == files
+    assert all(not segment.is_removed() for segment in flushing.tiers.ram.own_segments())
     assert [
         record.levelno for record in caplog.records if "was removed while it is written into" in record.message
     ] == [logging.WARNING]
+
+
+def test_a_file_whose_memory_was_removed_meanwhile_is_not_said_to_be_saved(flushing):
+    staged = StagedFile(flushing.store)
+    runs = staged.add_runs([[MIB]])
+    runs[0].view[:] = content(MIB)
+    staged.seal(runs)
+    shutil.rmtree(flushing.tiers.ram.host.segments)
+    with pytest.raises(StoreError, match=r"a: the shared memory that it was staged in was removed.*write it again"):
+        staged.commit("a", runs)
+    staged.abort()
+    assert kind_of(flushing.store, "a") is None
+
+
+def test_a_draft_that_was_removed_before_the_flusher_saw_it_is_not_waited_for(flushing, monkeypatch):
+    monkeypatch.setattr(flushing.flusher.ram, "segments", list)
+    save(flushing.store, "a", content(MIB))
+    for segment in flushing.tiers.ram.own_segments():
+        segment.unlink()
+    with pytest.raises(StoreError, match=r"a: the shared memory .* was removed before the flusher saw it"):
+        wait(flushing.store, "a", Level.OBJECT, None)
 
 
 def test_where_the_folder_was_removed_new_segments_are_made_in_another(flushing):
@@ -218,7 +240,7 @@ def test_a_wait_does_not_end_before_the_flusher_knows_what_is_pending(flushing, 
 
     with flushing.held():
         save(flushing.store, "a", content(MIB))
-        monkeypatch.setattr(flushing.tiers._handover, "ask", answer)
+        monkeypatch.setattr(flushing.tiers.flusher, "request", answer)
         with pytest.raises(TimeoutError, match="a has not reached 'object' yet, and the flusher does not know of it"):
             flushing.tiers.wait("", Level.OBJECT, 0.3)
         assert asked.count("wait") > 1

@@ -134,7 +134,7 @@ def test_a_flusher_that_has_no_way_to_the_object_tier_yet_counts_nothing(apart):
 
 def test_a_host_without_segments_in_shared_memory_is_said_to_be_one(make_host, monkeypatch, tmp_path):
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path / "missing"))
-    assert status(make_host().store)["counters"]["process_no_segment_files"] == 1
+    assert "Shared memory is too small" in status(make_host().store)["tiers"]["ram"]["problem"]
 
 
 def settings_of(tmp_path, **options):

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from tierfs.errors import CapacityError, InvalidInputError, NotFoundError
-from tierfs.flusher.server import Answer, Service
+from tierfs.flusher.server import Service
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, spawn
@@ -57,23 +57,22 @@ class FakeEngine:
             self.told_gone.append(peer.number)
             self.condition.notify_all()
 
-    def handle(self, do, arguments, fds, peer):
+    def handle(self, do, arguments, peer):
         if not self.running:
             raise InvalidInputError("this flusher has ended")
         if do == "hello":
             self.hellos.append((arguments, peer))
-            return Answer({"greeting": "hello"})
+            return {"greeting": "hello"}
         self.asked.append(do)
-        answer = getattr(self, f"do_{do}", self.unknown)(arguments, fds, peer)
-        return answer if isinstance(answer, Answer) else Answer(answer)
+        return getattr(self, f"do_{do}", self.unknown)(arguments, peer)
 
-    def unknown(self, arguments, fds, peer):
+    def unknown(self, arguments, peer):
         raise InvalidInputError("what is that?")
 
-    def do_echo(self, arguments, fds, peer):
+    def do_echo(self, arguments, peer):
         return {**arguments, "pid": os.getpid(), "peer": peer.pid}
 
-    def do_wait(self, arguments, fds, peer):
+    def do_wait(self, arguments, peer):
         with self.condition:
             self.waiting += 1
             self.condition.notify_all()
@@ -84,49 +83,27 @@ class FakeEngine:
             raise NotFoundError("never mind")
         return {"pid": os.getpid()}
 
-    def do_contents(self, arguments, fds, peer):
-        return {"contents": [os.pread(fd, 100, 0).decode() for fd in fds]}
-
-    def do_open(self, arguments, fds, peer):
-        """Answer with files. ``opened`` says which descriptors they were."""
-        self.opened = [os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in arguments["paths"]]
-        return Answer({"count": len(self.opened)}, list(self.opened))
-
-    def do_open_and_say_too_much(self, arguments, fds, peer):
-        return Answer({"answer": "x" * 100_000}, self.do_open(arguments, fds, peer).fds)
-
-    def do_open_and_wait(self, arguments, fds, peer):
-        answer = self.do_open(arguments, fds, peer)
-        with self.condition:
-            self.waiting += 1
-            self.condition.wait_for(lambda: self.released)
-        return answer
-
-    def do_keep(self, arguments, fds, peer):
-        self.kept = fds.pop(0)
-        return {}
-
-    def do_full(self, arguments, fds, peer):
+    def do_full(self, arguments, peer):
         raise CapacityError("all is dirty", path="a/b", tier="nvme")
 
-    def do_late(self, arguments, fds, peer):
+    def do_late(self, arguments, peer):
         raise TimeoutError("not in time")
 
-    def do_bug(self, arguments, fds, peer):
+    def do_bug(self, arguments, peer):
         return {"answer": 1 / 0}
 
-    def do_large(self, arguments, fds, peer):
+    def do_large(self, arguments, peer):
         return {"answer": "x" * 100_000}
 
-    def do_die_once(self, arguments, fds, peer):
+    def do_die_once(self, arguments, peer):
         """Be killed at work, if nobody was before."""
         try:
             os.close(os.open(self.directory / "died", os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return {"pid": os.getpid()}
-        return self.do_die(arguments, fds, peer)
+        return self.do_die(arguments, peer)
 
-    def do_die(self, arguments, fds, peer):
+    def do_die(self, arguments, peer):
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -84,12 +84,17 @@ def use_boot(boot):
 
 
 def use_small_shared_memory(room):
-    """See to it that segments with a file take no more room than this, whatever there is."""
+    """See to it that segments in shared memory take no more room than this, whatever there is."""
     from tierfs.host.slab.budget import Shares
 
-    Shares.free_bytes = lambda self, files: (
-        room - sum(file.size for file in self.files() if file.name.suffix != "memfd")
-    )
+    free_bytes = Shares.free_bytes
+
+    def free(self, folder, files):
+        if folder != self.directory:
+            return free_bytes(self, folder, files)
+        return room - sum(file.size for file in files if file.path.parent == folder)
+
+    Shares.free_bytes = free
 
 
 def open_with_tiers(spec, ack="staged"):
@@ -454,32 +459,6 @@ class Mode:
             (at + 1 for at, one in enumerate(self.operations[:done]) if one[-1] in {"local", "object"}), default=0
         )
 
-    def after_a_loss_while_publishing(self, done):
-        """The same, where of what went there is what was published.
-
-        That is a change only behind those before it in its directory and below, see `tierfs.flusher.order`.
-        """
-        first = self.local_after(done)
-        found = [(self.states[first], set())]  # with the numbers of the changes that were published
-        paths = []
-        for number in range(first, min(done + 1, len(self.operations))):
-            for path in self.changed_by(number):
-                value, directory = self.states[number + 1].get(path), path.rpartition("/")[0]
-                before = {at for at, other in enumerate(paths) if not directory or other.startswith(f"{directory}/")}
-                if path != self.changed_by(number)[0]:
-                    before.add(len(paths) - 1)  # what is moved goes when it has arrived
-                for state, published in list(found):
-                    if published >= before:
-                        changed = {name: held for name, held in {**state, path: value}.items() if held is not None}
-                        found.append((changed, {*published, len(paths)}))
-                paths.append(path)
-        return [state for state, _ in found]
-
-    def changed_by(self, number):
-        """The paths that an operation changes, in the order in which it does."""
-        what, *arguments = self.operations[number]
-        return {"rename": arguments[1::-1], "await": []}.get(what, arguments[:1])
-
     def is_at_least(self, path, value, number):
         """Whether a path that holds ``value`` holds what it did after operation ``number``, or later."""
         return any(state.get(path) == value for state in self.states[number + 1 :])
@@ -686,9 +665,7 @@ def kill_both(case, point, *, first="flusher"):
     trainer.kill()
     flusher.kill()
     case.check_right_now(trainer)
-    mode = case.mode
-    after = mode.after_a_crash if mode.shm_room is None else mode.after_a_loss_while_publishing
-    case.check_all_went_down(after(case.done(trainer)), case.start("flusher"))
+    case.check_all_went_down(case.mode.after_a_crash(case.done(trainer)), case.start("flusher"))
     return reached
 
 

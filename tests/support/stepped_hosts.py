@@ -99,7 +99,7 @@ class InlineTransfers(Transfers):
 class NoFlusher:
     """For who only looks."""
 
-    def request(self, do, arguments, *, fds=(), timeout_s=None, again=None):
+    def request(self, do, arguments, *, timeout_s=None):
         raise AssertionError(f"looking needs no flusher: {do} {arguments}")
 
     def is_running(self):
@@ -160,7 +160,7 @@ def forget(tiers):
     """Let go of what tiers have open, and of the memory."""
     tiers.cache.close()
     tiers.nvme.close()
-    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer, tiers._handover):
+    for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
         part._ram = None
     tiers.ram = None
 
@@ -454,8 +454,7 @@ class SteppedHost:
     def is_running(self):
         return self.engine is not None
 
-    def request(self, do, arguments, *, fds=(), timeout_s=None, again=None):
-        assert not fds
+    def request(self, do, arguments, *, timeout_s=None):
         arguments = json.loads(json.dumps(arguments))
         if do != "wait":
             return self._ask(do, arguments)

@@ -55,7 +55,6 @@ _TIER_GAUGES = {
     "drain_bytes_per_s": "Bytes that go from GPU memory to the ram tier, per second.",
     "generations": "Snapshots that there is GPU memory for.",
     "host_bytes": "Bytes that all stores of this host take of the tier.",
-    "memfd_segments": "Segments of shared memory without a file.",
     "newest_age_s": "How old the newest snapshot is.",
     "registered_bytes": "Bytes of shared memory that are registered with a GPU.",
     "segments": "Segments of shared memory.",

@@ -15,7 +15,7 @@ LISTED_MAX = 20
 _TIERS = ("ram", "nvme", "object")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 # What a tier says of itself that is worth a line only if it happened.
-_NOTABLE = ("waits", "waited_s", "evicted_bytes", "memfd_segments", "damaged")
+_NOTABLE = ("waits", "waited_s", "evicted_bytes", "damaged")
 
 
 class UploadRate:
@@ -110,7 +110,8 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if tier == "device":
             note = _snapshots(values)
         if values.get("host_bytes"):
-            note = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
+            taken = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
+            note = f"{taken}. {note}" if note else taken
         rows.append((tier, sizes[0], sizes[1], sizes[2], sizes[3], str(values.get("gives", "")), note))
     return align(rows, right=(1, 2, 3, 4))
 

@@ -10,12 +10,10 @@ from tierfs.errors import InvalidInputError
 from tierfs.flusher.access import Way
 from tierfs.flusher.flusher import Flusher
 from tierfs.flusher.queue import Entry
-from tierfs.flusher.server import Answer, Peer
+from tierfs.flusher.server import Peer
 from tierfs.host.pending.levels import Level
-from tierfs.host.rpc.handover import copies_of, note_of
-from tierfs.host.rpc.protocol import DESCRIPTORS_MAX
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment, Slot
+from tierfs.host.slab.segment import Slot
 
 __all__ = ["FlushEngine"]
 
@@ -73,7 +71,7 @@ class FlushEngine:
         """A client went away: what it waits for is nobody's interest any more."""
         self._flusher.nudge()
 
-    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
+    def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         """Answer one message. May block, where the message says so.
 
         Raises:
@@ -83,14 +81,10 @@ class FlushEngine:
         method = getattr(self, f"_do_{do}", None)
         if method is None:
             raise InvalidInputError(f"the flusher knows no {do!r}")
-        for fd in fds:
-            # Segments without a name in the file system, which no scan of the host finds.
-            self._flusher.ram.add(Segment.attach_fd(fd))
         try:
-            answer = method(arguments, peer)
+            return method(arguments, peer) or {}
         except (KeyError, TypeError) as error:
             raise InvalidInputError(f"{do!r} was sent with bad arguments: {error!r}") from error
-        return answer if isinstance(answer, Answer) else Answer(answer or {})
 
     def _do_hello(self, arguments: dict[str, Any], peer: Peer) -> None:
         options = arguments.get("options")
@@ -119,13 +113,6 @@ class FlushEngine:
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}
-
-    def _do_segments(self, arguments: dict[str, Any], peer: Peer) -> Answer:
-        """Segments that no file leads to, by the names of their notes: those that are here, in a message's worth."""
-        wanted = set(arguments["names"])
-        nameless = [segment for segment in self._flusher.ram.segments() if segment.path is None]
-        found = [segment for segment in nameless if note_of(segment) in wanted]
-        return Answer(fds=copies_of(found[:DESCRIPTORS_MAX]))
 
     def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"bytes": self._flusher.settler.keep(self._slots(arguments))}

@@ -12,7 +12,7 @@ from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
 from tierfs.flusher.queue import Entry
-from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, NotHandedOverError
+from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.local_chunk import check_block, envelope_of
 from tierfs.host.nvme.writer import ChunksGoneError, NvmeTier
@@ -143,7 +143,7 @@ class Settler:
         """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
         state = self._state
         is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and not state.access.is_known)
-        if isinstance(error, (NotHandedOverError, NotAskedError)) and is_hopeful:
+        if isinstance(error, (UnreadSegmentError, NotAskedError)) and is_hopeful:
             state.fail(entry, error, wait_s=RETRY_S_MIN)
             return False
         if not isinstance(error, CapacityError):

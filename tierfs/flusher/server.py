@@ -28,7 +28,7 @@ from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
 from tierfs.host.rpc.protocol import LOCK_NAME
 
-__all__ = ["Answer", "Engine", "Peer", "Service"]
+__all__ = ["Engine", "Peer", "Service"]
 
 CONNECTIONS_MAX = 256  # and as many threads
 # Who has fewer and can take no more is of no use to a host. With more, those that come wait for their turn.
@@ -61,20 +61,6 @@ class Peer:
     gone: threading.Event = field(default_factory=threading.Event, compare=False, repr=False)
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a client is told.
-
-    Attributes:
-        outcome: What JSON holds, within a message.
-        fds: Descriptors to go with it, as many as a message carries. They are the service's to close, sent or not, and
-            so must be nobody else's: copies, which stay what they are until then.
-    """
-
-    outcome: dict[str, Any] = field(default_factory=dict)
-    fds: list[int] = field(default_factory=list)
-
-
 class Engine(Protocol):
     """What a flusher does, called by many threads."""
 
@@ -90,13 +76,12 @@ class Engine(Protocol):
     def close(self) -> None:
         """Let go of everything. Called after `stop`, when no `handle` is under way and none will be."""
 
-    def handle(self, do: str, arguments: dict[str, Any], fds: list[int], peer: Peer) -> Answer:
-        """Do what a client asks; may take as long as it takes.
+    def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        """Do what a client asks; may take as long as it takes. Returns what JSON holds, within a message.
 
         Args:
             do: What; "hello" comes first on each connection.
             arguments: What the client says; checked by nobody yet.
-            fds: Descriptors sent along. Those to be kept are taken out of the list; the others are closed afterwards.
             peer: Who asks. When it hangs up nobody waits for the answer: see `gone`.
 
         Raises:
@@ -343,20 +328,15 @@ class Service:
 
     def _converse(self, connection: _Connection) -> None:
         try:
-            while (received := wire.receive(connection.sock)) is not None:
+            while (message := wire.receive(connection.sock)) is not None:
                 connection.is_busy = True
-                message, fds = received
                 try:
-                    packet, outgoing = self._answer(connection, message, fds)
+                    packet = self._answer(connection, message)
                 finally:
-                    wire.close_all(fds)
                     connection.used_at = time.monotonic()
                     connection.is_busy = False
-                try:
-                    # A client that does not read its answers fills its own connection, and loses it.
-                    wire.send(connection.sock, packet, outgoing, flags=socket.MSG_DONTWAIT)
-                finally:
-                    wire.close_all(outgoing)
+                # A client that does not read its answers fills its own connection, and loses it.
+                wire.send(connection.sock, packet, flags=socket.MSG_DONTWAIT)
         except FormatError as error:
             _logger.warning("the connection of process %d is closed: %s", connection.pid, error)
         except MemoryError as error:
@@ -373,8 +353,8 @@ class Service:
                 connection.is_over = True
                 self._wake()
 
-    def _answer(self, connection: _Connection, message: dict[str, Any], fds: list[int]) -> tuple[bytes, list[int]]:
-        """Ask the engine. Returns the packet to be sent, and descriptors to go with it, to be closed after that.
+    def _answer(self, connection: _Connection, message: dict[str, Any]) -> bytes:
+        """Ask the engine. Returns the packet to be sent.
 
         Raises:
             FormatError: It is no request, or comes before the hello.
@@ -386,24 +366,22 @@ class Service:
         # To be asked again, of the next flusher.
         ended = wire.encode({"id": number, "ended": True})
         if self._is_stopping:
-            return ended, []
-        answer = Answer()
+            return ended
+        outcome: dict[str, Any] = {}
         try:
             if do in ("retire", "stop"):
                 self._retire_for(peer, asked_to_stop=do == "stop")
             else:
-                answer = self._engine.handle(do, arguments, fds, peer)
+                outcome = self._engine.handle(do, arguments, peer)
             more = {"version": self._version} if do == "hello" else {}
-            packet = wire.encode({"id": number, "ok": answer.outcome | more})
-            wire.check_count(answer.fds)
+            packet = wire.encode({"id": number, "ok": outcome | more})
             if do != "hello":
                 self._refusals.end()
-            return packet, answer.fds
+            return packet
         except Exception as error:  # noqa: BLE001 - the client is told
-            wire.close_all(answer.fds)
             if self._is_stopping:
-                return ended, []  # which may well be what went wrong
-            return wire.encode({"id": number, "error": wire.describe_error(self._known(error, do))}), []
+                return ended  # which may well be what went wrong
+            return wire.encode({"id": number, "error": wire.describe_error(self._known(error, do))})
 
     def _known(self, error: Exception, do: str) -> Exception:
         """What a client is told of an error that came up in `do`."""

@@ -21,7 +21,7 @@ from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotState
 
-__all__ = ["FlushState", "NotHandedOverError"]
+__all__ = ["FlushState", "UnreadSegmentError"]
 
 RETRY_S_MIN = 0.25
 RETRY_S_MAX = 30.0
@@ -31,8 +31,8 @@ SETTLING_FIRST_S = 10.0
 _logger = logging.getLogger("tierfs.flush")
 
 
-class NotHandedOverError(StoreError):
-    """A chunk lies in memory that cannot be seen yet: it could not be opened, or has no file and its process lives."""
+class UnreadSegmentError(StoreError):
+    """A chunk lies in a segment that could not be opened yet."""
 
 
 class NotAskedError(StoreError):
@@ -125,18 +125,14 @@ class FlushState:
     def missing(self, entry: Entry, reference: SlotRef | None, error: TierfsError) -> TierfsError:
         """What it means that no tier has a chunk whose slot was not to be seen: ``error``, or that it has to be tried again.
 
-        A process that lives hands memory without a file over with its next message, which may have come meanwhile. Until
-        then the draft keeps its place before those that were closed later.
+        A segment may have been opened meanwhile. Until then the draft keeps its place before those that were closed later.
         """
         if reference is None or entry.slot is None:
             return error
-        if self.chunk(reference) is None:
-            is_unread = bool(self.ram.unread())
-            is_here = self.ram.segment(reference.segment) is not None
-            if not is_unread and (is_here or not self.ram.host.is_alive(entry.slot.segment.owner)):
-                return error
-        text = f"{entry.path}: a chunk of it lies in memory that could not be opened yet, or has no file and was not handed over"
-        return NotHandedOverError(text, transient=True, path=entry.path, tier="ram")
+        if self.chunk(reference) is None and not self.ram.unread():
+            return error
+        text = f"{entry.path}: a chunk of it lies in a segment that could not be opened yet"
+        return UnreadSegmentError(text, transient=True, path=entry.path, tier="ram")
 
     def release(self, draft: Draft, slot: Slot, *, discarded: bool = False) -> None:
         """Mark a draft's slots clean: a lower tier has it. The draft itself last, so that no chunk is left behind.

@@ -25,10 +25,14 @@ from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.filesystems import filesystem_of, is_network
 from tierfs.host.private import entries_of, make_private, refused
-from tierfs.host.slab.segment_folder import SegmentFolder
+from tierfs.host.slab.segment_folder import FALLBACK, SegmentFolder
 
-__all__ = ["PAGE_BYTES", "ExclusiveLock", "Host", "state_directory"]
+__all__ = ["PAGE_BYTES", "SMALL_SHM", "ExclusiveLock", "Host", "state_directory"]
 
+SMALL_SHM = (
+    "Shared memory is too small; segments are kept in the state directory instead. Staging will be slower. Give the "
+    "container a larger /dev/shm."
+)
 PAGE_BYTES = 4096
 """What everything in the local tiers is aligned to."""
 
@@ -166,9 +170,8 @@ class Host:
 
     Attributes:
         directory: The state directory, absolute.
-        counting: The host's own folder of segments, where all count that have memory.
-        segments: The same where it is in shared memory, so that segments can be made in it; else None, which is logged.
-        failures: How often something of the host could not be used.
+        segments: The host's folder of segments: in shared memory, or where that cannot be used, which is logged, `fallback`.
+        fallback: The one in the state directory, for what does not fit into shared memory.
 
     Raises:
         ReadOnlyError: The directory, or the folder of segments that its processes use, belongs to somebody else or is open to others.
@@ -186,7 +189,6 @@ class Host:
             )
         make_private(directory)
         self.directory = directory.resolve()
-        self.failures = 0
         make_private(self._processes)
         self._own: ExclusiveLock | None = None
         shm = shm or Path(os.environ.get("TIERFS_SHM_DIR") or "/dev/shm")  # noqa: S108 - a folder in it is checked
@@ -199,16 +201,18 @@ class Host:
             folder = SegmentFolder(self.directory, shm)
         # Held for as long as this object lives, and by forked children, who use the folder as well.
         weakref.finalize(self, folder.close).atexit = False
-        self.counting = folder.path
-        self.segments = folder.path if folder.is_memory else None
+        self.segments = folder.path
+        self.fallback = self.directory / FALLBACK
         if folder.why_not is not None:
-            self.failures += 1
-            _logger.warning(
-                "no segments can be made in %s, so processes cannot see one another's: %s", shm, folder.why_not
-            )
+            _logger.warning("%s (%s)", SMALL_SHM, folder.why_not)
 
     def __repr__(self) -> str:
-        return f"Host({str(self.directory)!r}, segments={str(self.segments) if self.segments else None!r})"
+        return f"Host({str(self.directory)!r}, segments={str(self.segments)!r})"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where segments are, in the order in which they are tried."""
+        return (self.segments,) if self.segments == self.fallback else (self.segments, self.fallback)
 
     def name(self) -> str:
         """Tells this host, as long as it runs, from all others: 16 hex digits."""

@@ -7,12 +7,12 @@ here, `ChunkCache` keeps copies of what is not. What is left is waiting, which t
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from tierfs.clock import Clock
 from tierfs.digest import DigestKind
-from tierfs.errors import TierfsError
+from tierfs.errors import StoreError, TierfsError
 from tierfs.host.cache.cache import ChunkCache
 from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.counters import Counters
@@ -21,8 +21,8 @@ from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.scan import PendingDrafts
 from tierfs.host.rpc.caller import Caller, NoAnswerError
-from tierfs.host.rpc.handover import Handover
 from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import SlotKind, SlotState
 from tierfs.host.write.writer import ANNOUNCE_S, SlabWriter
 from tierfs.units import format_bytes
 
@@ -83,17 +83,15 @@ class Tiers:
         self.passes_by = passes_by
         self.counters = counters = Counters()
         self.away_until_s = 0.0
-        self._handover = handover = Handover(ram, flusher, counters)
         self._clock = clock
         self._fault = no_faults  # tests fail there
         self._ended = threading.Event()
         stored_level = Level.LOCAL if gives_local else Level.STAGED
-        self.drafts = PendingDrafts(ram, nvme, flusher, handover, counters, stored_level=stored_level)
+        self.drafts = PendingDrafts(ram, nvme, flusher, counters, stored_level=stored_level)
         self.reader = ChunkReader(ram, nvme, flusher, counters)
         self.writer = SlabWriter(
             ram,
             flusher,
-            handover,
             counters,
             kind=kind,
             clock=clock,
@@ -104,7 +102,6 @@ class Tiers:
             self.reader,
             self.writer,
             flusher,
-            handover,
             counters,
             kind=kind,
             has_nvme=has_nvme,
@@ -136,7 +133,7 @@ class Tiers:
             # The flusher says what it waits for when time is up; one that says nothing is not waited for either.
             patience_s = None if left is None else left + ANSWER_S
             try:
-                self._handover.ask("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
+                self.flusher.request("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
             except NoAnswerError as error:
                 raise TimeoutError(f"{_described(awaited, path, level)}: {error}") from error
             self._fault("after wait")
@@ -145,9 +142,29 @@ class Tiers:
             awaited = {key: length for key, length in awaited.items() if key in still}
             if not awaited:
                 return
+            self._check_removed(awaited)
             if left == 0:
                 raise TimeoutError(f"{_described(awaited, path, level)}, and the flusher does not know of it")
             self._clock.sleep(ASK_AGAIN_S)
+
+    def _check_removed(self, awaited: Collection[tuple[str, bytes]]) -> None:
+        """See that none of these drafts, which the flusher does not know of, lies in a segment whose file was removed.
+
+        Raises:
+            StoreError: One does, and no flusher will ever find it.
+        """
+        removed = [
+            slot.name
+            for segment in self.ram.removed_segments()
+            for slot in segment.slots(kind=SlotKind.DRAFT, states=(SlotState.SEALED,))
+        ]
+        for path, write_id in awaited:
+            if write_id in removed:
+                raise StoreError(
+                    f"{path}: the shared memory that it was staged in was removed before the flusher saw it: write it again",
+                    path=path,
+                    tier="ram",
+                )
 
     def _below(self, level: Level, path: str, write_id: bytes | None) -> dict[tuple[str, bytes], int]:
         """Path and write id of what is pending at or below ``path``, or of the one draft named, and has not reached ``level``.

@@ -55,10 +55,11 @@ def _places_in(kept: Path) -> list[str]:
 def _segments_of(state: Path, directory: Path) -> str:
     """Where the changes are in shared memory, if they are: that stays taken without the directory."""
     try:
-        pattern = Host(state).counting / f"{directory.name[:8]}-*.slab"
+        folders = Host(state).folders
     except TierfsError:
         return ""
-    return f" and {pattern}" if list(pattern.parent.glob(pattern.name)) else ""
+    name = f"{directory.name[:8]}-*.slab"
+    return "".join(f" and {folder / name}" for folder in folders if list(folder.glob(name)))
 
 
 def is_pending(state: Path, directory: Path) -> bool:

@@ -131,8 +131,6 @@ def tiers_for(target: Target, settings: ResolvedTiers, connect: Callable[[], Sto
     )
     for problem in settings.problems.values():
         _logger.warning("%s: %s", target.url, problem)
-    if host.segments is None:
-        tiers.counters["no_segment_files"] += 1  # which the host has logged
     finish_at_exit(tiers, target.url, launcher)
     if tiers.drafts.pending_below(""):
         # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.

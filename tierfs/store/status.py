@@ -7,8 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from tierfs.errors import StoreError
+from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
+from tierfs.host.slab.ram import RamTier
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.device_notes import read_notes
@@ -46,7 +48,7 @@ def status(store: Store) -> dict[str, Any]:
         if store.unused:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}
         return report
-    report["tiers"]["ram"] = {**asdict(tiers.ram.usage()), "gives": Level.STAGED.label}
+    report["tiers"]["ram"] = _ram_tier(tiers.ram)
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
     for tier, problem in tiers.problems.items():
@@ -80,6 +82,15 @@ def status(store: Store) -> dict[str, Any]:
             report |= answer
     else:
         report["conflicts"] = [{"path": path, "message": text} for path, text in tiers.drafts.conflicts()]
+    return report
+
+
+def _ram_tier(ram: RamTier) -> dict[str, Any]:
+    usage = asdict(ram.usage())
+    disk_segments = usage.pop("disk_segments")
+    report = {**usage, "gives": Level.STAGED.label, "fallbacks": {"disk_segments": disk_segments}}
+    if disk_segments or ram.host.segments == ram.host.fallback:
+        report["problem"] = SMALL_SHM
     return report
 
 

@@ -15,15 +15,20 @@ from support.opened import descriptors, mappings
 from tierfs.errors import CapacityError, StoreError
 from tierfs.host.slab import allocate as allocating
 from tierfs.host.slab.allocate import allocate, map_shared
-from tierfs.host.slab.segment_file import anonymous
 
 MIB = 1 << 20
 SIZE = 13 * MIB + 4096
 
 
+def anonymous(name="test"):
+    fd = os.memfd_create(name)
+    os.ftruncate(fd, SIZE)
+    return fd
+
+
 @pytest.fixture
 def fd():
-    fd = anonymous(SIZE, "test")
+    fd = anonymous()
     yield fd
     os.close(fd)
 
@@ -148,7 +153,7 @@ def test_at_the_end_of_the_interpreter_one_thread_does_it(fd, monkeypatch):
 @pytest.mark.parametrize("writable", [True, False])
 def test_a_mapping_is_of_the_file_and_keeps_no_descriptor(writable):
     name = f"mapped-{writable}"  # of which no other test has left a mapping
-    fd = anonymous(SIZE, name)
+    fd = anonymous(name)
     os.pwrite(fd, b"before", SIZE - 6)
     before = descriptors()
     memory = map_shared(fd, SIZE, writable=writable)

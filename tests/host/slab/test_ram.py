@@ -8,7 +8,6 @@ import os
 import queue
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -27,7 +26,7 @@ from tierfs.host.slab import pool as supply
 from tierfs.host.slab.budget import Shares
 from tierfs.host.slab.growth import next_layout
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment, SlotKind, SlotState
+from tierfs.host.slab.segment import SlotKind, SlotState
 from tierfs.host.slab.table import Layout
 
 STORE = "0123456789abcdef0123456789abcdef"
@@ -397,7 +396,7 @@ from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.budget import Shares
 from tierfs.host.slab.segment import SlotKind
 # Long enough for others to come in between looking and making, if they could.
-Shares.free_bytes = lambda self, files: time.sleep(0.01) or 1 << 40
+Shares.free_bytes = lambda self, folder, files: time.sleep(0.01) or 1 << 40
 tier = RamTier(Host(Path(sys.argv[1]), Path(sys.argv[2])), sys.argv[3], budget_bytes=24 << 20, clock=SystemClock(), segment_bytes_max=4 << 20)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -647,7 +646,7 @@ def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_s
     opened, tried = os.open, []
 
     def refuse(path, flags, *mode):
-        if flags & os.O_CREAT and str(path).startswith(f"{host.segments}/") and len(tried) < limit:
+        if flags & os.O_CREAT and str(path).endswith((".slab.new", ".want")) and len(tried) < limit:
             tried.append(path)
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, flags, *mode)
@@ -659,7 +658,7 @@ def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_s
     ):
         put(tier, b"a", timeout_s=0.05)
     assert "cannot be told" in caplog.text
-    limit = len(tried) + 3
+    limit = len(tried) + 4
     assert content(put(tier, b"a", timeout_s=60)) == b"data"
     assert len(tried) == limit
 
@@ -777,10 +776,8 @@ class SharedClock(ManualClock):
             tier.make_room_for_others()
 
 
-@pytest.mark.parametrize("how", ["killed", "closed", "idle", "idle without a file"])
-def test_stores_in_which_a_little_is_dirty_leave_the_rest_of_the_budget_to_others(open_tier, host, how, monkeypatch):
-    if how == "idle without a file":
-        monkeypatch.setattr(Shares, "free_bytes", lambda *_: 0)
+@pytest.mark.parametrize("how", ["killed", "closed", "idle"])
+def test_stores_in_which_a_little_is_dirty_leave_the_rest_of_the_budget_to_others(open_tier, host, how):
     clock = SharedClock()
 
     def put_little(tier):
@@ -1066,20 +1063,21 @@ def test_closing_stops_what_is_being_made_ahead(open_tier, host, monkeypatch):
 # -- too little shared memory ------------------------------------------------------------------------------------------
 
 
-def test_where_shared_memory_is_too_small_segments_have_no_file_which_is_said_once(
-    open_tier, tmp_path, small_shm, caplog
-):
+def test_where_shared_memory_is_too_small_segments_are_in_the_state_directory(open_tier, tmp_path, small_shm, caplog):
     host = Host(tmp_path / "other-state", small_shm)
     tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
     for number in range(9):
         put(tier, b"%d" % number, b"bytes", length=16 * MIB)
     usage = tier.usage()
-    assert (usage.segments, usage.memfd_segments) == (3, 2)
+    assert (usage.segments, usage.disk_segments) == (3, 2)
     assert usage.host_bytes == usage.store_bytes > 144 * MIB
-    assert caplog.text.count("--shm-size") == 1
-    assert content(tier.find(b"8")).startswith(b"bytes")
-    assert suffixes(host) == [".memfd", ".memfd", ".slab"]  # the last one fits
-    assert all(path.stat().st_blocks == 0 for path in host.segments.glob("*.memfd"))
+    assert caplog.text.count("Shared memory is too small") == 1
+    assert suffixes(host) == [".slab"]  # the last one fits
+    other = open_tier(budget=256 * MIB, on=Host(host.directory, small_shm))
+    assert [content(other.find(b"%d" % number))[:5] for number in range(9)] == [b"bytes"] * 9
+    assert other.usage().disk_segments == 2
+    tier.close()
+    assert len(list(host.fallback.iterdir())) == 2, "what is dirty stays"
 
 
 def test_a_file_system_that_fills_up_meanwhile_is_no_failure(open_tier, tmp_path, small_shm, monkeypatch, caplog):
@@ -1087,71 +1085,26 @@ def test_a_file_system_that_fills_up_meanwhile_is_no_failure(open_tier, tmp_path
     tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
     monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 1 << 40)
     put(tier, b"a", length=16 * MIB)
-    assert tier.usage().memfd_segments == 1
-    assert suffixes(host) == [".memfd"]
-    assert "--shm-size" in caplog.text
+    assert tier.usage().disk_segments == 1
+    assert suffixes(host) == []
+    assert "Shared memory is too small" in caplog.text
 
 
-def test_where_there_is_no_folder_in_shared_memory_the_state_directory_counts(open_tier, tmp_path):
+def test_a_state_directory_without_room_for_a_segment_is_left_alone(open_tier, tmp_path, small_shm, monkeypatch):
+    shm = tmp_path / "none"
+    (small_shm / "state").mkdir(mode=0o700)
+    tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=Host(small_shm / "state", shm))
+    with pytest.raises(CapacityError, match="segments has no room for a segment of"):
+        put(tier, b"a", length=60 * MIB)
+
+
+def test_where_there_is_no_shared_memory_segments_are_in_the_state_directory(open_tier, tmp_path):
     host = Host(tmp_path / "other-state", tmp_path / "none")
-    assert host.segments is None
+    assert host.segments == host.fallback
     tier = open_tier(budget=2 * MIB, on=host)
     slots = fill(tier)
     assert 0 < len(slots) * 256 * KIB <= tier.usage().host_bytes <= 2 * MIB
-    tier.close()
-    assert list((host.directory / "segments").iterdir()) == []
-
-
-def test_a_segment_without_a_file_is_read_and_freed_by_the_flusher_that_was_given_it(open_tier, host, monkeypatch):
-    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
-    flusher = open_tier(on=Host(host.directory, host.segments.parent))
-
-    reading, writing = os.pipe()
-    ours, theirs = socket.socketpair()
-
-    def work(other):
-        put(other, b"a", b"bytes")
-        put(other, b"draft", kind=SlotKind.DRAFT)
-        socket.send_fds(theirs, [b"x"], [segment.fd for segment in other.own_segments()])
-        os.read(reading, 1)
-
-    child = os.fork()
-    if not child:
-        os.close(writing)
-        with contextlib.suppress(BaseException):
-            work(RamTier(host, STORE, budget_bytes=BUDGET, clock=SystemClock(), segment_bytes_max=MIB))
-        os.kill(os.getpid(), signal.SIGKILL)
-    _, fds, _, _ = socket.recv_fds(ours, 10, 4)
-    for fd in fds:
-        flusher.add(Segment.attach_fd(fd))
-        flusher.add(Segment.attach_fd(fd))
-        os.close(fd)
-    os.close(writing)
-    os.waitpid(child, 0)
-    os.close(reading)
-    ours.close()
-    theirs.close()
-    assert content(flusher.find(b"a")) == b"bytes"
-    assert flusher.usage().memfd_segments == 1
-    assert suffixes(host) == [".memfd"]
-    flusher.reclaim(lambda segment: {segment.find(b"a").index})
-    # It counts for as long as somebody has it.
-    with pytest.raises(CapacityError):
-        open_tier(budget=flusher.usage().host_bytes).take(SlotKind.CHUNK, 10, timeout_s=0)
-    (draft,) = flusher.drafts()
-    for slot in draft.segment.slots():
-        slot.segment.mark(slot, SlotState.CLEAN)
-    del slot, draft
-    flusher.reclaim(lambda segment: set())
-    assert flusher.segments() == []
-    assert suffixes(host) == []
-
-
-def test_a_segment_without_a_file_stops_counting_when_its_process_is_killed(open_tier, host, monkeypatch):
-    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
-    killed(host, fill, budget=2 * MIB)
-    assert set(suffixes(host)) == {".memfd"}
-    assert len(fill(open_tier(budget=2 * MIB))) > 4
+    assert {slot.segment.path.parent for slot in slots} == {host.directory / "segments"}
 
 
 # -- forks and leaks ---------------------------------------------------------------------------------------------------
@@ -1159,15 +1112,12 @@ def test_a_segment_without_a_file_stops_counting_when_its_process_is_killed(open
 
 def test_a_forked_child_reads_its_parents_segments_and_writes_into_its_own(tier, monkeypatch):
     put(tier, b"a", b"parents")
-    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 0)
     put(tier, b"b", bytes(MIB))
-    assert tier.usage().memfd_segments == 1
-    monkeypatch.undo()
 
     def work():
         assert tier.own_segments() == []
         assert content(tier.find(b"a")) == b"parents"
-        assert tier.find(b"b").segment.path is None
+        assert tier.find(b"b")
         put(tier, b"c", b"childs")
         assert len(tier.own_segments()) == 1
         tier.close()

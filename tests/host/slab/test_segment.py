@@ -15,7 +15,7 @@ import pytest
 from support.opened import descriptors, mappings
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, ReadOnlyError
-from tierfs.host.slab.new_segment import adopt, create, create_memfd, make_header
+from tierfs.host.slab.new_segment import adopt, create, make_header
 from tierfs.host.slab.segment import Segment, SlotKind, SlotState
 from tierfs.host.slab.segment_file import CHANGES_AT
 from tierfs.host.slab.table import Layout
@@ -620,22 +620,6 @@ def test_slots_that_make_no_sense_are_passed_over_with_a_warning(segment, caplog
     assert reader.find(b"1") is None
     assert len(caplog.records) == 1
     assert "5 slots" in caplog.text
-
-
-def test_a_segment_without_a_file_is_read_by_its_descriptor():
-    header = make_header(Layout.for_data(1 << 16), store=STORE, owner=OWNER, number=1)
-    segment = create_memfd(header)
-    put(segment, b"a")
-    reader = Segment.attach_fd(segment.fd)
-    assert reader.id == segment.id
-    assert reader.path is None
-    assert content(reader.find(b"a")) == DATA
-    assert reader.mark(reader.find(b"a"), SlotState.CLEAN)
-    with pytest.raises(PermissionError):
-        os.ftruncate(reader.fd, 0)
-    segment.close()
-    assert content(reader.find(b"a")) == DATA
-    reader.close()
 
 
 def test_a_closed_segment_holds_nothing_and_no_memory(folder):

@@ -10,7 +10,7 @@ from tierfs.errors import CapacityError, StoreError
 from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
-from tierfs.host.rpc.handover import Handover
+from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.write import ahead
 from tierfs.store import Writer, evict, find, load, save, status, wait
 from tierfs.store.write.in_place import StagedFile
@@ -147,14 +147,14 @@ def test_an_nvme_tier_without_room_is_counted_and_delays_nothing(host, monkeypat
 
 
 def test_a_flusher_that_cannot_be_told_is_counted_and_delays_nothing(host, written, monkeypatch):
-    ask = Handover.ask
+    ask = FlusherClient.request
 
-    def refuse(handover, do, arguments, **options):
+    def refuse(client, do, arguments=None, **options):
         if do == "ahead":
             raise StoreError("not now", transient=True)
-        return ask(handover, do, arguments, **options)
+        return ask(client, do, arguments, **options)
 
-    monkeypatch.setattr(Handover, "ask", refuse)
+    monkeypatch.setattr(FlusherClient, "request", refuse)
     data = content(3 * CHUNK)
     writer = begin(host, data)
     assert until(lambda: status(host.store)["counters"].get("process_not_ahead"))

@@ -13,7 +13,6 @@ from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
 from tierfs.host.rpc.caller import Caller
-from tierfs.host.rpc.handover import Handover
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotKind, SlotState
 from tierfs.host.write.chunk_buffer import ChunkBuffer
@@ -31,7 +30,6 @@ class ChunkCache:
         reader: Reads chunks that are here.
         writer: Puts chunks into slabs.
         flusher: How to reach the flusher.
-        handover: Gives it the slabs that no file leads to.
         counters: Where it is counted that there was no room.
         kind: The store's digests.
         has_nvme: Whether the nvme tier is on.
@@ -51,7 +49,6 @@ class ChunkCache:
         reader: ChunkReader,
         writer: SlabWriter,
         flusher: Caller,
-        handover: Handover,
         counters: Counters,
         *,
         kind: DigestKind,
@@ -65,7 +62,6 @@ class ChunkCache:
         self._reader = reader
         self._writer = writer
         self._flusher = flusher
-        self._handover = handover
         self._counters = counters
         self._kind = kind
         self._has_nvme = has_nvme
@@ -161,7 +157,7 @@ class ChunkCache:
         kept = 0
         for at in range(0, len(slots), NAMES_MAX):
             references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            answer = self._handover.ask("keep", {"slots": references})
+            answer = self._flusher.request("keep", {"slots": references})
             kept += int(answer["bytes"])
         return kept
 

@@ -1,7 +1,7 @@
 """What is pending on this host: drafts that were closed and are not in the object tier yet.
 
 They are found in the tiers themselves, the ram tier before the nvme tier, because a draft moves down and never up. So
-looking needs no flusher, but for memory that no file leads to, and to have a damaged index made anew.
+looking needs no flusher, but to have a damaged index made anew.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.caller import Caller
-from tierfs.host.rpc.handover import Handover
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotState
 
@@ -44,7 +43,6 @@ class PendingDrafts:
         ram: The ram tier.
         nvme: The nvme tier.
         flusher: How to reach the flusher.
-        handover: Finds the slabs that no file leads to.
         counters: Where it is told of what could not be had as it is meant to be.
         stored_level: What a draft in the nvme tier has reached.
 
@@ -57,7 +55,6 @@ class PendingDrafts:
         ram: RamTier,
         nvme: NvmeReader,
         flusher: Caller,
-        handover: Handover,
         counters: Counters,
         *,
         stored_level: Level,
@@ -66,7 +63,6 @@ class PendingDrafts:
         self._ram = ram
         self._nvme = nvme
         self._flusher = flusher
-        self._handover = handover
         self._counters = counters
         self._decoded = DecodedDrafts(counters)
         self._boot = boot_id()
@@ -170,7 +166,6 @@ class PendingDrafts:
         self, states: tuple[SlotState, ...] = (SlotState.SEALED,), *, damaged: list[str] | None = None
     ) -> Iterator[Draft]:
         """Drafts in slabs, as they were closed. To ``damaged`` are added the paths of those that cannot be read."""
-        self._handover.look_around()
         for slot in self._ram.drafts(states):
             draft = self._decoded.in_slot(slot)
             if draft is not None:

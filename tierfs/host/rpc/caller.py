@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 __all__ = ["Caller", "NoAnswerError"]
@@ -20,22 +19,15 @@ class Caller(Protocol):
         do: str,
         arguments: dict[str, Any],
         *,
-        fds: Sequence[int] = (),
         timeout_s: float | None = None,
-        again: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Send a message and return the answer; starts a flusher where none runs.
-
-        Where that ended meanwhile, ``again`` is called before the next one is asked.
 
         Raises:
             NoAnswerError: No answer in time.
             StoreError: No flusher can be reached or started.
             TierfsError: What the flusher answers.
         """
-
-    def request_fds(self, do: str, arguments: dict[str, Any], *, timeout_s: float | None = None) -> list[int]:
-        """The same, for the descriptors that the answer carries: they are the caller's to close."""
 
     def is_running(self) -> bool:
         """Whether a flusher runs now."""

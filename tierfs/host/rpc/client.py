@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +113,14 @@ class FlusherClient:
         do: str,
         arguments: Mapping[str, Any] | None = None,
         *,
-        fds: Sequence[int] = (),
         timeout_s: float | None = None,
-        again: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
         """Ask the flusher, and wait for its answer.
 
         Args:
             do: What it is to do; must be something that may be done twice.
             arguments: What JSON holds, within a message.
-            fds: Descriptors to be sent along; borrowed.
             timeout_s: For all of it. When it is over the flusher sees this client hang up.
-            again: Called before the next flusher is asked because one ended: what it needs to know first.
 
         Raises:
             TierfsError: As the flusher raised it.
@@ -134,24 +130,6 @@ class FlusherClient:
             InvalidInputError: The request is too large.
             ReadOnlyError: Somebody else's process listens where the flusher should.
         """
-        outcome, unexpected = self._request(do, arguments, fds, timeout_s, again)
-        wire.close_all(unexpected)
-        return outcome
-
-    def request_fds(
-        self, do: str, arguments: Mapping[str, Any] | None = None, *, timeout_s: float | None = None
-    ) -> list[int]:
-        """The same, for the descriptors that come with the answer: they are the caller's to close. See `request`."""
-        return self._request(do, arguments, (), timeout_s)[1]
-
-    def _request(
-        self,
-        do: str,
-        arguments: Mapping[str, Any] | None,
-        fds: Sequence[int],
-        timeout_s: float | None,
-        again: Callable[[], None] | None = None,
-    ) -> tuple[dict[str, Any], list[int]]:
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         request = {"do": do, "arguments": dict(arguments or {})}
         attempts = crashes = 0
@@ -161,7 +139,7 @@ class FlusherClient:
             if connection is None:
                 connection = self._connect(ends, do)
             try:
-                answer, came = self._ask(connection, request, fds, ends)
+                answer = self._ask(connection, request, ends)
             except _BrokenError as error:
                 self._discard(connection)
                 self._forget_idle()  # they led to the same flusher
@@ -171,8 +149,6 @@ class FlusherClient:
                 if crashes > REPEATS_MAX or attempts >= ATTEMPTS_MAX:
                     problem = f"the flusher ended {attempts} times while it was asked to {do}"
                     raise self._failed(problem, transient=True) from error
-                if again is not None:
-                    again()
             except TimeoutError as error:
                 self._discard(connection)
                 raise self._unanswered(do, timeout_s) from error
@@ -181,12 +157,10 @@ class FlusherClient:
                 raise
             else:
                 self._keep(connection)
-                return _outcome(answer, came), came
+                return _outcome(answer)
 
-    def _ask(
-        self, connection: socket.socket, request: Mapping[str, Any], fds: Sequence[int], ends: float | None
-    ) -> tuple[dict[str, Any], list[int]]:
-        """Send one request and wait for the answer to it. Returns the descriptors, too, which are the caller's to close.
+    def _ask(self, connection: socket.socket, request: Mapping[str, Any], ends: float | None) -> dict[str, Any]:
+        """Send one request and wait for the answer to it.
 
         Raises:
             _BrokenError: There is none.
@@ -196,9 +170,9 @@ class FlusherClient:
         packet = wire.encode({"id": number, **request})
         try:
             connection.settimeout(_seconds_until(ends))
-            wire.send(connection, packet, fds)
+            wire.send(connection, packet)
             connection.settimeout(_seconds_until(ends))
-            received = wire.receive(connection)
+            answer = wire.receive(connection)
         except BrokenPipeError as error:
             raise _EndedError from error  # raised by sending alone
         except ConnectionError as error:
@@ -207,25 +181,13 @@ class FlusherClient:
             raise
         except OSError as error:
             raise StoreError(f"the flusher cannot be asked to {request['do']}: {error}") from error
-        if received is None:
+        if answer is None:
             raise _BrokenError
-        answer, came = received
-        try:
-            if answer.get("id") != number:
-                raise FormatError("the flusher's answer is to another request")
-            if answer.get("ended") is True:
-                raise _EndedError
-        except BaseException:
-            wire.close_all(came)
-            raise
-        return answer, came
-
-    def _tell(self, connection: socket.socket, request: Mapping[str, Any], ends: float | None) -> dict[str, Any]:
-        """The same where no descriptors are wanted. Returns the outcome."""
-        answer, came = self._ask(connection, request, (), ends)
-        outcome = _outcome(answer, came)
-        wire.close_all(came)
-        return outcome
+        if answer.get("id") != number:
+            raise FormatError("the flusher's answer is to another request")
+        if answer.get("ended") is True:
+            raise _EndedError
+        return answer
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -302,7 +264,7 @@ class FlusherClient:
         """Have a flusher retire, and wait until it has."""
         before = wire.identity_of(self._directory)
         try:
-            self._tell(older, {"do": "retire"}, ends)
+            _outcome(self._ask(older, {"do": "retire"}, ends))
         except (_BrokenError, TimeoutError):
             return False
         running = ExclusiveLock(self._directory / LOCK_NAME)
@@ -347,7 +309,7 @@ class FlusherClient:
         """Say hello, and learn the flusher's version. None where the connection leads nowhere: then it is closed."""
         try:
             hello = {"do": "hello", "arguments": {**self._hello(), "version": self._version}}
-            return wire.version_of(self._tell(connection, hello, ends).get("version"))
+            return wire.version_of(_outcome(self._ask(connection, hello, ends)).get("version"))
         except (_BrokenError, TimeoutError):
             self._discard(connection)  # it ended meanwhile, or does not answer: trying again is a question of time
             return None
@@ -379,12 +341,11 @@ class FlusherClient:
         _close_all(self._open)
 
 
-def _outcome(answer: Mapping[str, Any], came: list[int]) -> dict[str, Any]:
-    """What an answer says. Where that is an error, the descriptors that came with it are closed."""
+def _outcome(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What an answer says. Raises the error that it describes."""
     outcome = answer.get("ok")
     if isinstance(outcome, dict):
         return outcome
-    wire.close_all(came)
     raise wire.error_from(answer.get("error"))
 
 

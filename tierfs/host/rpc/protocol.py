@@ -1,20 +1,18 @@
 """What goes between a client and the flusher: messages over a Unix socket, and errors as messages.
 
-A message is one packet of a ``SOCK_SEQPACKET`` socket: a JSON object and a few descriptors, bounded, so nobody waits
-for the second half of one. Both ends ask the kernel who the other is; only processes of the same user are talked to.
+A message is one packet of a ``SOCK_SEQPACKET`` socket, a bounded JSON object, so nobody waits for the second half of one. Both ends ask the kernel who the other is; only processes of the same user are talked to.
 What the messages say is the business of `tierfs.flusher.server` and `tierfs.host.rpc.client`.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import json
 import os
 import re
 import socket
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,11 +21,8 @@ from tierfs.errors import FormatError, InvalidInputError, ReadOnlyError, StoreEr
 from tierfs.host.private import explain
 
 __all__ = [
-    "DESCRIPTORS_MAX",
     "LOCK_NAME",
     "SOCKET_NAME",
-    "check_count",
-    "close_all",
     "connect",
     "credentials_of",
     "decode",
@@ -45,7 +40,6 @@ __all__ = [
 SOCKET_NAME = "flusher.sock"
 LOCK_NAME = "flusher.lock"
 MESSAGE_BYTES_MAX = 60_000
-DESCRIPTORS_MAX = 8
 BACKLOG = 128
 _ADDRESS_BYTES_MAX = 107  # sun_path, less its terminating zero
 _ERROR_TEXT_MAX = 1500  # characters; each may take 12 bytes when escaped, and an error carries three texts
@@ -93,67 +87,23 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def send(sock: socket.socket, packet: bytes, descriptors: Sequence[int] = (), *, flags: int = 0) -> None:
-    """Send what `encode` gave. ``descriptors`` are borrowed: the receiver gets its own.
+def send(sock: socket.socket, packet: bytes, *, flags: int = 0) -> None:
+    """Send what `encode` gave. Raises `OSError` as the socket does: the other end is gone, or slow."""
+    sock.send(packet, flags | socket.MSG_NOSIGNAL)
+
+
+def receive(sock: socket.socket) -> dict[str, Any] | None:
+    """Wait for one message. None where the other end has closed the connection.
 
     Raises:
-        InvalidInputError: There are more than `DESCRIPTORS_MAX` descriptors.
-        OSError: As the socket raises it; the other end is gone, or slow.
-    """
-    check_count(descriptors)
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
-    # Not `socket.send_fds`: it takes flags and ignores them.
-    sock.sendmsg([packet], rights, flags | socket.MSG_NOSIGNAL)
-
-
-def check_count(descriptors: Sequence[int]) -> None:
-    """See that a message can carry so many descriptors.
-
-    Raises:
-        InvalidInputError: There are more than `DESCRIPTORS_MAX`.
-    """
-    if len(descriptors) > DESCRIPTORS_MAX:
-        raise InvalidInputError(f"{len(descriptors)} descriptors are over the limit of {DESCRIPTORS_MAX} a message")
-
-
-def receive(sock: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Wait for one message.
-
-    Returns:
-        The message and the descriptors that came with it, which are the caller's to close; None where the other end
-        has closed the connection.
-
-    Raises:
-        FormatError: It is not a message, or over a limit. No descriptor is left open.
+        FormatError: It is not a message, or over a limit.
         OSError: As the socket raises it.
     """
-    items = array.array("i")
-    space = socket.CMSG_LEN(DESCRIPTORS_MAX * items.itemsize)
-    data, ancillary, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX, space, socket.MSG_CMSG_CLOEXEC)
-    for level, kind, rights in ancillary:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            items.frombytes(rights[: len(rights) - len(rights) % items.itemsize])
-    descriptors = items.tolist()
-    try:
-        if not data and not flags & socket.MSG_TRUNC:
-            close_all(descriptors)
-            return None
-        if flags & socket.MSG_TRUNC:
-            raise FormatError(f"not a message: over the limit of {MESSAGE_BYTES_MAX} bytes")
-        if flags & socket.MSG_CTRUNC:
-            raise FormatError(
-                f"not a message: its descriptors are over the limit of {DESCRIPTORS_MAX}, or of what this process may open"
-            )
-        return decode(data), descriptors
-    except FormatError:
-        close_all(descriptors)
-        raise
-
-
-def close_all(descriptors: list[int]) -> None:
-    """Close what `receive` gave and nobody took out of the list."""
-    while descriptors:
-        os.close(descriptors.pop())
+    # Descriptors that come with it are closed by the kernel, for want of room for them.
+    data, _, flags, _ = sock.recvmsg(MESSAGE_BYTES_MAX)
+    if flags & socket.MSG_TRUNC:
+        raise FormatError(f"not a message: over the limit of {MESSAGE_BYTES_MAX} bytes")
+    return decode(data) if data else None
 
 
 def describe_error(error: Exception) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the host's processes have of the ram budget, as the files in its folder of segments say.
+"""What the host's processes have of the ram budget, as the files in its folders of segments say.
 
 Every segment, of whatever process and store, is there with its size from before it has memory: so the sum of the sizes, less
 what was given back of them, is what is taken, and who looks and makes a file under the host's lock cannot take more than
@@ -19,16 +19,20 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.errors import ReadOnlyError, StoreError, TierfsError
+from tierfs.errors import ReadOnlyError, TierfsError
 from tierfs.host.host import Host
-from tierfs.host.private import NO_ROOM, entries_of, explain, make_private
+from tierfs.host.private import NO_ROOM, entries_of, make_private
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, Header, OldSegmentError, OwnedFd, make_file
+from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
 
-__all__ = ["LOCK", "MemfdNote", "SegmentFile", "Shares"]
+__all__ = ["LOCK", "SegmentFile", "Shares"]
 
 LOCK = "ram"
-"""What the host's lock on the folder goes by."""
+"""What the host's lock on the folders goes by."""
+
+# Of the disk that the state directory is on, segments leave the smaller of these free: one part in so many, and so many bytes.
+DISK_SPARED = 16
+DISK_SPARED_BYTES_MAX = 1 << 30
 
 _WANT = re.compile(r"([0-9a-f]{16})\.want")
 _logger = logging.getLogger("tierfs.local")
@@ -51,18 +55,20 @@ class SegmentFile(NamedTuple):
 
 
 class Shares:
-    """The host's folder of segments. Safe for use by many threads.
+    """The host's folders of segments. Safe for use by many threads.
 
     Args:
-        host: Whose. Where it has no folder in shared memory, one in its state directory does the counting.
+        host: Whose.
 
     Attributes:
-        directory: The folder.
+        directory: The first of them, in shared memory where there is one.
+        folders: All, in the order in which they are tried.
     """
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        self.directory = host.counting
+        self.folders = host.folders
+        self.directory = self.folders[0]
         make_private(self.directory)
         self._lock = threading.Lock()
         self._wanting = 0
@@ -73,10 +79,7 @@ class Shares:
     def files(self) -> list[SegmentFile]:
         """All that count, in the order of their names."""
         found = []
-        for entry in sorted(entries_of(self.directory), key=lambda entry: entry.name):
-            name = FileName.parse(entry.name)
-            if name is None:
-                continue
+        for name, entry in self._entries():
             with contextlib.suppress(FileNotFoundError):
                 status = entry.stat(follow_symlinks=False)
                 holes = max(status.st_size - status.st_blocks * SECTOR_BYTES, 0)
@@ -84,24 +87,28 @@ class Shares:
                 found.append(SegmentFile(name, Path(entry.path), size, holes if name.suffix == "slab.new" else 0))
         return found
 
-    def names(self) -> list[FileName]:
-        """The names of all that count."""
-        names = [FileName.parse(entry.name) for entry in entries_of(self.directory)]
-        return [name for name in names if name is not None]
+    def paths(self) -> list[tuple[FileName, Path]]:
+        """The names of all that count, and where they are."""
+        return [(name, Path(entry.path)) for name, entry in self._entries()]
 
-    def free_bytes(self, files: Iterable[SegmentFile]) -> int:
-        """What the filesystem still has, less what was promised to others."""
-        status = os.statvfs(self.directory)
-        return status.f_bavail * status.f_frsize - sum(file.missing for file in files)
+    def stamps(self) -> list[int]:
+        """When each folder was changed last, in nanoseconds; 0 of one that is not there."""
+        return [_changed_ns(folder) for folder in self.folders]
+
+    def free_bytes(self, folder: Path, files: Iterable[SegmentFile]) -> int:
+        """What the filesystem of one of the folders has for segments, less what was promised to others."""
+        status = os.statvfs(folder)
+        free = status.f_bavail * status.f_frsize - sum(file.missing for file in files if file.path.parent == folder)
+        if folder != self._host.fallback:
+            return free
+        # The disk of the state directory has other uses, the nvme tier's index for one.
+        return free - min(status.f_blocks * status.f_frsize // DISK_SPARED, DISK_SPARED_BYTES_MAX)
 
     def sweep(self) -> None:
         """Remove what the dead left that nobody can use. Under the host's lock."""
         for file in self.files():
             if file.name.suffix == "slab.new" and not self._host.is_alive(file.name.owner):
                 file.path.unlink(missing_ok=True)
-            elif file.name.suffix == "memfd":
-                with contextlib.suppress(FileNotFoundError, StoreError):
-                    MemfdNote(file.path).release()
         for entry in entries_of(self.directory):
             match = _WANT.fullmatch(entry.name)
             if match and not self._host.is_alive(match[1]):
@@ -112,14 +119,12 @@ class Shares:
 
         What is dirty there stays, for whoever opens that state directory again.
         """
-        if self._host.segments is None:
-            return
         siblings: list[os.DirEntry[str]] = []
         with contextlib.suppress(ReadOnlyError):  # where nobody may list what all share
-            siblings = entries_of(self._host.segments.parent)
+            siblings = entries_of(self.directory.parent)
         for sibling in siblings:
             folder = Path(sibling.path)
-            if folder == self._host.segments or not sibling.name.startswith(f"tierfs-{os.geteuid()}-"):
+            if folder == self.directory or not sibling.name.startswith(f"tierfs-{os.geteuid()}-"):
                 continue
             with contextlib.suppress(OSError):  # somebody uses it, or removes it meanwhile
                 fd = os.open(folder / "state", os.O_RDWR | os.O_NOFOLLOW)
@@ -196,55 +201,25 @@ class Shares:
                 if not self._wanting:
                     path.unlink(missing_ok=True)
 
-    def note_memfd(self, header: Header) -> MemfdNote:
-        """Have a segment count that has no file; the one who makes it does so under the host's lock."""
-        make_private(self.directory)  # which somebody may have removed
-        path = self.directory / str(header.name._replace(suffix="memfd"))
-        with contextlib.suppress(FileNotFoundError):
-            return MemfdNote(path)
-        os.close(make_file(path, header.layout.size))
-        return MemfdNote(path)
-
     def renew_in_child(self) -> None:
         """After a fork: nobody waits here."""
         self._lock = threading.Lock()
         self._wanting = 0
 
+    def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
+        entries = [entry for folder in self.folders for entry in entries_of(folder)]
+        named = [(FileName.parse(entry.name), entry) for entry in entries]
+        return sorted(((name, entry) for name, entry in named if name is not None), key=lambda found: found[1].name)
+
     def _is_other(self, owner: str) -> bool:
         return owner != self._host.owner() and self._host.is_alive(owner)
 
 
-class MemfdNote:
-    """The file by which a segment without one counts, held by everybody who has that segment.
-
-    Raises:
-        FileNotFoundError: It is not there.
-        StoreError: It cannot be opened.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            self._fd = OwnedFd(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            raise StoreError(f"{path} cannot be opened: {explain(error)}", path=str(path), tier="ram") from error
-        fcntl.flock(self._fd.number, fcntl.LOCK_SH)
-
-    def resize(self, size: int) -> None:
-        """Have it count for so many bytes from now on."""
-        os.ftruncate(self._fd.number, size)
-
-    def release(self) -> None:
-        """Do not have it any more. Whoever has it last removes the file."""
-        try:
-            fcntl.flock(self._fd.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fcntl.flock(self._fd.number, fcntl.LOCK_UN)
-        else:
-            self._path.unlink(missing_ok=True)
-            fcntl.flock(self._fd.number, fcntl.LOCK_UN)
+def _changed_ns(folder: Path) -> int:
+    try:
+        return os.stat(folder).st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _is_worthless(entry: os.DirEntry[str]) -> bool:

@@ -13,11 +13,11 @@ from tierfs.errors import InvalidInputError
 from tierfs.host.slab.allocate import allocate, map_shared
 from tierfs.host.slab.allocator import Places
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.segment_file import Header, OwnedFd, Reservation, anonymous, open_segment, seal_size
+from tierfs.host.slab.segment_file import Header, OwnedFd, Reservation, open_segment
 from tierfs.host.slab.table import Layout, SlotState
 from tierfs.host.slab.table_lock import changing
 
-__all__ = ["adopt", "create", "create_memfd", "make_header", "make_in"]
+__all__ = ["adopt", "create", "make_header", "make_in"]
 
 UUID_DIGITS = 32
 OWNER_DIGITS = 16
@@ -86,18 +86,6 @@ def make_in(
         raise
 
 
-def create_memfd(
-    header: Header, *, threads: int | None = None, stopped: Callable[[], bool] = lambda: False
-) -> Segment | None:
-    """Make a segment that has no file: others get its descriptor. Else like `make_in`."""
-    fd = OwnedFd(anonymous(header.layout.size, str(header.name)))
-    memory = allocate(fd.number, header.layout.size, str(header.name), threads=threads, stopped=stopped)
-    if memory is None:
-        return None
-    seal_size(fd.number)
-    return _begin(fd, header, None, memory)
-
-
 def adopt(path: Path, owner: str) -> Segment:
     """Become the owner of a segment whose owner is dead; the caller keeps others from doing so at the same time.
 
@@ -119,7 +107,7 @@ def adopt(path: Path, owner: str) -> Segment:
     return segment
 
 
-def _begin(fd: OwnedFd, header: Header, path: Path | None, memory: memoryview) -> Segment:
+def _begin(fd: OwnedFd, header: Header, path: Path, memory: memoryview) -> Segment:
     fd.write(header.encode())
     segment = Segment(fd, header, path, memory=memory)
     segment._table.owner[0] = int(header.creator, 16)

@@ -1,17 +1,16 @@
-"""The segments of other processes, as one process finds them: in the host's folder, or given to it as descriptors."""
+"""The segments of other processes, as one process finds them in the host's folders."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tierfs.errors import NotFoundError, TierfsError
-from tierfs.host.slab.budget import MemfdNote, Shares
+from tierfs.host.slab.budget import Shares
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import OldSegmentError
 
@@ -31,13 +30,12 @@ class Neighbours:
     A segment that is gone is not closed, since a reader may be in it: it closes when nobody refers to it any more.
 
     Args:
-        shares: The host's folder.
+        shares: The host's folders.
         store: Whose segments, 32 hex digits.
         own: Says which segments are this process's own.
 
     Attributes:
         wanted: Whether other processes wait for room, as of the last look.
-        unseen: Names of the notes of this store's segments that have no file and were not given to us, as of then.
         unread: Names of those of its segments that could not be opened, for want of descriptors or memory: as of then, and at
             each look it is tried again. Nobody knows what is in them.
         why_unread: What came up with the last of these.
@@ -47,7 +45,6 @@ class Neighbours:
 
     def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
         self.wanted = False
-        self.unseen: frozenset[str] = frozenset()
         self.unread: frozenset[str] = frozenset()
         self.why_unread: BaseException | None = None
         self.damaged: dict[str, Exception] = {}
@@ -56,13 +53,12 @@ class Neighbours:
         self._own = own
         self._lock = threading.Lock()
         self._files: dict[str, Segment] = {}
-        self._given: dict[str, Segment] = {}
-        self._notes: dict[str, MemfdNote] = {}
+        self._removed: dict[str, Segment] = {}  # by id: somebody removed their files while something in them was dirty
         self._passed_over: dict[tuple[str, int], Exception] = {}
-        self._seen_ns = -1
+        self._seen_ns: list[int] = []
 
     def __repr__(self) -> str:
-        return f"Neighbours({len(self._files)} files, {len(self._given)} descriptors, wanted={self.wanted})"
+        return f"Neighbours({len(self._files)} segments, wanted={self.wanted})"
 
     def segments(self) -> list[Segment]:
         """All of them. Looks into the folder if that changed."""
@@ -70,12 +66,7 @@ class Neighbours:
             self._look()
             # One of our own may have been found in the moment before it became our own.
             ids = {segment.id for segment in self._own()}
-            return [segment for segment in (*self._files.values(), *self._given.values()) if segment.id not in ids]
-
-    def given(self) -> list[Segment]:
-        """Those without a file. Does not look into the folder."""
-        with self._lock:
-            return list(self._given.values())
+            return [segment for segment in (*self._files.values(), *self._removed.values()) if segment.id not in ids]
 
     def is_wanted(self) -> bool:
         """Whether other processes wait for room."""
@@ -83,66 +74,44 @@ class Neighbours:
             self._look()
             return self.wanted
 
-    def add(self, segment: Segment) -> bool:
-        """Have one that came as a descriptor, under the host's lock. Returns whether it is of use, and was not known."""
-        with self._lock:
-            if segment.store != self._store or segment.id in self._notes:
-                return False
-            known = self._given.setdefault(segment.id, segment)
-            self._seen_ns = -1
-            self._notes[segment.id] = self._shares.note_memfd(segment.header)
-            return known is segment
-
     def drop(self, segment: Segment) -> None:
         """Remove one; its owner is dead. Its memory goes when the last slot or view of it does."""
         segment.unlink()
         with self._lock:
-            if segment.path is not None:
-                self._files.pop(segment.path.name, None)
-            self._given.pop(segment.id, None)
-            note = self._notes.pop(segment.id, None)
-        if note is not None:
-            note.release()
+            self._files.pop(segment.path.name, None)
+            self._removed.pop(segment.id, None)
 
     def close(self) -> None:
         """Let go of all."""
         with self._lock:
-            segments = [*self._files.values(), *self._given.values()]
-            notes = list(self._notes.values())
-            for known in (self._files, self._given, self._notes):
+            segments = [*self._files.values(), *self._removed.values()]
+            for known in (self._files, self._removed):
                 known.clear()
-            self._seen_ns = -1
+            self._seen_ns = []
         for segment in segments:
             segment.close()
-        for note in notes:
-            note.release()
 
-    def renew_in_child(self, parents: Iterable[Segment]) -> None:
+    def renew_in_child(self) -> None:
         """After a fork: the parent's own segments are a neighbour's."""
         self._lock = threading.Lock()
-        self._notes = {}  # the parent's locks on them are not ours to release
-        self._given.update({segment.id: segment for segment in parents if segment.path is None})
-        self._seen_ns = -1
+        self._seen_ns = []
 
     def _look(self) -> None:
-        stamp, now_ns = self._stamp(), time.time_ns()
-        if stamp == self._seen_ns and not self.unread:
+        stamps, now_ns = self._shares.stamps(), time.time_ns()
+        if stamps == self._seen_ns and not self.unread:
             return
-        own = {segment.path.name for segment in self._own() if segment.path is not None}
-        found = [name for name in self._shares.names() if name.store == self._store[:8]]
-        names = {str(name) for name in found if name.suffix == "slab"} - own
-        held = [*self._given.values(), *(segment for segment in self._own() if segment.path is None)]
-        seen = {str(segment.header.name._replace(suffix="memfd")) for segment in held}
-        self.unseen = frozenset(str(name) for name in found if name.suffix == "memfd") - seen
+        own = {segment.path.name for segment in self._own()}
+        found = [(name, path) for name, path in self._shares.paths() if name.store == self._store[:8]]
+        names = {str(name): path for name, path in found if name.suffix == "slab" and str(name) not in own}
         self.wanted = bool(self._shares.others_wanting())
+        self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
         for name in [name for name in self._files if name not in names]:
             segment = self._files.pop(name)
             # Who removes one in good order does so when nothing is dirty in it; of any other, this is what is left.
             if name not in own and segment.is_dirty():
-                segment.path = None
-                self._given.setdefault(segment.id, segment)
-        new = [name for name in sorted(names) if name not in self._files]
-        self.unread = frozenset(name for name in new if not self._attach(self._shares.directory / name))
+                self._removed.setdefault(segment.id, segment)
+        new = [path for name, path in sorted(names.items()) if name not in self._files]
+        self.unread = frozenset(path.name for path in new if not self._attach(path))
         self.damaged = {
             name: error
             for (name, _), error in self._passed_over.items()
@@ -150,13 +119,7 @@ class Neighbours:
             and name not in self._files
             and not isinstance(error, OldSegmentError)  # of which nothing is left
         }
-        self._seen_ns = stamp if now_ns - stamp > SETTLED_NS else -1
-
-    def _stamp(self) -> int:
-        try:
-            return os.stat(self._shares.directory).st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        self._seen_ns = stamps if now_ns - max(stamps) > SETTLED_NS else []
 
     def _attach(self, path: Path) -> bool:
         """Look into a segment. Returns whether that is done with: false where it has to be tried again."""

@@ -8,17 +8,18 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 from tierfs.clock import Clock
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError, InvalidInputError, NotFoundError, ReadOnlyError, TierfsError
-from tierfs.host.host import Host
+from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
+from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.private import make_private
-from tierfs.host.slab.budget import LOCK, MemfdNote, Shares
+from tierfs.host.slab.budget import LOCK, Shares
 from tierfs.host.slab.eviction import Eviction
 from tierfs.host.slab.growth import FIRST_DATA_BYTES, next_layout
 from tierfs.host.slab.memory import memory_available, memory_limit
-from tierfs.host.slab.new_segment import adopt, create_memfd, make_header, make_in
+from tierfs.host.slab.new_segment import adopt, make_header, make_in
 from tierfs.host.slab.segment import Segment, Slot, SlotKind
 from tierfs.host.slab.segment_file import Header, Reservation
 from tierfs.host.slab.table import Layout, padded
@@ -70,10 +71,9 @@ class Supply:
         self._lock = threading.Lock()  # for the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
         self._draining: frozenset[Segment] = frozenset()
-        self._notes: dict[str, MemfdNote] = {}
         self._ahead: threading.Thread | None = None
         self._closed = False
-        self._memfd_said = False
+        self._small_said = self._removed_said = False
         self._asked_s = clock.monotonic()
         self.waits = 0
         self.waited_s = 0.0
@@ -109,6 +109,7 @@ class Supply:
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         self._asked_s = self._clock.monotonic()
+        self._leave_removed()
         try:
             if not wanted:
                 self._fit_all(kind, runs, found)
@@ -156,20 +157,23 @@ class Supply:
         """See `Eviction.ahead`."""
         self.eviction.ahead(self._in_use())
 
-    def nameless(self) -> list[Segment]:
-        """The own segments that no file leads to; from now on those, too, whose file somebody removed while they are written into."""
+    def removed(self) -> list[Segment]:
+        """The own segments whose file somebody removed while something in them is needed."""
+        return [segment for segment in self.own if segment.is_removed() and _is_needed(segment)]
+
+    def _leave_removed(self) -> None:
+        """Put nothing more into segments whose file somebody removed: no other process would find it."""
         for segment in self.own:
-            try:
-                # What is removed because nobody needs it holds nothing of the kind.
-                if segment.is_removed() and segment.sums().filling + segment.sums().dirty:
-                    self._do_without_file(segment)
-            except NotFoundError:  # noqa: PERF203 - closed meanwhile
-                continue
-            except (TierfsError, OSError) as error:
-                _logger.warning(
-                    "%s was removed while it is written into, and cannot be handed over yet: %s", segment.path, error
-                )
-        return [segment for segment in self.own if segment.path is None]
+            if segment.is_removed() and not segment.retired:
+                with contextlib.suppress(ReadOnlyError):  # closed meanwhile
+                    segment.retire(although_needed=True)
+                    if not self._removed_said:
+                        self._removed_said = True
+                        _logger.warning(
+                            "%s was removed while it is written into, and is not used any more: what was staged in it is lost unless "
+                            "the flusher had it open; where a logout did that, see systemd-logind's RemoveIPC",
+                            segment.path,
+                        )
 
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
@@ -198,15 +202,9 @@ class Supply:
             if segment.retire():
                 self._drop(segment)
                 return before
-            self._shed(segment)
+            segment.shed()
             return before - segment.memory_bytes
         return 0
-
-    def _shed(self, segment: Segment) -> None:
-        segment.shed()
-        note = self._notes.get(segment.id)
-        if note is not None:
-            note.resize(segment.memory_bytes)
 
     def close(self) -> None:
         """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
@@ -225,20 +223,17 @@ class Supply:
                     if not segment.is_dirty():
                         self._drop(segment)
                     else:
-                        self._shed(segment)
+                        segment.shed()
                         segment.disown()
                         self._forget(segment)
                 segment.close()
 
-    def renew_in_child(self) -> tuple[Segment, ...]:
-        """After a fork: nothing is ours. Returns what was, which is the parent's."""
+    def renew_in_child(self) -> None:
+        """After a fork: nothing is ours."""
         self._lock, self._growing = threading.Lock(), threading.Lock()
         self.eviction.renew_in_child()
-        parents, self.own, self._draining = self.own, (), frozenset()
-        # The parent's locks on these are not ours to release.
-        self._notes = {}
+        self.own, self._draining = (), frozenset()
         self._ahead = None
-        return parents
 
     def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
         found: list[list[Slot] | None] = [None]
@@ -379,33 +374,45 @@ class Supply:
             if layout is None or layout.data_bytes < least:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
-            fits = self._host.segments is not None and layout.size <= self._shares.free_bytes(self._shares.files())
-            try:
-                reservation = Reservation(self._shares.directory, header) if fits else None
-                note = None if fits else self._shares.note_memfd(header)
-            except CapacityError as error:
-                # No file can be made there, not even one that counts: room is waited for, as with memory.
-                self.why_not = str(error)
-                return False
-            self.why_not = ""
+            reservation = self._reserve(header, self._shares.folders)
         # Nobody waits for what is made ahead, and training wants the processors.
         threads = 1 if ahead else None
-        if reservation is not None:
+        while reservation is not None:
             try:
                 segment = make_in(reservation, threads=threads, stopped=self._is_closed)
-            except CapacityError as error:
-                # Somebody else filled the filesystem meanwhile.
-                _logger.debug("%s", error)
+            except CapacityError as error:  # noqa: PERF203 - somebody else filled the filesystem meanwhile: another folder is tried
+                self.why_not = str(error)
+                folders = self._shares.folders
+                with self._host.locked(LOCK):
+                    reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
             else:
                 if segment is None:
                     return False
                 with self._host.locked(LOCK):
                     segment.path = reservation.finish()
                 return self._begin(segment)
-        if note is None:
-            with self._host.locked(LOCK):
-                note = self._shares.note_memfd(header)
-        return self._grow_memfd(header, note, threads=threads)
+        return False
+
+    def _reserve(self, header: Header, folders: Sequence[Path]) -> Reservation | None:
+        """A file for a segment, in the first of these folders that has room. Under the host's lock."""
+        files = self._shares.files()
+        for folder in folders:
+            try:
+                make_private(folder)  # which somebody may have removed
+                if header.layout.size > self._shares.free_bytes(folder, files):
+                    self.why_not = f"{folder} has no room for a segment of {format_bytes(header.layout.size)}"
+                    continue
+                reservation = Reservation(folder, header)
+            except CapacityError as error:
+                # No file can be made there, not even one that counts: room is waited for, as with memory.
+                self.why_not = str(error)
+                continue
+            if folder != self._shares.folders[0] and not self._small_said:
+                self._small_said = True
+                _logger.warning("%s (%s)", SMALL_SHM, self.why_not)
+            self.why_not = ""
+            return reservation
+        return None
 
     def _plan(self, length: int, known: int = 0) -> Layout | None:
         files = self._shares.files()
@@ -425,45 +432,6 @@ class Supply:
                 self._give_back(segment)
         return self._plan(length)
 
-    def _grow_memfd(self, header: Header, note: MemfdNote, *, threads: int | None) -> bool:
-        if not self._memfd_said:
-            self._memfd_said = True
-            why = f"{self._shares.directory} has no room for a segment of {format_bytes(header.layout.size)}"
-            _logger.warning(
-                "%s, so this process's have no file: other processes see what is in them by way of the flusher, and it is lost "
-                "if both end; give it more (docker: --shm-size), or name another with TIERFS_SHM_DIR",
-                why if self._host.segments is not None else "this host has no folder of segments in shared memory",
-            )
-        try:
-            segment = create_memfd(header, threads=threads, stopped=self._is_closed)
-        except BaseException:
-            note.release()
-            raise
-        if segment is None:
-            note.release()
-            return False
-        with self._lock:
-            self._notes[segment.id] = note
-        return self._begin(segment)
-
-    def _do_without_file(self, segment: Segment) -> None:
-        with self._host.locked(LOCK):
-            note = self._shares.note_memfd(segment.header)
-        with self._lock:
-            path = segment.path
-            is_ours = path is not None and any(segment is own for own in self.own)
-            if is_ours:
-                self._notes[segment.id] = note
-                segment.path = None
-        if not is_ours:
-            note.release()
-            return
-        _logger.warning(
-            "%s was removed while it is written into: what is in it goes to other processes by way of the flusher, and is lost if both "
-            "end; where a logout did that, see systemd-logind's RemoveIPC",
-            path,
-        )
-
     def _begin(self, segment: Segment) -> bool:
         """Write into this segment from now on."""
         with self._lock:
@@ -475,7 +443,7 @@ class Supply:
         orphans = self._shares.orphans()
         for orphan in orphans:
             is_whole = orphan.memory_bytes == orphan.size
-            if orphan.path is not None and orphan.store == self._store and is_whole and orphan.data_bytes >= length:
+            if orphan.store == self._store and is_whole and orphan.data_bytes >= length:
                 try:
                     segment = adopt(orphan.path, self._host.owner())
                 except TierfsError as error:
@@ -493,8 +461,6 @@ class Supply:
 
     def _drop(self, segment: Segment) -> None:
         """Remove a segment. Its memory goes when the last slot or view of it does."""
-        if segment.path is None and segment.owned:
-            segment.disown()  # who was handed it has no file to miss, and keeps it for as long as it has an owner
         segment.unlink()
         self._forget(segment)
 
@@ -502,9 +468,11 @@ class Supply:
         with self._lock:
             self.own = tuple(own for own in self.own if own is not segment)
             self._draining -= {segment}
-            note = self._notes.pop(segment.id, None)
-        if note is not None:
-            note.release()
+
+
+def _is_needed(segment: Segment) -> bool:
+    sums = segment.sums()
+    return bool(sums.filling or sums.dirty)
 
 
 def _size(lengths: Iterable[int]) -> int:

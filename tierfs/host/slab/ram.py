@@ -40,7 +40,7 @@ class RamUsage:
         dirty_bytes: Of that, what no other tier is known to have.
         clean_bytes: Of that, what may go.
         segments: How many of this store there are.
-        memfd_segments: How many of them have no file.
+        disk_segments: How many of them are files in the state directory, because shared memory is too small.
         waits: How often this process waited for room.
         waited_s: For how long in all.
         evicted_bytes: What this process evicted.
@@ -53,7 +53,7 @@ class RamUsage:
     dirty_bytes: int
     clean_bytes: int
     segments: int
-    memfd_segments: int
+    disk_segments: int
     waits: int
     waited_s: float
     evicted_bytes: int
@@ -181,9 +181,9 @@ class RamTier:
         """The segments that this process writes into."""
         return list(self._supply.own)
 
-    def nameless(self) -> list[Segment]:
-        """Those that no file leads to: who looks for what was written there needs their descriptors."""
-        return self._supply.nameless()
+    def removed_segments(self) -> list[Segment]:
+        """Those whose file somebody removed while something in them is needed: no process finds it that did not have it open."""
+        return self._supply.removed()
 
     def make_room_for_others(self) -> int:
         """If other processes wait for room, and this one has more than its share, give some of it back.
@@ -195,17 +195,11 @@ class RamTier:
             Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
             something dirty in a segment, what is not goes alone.
         """
-        self.let_go()
         return self._supply.make_room_for_others() if self._neighbours.is_wanted() else 0
 
     def segments(self) -> list[Segment]:
         """All segments of this store on this host: our own first."""
         return [*self._supply.own, *self._neighbours.segments()]
-
-    def unseen(self) -> frozenset[str]:
-        """Names of this store's segments that have no file and were not handed to this process; see `add`."""
-        self._neighbours.segments()
-        return self._neighbours.unseen
 
     def unread(self) -> frozenset[str]:
         """Names of this store's segments that could not be opened just now. What is in them, nobody may count as absent."""
@@ -243,12 +237,6 @@ class RamTier:
         found = [slot for segment in self.segments() for slot in segment.slots(kind=SlotKind.DRAFT, states=states)]
         return sorted(found, key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
 
-    def add(self, segment: Segment) -> None:
-        """Look into this segment, too: one without a file, that came as a descriptor. It is ours to close now."""
-        with self.host.locked(LOCK):
-            if any(segment.id == own.id for own in self._supply.own) or not self._neighbours.add(segment):
-                segment.close()
-
     def reclaim(self, needed: Callable[[Segment], Collection[int]]) -> int:
         """Free what dead processes left unsealed, or sealed without a draft that needs it. For the flusher.
 
@@ -268,9 +256,9 @@ class RamTier:
                 if self.host.is_alive(segment.owner):
                     continue  # adopted meanwhile
                 freed += segment.reclaim(lambda kept=kept: kept)  # type: ignore[misc]
-                # Memory without a file is lost to everybody else, so what is clean there is of no use; and who let go of
-                # it in good order has left only what had to be flushed.
-                left = segment.path is None or not int(segment.owner, 16)
+                # What is clean in a segment whose file was removed is of no use to others; and who let go of one in good
+                # order has left only what had to be flushed.
+                left = segment.is_removed() or not int(segment.owner, 16)
                 if not any(segment.sums()) or (left and not segment.is_dirty()):
                     self._neighbours.drop(segment)
         return freed
@@ -286,18 +274,6 @@ class RamTier:
                     self._neighbours.drop(segment)
         return freed
 
-    def let_go(self) -> None:
-        """Close the memory without a file that others handed to this process, whose owners are dead, and that only holds copies.
-
-        It counts for as long as anybody has it.
-        """
-        for segment in self._neighbours.given():
-            if self.host.is_alive(segment.owner) or segment.is_dirty():
-                continue
-            with self.host.locked(LOCK):
-                if not self.host.is_alive(segment.owner) and not segment.is_dirty():
-                    self._neighbours.drop(segment)
-
     def usage(self) -> RamUsage:
         """What the tier holds now."""
         segments = self.segments()
@@ -311,7 +287,7 @@ class RamTier:
             dirty_bytes=dirty,
             clean_bytes=clean,
             segments=len(segments),
-            memfd_segments=sum(segment.path is None for segment in segments),
+            disk_segments=sum(segment.path.parent == self.host.fallback for segment in segments),
             waits=self._supply.waits,
             waited_s=self._supply.waited_s,
             evicted_bytes=self._supply.eviction.bytes,
@@ -350,4 +326,5 @@ class RamTier:
     def _renew(self) -> None:
         """After a fork: what was ours is another process's."""
         self._shares.renew_in_child()
-        self._neighbours.renew_in_child(self._supply.renew_in_child())
+        self._supply.renew_in_child()
+        self._neighbours.renew_in_child()

@@ -94,7 +94,7 @@ class Segment:
     Args:
         fd: An open file of the segment; not kept.
         header: What the segment says of itself.
-        path: Its file; None if it has none.
+        path: Its file.
         memory: All of it, mapped, if we are its owner. Then `start` follows.
 
     Attributes:
@@ -102,10 +102,10 @@ class Segment:
         store: The uuid of its store, 32 hex digits.
         size: Of the whole segment, in bytes.
         data_bytes: Room for data.
-        path: Its file; None if it has none.
+        path: Its file. It may have been removed since.
     """
 
-    def __init__(self, fd: OwnedFd, header: Header, path: Path | None, *, memory: memoryview | None = None) -> None:
+    def __init__(self, fd: OwnedFd, header: Header, path: Path, *, memory: memoryview | None = None) -> None:
         self.header = header
         self.id = header.id
         self.store = header.store
@@ -126,8 +126,7 @@ class Segment:
         renew_in_children(self)
 
     def __repr__(self) -> str:
-        where = str(self.path) if self.path else f"memfd {self.id}"
-        return f"Segment({where!r}, size={self.size}, slots={self.header.layout.slots}, owned={self.owned})"
+        return f"Segment({str(self.path)!r}, size={self.size}, slots={self.header.layout.slots}, owned={self.owned})"
 
     @classmethod
     def attach(cls, path: Path) -> Segment:
@@ -141,12 +140,6 @@ class Segment:
         """
         fd, header = open_segment(path)
         return cls(fd, header, path)
-
-    @classmethod
-    def attach_fd(cls, fd: int) -> Segment:
-        """Open a segment that came as a descriptor, which stays the caller's. Raises as `attach` does."""
-        own, header = open_segment(fd)
-        return cls(own, header, None)
 
     def start(self, places: Places) -> None:
         """Be its owner from now on."""
@@ -186,7 +179,7 @@ class Segment:
 
     @property
     def fd(self) -> int:
-        """The descriptor, to be handed to another process. Stays ours, and valid until `close`."""
+        """The descriptor. Stays ours, and valid until `close`."""
         return self._open().number
 
     def take(self, kind: SlotKind, length: int) -> Slot | None:
@@ -319,17 +312,20 @@ class Segment:
             places.give(slot.index, slot.offset)
         return True
 
-    def retire(self) -> bool:
+    def retire(self, *, although_needed: bool = False) -> bool:
         """Give no more slots away, unless one is dirty or being filled. By the owner only.
 
+        Args:
+            although_needed: Also if one is.
+
         Returns:
-            Whether it is retired: nothing is in it that may not go.
+            Whether nothing is in it that may not go.
         """
         with self._lock.held():
-            if self._table.has({*DIRTY_STATES, SlotState.FILLING}):
-                return False
-            self._own().retire()
-            return True
+            is_needed = self._table.has({*DIRTY_STATES, SlotState.FILLING})
+            if although_needed or not is_needed:
+                self._own().retire()
+            return not is_needed
 
     def shed(self) -> None:
         """Give back the memory of all that is not dirty or being filled, and no more slots away: there is no memory for them.
@@ -482,16 +478,13 @@ class Segment:
         return self._table.has({SlotState.SEALED}) or self._table.sums().filling > kept
 
     def is_removed(self) -> bool:
-        """Whether it had a file, and has none any more. Raises `NotFoundError` when it is closed."""
-        if self.path is None:
-            return False
-        fd = self._open()
-        return os.fstat(fd.number).st_nlink == 0
+        """Whether its file was removed: no other process finds it any more."""
+        fd = self._fd
+        return fd is not None and os.fstat(fd.number).st_nlink == 0
 
     def unlink(self) -> None:
         """Remove the file. Who has the segment open keeps it."""
-        if self.path is not None:
-            self.path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Let go of the memory: nothing is found here any more. What `view` gave stays valid, and keeps the memory."""

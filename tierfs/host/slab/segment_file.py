@@ -4,16 +4,13 @@ In the host's folder of segments, the name says whose a file is and what for::
 
     <8 hex digits of the store's uuid>-<id of the process that made it>-<number>.slab       a segment
                                                                         .slab.new   one whose memory is being reserved
-                                                                        .memfd      one that lives elsewhere; no data
 
 The size of each counts against the budget from the moment it is there; of a ``.slab``, what it has memory for. It gets that name
-when that is reserved and its header written. A ``.memfd`` is locked (shared) by those who have that segment, so that it can be
-told when its memory is free.
+when that is reserved and its header written.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import struct
@@ -36,11 +33,9 @@ __all__ = [
     "OldSegmentError",
     "OwnedFd",
     "Reservation",
-    "anonymous",
     "make_file",
     "open_segment",
     "reopened",
-    "seal_size",
 ]
 
 MAGIC = b"TFSSLAB1"
@@ -48,7 +43,7 @@ SECTOR_BYTES = 512  # what stat(2) counts memory in
 VERSION = 1
 _FIXED = struct.Struct("<8sIIQQQQ16s16s16sQ")
 _CHECKSUM_BYTES = 16
-_NAME = re.compile(r"([0-9a-f]{8})-([0-9a-f]{16})-([0-9]+)\.(slab|slab\.new|memfd)")
+_NAME = re.compile(r"([0-9a-f]{8})-([0-9a-f]{16})-([0-9]+)\.(slab|slab\.new)")
 
 assert _FIXED.size + _CHECKSUM_BYTES <= CHANGES_AT
 
@@ -181,8 +176,8 @@ def read_header(fd: int, path: str) -> Header:
     return header
 
 
-def open_segment(source: Path | int) -> tuple[OwnedFd, Header]:
-    """Open a segment by its file, or once more by a descriptor, which stays the caller's; check its header.
+def open_segment(path: Path) -> tuple[OwnedFd, Header]:
+    """Open a segment and check its header.
 
     Raises:
         NotFoundError: It is gone.
@@ -190,12 +185,9 @@ def open_segment(source: Path | int) -> tuple[OwnedFd, Header]:
         FormatError: It is of another version, or was left by a run of the kernel before this one.
         StoreError: It cannot be opened.
     """
-    name = f"memfd {source}" if isinstance(source, int) else str(source)
+    name = str(path)
     try:
-        if isinstance(source, int):
-            fd = OwnedFd(reopened(source))
-        else:
-            fd = OwnedFd(os.open(source, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
+        fd = OwnedFd(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC))
         header = read_header(fd.number, name)
     except FileNotFoundError:
         raise NotFoundError(f"{name} is gone", path=name, tier="ram") from None
@@ -258,26 +250,3 @@ def make_file(path: Path, size: int) -> int:
 def reopened(fd: int) -> int:
     """Another open file of the same inode: locks on it are its own."""
     return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
-
-
-def anonymous(size: int, name: str) -> int:
-    """A file of this size in memory, without a name and as yet without memory. `seal_size` follows, when it has that.
-
-    Raises:
-        StoreError: It cannot be made.
-    """
-    try:
-        fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    except OSError as error:
-        raise StoreError(f"no memory for {name}: {error.strerror}", path=name, tier="ram") from error
-    try:
-        os.ftruncate(fd, size)
-    except OSError as error:
-        os.close(fd)
-        raise StoreError(f"no memory for {name}: {error.strerror}", path=name, tier="ram") from error
-    return fd
-
-
-def seal_size(fd: int) -> None:
-    """Have such a file stay as long as it is, so that nobody who maps it is killed for it."""
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)

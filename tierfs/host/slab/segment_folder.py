@@ -19,11 +19,11 @@ from tierfs.clock import boot_id
 from tierfs.errors import StoreError, TierfsError
 from tierfs.host.private import entries_of, make_private, refused
 
-__all__ = ["SegmentFolder"]
+__all__ = ["FALLBACK", "SegmentFolder"]
 
 SEGMENT_FOLDERS_MAX = 16
 NOTE_BYTES_MAX = 8192
-_INSTEAD = "segments"
+FALLBACK = "segments"
 _NOTE_FILE = "segments.at"
 _STATE_FILE = "state"
 _logger = logging.getLogger("tierfs.local")
@@ -40,8 +40,7 @@ class SegmentFolder:
         shm: Where it is to be.
 
     Attributes:
-        path: The folder; where there can be none in ``shm``, one in the state directory, for counting alone.
-        is_memory: Whether segments can be made in it.
+        path: The folder; where there can be none in ``shm``, the one in the state directory.
         why_not: Why there is none in ``shm``, where that was tried.
         locks: Open files that keep others from taking the folder for unused. The caller's to close.
 
@@ -65,7 +64,6 @@ class SegmentFolder:
                 fcntl.flock(fd, fcntl.LOCK_UN)
             self.close()
             raise
-        self.is_memory = self.path != self._directory / _INSTEAD
 
     def __repr__(self) -> str:
         return f"SegmentFolder({str(self.path)!r})"
@@ -121,7 +119,7 @@ class SegmentFolder:
         return None
 
     def _choose(self, shm: Path) -> Path:
-        """A folder in ``shm`` that no other state directory uses, or else the one for counting alone.
+        """A folder in ``shm`` that no other state directory uses, or else the one in the state directory.
 
         It is named after our path, so that it is found again when the state directory was made anew, as that of a
         container that was restarted. But containers that share their host's memory each have a directory by that name:
@@ -136,7 +134,7 @@ class SegmentFolder:
             raise StoreError(f"{shm} has {SEGMENT_FOLDERS_MAX} folders of other state directories at {self._directory}")
         except OSError as error:
             self.why_not = str(error)
-            return self._directory / _INSTEAD
+            return self._directory / FALLBACK
 
     def _claim(self, folder: Path, *, is_new: bool) -> bool:
         """Whether a folder says that it is ours. It is made to where it says nothing, or a new one is wanted and nobody uses it."""
@@ -172,8 +170,8 @@ class _Note(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> _Note:
-        is_instead = folder.name == _INSTEAD
-        return cls(os.stat(folder.parent).st_dev, Path(_INSTEAD) if is_instead else folder)
+        is_instead = folder.name == FALLBACK
+        return cls(os.stat(folder.parent).st_dev, Path(FALLBACK) if is_instead else folder)
 
     @classmethod
     def decode(cls, data: bytes) -> _Note | None:

@@ -23,7 +23,6 @@ from tierfs.host.nvme.arena import no_faults
 from tierfs.host.pending.record import Draft
 from tierfs.host.private import refused
 from tierfs.host.rpc.caller import Caller
-from tierfs.host.rpc.handover import Handover
 from tierfs.host.slab.memory import memory_available
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot, SlotKind, SlotState
@@ -51,7 +50,6 @@ class SlabWriter:
     Args:
         ram: The ram tier.
         flusher: How to reach the flusher.
-        handover: Gives it the slabs that no file leads to.
         counters: Where it is told of what is done in a lesser way.
         kind: The store's digests.
         clock: Where time comes from.
@@ -62,7 +60,6 @@ class SlabWriter:
         self,
         ram: RamTier,
         flusher: Caller,
-        handover: Handover,
         counters: Counters,
         *,
         kind: DigestKind,
@@ -71,7 +68,6 @@ class SlabWriter:
     ) -> None:
         self._ram = ram
         self._flusher = flusher
-        self._handover = handover
         self._counters = counters
         self._kind = kind
         self._clock = clock
@@ -150,7 +146,7 @@ class SlabWriter:
     def _ask_about(self, do: str, slots: Sequence[Slot], arguments: Mapping[str, Any]) -> None:
         for at in range(0, len(slots), NAMES_MAX):
             references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            self._handover.ask(do, {**arguments, "slots": references})
+            self._flusher.request(do, {**arguments, "slots": references})
 
     def drop(self, slot: Slot) -> None:
         """Give a chunk's room back."""
@@ -190,7 +186,8 @@ class SlabWriter:
 
         Raises:
             CapacityError: There is no room for it, and none came in time.
-            StoreError: The path cannot be locked, or a process that was stopped keeps it locked; then it is transient.
+            StoreError: The path cannot be locked, or a process that was stopped keeps it locked, or somebody removed the memory
+                that the file was staged in; the latter two are transient.
         """
         self._housekeeping.begin()
         room = len(draft.encode()) + STAMP_BYTES
@@ -199,9 +196,7 @@ class SlabWriter:
         self._fault("after draft.take")
         with contextlib.ExitStack() as until_checked:
             until_checked.callback(self.drop, slot)
-            if self._handover.is_needed():
-                # Before others can find the draft: if this process ended then, nobody would have its chunks.
-                self._tell()
+            self._check_removed(draft, slot)
             with self._alone_at(draft.path):
                 check()
                 until_checked.pop_all()
@@ -215,6 +210,22 @@ class SlabWriter:
                     slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
                 )
                 self._fault("after draft.seal")
+
+    def _check_removed(self, draft: Draft, slot: Slot) -> None:
+        """See that others will find a draft and its chunks.
+
+        Raises:
+            StoreError: Somebody removed a segment that they lie in.
+        """
+        removed = {segment.id for segment in self._ram.removed_segments()}
+        for name in {slot.segment.id, *(reference.segment for reference in draft.slots if reference is not None)}:
+            if name in removed:
+                raise StoreError(
+                    f"{draft.path}: the shared memory that it was staged in was removed meanwhile: write it again",
+                    transient=True,
+                    path=draft.path,
+                    tier="ram",
+                )
 
     @contextlib.contextmanager
     def _alone_at(self, path: str) -> Iterator[None]:
@@ -246,10 +257,9 @@ class SlabWriter:
 
         Args:
             wait: Whether to wait until it knows. That is waited for in any case if there is no flusher that knows the object
-                tier from us, so that one goes on whatever becomes of this process then; and where slabs have no file, which
-                are safe from this process's end only once the flusher has them.
+                tier from us, so that one goes on whatever becomes of this process then.
         """
-        if wait or not self._has_told or self._handover.is_needed() or not self._flusher.is_running():
+        if wait or not self._has_told or not self._flusher.is_running():
             self._tell()
         else:
             self._tell_soon()
@@ -279,7 +289,7 @@ class SlabWriter:
     def _tell(self) -> None:
         self._fault("before announce")
         try:
-            self._handover.ask("draft", {}, timeout_s=ANNOUNCE_S)
+            self._flusher.request("draft", {}, timeout_s=ANNOUNCE_S)
             self._has_told = True
         except (StoreError, TimeoutError) as error:
             if not self._ended.is_set():
