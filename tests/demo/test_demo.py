@@ -18,7 +18,7 @@ import pytest
 
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
-from tierfs.demo.report import Checkpoint, Report, compare_losses
+from tierfs.demo.report import CompletedSave, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
@@ -60,7 +60,7 @@ def report(*, uninterrupted: dict[int, str], resumed: dict[int, str], digests: t
         resumed_from=2,
         rows=compare_losses(uninterrupted, resumed, first=1, last=4),
         digests=digests,
-        checkpoints=[Checkpoint("straight/step_2", 4096, 0.25), Checkpoint("resumed/step_2", 4096, 0.5)],
+        checkpoints=[CompletedSave("straight/step_2", 4096, 0.25), CompletedSave("resumed/step_2", 4096, 0.5)],
         stored_bytes={"straight": 2048, "resumed": 0},
         training_s=10.0,
     )

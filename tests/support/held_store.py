@@ -8,7 +8,7 @@ from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.session.settings import ResolvedTiers
-from tierfs.session.tiers import Target, home_of, tiers_for
+from tierfs.session.tiers import TieredStore, home_of, tiers_for
 from tierfs.store import Store
 from tierfs.store.create import create_store
 
@@ -26,7 +26,7 @@ def held_store(tmp_path):
     descriptor, _ = create_store(MemoryObjects(root), URL, digest=DigestKind.XXH3_128, random_bytes=os.urandom(16))
     settings = ResolvedTiers(Level.STAGED, 64 << 20, 0, tmp_path / "host", 20.0)
     objects = _Refusing(root)
-    target = Target(descriptor.uuid, URL, objects.places(), {}, DigestKind.XXH3_128, False, True)
+    target = TieredStore(descriptor.uuid, URL, objects.places(), {}, DigestKind.XXH3_128, False, True)
     tiers = tiers_for(target, settings, lambda: Store(objects, descriptor, url=URL), home_of(target, settings))
     try:
         yield Store(objects, descriptor, url=URL, tiers=tiers, ack=Level.STAGED, timeout_s=20)

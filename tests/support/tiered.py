@@ -9,7 +9,7 @@ from tierfs.errors import StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.session.settings import ResolvedTiers
-from tierfs.session.tiers import Target, home_of, tiers_for
+from tierfs.session.tiers import TieredStore, home_of, tiers_for
 from tierfs.store import (
     Writer,
 )
@@ -28,7 +28,7 @@ class Host:
         self.open()
 
     def open(self):
-        target = Target(
+        target = TieredStore(
             self.descriptor.uuid, "memory://store", self.objects.places(), {}, DigestKind.XXH3_128, False, True
         )
         self.tiers = tiers_for(target, self.settings, self.plain, home_of(target, self.settings))

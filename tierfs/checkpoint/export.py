@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs.checkpoint.nesting import nested
-from tierfs.codec.layout.safetensors import HEADER_BYTES_MAX, Entry
+from tierfs.codec.layout.safetensors import HEADER_BYTES_MAX, HeaderEntry
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import BATCH_BYTES, Box, BoxReader, boxes_of, in_batches
 from tierfs.dcp.planner import unpickle_safely
@@ -92,14 +92,14 @@ def _with_head(
             yield bytes_of(tensor)
 
 
-def _entries(tensors: Mapping[str, Any], names: list[str]) -> Iterator[Entry]:
+def _entries(tensors: Mapping[str, Any], names: list[str]) -> Iterator[HeaderEntry]:
     at = 0
     for fqn in names:
         dtype, size = tensors[fqn].properties.dtype, tensors[fqn].size
         length = math.prod(size) * dtype.itemsize
         described = in_safetensors(dtype, size)
         assert described is not None, "refused before"
-        yield Entry(fqn, *described, at, length)
+        yield HeaderEntry(fqn, *described, at, length)
         at += length
 
 

@@ -23,7 +23,7 @@ LOCAL_TIERS = ("ram", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _PlacedFile:
     level: Level
     rows: Sequence[Row]
     starts: Sequence[int]
@@ -38,7 +38,7 @@ class Placement:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
-        self._files: dict[str, _File | None] = {}
+        self._files: dict[str, _PlacedFile | None] = {}
 
     def __repr__(self) -> str:
         return f"Placement({self._checkpoint.where!r})"
@@ -71,12 +71,12 @@ class Placement:
         file = self._file(name)
         return ((), ()) if file is None else (file.rows, file.starts)
 
-    def _file(self, name: str) -> _File | None:
+    def _file(self, name: str) -> _PlacedFile | None:
         if name not in self._files:
             self._files[name] = self._look(inside(self._checkpoint.directory, name))
         return self._files[name]
 
-    def _look(self, path: str) -> _File | None:
+    def _look(self, path: str) -> _PlacedFile | None:
         store = self._checkpoint.store
         try:
             level = level_of(store, path)
@@ -86,4 +86,4 @@ class Placement:
         rows: Sequence[Row] = ()
         if entry.manifest is not None and entry.manifest.inline is None:
             rows = expand_rows(store, entry.manifest, path)
-        return _File(level, rows, [0, *itertools.accumulate(row.raw_length for row in rows)][: len(rows)])
+        return _PlacedFile(level, rows, [0, *itertools.accumulate(row.raw_length for row in rows)][: len(rows)])

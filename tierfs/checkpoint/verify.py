@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from tierfs.buffers import buffers
-from tierfs.codec.layout.safetensors import Entry, read_table
+from tierfs.codec.layout.safetensors import HeaderEntry, read_table
 from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader
@@ -84,7 +84,7 @@ class CheckpointReport:
 
 
 @dataclass(frozen=True, slots=True)
-class _File:
+class _CheckedFile:
     name: str
     reader: Reader
     borders: Sequence[int]
@@ -146,7 +146,7 @@ def _check_file(
         _check_table(checkpoint, file, report)
 
 
-def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointReport) -> _File:
+def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointReport) -> _CheckedFile:
     store, path = checkpoint.store, inside(checkpoint.directory, name)
     where = store.where(path)
     try:
@@ -165,11 +165,11 @@ def _open(checkpoint: Checkpoint, name: str, length: int, report: CheckpointRepo
         report.undigested.append(name)
     elif entry.manifest is not None and entry.manifest.inline is None:
         borders = itertools.accumulate(row.raw_length for row in expand_rows(store, entry.manifest, path))
-    return _File(name, reader, list(borders), "object" if level is Level.OBJECT else "local")
+    return _CheckedFile(name, reader, list(borders), "object" if level is Level.OBJECT else "local")
 
 
 def _read(
-    file: _File, report: CheckpointReport, progress: Callable[[int], object] | None
+    file: _CheckedFile, report: CheckpointReport, progress: Callable[[int], object] | None
 ) -> list[tuple[int, int, TierfsError]]:
     """Read a file, and return offset, length and error of every piece that cannot be."""
     lock = threading.Lock()
@@ -194,7 +194,7 @@ def _read(
     return sorted(found, key=lambda item: item[0])
 
 
-def _pieces(file: _File) -> Iterator[tuple[int, int]]:
+def _pieces(file: _CheckedFile) -> Iterator[tuple[int, int]]:
     at = 0
     for border in file.borders:
         end = min(border, file.reader.length)
@@ -203,7 +203,7 @@ def _pieces(file: _File) -> Iterator[tuple[int, int]]:
         at = end
 
 
-def _check_table(checkpoint: Checkpoint, file: _File, report: CheckpointReport) -> None:
+def _check_table(checkpoint: Checkpoint, file: _CheckedFile, report: CheckpointReport) -> None:
     """Hold what the metadata says of each tensor's place to what the safetensors file says of itself."""
 
     def wrong(names: tuple[str, ...], at: int, length: int, problem: str) -> None:
@@ -229,7 +229,7 @@ def _check_table(checkpoint: Checkpoint, file: _File, report: CheckpointReport) 
 class _Table:
     """What lies where in a safetensors file."""
 
-    def __init__(self, entries: Iterable[Entry], begin: int) -> None:
+    def __init__(self, entries: Iterable[HeaderEntry], begin: int) -> None:
         self._begin = begin
         self._entries = sorted((entry for entry in entries if entry.length), key=lambda entry: entry.at)
         self._starts = [entry.at for entry in self._entries]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tierfs.cli import local_files as _local
-from tierfs.cli.transfer import LocalSource, LocalTarget, Source, StoredSource, StoredTarget, Target
+from tierfs.cli.transfer import ContentSource, ContentTarget, LocalSource, LocalTarget, StoredSource, StoredTarget
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.host.pending.levels import Level
@@ -120,17 +120,17 @@ class StorePlace:
         entries = find(self.store, self.path, detail=False)
         return {self.relative(entry.path): kind_of(entry) for entry in entries}
 
-    def contents(self) -> Iterator[tuple[str, Source | None]]:
+    def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
         """Relative path and content of everything below; a directory, which has none, before what is in it."""
         for entry in find(self.store, self.path):
             relative = self.relative(entry.path)
             yield relative, None if entry.is_directory else StoredSource(self.store, entry)
 
-    def source(self) -> Source:
+    def source(self) -> ContentSource:
         """The content of the file that is there."""
         return StoredSource(self.store, self.entry())
 
-    def target(self) -> Target:
+    def target(self) -> ContentTarget:
         """Where the content of a file goes."""
         if not self.path:
             raise InvalidInputError(f"{self.url} is the root of a store: name a file in it", path=self.url)
@@ -185,16 +185,16 @@ class LocalPlace:
             f"{self.url} is not there, on this host: a path in a store starts with tierfs:: or tierfs://", path=self.url
         )
 
-    def contents(self) -> Iterator[tuple[str, Source | None]]:
+    def contents(self) -> Iterator[tuple[str, ContentSource | None]]:
         """Relative path and content of everything below; a directory, which has none, before what is in it."""
         for relative, size in _local.walk(self.url):
             yield relative, None if size is None else LocalSource(os.path.join(self.url, relative), size)
 
-    def source(self) -> Source:
+    def source(self) -> ContentSource:
         """The content of the file that is there."""
         return LocalSource(self.url, _local.known_size(self.url))
 
-    def target(self) -> Target:
+    def target(self) -> ContentTarget:
         """Where the content of a file goes."""
         return LocalTarget(self.url)
 

@@ -12,15 +12,15 @@ from tierfs.localfile import replacing, write_all
 from tierfs.store import Entry, Reader, Store, Writer, copy, open_entry
 
 __all__ = [
+    "ContentSource",
+    "ContentTarget",
     "LocalSource",
     "LocalTarget",
     "RawInput",
-    "Source",
     "StoredSource",
     "StoredTarget",
     "StreamSource",
     "StreamTarget",
-    "Target",
     "read_pieces",
     "transfer",
 ]
@@ -29,7 +29,7 @@ __all__ = [
 WINDOW_BYTES = 64 << 20
 
 
-class Source(Protocol):
+class ContentSource(Protocol):
     """The content of a file."""
 
     @property
@@ -51,7 +51,7 @@ class RawInput(Protocol):
         """Fill the buffer from its start, and say how far; 0 at the end."""
 
 
-class Target(Protocol):
+class ContentTarget(Protocol):
     """Where the content of a file goes."""
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
@@ -67,7 +67,7 @@ class LocalSource:
     metadata: Mapping[str, object] | None = None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See `Source.pieces`."""
+        """See `ContentSource.pieces`."""
         with open(self.path, "rb", buffering=0) as file:
             yield from _read_file(file)
 
@@ -81,7 +81,7 @@ class StreamSource:
     metadata: Mapping[str, object] | None = None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See `Source.pieces`."""
+        """See `ContentSource.pieces`."""
         yield from _read_file(self.stream)
 
 
@@ -94,16 +94,16 @@ class StoredSource:
 
     @property
     def size(self) -> int:
-        """See `Source.size`."""
+        """See `ContentSource.size`."""
         return self.entry.length
 
     @property
     def metadata(self) -> Mapping[str, object] | None:
-        """See `Source.metadata`."""
+        """See `ContentSource.metadata`."""
         return self.entry.manifest.metadata if self.entry.manifest is not None else None
 
     def pieces(self) -> Iterator[memoryview]:
-        """See `Source.pieces`."""
+        """See `ContentSource.pieces`."""
         reader = open_entry(self.store, self.entry)
         return read_pieces(reader, 0, reader.length)
 
@@ -115,7 +115,7 @@ class LocalTarget:
     path: str
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
-        """See `Target.fill`."""
+        """See `ContentTarget.fill`."""
         with replacing(self.path) as file:
             for piece in pieces:
                 file.write(piece)
@@ -128,7 +128,7 @@ class StreamTarget:
     stream: BinaryIO
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
-        """See `Target.fill`, but that what is written stays written."""
+        """See `ContentTarget.fill`, but that what is written stays written."""
         for piece in pieces:
             write_all(self.stream, piece)
         self.stream.flush()
@@ -142,7 +142,7 @@ class StoredTarget:
     path: str
 
     def fill(self, pieces: Iterable[memoryview], metadata: Mapping[str, object] | None) -> None:
-        """See `Target.fill`."""
+        """See `ContentTarget.fill`."""
         writer = Writer(self.store, self.path, metadata=metadata)
         try:
             for piece in pieces:
@@ -153,7 +153,7 @@ class StoredTarget:
         writer.commit()
 
 
-def transfer(source: Source, target: Target, advance: Callable[[int], object]) -> None:
+def transfer(source: ContentSource, target: ContentTarget, advance: Callable[[int], object]) -> None:
     """Copy one file. Within a store only its manifest is written.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tierfs.units import format_bytes
 
-__all__ = ["Checkpoint", "LossRow", "Report", "compare_losses"]
+__all__ = ["CompletedSave", "LossRow", "Report", "compare_losses"]
 
 _ROWS_BEFORE = 3
 _ROWS_AFTER = 6
@@ -30,7 +30,7 @@ class LossRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class CompletedSave:
     """One completed save: where, the bytes of its files, and how long training stood still for it."""
 
     name: str
@@ -64,7 +64,7 @@ class Report:
     resumed_from: int
     rows: Sequence[LossRow]
     digests: tuple[str, str]
-    checkpoints: Sequence[Checkpoint]
+    checkpoints: Sequence[CompletedSave]
     stored_bytes: Mapping[str, int]
     training_s: float
 

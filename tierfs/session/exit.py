@@ -30,7 +30,7 @@ NAMED_MAX = 5
 _logger = logging.getLogger("tierfs.store")
 
 
-class Launcher(Protocol):
+class StartedFlusher(Protocol):
     """Who started the flusher, if this process did."""
 
     @property
@@ -38,7 +38,7 @@ class Launcher(Protocol):
         """Whether the flusher is a thread of this process."""
 
 
-def finish(tiers: Tiers, url: str, launcher: Launcher) -> bool:
+def finish(tiers: Tiers, url: str, launcher: StartedFlusher) -> bool:
     """Wait for what is pending, and log what is left. Returns whether nothing is."""
     ends = launcher.ends_with_us
     if not _pending(tiers, ends=ends):
@@ -69,7 +69,7 @@ def _pending(tiers: Tiers, *, ends: bool) -> list[str]:
     return list(tiers.drafts.pending_below("")) if ends else [draft.path for draft in tiers.drafts.own()]
 
 
-def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
+def finish_at_exit(tiers: Tiers, url: str, launcher: StartedFlusher) -> None:
     """Have `finish` called when this process ends; not in forked children of it, nor once nobody uses the tiers.
 
     ``launcher`` is one that ``tiers`` keep.
@@ -80,7 +80,7 @@ def finish_at_exit(tiers: Tiers, url: str, launcher: Launcher) -> None:
 
 class _Open(NamedTuple):
     url: str
-    launcher: weakref.ref[Launcher]  # it leads to its tiers, which only their users keep
+    launcher: weakref.ref[StartedFlusher]  # it leads to its tiers, which only their users keep
     process: int
 
 
@@ -136,7 +136,7 @@ def _put_away_all() -> None:
                 _logger.warning("the local tiers of %s were not put away in order: %s", url, error)
 
 
-def _opened() -> list[tuple[Tiers, Launcher]]:
+def _opened() -> list[tuple[Tiers, StartedFlusher]]:
     """What this process opened, not a parent that forked it, and still uses; the newest first."""
     known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
     return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

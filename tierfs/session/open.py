@@ -324,7 +324,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
 
         options_given = dict(location.options)
         if tiers is None:
-            target = localtiers.Target(
+            target = localtiers.TieredStore(
                 descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
             )
             try:

@@ -38,14 +38,14 @@ from tierfs.session.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 from tierfs.threads import start_daemon
 
-__all__ = ["Launcher", "Target", "hand_over", "home_of", "may_hide", "publisher_of", "tiers_for"]
+__all__ = ["Launcher", "TieredStore", "hand_over", "home_of", "may_hide", "publisher_of", "tiers_for"]
 
 LINGER_S = 10.0
 _logger = logging.getLogger("tierfs.store")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class TieredStore:
     """The store whose tiers these are, as a flusher in another process needs it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Target:
     process_local: bool
 
 
-def home_of(target: Target, settings: ResolvedTiers) -> tuple[Host, Path]:
+def home_of(target: TieredStore, settings: ResolvedTiers) -> tuple[Host, Path]:
     """Where a store's local tiers are: the host, and their directory on it.
 
     Raises:
@@ -104,7 +104,9 @@ def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
         return False
 
 
-def tiers_for(target: Target, settings: ResolvedTiers, connect: Callable[[], Store], home: tuple[Host, Path]) -> Tiers:
+def tiers_for(
+    target: TieredStore, settings: ResolvedTiers, connect: Callable[[], Store], home: tuple[Host, Path]
+) -> Tiers:
     """Make this process's side of a store's local tiers, and have what is pending there flushed.
 
     Args:
@@ -164,7 +166,7 @@ class Launcher:
 
     def __init__(
         self,
-        target: Target,
+        target: TieredStore,
         settings: ResolvedTiers,
         host: Host,
         directory: Path,

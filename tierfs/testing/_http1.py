@@ -15,7 +15,7 @@ __all__ = [
     "REQUEST_LINE",
     "STATUS_LINE",
     "TO_THE_END",
-    "Source",
+    "MessageReader",
     "request_body_bytes",
     "response_body_bytes",
 ]
@@ -37,7 +37,7 @@ _CHUNK_LINE = re.compile(rb"([0-9a-fA-F]{1,15})[ \t]*(?:;[^\r\n]*)?\r\n")
 Sink = Callable[[bytes], Awaitable[None]]
 
 
-class Source:
+class MessageReader:
     """Reads a stream, and can put back what it read too far."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:

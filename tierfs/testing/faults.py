@@ -102,7 +102,7 @@ class PlannedFault:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _ArmedFault:
     planned: PlannedFault
     left: int
 
@@ -132,7 +132,7 @@ class FaultyObjects:
         self._clock: Clock = clock or ManualClock()
         self._random = Random(seed)
         self._lock = threading.Lock()
-        self._waiting = [_Waiting(planned, planned.after) for planned in plan]
+        self._waiting = [_ArmedFault(planned, planned.after) for planned in plan]
         self._late: list[Callable[[], ObjectInfo | None]] = []
 
     def __repr__(self) -> str:
@@ -144,7 +144,7 @@ class FaultyObjects:
         """Plan one more fault. The arguments are those of `PlannedFault`."""
         planned = PlannedFault(fault, method, after, key_part, seconds)
         with self._lock:
-            self._waiting.append(_Waiting(planned, after))
+            self._waiting.append(_ArmedFault(planned, after))
 
     def clear(self) -> None:
         """Forget the faults that have not struck yet. Late operations stay under way."""

@@ -30,7 +30,7 @@ from tierfs.testing._http1 import (
     REQUEST_LINE,
     STATUS_LINE,
     TO_THE_END,
-    Source,
+    MessageReader,
     request_body_bytes,
     response_body_bytes,
 )
@@ -45,7 +45,7 @@ _TICK_S = 0.02  # how often a limited bandwidth lets something pass
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _ArmedTcpFault:
     planned: PlannedTcpFault
     left: int
 
@@ -104,7 +104,7 @@ class TcpFaultProxy:
         self.fired: list[tuple[TcpFault, str, str, str]] = []
         self._random = tuple(random)
         self._lock = threading.Lock()
-        self._waiting = [_Waiting(planned, planned.after) for planned in plan]
+        self._waiting = [_ArmedTcpFault(planned, planned.after) for planned in plan]
         self._requests = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._listener: socket.socket | None = None
@@ -165,7 +165,7 @@ class TcpFaultProxy:
         """Plan one more fault. The arguments are those of `PlannedTcpFault`."""
         planned = PlannedTcpFault(fault, side, at, body_only, after, aim)
         with self._lock:
-            self._waiting.append(_Waiting(planned, after))
+            self._waiting.append(_ArmedTcpFault(planned, after))
 
     def clear(self) -> None:
         """Forget the planned faults that have not struck yet. The random ones go on: see ``probability``."""
@@ -194,7 +194,7 @@ class TcpFaultProxy:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
             return  # the client has given up
-        task = self._loop.create_task(_Connection(self).serve(accepted))
+        task = self._loop.create_task(_ProxiedConnection(self).serve(accepted))
         self._connections.add(task)
         task.add_done_callback(functools.partial(self._forget, accepted))
         if len(self._connections) >= _CONNECTIONS_MAX:
@@ -284,7 +284,7 @@ class _Exchange:
         return self.planned is not None and self.planned.fault is fault
 
 
-class _EndedError(Exception):
+class _ConnectionOverError(Exception):
     """The connection is over, by a fault or because the server closed it."""
 
     def __init__(self, fault: TcpFault | None = None) -> None:
@@ -292,7 +292,7 @@ class _EndedError(Exception):
         self.fault = fault
 
 
-class _Connection:
+class _ProxiedConnection:
     """One client's connection and the one to the server that belongs to it."""
 
     def __init__(self, proxy: TcpFaultProxy) -> None:
@@ -306,7 +306,7 @@ class _Connection:
                 reader, self._to_client = await _connected(accepted, self._proxy._tls)
             except OSError:
                 return  # a client that does not trust us, for one
-            self._from_client = Source(reader)
+            self._from_client = MessageReader(reader)
             open_ends.push_async_callback(_hang_up, self._to_client)
             try:
                 self._from_server, self._to_server = await self._connect()
@@ -321,7 +321,7 @@ class _Connection:
             fault: TcpFault | None = None
             try:
                 await asyncio.gather(*pumps)
-            except _EndedError as ended:
+            except _ConnectionOverError as ended:
                 fault = ended.fault
             except OSError:
                 fault = TcpFault.RESET  # what one side did is passed on to the other
@@ -336,9 +336,9 @@ class _Connection:
                 with contextlib.suppress(OSError):
                     await self._from_client.take(TO_THE_END, _swallow)
 
-    async def _connect(self) -> tuple[Source, asyncio.StreamWriter]:
+    async def _connect(self) -> tuple[MessageReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._proxy.target), _SERVER_TIMEOUT_S)
-        return Source(reader), writer
+        return MessageReader(reader), writer
 
     async def _pass_requests(self) -> None:
         """Until the client has no more."""
@@ -371,7 +371,7 @@ class _Connection:
                 message = await self._begin_response(exchange)
             else:
                 await self._pass(exchange, "response", message, piece)
-        raise _EndedError
+        raise _ConnectionOverError
 
     async def _begin_response(self, exchange: _Exchange) -> _Message:
         """Pass on what is interim, and see what the head tells."""
@@ -412,7 +412,7 @@ class _Connection:
             if planned.fault is not TcpFault.BIT_FLIP:
                 await self._write(writer, piece[:index])
                 self._fire(planned.fault, exchange, where)
-                raise _EndedError(planned.fault)
+                raise _ConnectionOverError(planned.fault)
             bit = exchange.random.randrange(8)
             self._fire(planned.fault, exchange, f"{where}, bit {bit}")
             piece = piece[:index] + bytes([piece[index] ^ 1 << bit]) + piece[index + 1 :]
@@ -487,7 +487,7 @@ async def _swallow(_: bytes) -> None:
     pass
 
 
-async def _answer(source: Source, method: str) -> str:
+async def _answer(source: MessageReader, method: str) -> str:
     """Read one response to its end; its status, or ``"none"``."""
     while INTERIM.match(head := await source.until(BLANK_LINE)):
         pass

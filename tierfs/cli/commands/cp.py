@@ -13,7 +13,7 @@ from tierfs.cli.parallel import Stopped, run_in_parallel
 from tierfs.cli.places import Kind, LocalPlace, Place, any_place
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.cli.targets import add_target_arguments, clash, final_place
-from tierfs.cli.transfer import RawInput, Source, StreamSource, StreamTarget, Target, transfer
+from tierfs.cli.transfer import ContentSource, ContentTarget, RawInput, StreamSource, StreamTarget, transfer
 from tierfs.errors import InvalidInputError
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
@@ -30,10 +30,10 @@ _STREAM = "-"
 
 
 @dataclass(slots=True)
-class _Plan:
+class _CopyPlan:
     """Everything that is going to be done, found out and checked before anything is done."""
 
-    files: list[tuple[Source, Target]] = field(default_factory=list)
+    files: list[tuple[ContentSource, ContentTarget]] = field(default_factory=list)
     directories: list[Place] = field(default_factory=list)
     urls: set[str] = field(default_factory=set)
 
@@ -43,7 +43,7 @@ class _Plan:
         sizes = [source.size for source, _ in self.files]
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
-    def add(self, source: Source, place: Place) -> None:
+    def add(self, source: ContentSource, place: Place) -> None:
         """Note one file, unless another one goes to the same place."""
         if place.url in self.urls:
             raise InvalidInputError(f"two sources would become {place.url}: copy them one by one", path=place.url)
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     plan = _plan_stream(arguments) if _STREAM in (*arguments.sources, arguments.target) else _plan(arguments)
     with Progress("cp", total_bytes=plan.total_bytes, wanted=arguments.progress) as progress:
 
-        def copy_one(item: tuple[Source, Target], stop: threading.Event) -> None:
+        def copy_one(item: tuple[ContentSource, ContentTarget], stop: threading.Event) -> None:
             def advance(count: int) -> None:
                 if stop.is_set():
                     raise Stopped
@@ -82,14 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(arguments: argparse.Namespace) -> _Plan:
+def _plan(arguments: argparse.Namespace) -> _CopyPlan:
     sources = [any_place(text) for text in arguments.sources]
     target = any_place(arguments.target, write=True)
     if isinstance(target, LocalPlace) and all(isinstance(source, LocalPlace) for source in sources):
         raise InvalidInputError("all of these are local paths: a path in a store starts with tierfs:: or tierfs://")
     target_kind = target.kind()
     into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
-    plan = _Plan()
+    plan = _CopyPlan()
     for source in sources:
         kind = source.kind()
         if kind is None:
@@ -104,7 +104,7 @@ def _plan(arguments: argparse.Namespace) -> _Plan:
     return plan
 
 
-def _plan_directory(plan: _Plan, source: Place, final: Place) -> None:
+def _plan_directory(plan: _CopyPlan, source: Place, final: Place) -> None:
     taken = final.taken()
     contents = list(source.contents())
     # What a file lies in comes into being with the file.
@@ -122,7 +122,7 @@ def _plan_directory(plan: _Plan, source: Place, final: Place) -> None:
             plan.directories.append(place)
 
 
-def _plan_stream(arguments: argparse.Namespace) -> _Plan:
+def _plan_stream(arguments: argparse.Namespace) -> _CopyPlan:
     if len(arguments.sources) > 1 or arguments.sources == [arguments.target]:
         raise InvalidInputError("with - for stdin or stdout, give one SOURCE and one TARGET")
     if arguments.target == _STREAM:
@@ -134,10 +134,10 @@ def _plan_stream(arguments: argparse.Namespace) -> _Plan:
             raise source.missing()
         if kind == "directory":
             raise InvalidInputError(f"{source.url} is a directory: only a file can go to stdout", path=source.url)
-        return _Plan([(source.source(), StreamTarget(sys.stdout.buffer))])
+        return _CopyPlan([(source.source(), StreamTarget(sys.stdout.buffer))])
     if sys.stdin is None:
         raise InvalidInputError("stdin is closed: there is nothing to copy")
     target = any_place(arguments.target, write=True)
     if arguments.target.endswith("/") or target.kind() == "directory":
         raise InvalidInputError(f"{target.url} is a directory: name the file that stdin becomes", path=target.url)
-    return _Plan([(StreamSource(cast("RawInput", sys.stdin.buffer)), target.target())])
+    return _CopyPlan([(StreamSource(cast("RawInput", sys.stdin.buffer)), target.target())])

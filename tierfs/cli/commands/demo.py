@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 
 from tierfs.demo.ranks import RankGroup
-from tierfs.demo.report import Checkpoint, Report, compare_losses
+from tierfs.demo.report import CompletedSave, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, StoreNotFoundError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import usage
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _DemoPlan:
     """The checked options."""
 
     steps: int
@@ -88,7 +88,7 @@ class _Plan:
         return (self.steps // self.every // 2 + 1) * self.every
 
 
-def _checked(arguments: argparse.Namespace) -> _Plan:
+def _checked(arguments: argparse.Namespace) -> _DemoPlan:
     """The options, or an error that says which one is wrong."""
     if importlib.util.find_spec("torch") is None:
         raise InvalidInputError("the demo trains with torch, which is not installed: pip install 'tierfs[torch]'")
@@ -111,11 +111,11 @@ def _checked(arguments: argparse.Namespace) -> _Plan:
         )
     if not arguments.timeout > 0:
         raise InvalidInputError(f"--timeout must be a positive number of seconds, not {arguments.timeout}")
-    return _Plan(arguments.steps, arguments.every, parameters, arguments.timeout)
+    return _DemoPlan(arguments.steps, arguments.every, parameters, arguments.timeout)
 
 
 @dataclass(slots=True)
-class _Run:
+class _DemoRun:
     """What the phases of one run told."""
 
     losses: dict[int, str] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class _Demo:
         plan: The checked options.
     """
 
-    def __init__(self, url: str, plan: _Plan) -> None:
+    def __init__(self, url: str, plan: _DemoPlan) -> None:
         self._url = url
         self._plan = plan
 
@@ -170,7 +170,7 @@ class _Demo:
         began = time.monotonic()
 
         _say(f"1/3 {plan.steps} steps without interruption, {_WORLD_SIZE} ranks, saving every {plan.every}")
-        straight, resumed = _Run(), _Run()
+        straight, resumed = _DemoRun(), _DemoRun()
         self._follow("uninterrupted run", straight, "straight")
         stored.append(usage(store, path, shared=False).stored_bytes)
 
@@ -186,7 +186,7 @@ class _Demo:
         # Up to the resume point there is only the killed process; after it, only what the resumed one computed.
         resumed.losses.update({step: loss for step, loss in before_kill.items() if step <= resumed_from})
         checkpoints = [
-            Checkpoint(f"{name}/step_{step}", filesystem.du(f"{root}/{name}/step_{step}"), blocked_s)
+            CompletedSave(f"{name}/step_{step}", filesystem.du(f"{root}/{name}/step_{step}"), blocked_s)
             for name, one in (("straight", straight), ("resumed", resumed))
             for step, blocked_s in sorted(one.blocked_s.items())
         ]
@@ -210,13 +210,13 @@ class _Demo:
         arguments = [part for option, value in options.items() for part in (f"--{option}", str(value))]
         return RankGroup(phase, [*arguments, *more], world_size=_WORLD_SIZE, timeout_s=plan.timeout_s)
 
-    def _follow(self, phase: str, told: _Run, name: str, *more: str) -> None:
+    def _follow(self, phase: str, told: _DemoRun, name: str, *more: str) -> None:
         """Run one phase to its end."""
         with self._ranks(phase, name, *more) as ranks:
             for event in ranks.events():
                 told.take(event)
 
-    def _follow_until_killed(self, told: _Run) -> None:
+    def _follow_until_killed(self, told: _DemoRun) -> None:
         """Run one phase until all its ranks stand in the middle of a save, and kill them there."""
         halted: set[int] = set()
         with self._ranks("run to be killed", "resumed", "--halt", str(self._plan.killed_at)) as ranks:

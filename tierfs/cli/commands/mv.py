@@ -25,7 +25,7 @@ tierfs mv -T /data/run/part /data/run/whole"""
 
 
 @dataclass(slots=True)
-class _Plan:
+class _RenamePlan:
     """Every rename, in a store; found out and checked before anything is done."""
 
     renames: list[tuple[str, str]] = field(default_factory=list)
@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _Plan:
+def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Namespace) -> _RenamePlan:
     target_kind = target.kind()
     into = not arguments.no_target_directory and (arguments.target.endswith("/") or target_kind == "directory")
-    plan = _Plan()
+    plan = _RenamePlan()
     for source in sources:
         if source.store is not target.store:
             raise InvalidInputError(
@@ -86,7 +86,7 @@ def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Nam
     return plan
 
 
-def _plan_directory(plan: _Plan, source: StorePlace, final: StorePlace) -> None:
+def _plan_directory(plan: _RenamePlan, source: StorePlace, final: StorePlace) -> None:
     tree: Tree = read_tree(source.store, source.path)
     refuse_foreign_files(source.store, tree.files)
     taken = final.taken()

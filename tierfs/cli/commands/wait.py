@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         place.entry()
     total = sum(pending.values())
     with Progress("wait", total_bytes=total, wanted=arguments.progress) as progress:
-        waiting = _Waiting(place, level, timeout_s)
+        waiting = _WaitThread(place, level, timeout_s)
         waiting.start()
         while not waiting.ended.wait(LOOK_S):
             # What was written since is not waited for.
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-class _Waiting(threading.Thread):
+class _WaitThread(threading.Thread):
     """The wait itself. A daemon: Ctrl-C ends the command, and with it the wait."""
 
     def __init__(self, place: StorePlace, level: Level, timeout_s: float | None) -> None:

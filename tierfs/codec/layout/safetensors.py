@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read, Rest, Steps
 from tierfs.errors import CorruptionError
 
-__all__ = ["ELEMENTS", "HEADER_BYTES_MAX", "METADATA_NAME", "Entry", "follow_safetensors", "read_table"]
+__all__ = ["ELEMENTS", "HEADER_BYTES_MAX", "METADATA_NAME", "HeaderEntry", "follow_safetensors", "read_table"]
 
 HEADER_BYTES_MAX = 100_000_000
 """What the safetensors library reads at most."""
@@ -32,7 +32,7 @@ _DIMENSIONS_MAX = 64
 _INTEGER_MAX = (1 << 63) - 1
 
 
-class Entry(NamedTuple):
+class HeaderEntry(NamedTuple):
     """A tensor or object as the header has it.
 
     Attributes:
@@ -50,7 +50,9 @@ class Entry(NamedTuple):
     length: int
 
 
-def read_table(read_into: Callable[[int, memoryview], None], length: int, where: str) -> tuple[dict[str, Entry], int]:
+def read_table(
+    read_into: Callable[[int, memoryview], None], length: int, where: str
+) -> tuple[dict[str, HeaderEntry], int]:
     """What a safetensors file says of itself.
 
     Args:
@@ -96,7 +98,7 @@ def follow_safetensors(start: bytes) -> Steps:
     yield Rest()
 
 
-def _parse(text: bytes | bytearray, where: str) -> dict[str, Entry]:
+def _parse(text: bytes | bytearray, where: str) -> dict[str, HeaderEntry]:
     """The tensors of a header, by name. They follow each other from offset 0 on."""
     try:
         table = json.loads(text.decode(), object_pairs_hook=_unique)
@@ -114,7 +116,7 @@ def _parse(text: bytes | bytearray, where: str) -> dict[str, Entry]:
     return entries
 
 
-def _entry(name: str, item: Any, where: str) -> Entry:
+def _entry(name: str, item: Any, where: str) -> HeaderEntry:
     try:
         dtype, shape, (start, end) = item["dtype"], item["shape"], item["data_offsets"]
         sizes = [*shape, start, end]
@@ -131,7 +133,7 @@ def _entry(name: str, item: Any, where: str) -> Entry:
     known = ELEMENTS.get(dtype)
     if known is not None and math.prod(shape) * known.size != end - start:
         raise _wrong(where, f"{name!r}: {end - start} bytes do not make {shape} elements of {dtype}")
-    return Entry(name, dtype, tuple(shape), start, end - start)
+    return HeaderEntry(name, dtype, tuple(shape), start, end - start)
 
 
 def _wrong(where: str, what: str) -> CorruptionError:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tierfs.codec.layout.safetensors import METADATA_NAME, Entry
+from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.digest import CHUNK_BYTES
 
 __all__ = ["Piece", "RunPlan", "cut", "header", "plan_runs"]
@@ -144,7 +144,7 @@ def cut(length: int) -> tuple[int, ...]:
     return (CHUNK_BYTES,) * whole + ((rest,) if rest else ())
 
 
-def header(entries: Iterable[Entry], note: Mapping[str, str]) -> bytes:
+def header(entries: Iterable[HeaderEntry], note: Mapping[str, str]) -> bytes:
     """The beginning of the file: the header's length (u64, little-endian), then the header, padded with spaces.
 
     Args:

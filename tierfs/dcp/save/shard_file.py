@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tierfs.codec.layout.safetensors import METADATA_NAME, Entry
+from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.copy import Batch, copy_tensors
 from tierfs.dcp.save.gpu import GpuStaging, by_accelerator, pin_segments
 from tierfs.dcp.save.later import Later
@@ -73,7 +73,7 @@ class _Run:
         entries: In order.
     """
 
-    def __init__(self, memory: Run, address: int, entries: Sequence[Entry]) -> None:
+    def __init__(self, memory: Run, address: int, entries: Sequence[HeaderEntry]) -> None:
         self.memory = memory
         self.address = address
         self.entries = entries
@@ -348,12 +348,12 @@ class ShardFile:
         found: dict[int, Placed] = {}
         plans = plan_runs(pieces)
         for plan, (run, _) in zip(plans, self._begin([plan.lengths for plan in plans]), strict=True):
-            entries: list[Entry] = []
+            entries: list[HeaderEntry] = []
             at = 0
             for number in plan.pieces:
                 name, data = objects[number]
                 run.memory.view[at : at + len(data)] = data
-                entries.append(Entry(unique(name, self._names), "U8", (len(data),), at, len(data)))
+                entries.append(HeaderEntry(unique(name, self._names), "U8", (len(data),), at, len(data)))
                 at += len(data)
             run.entries = entries
             found.update(zip(plan.pieces, run.placed, strict=True))
@@ -408,7 +408,7 @@ class ShardFile:
             end += run.memory.length
         other = _seen_otherwise(placed for placed in lies.values() if placed.run is not None)
         entries = [
-            Entry(
+            HeaderEntry(
                 placed.name,
                 *other.get(id(placed), (placed.dtype, placed.shape)),
                 begins[id(run)] + placed.at,
@@ -418,7 +418,9 @@ class ShardFile:
             for placed in run.placed
         ]
         entries += [
-            Entry(placed.name, placed.dtype, placed.shape, end, 0) for placed in lies.values() if placed.run is None
+            HeaderEntry(placed.name, placed.dtype, placed.shape, end, 0)
+            for placed in lies.values()
+            if placed.run is None
         ]
         head = header(entries, note)
         (first,) = self._file.add_runs([cut(len(head))])
@@ -485,14 +487,14 @@ class ShardFile:
             return lies
         names: set[str] = set()
         for plan, (run, _) in zip(plans, packed, strict=True):
-            entries: list[Entry] = []
+            entries: list[HeaderEntry] = []
             at = 0
             for source in map(sources.__getitem__, plan.pieces):
                 assert source.run is not None
                 run.memory.view[at : at + source.length] = source.run.memory.view[source.at : source.at + source.length]
                 name = source.name if source.name not in names else unique(source.name, self._names)
                 names.add(name)
-                entries.append(Entry(name, source.dtype, source.shape, at, source.length))
+                entries.append(HeaderEntry(name, source.dtype, source.shape, at, source.length))
                 at += source.length
             run.entries = entries
             lies.update((id(sources[number]), placed) for number, placed in zip(plan.pieces, run.placed, strict=True))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfs.codec.layout.safetensors import METADATA_NAME, Entry
+from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.plan import header
 from tierfs.dcp.save.tensor_plan import described
 from tierfs.dcp.tensorbytes import bytes_of
@@ -66,7 +66,7 @@ def stream(store: Store, path: str, parts: Sequence[Part], *, note: Mapping[str,
     for number, part in enumerate(parts):
         name = part.name if part.name not in names else f"{part.name}#{number}"
         names.add(name)
-        entries.append(Entry(name, part.dtype, part.shape, at, part.length))
+        entries.append(HeaderEntry(name, part.dtype, part.shape, at, part.length))
         at += part.length
     head = header(entries, note)
     writer = Writer(store, path, metadata=part_of(store), is_new=True)

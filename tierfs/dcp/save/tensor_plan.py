@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tierfs.codec.layout.safetensors import METADATA_NAME, Entry
+from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.plan import Piece, plan_runs
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 
@@ -32,7 +32,7 @@ class TensorRun:
     numbers: tuple[int, ...]
     shapes: tuple[torch.Size, ...] | None
     counts: tuple[int, ...]
-    entries: tuple[Entry, ...]
+    entries: tuple[HeaderEntry, ...]
     lengths: tuple[int, ...]
 
 
@@ -68,12 +68,12 @@ def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Te
     runs = []
     for plan in plan_runs(pieces):
         numbers = tuple(full[piece] for piece in plan.pieces)
-        entries: list[Entry] = []
+        entries: list[HeaderEntry] = []
         at = 0
         for piece, number in zip(plan.pieces, numbers, strict=True):
             name, dtype, shape = tensors[number]
             length = pieces[piece].length
-            entries.append(Entry(unique(name, names), *described(dtype, shape, length), at, length))
+            entries.append(HeaderEntry(unique(name, names), *described(dtype, shape, length), at, length))
             at += length
         shapes = tuple(tensors[number][2] for number in numbers)
         runs.append(

@@ -32,8 +32,8 @@ from tierfs.host.slab.table import (
     DIRTY_STATES,
     META_BYTES_MAX,
     NAME_BYTES_MAX,
-    Row,
     SlotKind,
+    SlotRow,
     SlotState,
     Sums,
     Table,
@@ -537,7 +537,7 @@ class Segment:
             _logger.warning("%d slots of %s are damaged and passed over", len(look.unsound), self)
         return look
 
-    def _slot(self, index: int, row: Row) -> Slot:
+    def _slot(self, index: int, row: SlotRow) -> Slot:
         kind, state, hidden = _KINDS[row.kind], _STATES[row.state], bool(row.hidden)
         at = (row.offset, row.length, row.stamp_ns, row.used_s)
         return Slot(self, index, row.serial, kind, state, row.name, *at, hidden)

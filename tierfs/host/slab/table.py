@@ -23,8 +23,8 @@ __all__ = [
     "NAME_BYTES_MAX",
     "SLOT_BYTES",
     "Layout",
-    "Row",
     "SlotKind",
+    "SlotRow",
     "SlotState",
     "Sums",
     "Table",
@@ -92,7 +92,7 @@ _HEAD = np.dtype(
 )
 
 
-class Row(NamedTuple):
+class SlotRow(NamedTuple):
     """The head of one slot."""
 
     state: int
@@ -202,9 +202,9 @@ class Table:
         layout = Layout(PAGE_BYTES, 0)
         return cls(bytearray(PAGE_BYTES), layout)
 
-    def row(self, index: int) -> Row:
+    def row(self, index: int) -> SlotRow:
         """The head of a slot as it is now."""
-        return Row._make(self.heads[index].tolist())
+        return SlotRow._make(self.heads[index].tolist())
 
     def begin(self, index: int, *, kind: SlotKind, serial: int, offset: int, length: int) -> None:
         """Make a free slot one that is being filled."""

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import numpy as np
 
-from tierfs.host.slab.table import DATA_STATES, Layout, Row, SlotKind, SlotState, Table
+from tierfs.host.slab.table import DATA_STATES, Layout, SlotKind, SlotRow, SlotState, Table
 
 __all__ = ["Look"]
 
@@ -25,7 +25,7 @@ class Look:
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self.changes = -1
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, SlotRow] = {}
         self.unsound: set[int] = set()
         self._names: dict[bytes, list[int]] = {}
         self._state = np.zeros(layout.slots, np.uint8)
@@ -57,12 +57,12 @@ class Look:
         self.changes = before
         return True
 
-    def find(self, name: bytes) -> tuple[int, Row] | None:
+    def find(self, name: bytes) -> tuple[int, SlotRow] | None:
         """The chunk of this name that was sealed last."""
         indices = self._names.get(name)
         return (indices[-1], self.rows[indices[-1]]) if indices else None
 
-    def select(self, kind: int | None, states: Collection[int] | None) -> list[tuple[int, Row]]:
+    def select(self, kind: int | None, states: Collection[int] | None) -> list[tuple[int, SlotRow]]:
         """The slots of a kind and in one of these states, in the order of the table."""
         wanted = np.zeros(self._layout.slots, np.bool_)
         for state in _TAKEN if states is None else states:
@@ -81,7 +81,7 @@ class Look:
             if not indices:
                 del self._names[row.name]
 
-    def _note(self, index: int, row: Row) -> None:
+    def _note(self, index: int, row: SlotRow) -> None:
         if row.state == SlotState.FREE:
             return
         if not row.is_sound(self._layout):

@@ -9,7 +9,7 @@ from typing import Any
 
 from tierfs.objects.protocol import ObjectInfo, Version
 
-__all__ = ["Entry", "is_directory"]
+__all__ = ["FileEntry", "is_directory"]
 
 # In order of preference. Those that ``info`` knows and listings may not, like S3's version id, come last: an object
 # must have the same version in both.
@@ -29,7 +29,7 @@ _MILLISECONDS_FROM = 1e11  # as seconds this would be the year 5138; the web fac
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FileEntry:
     """One file.
 
     Attributes:
@@ -41,7 +41,7 @@ class Entry:
     stamp: str | None
 
     @classmethod
-    def of(cls, key: str, fields: Mapping[str, Any]) -> Entry:
+    def of(cls, key: str, fields: Mapping[str, Any]) -> FileEntry:
         """Read what the filesystem says of ``key``."""
         size = int(fields.get("size") or 0)
         stamp, modified_ns = _time(fields)

@@ -27,7 +27,7 @@ from tierfs.format.descriptor import Capabilities
 from tierfs.objects.backends.block_stream import taking_from
 from tierfs.objects.backends.locations import plain
 from tierfs.objects.backends.shared_session import SharedSession
-from tierfs.objects.backends.spans import Span, spans_of
+from tierfs.objects.backends.spans import RequestRange, spans_of
 from tierfs.objects.checksums import computable
 from tierfs.objects.http_errors import translated_client
 from tierfs.objects.protocol import (
@@ -189,7 +189,7 @@ class CloudObjects:
             block_buffers().lend(min(length, BLOCK_BYTES)) as memory,
             self._client().fetch(key, 0, length, None) as content,
         ):
-            _check(key, content, Span(0, length), None)
+            _check(key, content, RequestRange(0, length), None)
             use(content.info, taking_from(content.read_into, length, memory, key))
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
@@ -269,7 +269,7 @@ def open_cloud(
     return CloudObjects(session, make_client, capabilities, name=f"{scheme}://{bucket}/{base}", bucket=bucket)
 
 
-def _fill(client: CloudClient, key: str, span: Span, version: Version | None) -> ObjectInfo:
+def _fill(client: CloudClient, key: str, span: RequestRange, version: Version | None) -> ObjectInfo:
     with client.fetch(key, span.start, span.end, version) as content:
         _check(key, content, span, version)
         at = span.fill(content.start, content.read_into)
@@ -278,7 +278,7 @@ def _fill(client: CloudClient, key: str, span: Span, version: Version | None) ->
         return content.info
 
 
-def _check(key: str, content: Content, span: Span, version: Version | None) -> None:
+def _check(key: str, content: Content, span: RequestRange, version: Version | None) -> None:
     """That an answer has all that was asked for."""
     _expect(content.info, version)
     if span.end > content.info.size:

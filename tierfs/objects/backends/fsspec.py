@@ -32,7 +32,7 @@ from tierfs.errors import (
 )
 from tierfs.format.descriptor import Capabilities
 from tierfs.objects._stripes import locked
-from tierfs.objects.backends._entries import Entry, is_directory
+from tierfs.objects.backends._entries import FileEntry, is_directory
 from tierfs.objects.backends.block_stream import taking
 from tierfs.objects.backends.locations import plain
 from tierfs.objects.backends.spans import spans_of
@@ -222,7 +222,7 @@ class FsspecObjects:
             at = waiting.pop()
             for key, fields in self._entries(at, flat=self._flat and not delimiter):
                 if not is_directory(fields):
-                    yield Entry.of(key, fields).info
+                    yield FileEntry.of(key, fields).info
                 elif delimiter:
                     yield Prefix(f"{key}/")
                 else:
@@ -276,16 +276,16 @@ class FsspecObjects:
                 self._lost = error.transient and not self._threaded
                 raise
 
-    def _look(self, key: str) -> Entry | None:
+    def _look(self, key: str) -> FileEntry | None:
         try:
             with self._asking(key):
                 self.fs.invalidate_cache()
                 fields = self.fs.info(self._path(key))
         except NotFoundError:
             return None
-        return None if is_directory(fields) else Entry.of(key, fields)
+        return None if is_directory(fields) else FileEntry.of(key, fields)
 
-    def _expect(self, key: str, found: Entry | None, version: Version) -> None:
+    def _expect(self, key: str, found: FileEntry | None, version: Version) -> None:
         if found is None:
             raise ConflictError(f"{key} is not there any more", path=key)
         if found.info.version != version:
@@ -315,7 +315,7 @@ class FsspecObjects:
             self._directories_made.clear()
         self._directories_made.add(directory)
 
-    def _settle(self, path: str, content: bytes, key: str, before: Entry | None) -> Entry:
+    def _settle(self, path: str, content: bytes, key: str, before: FileEntry | None) -> FileEntry:
         """Check that what was written is there, under a version that is not the one before."""
         deadline = self._clock.monotonic() + _NEW_TIME_WITHIN_S
         pause_s = 0.001

@@ -9,7 +9,7 @@ from itertools import pairwise
 from tierfs.digest import Buffer
 from tierfs.objects.protocol import Range
 
-__all__ = ["GAP_BYTES_MAX", "Span", "spans_of"]
+__all__ = ["GAP_BYTES_MAX", "RequestRange", "spans_of"]
 
 GAP_BYTES_MAX = (1 << 20) - 1
 """Ranges that lie no further apart are fetched together: that many bytes cost less than another request, but a block that
@@ -18,7 +18,7 @@ PIECE_BYTES = 64 << 10
 
 
 @dataclass(slots=True)
-class Span:
+class RequestRange:
     """Ranges that one request fetches: sorted, with small gaps, overlapping ones allowed."""
 
     start: int
@@ -63,13 +63,13 @@ class Span:
         return at
 
 
-def spans_of(ranges: Sequence[Range]) -> list[Span]:
+def spans_of(ranges: Sequence[Range]) -> list[RequestRange]:
     """The requests that fetch these ranges."""
-    found: list[Span] = []
+    found: list[RequestRange] = []
     for offset, out in sorted((each for each in ranges if len(each[1])), key=lambda each: each[0]):
         end = offset + len(out)
         if not found or offset > found[-1].end + GAP_BYTES_MAX:
-            found.append(Span(offset, end))
+            found.append(RequestRange(offset, end))
         found[-1].end = max(found[-1].end, end)
         found[-1].parts.append((offset, out))
     return found
