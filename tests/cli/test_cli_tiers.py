@@ -668,18 +668,6 @@ assert len(set(resource.getrlimit(resource.RLIMIT_AS))) == 1
     subprocess.run([sys.executable, "-c", code, str(host / "state")], check=True, timeout=WAIT_S)
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=repr)
-def test_a_flusher_that_cannot_begin_for_want_of_memory_says_so(url, error, monkeypatch, capsys):
-    def lack(arguments):
-        raise error
-
-    monkeypatch.setattr("tierfs.cli.commands.flusher._sidecar", lack)
-    assert main(["flusher", "run", url]) == 8
-    said = capsys.readouterr().err
-    assert "the flusher can have no more" in said
-    assert "Traceback" not in said
-
-
 def arguments_of_flusher(directory):
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):

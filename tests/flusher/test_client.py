@@ -626,20 +626,6 @@ def test_a_full_backlog_is_waited_for(directory, monkeypatch):
         assert wire.connect(directory, 1) is None
 
 
-def test_a_thread_that_cannot_be_started_turns_a_client_away(running, client, monkeypatch):
-    begin, refusals = threading.Thread.start, [1, 2, 3]
-
-    def start(thread):
-        if refusals and thread.name.startswith("tierfs-flusher-"):
-            refusals.pop()
-            raise RuntimeError("can't start new thread")
-        begin(thread)
-
-    monkeypatch.setattr("threading.Thread.start", start)
-    assert client.request("echo", timeout_s=10)
-    assert not refusals
-
-
 def test_a_hello_that_cannot_be_made_costs_no_connection(running, directory):
     def hello():
         raise RuntimeError("no credentials")

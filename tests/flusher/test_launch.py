@@ -43,6 +43,15 @@ def test_the_process_has_the_umask_of_who_started_it(tmp_path, umask):
     assert int((tmp_path / "log").read_text(), 8) == umask
 
 
+@pytest.mark.parametrize(("given", "heaps"), [(None, "2"), ("5", "5")])
+def test_its_threads_share_two_heaps_unless_the_environment_says(tmp_path, monkeypatch, given, heaps):
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+    assert ended(spawn(shell("echo $MALLOC_ARENA_MAX"), tmp_path / "log")) == 0
+    assert (tmp_path / "log").read_text().split() == [heaps]
+
+
 def test_the_process_inherits_nothing_but_its_log(tmp_path):
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)

@@ -2,17 +2,14 @@
 
 import array
 import contextlib
-import errno
 import gc
 import os
 import signal
 import socket
 import subprocess
 import sys
-import textwrap
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from support.fake_flusher import FakeEngine, Running, in_child, launcher, nobody_holds_the_lock, until
@@ -20,7 +17,6 @@ from support.opened import descriptors
 
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, StoreError
-from tierfs.flusher import limits
 from tierfs.flusher import server as service_module
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
@@ -195,156 +191,6 @@ def test_a_client_waits_for_its_turn_where_all_connections_are_at_work(running, 
             client.request("echo", timeout_s=0.2)
         one.close()
         assert client.request("echo", timeout_s=10)
-
-
-class NoThreads:
-    """From now on no thread for a client begins."""
-
-    def __init__(self, monkeypatch, error):
-        self.refused = 0
-        self.is_over = False
-        begin = threading.Thread.start
-
-        def start(thread):
-            if thread.name.startswith("tierfs-flusher-") and not self.is_over:
-                self.refused += 1
-                raise error
-            begin(thread)
-
-        monkeypatch.setattr(threading.Thread, "start", start)
-
-
-NO_THREAD = pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()], ids=repr)
-
-
-@NO_THREAD
-def test_it_retires_where_it_can_have_no_threads_and_the_next_one_serves(start, directory, monkeypatch, caplog, error):
-    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.3)
-    none, first = NoThreads(monkeypatch, error), start()
-    until(lambda: first.service._identity)
-
-    def launch():
-        assert not first.thread.is_alive()
-        none.is_over = True
-        return start()
-
-    with FlusherClient(directory, launch, "1.0", dict) as client:
-        assert client.request("echo", timeout_s=20)
-    assert first.end() is True
-    assert not first.engine.running  # stopped in good order
-    assert none.refused > 2
-    told = [record.getMessage() for record in caplog.records if record.name == "tierfs.flush"]
-    assert len(told) == 2
-    assert "could not be served" in told[0]
-    assert "retires" in told[1]
-
-
-@NO_THREAD
-def test_it_stays_where_it_can_have_threads_again_soon(running, client, monkeypatch, error):
-    monkeypatch.setattr(limits, "REFUSING_S_MAX", 1.0)
-    none = NoThreads(monkeypatch, error)
-    for _ in range(2):
-        none.refused, none.is_over = 0, False
-        answers = []
-        asking = threading.Thread(target=lambda: answers.append(client.request("echo")))  # noqa: B023 - joined below
-        asking.start()
-        until(lambda: none.refused > 2)
-        none.is_over = True
-        asking.join()
-        assert answers
-        client._forget_idle()
-        time.sleep(1.1)
-    assert running.thread.is_alive()
-
-
-def test_it_stays_where_it_has_clients_enough_though_it_can_have_no_more(running, directory, monkeypatch):
-    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.1)
-    monkeypatch.setattr(service_module, "CONNECTIONS_USEFUL", 2)
-    engine = running.engine
-    with raw_connection(directory) as one, raw_connection(directory) as two:
-        for connection in (one, two):
-            wire.send(connection, wire.encode({"id": 1, "do": "wait"}))
-        until(lambda: engine.waiting == 2)
-        none = NoThreads(monkeypatch, MemoryError())
-        until(lambda: none.refused > 20 or dial(directory).close())
-        assert running.thread.is_alive()
-        engine.release()
-        assert wire.receive(one)["ok"]
-
-
-def test_it_retires_where_no_descriptor_is_left_for_a_client(start, directory, monkeypatch):
-    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.2)
-    listen = wire.listen
-
-    class Full:
-        def __init__(self, sock):
-            self.sock = sock
-
-        def __getattr__(self, name):
-            return getattr(self.sock, name)
-
-        def accept(self):
-            raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(wire, "listen", lambda directory: Full(listen(directory)))
-    running = start()
-    until(lambda: running.service._identity)
-    with wire.connect(directory, 5):
-        assert running.end() is True
-
-
-@pytest.mark.parametrize("do", ["forget", "hello"])
-def test_a_request_without_memory_is_told_what_to_do_and_is_not_served(running, directory, monkeypatch, caplog, do):
-    monkeypatch.setattr(limits, "REFUSING_S_MAX", 0.1)
-
-    def forget(arguments, peer):
-        raise MemoryError
-
-    running.engine.do_forget = forget
-    with raw_connection(directory) as connection:
-        if do == "hello":
-            running.engine.handle = lambda do, *more: forget(*more)
-        answer = ask(connection, do, {"version": "1.0"})
-        assert answer["error"]["kind"] == "store"
-        assert "no more memory" in answer["error"]["message"]
-        assert "tierfs flusher stop" in answer["error"]["message"]
-        assert "Traceback" not in caplog.text
-        time.sleep(0.2)
-        ask(connection, do, {"version": "1.0"})
-        assert running.end() is True
-
-
-def test_it_says_at_each_turn_that_it_is_not_frozen(start, directory):
-    alarms = []
-    running = start(alarm=alarms.append)
-    with raw_connection(directory) as connection:
-        ask(connection, "echo")
-    assert set(alarms) == {service_module.ALARM_S}
-    running.stop()
-    assert alarms[-1] == 0
-
-
-@pytest.mark.parametrize("clients", [0, 1])
-def test_one_that_freezes_is_ended_by_its_alarm(directory, clients):
-    code = """
-        import signal, sys, time
-        from pathlib import Path
-        sys.path.insert(0, sys.argv[2])
-        from support.fake_flusher import FakeEngine
-        from tierfs.flusher import server as service
-        service.ALARM_S = 2
-        service.TICK_BUSY_S = 0.1
-        engine = FakeEngine()
-        begin = time.monotonic()
-        engine.is_idle = lambda: time.monotonic() > begin + 3 and time.sleep(3600)
-        service.Service(engine, Path(sys.argv[1]), version="1.0", linger_s=0, alarm=signal.alarm).run()
-    """
-    argv = [sys.executable, "-c", textwrap.dedent(code), str(directory), str(Path(__file__).parents[1])]
-    with subprocess.Popen(argv) as process, contextlib.ExitStack() as held:
-        for _ in range(clients):
-            held.enter_context(raw_connection(directory))
-        assert process.wait(60) == -signal.SIGALRM
-    assert nobody_holds_the_lock(directory)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")

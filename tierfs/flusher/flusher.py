@@ -231,7 +231,7 @@ class Flusher:
     def _discover_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
         """Find what there is in every segment; wait until each could be looked into, though not for ever.
 
-        Who cannot for long is of no use to the host; see `tierfs.flusher.limits.Refusals`.
+        Who cannot for long says so: the client asks again.
         """
         state = self._state
         give_up_at = state.clock.monotonic() + SEE_S_MAX

@@ -15,15 +15,13 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
-from tierfs.errors import FormatError, InvalidInputError, StoreError, TierfsError
-from tierfs.flusher.limits import Refusals, shortage
+from tierfs.errors import FormatError, InvalidInputError, TierfsError
 from tierfs.host.host import ExclusiveLock
 from tierfs.host.rpc import protocol as wire
 from tierfs.host.rpc.protocol import LOCK_NAME
@@ -31,14 +29,10 @@ from tierfs.host.rpc.protocol import LOCK_NAME
 __all__ = ["Engine", "Peer", "Service"]
 
 CONNECTIONS_MAX = 256  # and as many threads
-# Who has fewer and can take no more is of no use to a host. With more, those that come wait for their turn.
-CONNECTIONS_USEFUL = 16
 FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
 # Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has put things away.
 ACQUIRE_S = 1.0
 TICK_S = 0.1
-ALARM_S = 15  # many times as long as a turn takes
-RETIRE_ALARM_S = 60  # in good order, if it can: dying leaves no less behind
 TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway
 _PAUSE_S = 0.01
 _logger = logging.getLogger("tierfs.flush")
@@ -125,8 +119,6 @@ class Service:
         version: Of this tierfs. A client with a newer one may have it retire.
         linger_s: How long it stays when there is neither a client nor anything to do.
         clock: What lingering is measured with.
-        alarm: Ends the process where it is not called again within so many seconds, 0 for never; for one that may freeze. A
-            thread that finds no memory as it begins leaves Python waiting for it, or takes the interpreter with it.
     """
 
     def __init__(
@@ -137,15 +129,12 @@ class Service:
         version: str,
         linger_s: float,
         clock: Clock | None = None,
-        alarm: Callable[[int], object] | None = None,
     ) -> None:
         self._engine = engine
         self._directory = directory
         self._version = version
         self._linger_s = linger_s
         self._clock = clock or SystemClock()
-        self._may_freeze = alarm is not None
-        self._alarm = alarm or _no_alarm
         self._is_stopping = False
         self._wakeup = -1
         self._listener: socket.socket | None = None
@@ -153,7 +142,6 @@ class Service:
         self._connections: dict[int, _Connection] = {}  # by file descriptor
         self._threads: set[threading.Thread] = set()
         self._served = 0
-        self._refusals = Refusals()
         renew_in_children(self)
 
     def __repr__(self) -> str:
@@ -189,7 +177,6 @@ class Service:
             wakeup, self._wakeup = self._wakeup, -1
             os.close(wakeup)
             lock.release()
-            self._alarm(0)
         return True
 
     def _serve(self, listener: socket.socket) -> None:
@@ -200,7 +187,6 @@ class Service:
         idle_since: float | None = None
         pause_s = 0.0
         while not self._is_stopping:
-            self._alarm(ALARM_S)
             events = poll.poll(pause_s * 1000)
             for descriptor, _ in events:
                 if descriptor == listener.fileno():
@@ -211,11 +197,6 @@ class Service:
                     poll.unregister(descriptor)
                     self._tell_of_hang_up(self._connections[descriptor])
             self._close_those_over(poll)
-            if self._refusals.are_hopeless and len(self._connections) < CONNECTIONS_USEFUL:
-                _logger.error(
-                    "this flusher can serve nobody: it retires, for one with other limits. %r", self._refusals
-                )
-                return
             if events:
                 pause_s = 0.0
                 continue
@@ -224,8 +205,7 @@ class Service:
                 # Taken away or replaced: clients do not find us any more, but the next flusher they will.
                 _logger.warning("%s is gone: this flusher retires", self._directory / wire.SOCKET_NAME)
                 return
-            # Who may freeze is asked in any case: the alarm ends it if it does.
-            if (self._connections and not self._may_freeze) or not self._is_idle() or self._connections:
+            if self._connections or not self._engine.is_idle():
                 idle_since = None
                 pause_s = TICK_BUSY_S
                 continue
@@ -235,22 +215,12 @@ class Service:
             if now - idle_since >= linger_s:
                 return
 
-    def _is_idle(self) -> bool:
-        try:
-            return self._engine.is_idle()
-        except (TierfsError, OSError, MemoryError) as error:
-            self._refusals.note(error)
-            return False
-
     def _accept(self, listener: socket.socket, poll: select.poll) -> None:
         if len(self._connections) >= CONNECTIONS_MAX:
             self._drop_an_idle_one()
         try:
             sock, _ = listener.accept()
         except BlockingIOError:
-            return
-        except (OSError, MemoryError) as error:  # out of descriptors, as a rule
-            self._refuse(error)
             return
         pid, uid = wire.credentials_of(sock)
         if uid != os.geteuid():
@@ -267,18 +237,12 @@ class Service:
         thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
         try:
             thread.start()
-        except (RuntimeError, MemoryError) as error:
+        except BaseException:
             sock.close()
-            self._refuse(error)
-            return
+            raise
         self._threads.add(thread)
         self._connections[sock.fileno()] = connection
         poll.register(sock, select.POLLRDHUP)
-
-    def _refuse(self, error: Exception) -> None:
-        self._refusals.note(error)
-        self._drop_an_idle_one()
-        time.sleep(_PAUSE_S)
 
     def _drop_an_idle_one(self) -> None:
         """Close the connection that was not used for longest; its client opens another when it needs one."""
@@ -305,7 +269,6 @@ class Service:
 
     def _retire(self) -> None:
         self._is_stopping = True
-        self._alarm(RETIRE_ALARM_S if self._refusals.are_hopeless else 0)
         if self._listener is not None:
             if wire.identity_of(self._directory) == self._identity:
                 wire.unlink(self._directory)
@@ -339,8 +302,6 @@ class Service:
                 wire.send(connection.sock, packet, flags=socket.MSG_DONTWAIT)
         except FormatError as error:
             _logger.warning("the connection of process %d is closed: %s", connection.pid, error)
-        except MemoryError as error:
-            self._refusals.note(error)
         except OSError as error:
             _logger.debug("the connection of process %d broke: %s", connection.pid, error)
         finally:
@@ -374,10 +335,7 @@ class Service:
             else:
                 outcome = self._engine.handle(do, arguments, peer)
             more = {"version": self._version} if do == "hello" else {}
-            packet = wire.encode({"id": number, "ok": outcome | more})
-            if do != "hello":
-                self._refusals.end()
-            return packet
+            return wire.encode({"id": number, "ok": outcome | more})
         except Exception as error:  # noqa: BLE001 - the client is told
             if self._is_stopping:
                 return ended  # which may well be what went wrong
@@ -385,15 +343,9 @@ class Service:
 
     def _known(self, error: Exception, do: str) -> Exception:
         """What a client is told of an error that came up in `do`."""
-        words = shortage(error)
-        if words is None:
-            if isinstance(error, (TierfsError, TimeoutError)):
-                self._refusals.end()
-                return error
+        if not isinstance(error, (TierfsError, TimeoutError)):
             _logger.error("%s failed", do, exc_info=error)
-            return error
-        self._refusals.note(error)
-        return StoreError(words)
+        return error
 
     def _greeted(self, connection: _Connection, do: str, arguments: dict[str, Any]) -> Peer:
         version = arguments.get("version")
@@ -427,7 +379,3 @@ class Service:
             self._listener.close()
         for connection in self._connections.values():
             connection.sock.close()
-
-
-def _no_alarm(_seconds: int) -> None:
-    """What may have the memory of the host is never ended, however slow that is."""

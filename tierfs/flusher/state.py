@@ -13,7 +13,6 @@ from collections.abc import Callable
 from tierfs.clock import Clock
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
-from tierfs.flusher.limits import shortage
 from tierfs.flusher.queue import Entries, Entry
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -108,9 +107,6 @@ class FlushState:
         if isinstance(error, TierfsError):
             return error
         self.counters["unforeseen_errors"] += 1
-        words = shortage(error)
-        if words is not None:
-            return StoreError(f"{path}: {words}", path=path)
         _logger.error("%s cannot be flushed", path, exc_info=error)
         return StoreError(f"{path}: {error!r}", path=path)
 

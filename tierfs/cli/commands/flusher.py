@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import re
+import resource
 import signal
 import threading
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ tierfs flusher discard tierfs::s3://bucket/run/step_1000/config.json"""
 
 LINGER_S = 10.0
 STOP_TIMEOUT_S = 60.0
+# A process that may have more than a million descriptors pays for it wherever all are gone through; 256 clients need no more than this.
+DESCRIPTORS_ENOUGH = 65_536
+_MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
 _ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "codecs", "linger", "log_format")
 _logger = logging.getLogger("tierfs.flush")
 
@@ -132,9 +136,7 @@ def _location(arguments: argparse.Namespace) -> Location:
 
 def _run(arguments: argparse.Namespace) -> int:
     from tierfs.codec.workers import encode_workers  # noqa: PLC0415 - only what a command needs
-    from tierfs.flusher.heaps import share_heaps  # noqa: PLC0415
 
-    share_heaps()
     spawned = arguments.uuid is not None
     if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
         raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")
@@ -150,26 +152,16 @@ def _run(arguments: argparse.Namespace) -> int:
             with encode_workers().allowed():
                 engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
                 return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
-        except (TierfsError, OSError, MemoryError, RuntimeError) as error:
-            from tierfs.flusher.limits import shortage  # noqa: PLC0415 - see `_spawned`
-
-            words = shortage(error)
-            if words is not None:
-                failure = describe(StoreError(words))
-            elif isinstance(error, (TierfsError, OSError)):
-                failure = describe(error)
-            else:
-                raise
+        except (TierfsError, OSError) as error:
+            failure = describe(error)
             _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - for people
             return failure.exit_code
 
 
 def _serve(engine: FlushEngine, directory: Path, url: str, linger_s: float, *, spawned: bool) -> int:
-    from tierfs.flusher.limits import is_short_of_memory  # noqa: PLC0415 - only what a command needs
-    from tierfs.flusher.server import Service  # noqa: PLC0415
+    from tierfs.flusher.server import Service  # noqa: PLC0415 - only what a command needs
 
-    alarm = signal.alarm if is_short_of_memory() else None
-    service = Service(engine, directory, version=__version__, linger_s=linger_s, alarm=alarm)
+    service = Service(engine, directory, version=__version__, linger_s=linger_s)
     about = {"store": url, "directory": str(directory), "pid": os.getpid()}
     _logger.info("the flusher of %s begins", url, extra=about)
     with _stopped_by_signals(service):
@@ -197,7 +189,6 @@ def _stopped_by_signals(service: Service) -> Iterator[None]:
         service.stop()
 
     previous = {number: signal.signal(number, stop) for number in signals}
-    previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, whoever started it
     try:
         yield
     finally:
@@ -212,11 +203,10 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     """
     from tierfs.flusher.access import Way  # noqa: PLC0415 - only what a command needs
     from tierfs.flusher.building import build_engine  # noqa: PLC0415
-    from tierfs.flusher.limits import raise_limits  # noqa: PLC0415
     from tierfs.flusher.priority import give_way  # noqa: PLC0415
     from tierfs.host.host import Host, state_directory  # noqa: PLC0415
 
-    raise_limits()
+    _raise_limits()
     lesser = [] if give_way() else ["priority_refused"]
     uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
@@ -232,6 +222,17 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     own = Way(arguments.url, {}) if arguments.url.startswith("file://") else None
     engine = build_engine(host, uuid, budgets, connect, own=own, lesser=lesser)
     return engine, host.store_directory(uuid)
+
+
+def _raise_limits() -> None:
+    """Raise the soft limits to the hard ones: a flusher serves the whole host, not only the job that started it."""
+    for which in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE, *_MEMORY_LIMITS):
+        soft, hard = resource.getrlimit(which)
+        is_open_files = which == resource.RLIMIT_NOFILE
+        wanted = DESCRIPTORS_ENOUGH if is_open_files and not 0 <= hard <= DESCRIPTORS_ENOUGH else hard
+        if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
+            with contextlib.suppress(OSError, ValueError):  # some sandboxes let nobody: it goes on with what it has
+                resource.setrlimit(which, (wanted, hard))
 
 
 @dataclass(frozen=True, slots=True)

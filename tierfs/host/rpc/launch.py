@@ -21,6 +21,7 @@ __all__ = ["LOG_NAME", "Launched", "spawn", "tail"]
 
 LOG_NAME = "flusher.log"
 LOG_BYTES_MAX = 1 << 20
+HEAPS = "2"
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 
@@ -92,6 +93,8 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
                 stderr=descriptor,
                 cwd="/",
                 start_new_session=True,
+                # glibc keeps a heap a thread otherwise, each as large as that thread ever needed.
+                env={"MALLOC_ARENA_MAX": HEAPS, **os.environ},
             )
         finally:
             os.close(descriptor)
