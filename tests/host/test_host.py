@@ -20,9 +20,11 @@ from pathlib import Path
 import pytest
 from support.opened import descriptors, no_descriptors_left
 
+from tierfs.clock import boot_id
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
 from tierfs.host.host import ExclusiveLock, Host, state_directory
 from tierfs.host.private import entries_of, make_private
+from tierfs.host.slab.abandoned import drop_copies
 from tierfs.host.slab.budget import Shares
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
@@ -427,7 +429,7 @@ def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_t
         (shares.directory, shares.files),
         (shares.directory, shares.paths),
         (shares.directory, shares.others_wanting),
-        (shares.directory.parent, shares.sweep_abandoned),
+        (shares.directory.parent, lambda: drop_copies(shares.directory)),
         (host.directory / "processes", lambda: host.is_alive("0" * 16)),
     ]
     for directory, look in looks:
@@ -703,7 +705,7 @@ def test_a_folder_of_segments_that_cannot_be_marked_is_held_by_nobody(tmp_path, 
     write = os.pwrite
 
     def full(fd, data, at):
-        if re.fullmatch(rb"\d+:\d+\n", data):
+        if data.startswith(b'{"is"'):
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(fd, data, at)
 
@@ -777,21 +779,54 @@ def test_a_copy_of_a_state_directory_has_a_folder_of_its_own(directory, shm, tmp
     assert Host(directory, shm).segments == folder
 
 
-@pytest.mark.parametrize("said", [b"", b"\n", b"some thing\n", b"\xff\0 \n", b"0 1 /\n", b"0 x segments"])
-def test_what_does_not_say_where_segments_are_is_written_anew(directory, shm, said):
+def link_in(directory):
+    (link,) = directory.glob("segments-*")
+    return link
+
+
+def test_a_link_names_the_boot_and_leads_to_the_folder(directory, shm):
+    host = Host(directory, shm)
+    assert link_in(directory).name == f"segments-{boot_id()}-{shm.stat().st_dev}"
+    assert link_in(directory).resolve() == host.segments
+
+
+def test_a_link_of_another_boot_is_replaced(directory, shm):
     folder = Host(directory, shm).segments
     gc.collect()
-    (directory / "segments.at").write_bytes(said)
-    host = Host(directory, shm)
-    assert host.segments == folder
-    assert (directory / "segments.at").read_bytes().endswith(f" {folder}\n".encode())
+    link_in(directory).rename(directory / f"segments-{'f' * 32}-1")
+    assert Host(directory, shm).segments == folder
+    assert link_in(directory).name.startswith(f"segments-{boot_id()}-")
 
 
-def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(directory, shm, monkeypatch):
+@pytest.mark.parametrize("device", ["1", "x", ""])
+def test_a_link_to_another_filesystem_is_replaced_while_nobody_uses_it(directory, shm, device):
+    folder = Host(directory, shm).segments
+    gc.collect()
+    link_in(directory).rename(directory / f"segments-{boot_id()}-{device}")
+    assert Host(directory, shm).segments == folder
+    assert link_in(directory).name.endswith(f"-{shm.stat().st_dev}")
+
+
+def test_processes_that_come_at_once_have_one_folder(directory, shm, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    found = []
+    threads = [
+        threading.Thread(target=lambda place=place: found.append(Host(directory, place)))
+        for place in [shm, tmp_path / "elsewhere"] * 4
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({host.segments for host in found}) == 1
+    assert len(found) == 8
+
+
+def test_where_the_link_cannot_be_made_nothing_is_held(directory, shm, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("os.pwrite", full)
+        patch.setattr("os.symlink", full)
         before = descriptors()
-        with pytest.raises(CapacityError, match=r"segments.at cannot be written: No space.*: free some room"):
+        with pytest.raises(CapacityError, match=r"segments-.* cannot be made: No space.*: free some room"):
             Host(directory, shm)
         assert descriptors() == before
     assert Host(directory, shm).segments.parent == shm
@@ -800,20 +835,21 @@ def test_where_it_cannot_be_written_down_where_segments_are_nothing_is_held(dire
 def test_a_child_that_was_forked_before_that_failed_keeps_nobody_waiting(directory, shm, monkeypatch):
     inherited = []
 
-    def full_after_fork(fd, *_):
-        inherited.append(os.dup(fd))  # what a child has: the same open file, and its lock
+    def full_after_fork(*_):
+        inherited.extend(os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if is_lock(fd))
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    Host(directory, shm)
-    gc.collect()
-    (directory / "segments.at").write_bytes(b"")
-    write = os.pwrite
-    monkeypatch.setattr("os.pwrite", lambda fd, data, at: (full_after_fork if b" " in data else write)(fd, data, at))
+    def is_lock(fd):
+        with contextlib.suppress(FileNotFoundError):
+            return os.readlink(f"/proc/self/fd/{fd}") == str(directory)
+
+    monkeypatch.setattr("os.symlink", full_after_fork)
     with pytest.raises(CapacityError):
         Host(directory, shm)
-    with (directory / "segments.at").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    for fd in inherited:
+    assert inherited
+    lock = os.open(directory, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    for fd in (lock, *inherited):
         os.close(fd)
 
 
@@ -823,14 +859,14 @@ def test_a_folder_for_segments_is_the_same_one_wherever_a_program_is_started(tmp
         Host(tmp_path / "state")
 
 
-@pytest.mark.parametrize("said", [None, b"of an earlier run of the kernel\n"])
+@pytest.mark.parametrize("is_of_this_boot", [True, False])
 def test_the_folder_of_segments_is_found_where_the_state_directory_is_read_only_by_now(
-    directory, shm, monkeypatch, said
+    directory, shm, monkeypatch, is_of_this_boot
 ):
     folder, opened = Host(directory, shm).segments, os.open
     gc.collect()
-    if said is not None:
-        (directory / "segments.at").write_bytes(said)
+    if not is_of_this_boot:
+        link_in(directory).rename(directory / f"segments-{'f' * 32}-1")
 
     def read_only(name, flags, *mode):
         if flags & os.O_RDWR and directory in Path(name).parents:

@@ -146,6 +146,12 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"  {printable(path)}: {printable(message)}" for path, message in items[:LISTED_MAX])
         if count > LISTED_MAX:
             yield f"  ... and {count - LISTED_MAX} more"
+    folders = report.get("unused_folders", [])
+    if folders:
+        yield from ("", "folders of segments that no process uses; they stay while their state directory may be there")
+        for item in folders[:LISTED_MAX]:
+            whose = printable(item["state_directory"]) or "unknown"
+            yield f"  {printable(item['folder'])}: {format_bytes(item['bytes'])}, of the state directory {whose}"
     if report["misplaced"]:
         yield from (
             "",

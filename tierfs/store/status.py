@@ -10,6 +10,7 @@ from tierfs.errors import StoreError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
+from tierfs.host.slab.abandoned import unused_folders
 from tierfs.host.slab.ram import RamTier
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
@@ -43,12 +44,14 @@ def status(store: Store) -> dict[str, Any]:
         "errors": [],
         "counters": {},
         "misplaced": misplaced(),
+        "unused_folders": [],
     }
     if tiers is None:
         if store.unused:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}
         return report
     report["tiers"]["ram"] = _ram_tier(tiers.ram)
+    report["unused_folders"] = [folder._asdict() for folder in unused_folders(tiers.ram.host.segments)]
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
     for tier, problem in tiers.problems.items():

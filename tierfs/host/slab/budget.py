@@ -9,7 +9,6 @@ some back.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import re
@@ -19,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.errors import ReadOnlyError, TierfsError
+from tierfs.errors import TierfsError
 from tierfs.host.host import Host
 from tierfs.host.private import NO_ROOM, entries_of, make_private
 from tierfs.host.slab.segment import Segment
@@ -114,28 +113,6 @@ class Shares:
             if match and not self._host.is_alive(match[1]):
                 os.unlink(entry.path)
 
-    def sweep_abandoned(self) -> None:
-        """Give back the memory of copies that users of other state directories left here, where none of them runs any more.
-
-        What is dirty there stays, for whoever opens that state directory again.
-        """
-        siblings: list[os.DirEntry[str]] = []
-        with contextlib.suppress(ReadOnlyError):  # where nobody may list what all share
-            siblings = entries_of(self.directory.parent)
-        for sibling in siblings:
-            folder = Path(sibling.path)
-            if folder == self.directory or not sibling.name.startswith(f"tierfs-{os.geteuid()}-"):
-                continue
-            with contextlib.suppress(OSError):  # somebody uses it, or removes it meanwhile
-                fd = os.open(folder / "state", os.O_RDWR | os.O_NOFOLLOW)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    for entry in entries_of(folder):
-                        if _is_worthless(entry):
-                            os.unlink(entry.path)
-                finally:
-                    os.close(fd)
-
     def orphans(self) -> list[Segment]:
         """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
 
@@ -220,20 +197,3 @@ def _changed_ns(folder: Path) -> int:
         return os.stat(folder).st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def _is_worthless(entry: os.DirEntry[str]) -> bool:
-    """Whether a file in a folder that nobody uses holds only copies, or nothing."""
-    name = FileName.parse(entry.name)
-    if name is None or name.suffix != "slab":
-        return name is not None
-    try:
-        segment = Segment.attach(Path(entry.path))
-    except OldSegmentError:
-        return True
-    except (TierfsError, OSError, MemoryError):
-        return False  # may be another version's, and dirty
-    try:
-        return not segment.is_dirty()
-    finally:
-        segment.close()

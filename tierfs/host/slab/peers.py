@@ -113,11 +113,7 @@ class Neighbours:
         new = [path for name, path in sorted(names.items()) if name not in self._files]
         self.unread = frozenset(path.name for path in new if not self._attach(path))
         self.damaged = {
-            name: error
-            for (name, _), error in self._passed_over.items()
-            if name in names
-            and name not in self._files
-            and not isinstance(error, OldSegmentError)  # of which nothing is left
+            name: error for (name, _), error in self._passed_over.items() if name in names and name not in self._files
         }
         self._seen_ns = stamps if now_ns - max(stamps) > SETTLED_NS else []
 
@@ -130,6 +126,9 @@ class Neighbours:
                 return True
             segment = Segment.attach(path)
         except (FileNotFoundError, NotFoundError):
+            return True
+        except OldSegmentError:
+            path.unlink(missing_ok=True)  # nobody has it since, and on a disk it would stay
             return True
         except (TierfsError, OSError, MemoryError) as error:
             if not _is_for_now(error):

@@ -15,6 +15,7 @@ from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, TierfsError
 from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.private import make_private
+from tierfs.host.slab.abandoned import drop_copies
 from tierfs.host.slab.budget import LOCK, Shares
 from tierfs.host.slab.eviction import Eviction
 from tierfs.host.slab.growth import FIRST_DATA_BYTES, next_layout
@@ -367,7 +368,7 @@ class Supply:
             layout = self._plan(length, known)
             if not ahead and (layout is None or layout.data_bytes < least):
                 self._shares.sweep()
-                self._shares.sweep_abandoned()
+                drop_copies(self._shares.directory)
                 if self._adopt_or_reap(length):
                     return True
                 layout = self._plan(length, known) or (None if least else self._plan_instead(length))

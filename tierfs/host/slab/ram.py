@@ -15,6 +15,7 @@ from tierfs._fork import renew_in_children
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
+from tierfs.host.slab.abandoned import remove_gone
 from tierfs.host.slab.budget import LOCK, Shares
 from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
 from tierfs.host.slab.peers import Neighbours
@@ -89,6 +90,7 @@ class RamTier:
         self._clock = clock
         self._length_max = largest(budget_bytes, segment_bytes_max)
         self._shares = Shares(host)
+        remove_gone(self._shares.directory)
         self._supply = Supply(
             host,
             self.store,
