@@ -181,7 +181,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             store, _ = self._address.open(write=True)
             return self._staged(store, state_dict, save)
         except BaseException as error:
-            self._saves.give_up(save)  # the error keeps it, and nobody is to save it
             if not isinstance(error, Exception) or not _others_wait():
                 raise
             save.failure = error
@@ -388,14 +387,14 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
         """Wait until what was saved where the last save went has reached a level.
 
-        Call it when all saves are done, as their futures say: until then nobody knows what they come to. Of saves that overlap
-        the last is the one whose `stage` was called last, or that began last without.
+        Call it when the last save is done, as its future says: until then nobody knows what that comes to. Of saves that overlap
+        the last is the one whose `stage` was called last, or that began last without; the others may be under way still.
 
         Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint.
 
         Raises:
             TimeoutError: It has not, in time; names what is missing.
-            NotFoundError: A save by this writer has not come to its end on this rank; or the last one failed, on whichever rank, or was removed.
+            NotFoundError: The last save has not come to its end on this rank; or it failed, on whichever rank, or was removed.
             ConflictError: The last save was superseded by one that began later.
             TierfsError: What keeps it from getting there.
         """
@@ -452,7 +451,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Where the save that was asked for last went, the path of its metadata, and which one it is; ``None`` where there was none.
 
         Raises:
-            NotFoundError: It has not come to its end, or one that was asked for before.
+            NotFoundError: It has not come to its end.
         """
         save = self._saves.settled(self._address.url)
         store, path = ((save.address if save is not None else None) or self._address).open()

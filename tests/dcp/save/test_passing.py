@@ -194,10 +194,10 @@ def test_of_two_saves_over_there_each_is_heard_of_by_itself(url, child):
             thread.submit(child.conn.send, ("have", staged)).result()
             thread.submit(child.conn.send, ("metadata", writer, f"{url}/{seed}")).result()
             del staged
+        for ask in (writer.wait, writer.ack):
+            with pytest.raises(NotFoundError, match="has not come to its end here"):
+                ask()
         for thread in (second, first):
-            for ask in (writer.wait, writer.ack):
-                with pytest.raises(NotFoundError, match="has not come to its end here"):
-                    ask()
             thread.submit(child.answer).result()
             thread.submit(child.answer).result()
     assert writer.checkpoint_id == f"{url}/2"

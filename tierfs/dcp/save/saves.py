@@ -1,16 +1,15 @@
 """A save, from when a writer is asked for it until that writer knows its end.
 
-DCP tells a writer of a save in calls that do not say which one it is, and of a failure nothing at all. So a save is held by what
-was staged for it, then by the thread that reads that: it runs there, or in a process that this thread waits for. What nobody
-holds any more is not under way. Its end a writer knows from `TierWriter.finish` where that runs, and elsewhere from the
-metadata that DCP hands to every rank, and back from another process: whoever unpickles those hears of it.
+DCP tells a writer of a save in calls that do not say which one it is, and of a failure nothing at all. So a save belongs to what
+was staged for it, and runs on the thread that reads that, or in a process that this thread waits for. Its end a writer knows from
+`TierWriter.finish` where that runs, and elsewhere from the metadata that DCP hands to every rank, and back from another
+process: whoever unpickles those hears of it.
 """
 
 from __future__ import annotations
 
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,6 @@ from tierfs.errors import NotFoundError
 from tierfs.format.checkpoint import SaveMark
 
 __all__ = ["Save", "SavedMeta", "Saver", "Saves", "Staged", "claim", "hand_over", "read_here"]
-
-LET_GO_S = 1.0
 
 
 class Saver(Protocol):
@@ -140,19 +137,17 @@ class Saves:
     def __init__(self, writer: Saver) -> None:
         self._writer = weakref.ref(writer)
         self._here = _Here()
-        self._under_way: weakref.WeakSet[Save] = weakref.WeakSet()  # those that anything holds
         self._ended: set[str] = set()  # ids
         self.last: Save | None = None
         self.done: Save | None = None
 
     def __repr__(self) -> str:
-        return f"Saves({len(self._under_way)} held, {len(self._ended)} ended)"
+        return f"Saves({len(self._ended)} ended)"
 
     def ask(self) -> Save:
         """One that is asked for now."""
-        self._let_go()
-        self._here.save = None
-        save = self.last = self._new()
+        self._here.save = _thread.save = None  # what this thread saved before has failed, if it has not come to its end
+        save = self.last = Save(self._writer, self._ended)
         return save
 
     def begin(self, save: Save | None) -> Save:
@@ -165,23 +160,15 @@ class Saves:
         save = self._here.save
         assert save is not None, "set_up_storage_writer comes first"
         if save.mark is None:
-            with _lock():
-                self._under_way.add(save)
             _thread.save = save
         return save
 
     def hand_over(self) -> Save:
-        """One that another process makes, and was not staged here: it is the last one when it has come to its end."""
-        save = self._new()
-        save.is_foreign = True
-        if threading.current_thread() is threading.main_thread():  # DCP does that on a thread that ends with the save
-            self.give_up(save)
+        """One that another process makes, and was not staged here: it is asked for now, if DCP hands it over."""
+        save = Save(self._writer, self._ended, is_foreign=True)
+        if threading.current_thread() is not threading.main_thread():  # as DCP does it
+            self.last = save
         return save
-
-    def give_up(self, save: Save) -> None:
-        """Note that one has failed, though something holds it."""
-        with _lock():
-            self._under_way.discard(save)
 
     def end(self, save: Save) -> None:
         """Note that one has come to its end: here, on the coordinator, or in the process that it was handed to."""
@@ -192,45 +179,22 @@ class Saves:
             self.last = save
 
     def settled(self, where: str) -> Save | None:
-        """Which was asked for last, if all have come to their ends; ``None`` where none was.
+        """Which was asked for last; ``None`` where none was. One that was asked for before may be under way still.
 
         Args:
             where: What messages call the checkpoint.
 
         Raises:
-            NotFoundError: It has not, or one that was asked for before.
+            NotFoundError: It has not come to its end.
         """
-        self._let_go()
-        ends = time.monotonic() + LET_GO_S  # a thread on which a save failed ends a moment after its future
-        while True:
-            save = self.last
-            is_open = save is not None and save.mark is None
-            if not is_open and not self._is_another_under_way(save):
-                return save
-            if is_open or time.monotonic() >= ends:
-                which = "the save that began last" if is_open else "a save beside the last one"
-                raise NotFoundError(
-                    f"{where}: {which} has not come to its end here: `result()` of its future waits for that, and says why if "
-                    "it failed",
-                    path=where,
-                )
-            time.sleep(LET_GO_S / 100)
-
-    def _new(self) -> Save:
-        save = Save(self._writer, self._ended)
-        with _lock():
-            self._under_way.add(save)
+        save = self.last
+        if save is not None and save.mark is None:
+            raise NotFoundError(
+                f"{where}: the save that began last has not come to its end here: `result()` of its future waits for that, and "
+                "says why if it failed",
+                path=where,
+            )
         return save
-
-    def _is_another_under_way(self, save: Save | None) -> bool:
-        with _lock():
-            return any(other.mark is None and other is not save for other in self._under_way)
-
-    def _let_go(self) -> None:
-        """Where this thread saved, that has failed if it has not come to its end and does not go on."""
-        if self._here.save is not None:
-            self.give_up(self._here.save)
-        _thread.save = None
 
 
 def hand_over(writer: Saver) -> Any:
