@@ -142,14 +142,15 @@ def test_another_process_saves_what_was_staged(url, child):
     check(url, expected)
 
 
-def test_a_state_may_be_handed_over_and_saved_here_too(url, child):
+def test_it_is_handed_over_once_and_its_room_given_back(url, child):
     writer = TierWriter(url, **OPTIONS)
     staged = writer.stage(state())
     child.ask("have", staged)
-    dcp.save(staged, storage_writer=writer, checkpoint_id=url, no_dist=True)
-    assert isinstance(child.ask("save", TierWriter(url, **OPTIONS), f"{url}/there", None), int)
-    check(url, state())
-    check(f"{url}/there", state())
+    until_nothing_is_there(url)
+    with pytest.raises(tierfs.errors.StoreError, match="stage it again"):
+        child.ask("have", staged)
+    with pytest.raises(BaseException, match="stage it again"):
+        dcp.save(staged, storage_writer=writer, checkpoint_id=url, no_dist=True)
 
 
 def test_tensors_have_their_values_over_there(url, child):

@@ -500,6 +500,17 @@ class ShardFile:
             lies.update((id(sources[number]), placed) for number, placed in zip(plan.pieces, run.placed, strict=True))
         return lies
 
+    def check_is_held(self) -> None:
+        """See that tensors that are views of it still hold what was staged.
+
+        Raises:
+            StoreError: It was saved or given up, so that its memory may be another's by now.
+        """
+        if self._is_over:
+            raise StoreError(
+                "what was staged was saved or given up before, and may hold anything by now: stage it again"
+            )
+
     def abort(self) -> None:
         """Give everything back. Tensors that are views of it hold anything from then on."""
         self._is_over = True
@@ -574,7 +585,7 @@ def check_is_held(tensor: torch.Tensor) -> None:
         files = list(_live)
     found = [file for file in files if file.find(tensor) is not None]
     if found and all(file._is_over for file in found):
-        raise StoreError("what was staged was saved or given up before, and may hold anything by now: stage it again")
+        found[0].check_is_held()
 
 
 def is_private(tensor: torch.Tensor) -> bool:

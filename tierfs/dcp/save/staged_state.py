@@ -94,8 +94,10 @@ class StagedState(dict[str, Any]):
         return dict, (dict(self),)
 
     def _to_a_process(self) -> tuple[Any, ...]:
+        """Once: the room in the ram tier is given back as soon as the copy is made, though somebody here keeps the state."""
         self._wait()
         read_here(self._file)
+        self._file.check_is_held()
         places: dict[int, _Place] = {}
         end = 0
         for view in self._views:
@@ -106,7 +108,9 @@ class StagedState(dict[str, Any]):
             _tensor_in(shared, places[id(view)][0], torch.uint8, (view.nbytes,)).copy_(
                 view.reshape(-1).view(torch.uint8)
             )
-        return _received, (self._pickled(places), shared)
+        pickled = self._pickled(places)
+        self._file.abort()
+        return _received, (pickled, shared)
 
     def _pickled(self, places: Mapping[int, _Place]) -> bytes:
         stream = io.BytesIO()

@@ -122,6 +122,7 @@ class StagedFile:
         """
         if self._writer is None:
             return
+        self._check_is_ours(self._store.where(""))
         waiting = [chunk for run in runs for chunk in run._chunks if chunk.row is None]
         # Not before: training waits for the copy, and not for this.
         self._writer.expect()
