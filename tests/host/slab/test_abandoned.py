@@ -60,6 +60,7 @@ def leave(directory, shm):
 def test_a_folder_whose_state_directory_was_removed_is_removed(tmp_path, shm, own, what, caplog):
     directory = tmp_path / "test-1" / "state"
     directory.parent.mkdir()
+    caplog.set_level("INFO", "tierfs.local")
     folder = leave(directory, shm)
     shutil.rmtree(directory if what == "the directory" else directory.parent)
     remove_gone(own)

@@ -58,7 +58,7 @@ def remove_gone(own: Path) -> None:
                 for entry in sorted(entries_of(folder), key=lambda entry: entry.name == STATE_FILE):
                     os.unlink(entry.path)
                 folder.rmdir()
-                _logger.warning(
+                _logger.info(
                     "%s was removed (%s): its state directory, %s, is gone",
                     folder,
                     format_bytes(size),
