@@ -7,9 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from support.independent_reader import StoreReader
 
 from tierfs.codec import Codec
 from tierfs.errors import TierfsError
+from tierfs.format.collector import Collector, EpochState
 from tierfs.format.keys import chunk_key, parse_record_key
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
@@ -98,3 +100,13 @@ def test_the_worked_example_in_the_specification_is_the_golden_file():
     for name, data in {"record": record, "envelope": envelope}.items():
         assert f"<!-- example:{name} -->\n```\n{dump(data)}\n```" in text
     assert parse_record_key(".tierfs/tree/a/hello.txt!") == "a/hello.txt"
+
+
+def test_the_golden_record_of_the_collector_reads_as_it_was_written():
+    data = (GOLDEN / "store" / ".tierfs" / "gc" / "collector").read_bytes()
+    record = Collector.decode(data, "collector")
+    assert (record.holder, record.fence, record.sequence, record.duration_s) == (bytes(range(16)), 1_700_000_001, 3, 60)
+    assert record.epochs[2] == EpochState(1_700_000_000_000_000_000, 1_700_003_700_000_000_000)
+    assert record.encode() == data
+    theirs = StoreReader(GOLDEN / "store").collector()
+    assert (theirs["fence"], theirs["epochs"]["0000000000000001"]["swept_ns"]) == (1_700_000_001, None)

@@ -21,7 +21,15 @@ import zstandard
 
 MAGIC, BLOCK, CHUNK, MANIFEST, TEXT = b"\x89TIERFS\n", 1 << 20, 16 << 20, 16 << 20, 1 << 16
 STORED, TABLE, BASES = CHUNK + TEXT, 1 << 30, 64
-KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE = KINDS = (1, 2, 3, 4, 6, 7)
+KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE, KIND_COLLECTOR = KINDS = (
+    1,
+    2,
+    3,
+    4,
+    6,
+    7,
+    8,
+)
 INLINE, INDIRECT = 1, 2
 STORE, ZSTD, CONST, PLANE, DPLANE, SPARSE, DERIVE = range(7)
 REFERENCES = {DPLANE: 1, SPARSE: 1, DERIVE: 2}  # codec: how many bytes of reference it needs for one of its block
@@ -452,7 +460,20 @@ class StoreReader:
 
     def condemned(self) -> list[Condemned]:
         """All condemned lists in the order of their epochs."""
-        return [self._condemned(key) for key in self._keys(".tierfs/gc")]
+        listed = [key for key in self._keys(".tierfs/gc") if re.fullmatch("[0-9a-f]{16}", key.rpartition("/")[2])]
+        return [self._condemned(key) for key in listed]
+
+    def collector(self) -> dict[str, Any]:
+        """What the collector's record says; FileNotFoundError if there is none."""
+        _, word, fields = self._open(".tierfs/gc/collector", (KIND_COLLECTOR,), (1 << 20) + 256)
+        _known(word == 0, "collector: reserved bytes that are not zero")
+        (holder,) = fields.unpack("16s")
+        fence = fields.number("Q", 0, (1 << 48) - 1, "the number of the gc")
+        (sequence,) = fields.unpack("Q")
+        duration = fields.number("I", 0, 3600, "how long a turn lasts")
+        notes = _json(fields.take(fields.number("I", 0, 1 << 20, "the length of the notes")), "format", "collector")
+        fields.end()
+        return {"holder": holder, "fence": fence, "sequence": sequence, "duration": duration, **notes}
 
     def record(self, path: str) -> Manifest | Tombstone:
         """The record of a path; with a ``/`` behind it, of the directory's marker. FileNotFoundError if it has none."""

@@ -40,6 +40,7 @@ COMMANDS = (
     "prefetch",
     "evict",
     "probe",
+    "gc",
     "flusher",
     "checkpoint",
     "demo",
@@ -55,7 +56,7 @@ URLs:
   All commands but cp also take s3://bucket/path or a local path.
 
 Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 exists already, 5 conflict, 6 damage,
-7 unknown format, 8 object tier failed, 9 no room, 10 not allowed, 11 not in time,
+7 unknown format, 8 object tier failed, 9 no room, 10 not allowed, 11 not in time, 12 gc blocked,
 130 interrupted, 141 output closed.
 """
 

@@ -173,13 +173,13 @@ class StorePublisher:
         observed = self._base(store, draft)
         if observed is None:
             return
-        record = draft.record
+        record, term = draft.record, None
         if isinstance(record, Manifest):
-            table, indirect = settle(store, draft.path, rows, read)
+            table, indirect, term = settle(store, draft.path, rows, read)
             record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
         else:
             record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
-        publish(store, observed, record)
+        publish(store, observed, record, term=term)
 
     def _commit(self, store: Store, directory: str) -> None:
         """What was published may be the last that a checkpoint waited for.

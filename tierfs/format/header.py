@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     DIRECTORY = 4
     CONDEMNED = 6
     LEASE = 7
+    COLLECTOR = 8
+    REFERENCES = 9
 
 
 def header(kind: Kind, word: int) -> bytes:

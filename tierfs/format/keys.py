@@ -15,10 +15,13 @@ from tierfs.errors import FormatError, InvalidInputError
 
 __all__ = [
     "CHUNKS",
+    "COLLECTOR",
     "DESCRIPTOR",
     "GC",
     "LEASES",
     "PRIVATE",
+    "PROBE",
+    "REFERENCES",
     "TREE",
     "ChunkName",
     "chunk_key",
@@ -39,7 +42,9 @@ DESCRIPTOR = f"{PRIVATE}/store.json"
 CHUNKS = f"{PRIVATE}/chunks/"
 TREE = f"{PRIVATE}/tree/"
 GC = f"{PRIVATE}/gc/"
+COLLECTOR = f"{GC}collector"
 LEASES = f"{PRIVATE}/leases/"
+REFERENCES = f"{PRIVATE}/references/"
 PROBE = f"{PRIVATE}/probe/"
 
 PATH_BYTES_MAX = 800

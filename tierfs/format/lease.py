@@ -5,6 +5,10 @@ FORMAT.md, "Lease" and "Condemned list".
 
 from __future__ import annotations
 
+import bisect
+import itertools
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from tierfs.digest import Buffer, DigestKind
@@ -12,7 +16,7 @@ from tierfs.errors import CorruptionError
 from tierfs.format.header import Cursor, Kind, check_writable, header, open_sealed, peek_kind, seal
 from tierfs.format.keys import ChunkName
 
-__all__ = ["Condemned", "Lease"]
+__all__ = ["Condemned", "Lease", "NameTable"]
 
 HOST_BYTES_MAX = 255
 DURATION_S_MAX = 3600
@@ -62,6 +66,55 @@ class Lease:
         return cls(holder, sequence, duration_s, host, renewed_ns)
 
 
+class NameTable(AbstractSet[ChunkName]):
+    """Names of chunk objects as a list holds them: a million take 28 MB, where a set of them would take ten times that.
+
+    Args:
+        kind: Of the digests.
+        data: The names, each digest, generation and recipe, laid end to end in any order.
+    """
+
+    def __init__(self, kind: DigestKind, data: bytes) -> None:
+        self._kind = kind
+        self._width = kind.size + 12
+        self._data = data
+        if any(after < before for before, after in itertools.pairwise(self._digests())):
+            pieces = [data[at : at + self._width] for at in range(0, len(data), self._width)]
+            self._data = b"".join(sorted(pieces))
+
+    def __len__(self) -> int:
+        return len(self._data) // self._width
+
+    def __iter__(self) -> Iterator[ChunkName]:
+        return (self._at(index) for index in range(len(self)))
+
+    def __contains__(self, name: object) -> bool:
+        if not isinstance(name, ChunkName):
+            return False
+        index = bisect.bisect_left(range(len(self)), name.digest, key=self._digest)
+        while index < len(self) and self._digest(index) == name.digest:
+            if self._at(index) == name:
+                return True
+            index += 1
+        return False
+
+    @property
+    def data(self) -> bytes:
+        """The names laid end to end, sorted by digest."""
+        return self._data
+
+    def _digests(self) -> Iterator[bytes]:
+        return map(self._digest, range(len(self)))
+
+    def _digest(self, index: int) -> bytes:
+        return self._data[index * self._width : index * self._width + self._kind.size]
+
+    def _at(self, index: int) -> ChunkName:
+        end = (index + 1) * self._width
+        generation = int.from_bytes(self._data[end - 12 : end - 8], "little")
+        return ChunkName(self._digest(index), generation, self._data[end - 8 : end])
+
+
 @dataclass(frozen=True, slots=True)
 class Condemned:
     """Chunks that one mark found unreached. Writers treat them as absent from now on.
@@ -76,7 +129,7 @@ class Condemned:
     epoch: int
     published_ns: int
     digest_kind: DigestKind
-    names: frozenset[ChunkName]
+    names: AbstractSet[ChunkName]
 
     def encode(self) -> bytes:
         """The bytes of the list.
@@ -88,8 +141,11 @@ class Condemned:
         out = bytearray(header(Kind.CONDEMNED, 0))
         out += self.epoch.to_bytes(8, "little") + self.published_ns.to_bytes(8, "little", signed=True)
         out += bytes((self.digest_kind, 0, 0, 0)) + len(self.names).to_bytes(4, "little")
-        for name in sorted(self.names):
-            out += name.digest + name.generation.to_bytes(4, "little") + name.recipe
+        if isinstance(self.names, NameTable):
+            out += self.names.data
+        else:
+            for name in sorted(self.names):
+                out += name.digest + name.generation.to_bytes(4, "little") + name.recipe
         return seal(bytes(out))
 
     @classmethod
@@ -107,8 +163,7 @@ class Condemned:
         count = cursor.bounded(4, CONDEMNED_MAX, "count")
         if count * (kind.size + 12) != cursor.remaining:
             raise cursor.malformed(f"{count} names do not make {cursor.remaining} bytes")
-        names = frozenset(ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8)) for _ in range(count))
-        return cls(epoch, published_ns, kind, names)
+        return cls(epoch, published_ns, kind, NameTable(kind, cursor.bytes(cursor.remaining)))
 
 
 def _open(data: Buffer, expected: Kind, where: str) -> Cursor:

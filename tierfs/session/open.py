@@ -27,7 +27,7 @@ from tierfs.objects import ObjectTier, as_promised, connect, probe
 from tierfs.session.left_behind import check_nothing_is_left
 from tierfs.session.settings import ResolvedTiers, TierOptions, from_environment, resolve
 from tierfs.session.url import Location, configured_tiers, parse_url, target_url
-from tierfs.store.create import check_digests, create_store, read_descriptor
+from tierfs.store.create import LEASE_S, check_digests, check_times, create_store, read_descriptor
 from tierfs.store.offline import LOOK_S, KnownStores, within
 from tierfs.store.store import Store
 
@@ -53,7 +53,14 @@ def _renew() -> None:
 os.register_at_fork(after_in_child=_renew)
 
 
-def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | None = None) -> Store:
+def init(
+    url: str,
+    *,
+    digest: str = "xxh3-128",
+    lease_s: int | None = None,
+    grace_s: int | None = None,
+    options: Mapping[str, object] | None = None,
+) -> Store:
     """Make a store at ``url``, or open the one that is there. Any number of hosts may do it at once.
 
     A store that this host knows is opened while its object tier is away, too. None is made then.
@@ -61,36 +68,54 @@ def init(url: str, *, digest: str = "xxh3-128", options: Mapping[str, object] | 
     Args:
         url: ``tierfs::s3://bucket/run``, ``s3://bucket/run``, ``tierfs://NAME``, or a local path.
         digest: How contents are named: ``xxh3-128``, or ``blake3`` where writers are not trusted.
+        lease_s: How long a writer's knowledge of the store counts without renewal; by default 60 s.
+        grace_s: How long what was replaced or deleted stays readable, and garbage collection waits: at least two leases; by
+            default an hour, or six leases.
         options: For the object tier's own filesystem.
 
     Raises:
-        InvalidInputError: The URL is no good, lies inside another store, or the store has other digests.
+        InvalidInputError: The URL is no good, lies inside another store, or the store has other digests, or another lease or grace
+            than was asked for.
         StoreError, CapacityError, ReadOnlyError: It failed; or this host has something pending for a store that was there.
             It is transient where the object tier is away and this host does not know the store.
     """
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
     kind = DigestKind.from_label(digest)
+    check_times(lease_s or LEASE_S, grace_s)
     known = _open_known(location)
     if known is not None:
         check_digests(known.descriptor, kind, known.url)
+        _check_times(known, lease_s, grace_s)
         return known
     try:
-        return _init(location, kind)
+        store = _init(location, kind, lease_s, grace_s)
     except StoreError as error:
         if not error.transient:
             raise
         raise _unknown_and_away(location.url, error) from error
+    _check_times(store, lease_s, grace_s)
+    return store
 
 
-def _init(location: Location, kind: DigestKind) -> Store:
+def _check_times(store: Store, lease_s: int | None, grace_s: int | None) -> None:
+    there = store.descriptor
+    if lease_s not in {None, there.lease_s} or grace_s not in {None, there.grace_s}:
+        raise InvalidInputError(
+            f"{store.url} is a store with a lease of {there.lease_s} s and a grace of {there.grace_s} s already: that cannot be "
+            "changed",
+            path=store.url,
+        )
+
+
+def _init(location: Location, kind: DigestKind, lease_s: int | None, grace_s: int | None) -> Store:
     for ancestor in _ancestors(location)[1:]:
         try:
             outer = _open_root(location, ancestor)
         except (NotFoundError, _RefusedError):
             continue
         raise InvalidInputError(f"{location.url} lies inside the store {outer.url}: use that one", path=location.url)
-    return _create(location, location.path, kind)
+    return _create(location, location.path, kind, lease_s or LEASE_S, grace_s)
 
 
 def _open_known(location: Location) -> Store | None:
@@ -219,7 +244,9 @@ def _refuse_nested(objects: ObjectTier, url: str) -> None:
             raise InvalidInputError(f"{url}/{inner} is a store: make this one beside it, or use that one", path=url)
 
 
-def _create(location: Location, root: str, kind: DigestKind) -> Store:
+def _create(
+    location: Location, root: str, kind: DigestKind, lease_s: int = LEASE_S, grace_s: int | None = None
+) -> Store:
     objects = connect(location.protocol, root, location.options)
     url = target_url(location.protocol, root)
     endpoint = objects.capabilities
@@ -232,7 +259,9 @@ def _create(location: Location, root: str, kind: DigestKind) -> Store:
             # It sends again what failed for the moment, but not what is refused on purpose.
             endpoint = probe(connect(location.protocol, root, location.options, attempts=1)).capabilities
     promised = as_promised(objects, endpoint, _verify_writes(location))
-    descriptor, made = create_store(promised, url, digest=kind, random_bytes=os.urandom(16))
+    descriptor, made = create_store(
+        promised, url, digest=kind, random_bytes=os.urandom(16), lease_s=lease_s, grace_s=grace_s
+    )
     if made:
         _logger.info("made the store %s", url)
     _remember(location, url, descriptor, objects.places())

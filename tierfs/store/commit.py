@@ -379,7 +379,7 @@ class Commits:
         store, manifest = self._store, found.manifest
         assert manifest is not None
         record = replace(manifest, write_id=store.random_bytes(16))
-        is_done = self._replace(_inside(directory, ROOT), mark, record, learn_rows(store, manifest, found.path))
+        is_done = self._replace(_inside(directory, ROOT), mark, record, learn_rows(store, found))
         if is_done:
             _logger.info("%s is complete: save %s", store.where(directory), mark.save_id)
         return is_done
@@ -391,9 +391,10 @@ class Commits:
                 return False  # a save of this host alone is on its way: its flusher sees the end of that
             if _is_over(mark, root):
                 return True
-            table, indirect = settle(self._store, path, rows)
+            table, indirect, term = settle(self._store, path, rows)
             try:
-                publish(self._store, root, replace(record, previous=root.previous, rows=table, indirect=indirect))
+                new = replace(record, previous=root.previous, rows=table, indirect=indirect)
+                publish(self._store, root, new, term=term)
             except ConflictError:
                 if attempt + 1 == ATTEMPTS_MAX:
                     raise

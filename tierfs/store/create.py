@@ -12,8 +12,11 @@ from tierfs.format.descriptor import DESCRIPTOR_BYTES_MAX, Descriptor
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE, ObjectTier
 
-__all__ = ["check_digests", "create_store", "read_descriptor"]
+__all__ = ["check_digests", "check_times", "create_store", "read_descriptor"]
 
+LEASE_S, LEASE_S_MAX = 60, 3600
+GRACE_S, GRACE_S_MAX = 3600, 365 * 86400
+GRACE_LEASES, GRACE_LEASES_MIN = 6, 2
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -36,6 +39,8 @@ def create_store(
     digest: DigestKind = DigestKind.XXH3_128,
     random_bytes: bytes,
     clock: Clock | None = None,
+    lease_s: int = LEASE_S,
+    grace_s: int | None = None,
 ) -> tuple[Descriptor, bool]:
     """Make a store at the base of ``objects``, or find the one that is there.
 
@@ -45,12 +50,14 @@ def create_store(
         digest: How contents are named.
         random_bytes: 16 of them, for the store's id.
         clock: Where time comes from.
+        lease_s: How long a lease of a writer lasts.
+        grace_s: How long what was replaced, deleted or condemned stays readable; by default an hour, or six leases.
 
     Returns:
         The descriptor that stands, and whether this call made it.
 
     Raises:
-        InvalidInputError: There is a store, with another kind of digest.
+        InvalidInputError: There is a store, with another kind of digest; or a lease and a grace that do not go together.
         CorruptionError, FormatError: There is one, damaged or of another version.
         StoreError, CapacityError, ReadOnlyError: It failed.
     """
@@ -59,6 +66,8 @@ def create_store(
         created_ns=(clock or SystemClock()).now_ns(),
         digest_kind=digest,
         endpoint=objects.capabilities,
+        lease_s=lease_s,
+        grace_s=check_times(lease_s, grace_s),
     )
     try:
         found = read_descriptor(objects, url)
@@ -76,6 +85,23 @@ def create_store(
             f", so {' and '.join(consequences)}" if consequences else "",
         )
     return found, found == made
+
+
+def check_times(lease_s: int, grace_s: int | None) -> int:
+    """The grace that goes with a lease.
+
+    Raises:
+        InvalidInputError: They do not go together.
+    """
+    if not 1 <= lease_s <= LEASE_S_MAX:
+        raise InvalidInputError(f"a lease of {lease_s} s: it lasts from 1 to {LEASE_S_MAX} s")
+    grace_s = max(GRACE_S, GRACE_LEASES * lease_s) if grace_s is None else grace_s
+    if not GRACE_LEASES_MIN * lease_s <= grace_s <= GRACE_S_MAX:
+        raise InvalidInputError(
+            f"a grace of {grace_s} s for a lease of {lease_s} s: a request has what is between them to take effect, so the grace is "
+            f"at least {GRACE_LEASES_MIN} leases, and at most {GRACE_S_MAX} s"
+        )
+    return grace_s
 
 
 def check_digests(found: Descriptor, digest: DigestKind, url: str) -> None:

@@ -69,12 +69,13 @@ class Presence:
         self._sequence = 0
         self._term = 0
         self._version: Version | None = None
-        self._renew_at = self._valid_until = float("-inf")
+        self._renew_at = self._valid_until = self._term_since = float("-inf")
         self._known: dict[bytes, Row] = {}
         self._heard: dict[bytes, Row] = {}  # of manifests, not seen
         self._named: dict[ChunkName, None] = {}  # what these and other rows need
-        self._epochs: set[str] = set()
-        self._condemned: set[ChunkName] = set()
+        self._condemned: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}  # the lists, by their keys
+        self._few: frozenset[ChunkName] = frozenset()  # what the short ones name
+        self._many: list[AbstractSet[ChunkName]] = []  # the long ones
         self._damaged: set[ChunkName] = set()
         self._lost: dict[ChunkName, None] = {}
         self._seen: dict[ChunkName, None] = {}  # at any time, by this writer
@@ -83,7 +84,7 @@ class Presence:
         self._looks = LOOKS_AT_FIRST
 
     def __repr__(self) -> str:
-        return f"Presence({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned)"
+        return f"Presence({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
 
     def ensure(self) -> int:
         """Hold a lease that counts for at least half its duration from now; forget what an expired one taught.
@@ -101,8 +102,8 @@ class Presence:
             # the server's clock does.
             start = self._clock.monotonic()
             if start >= self._valid_until:
-                self._begin_term()
-            self._renew()
+                self._begin_term(start)
+            self._renew(start)
             self._read_condemned()
             duration = self._descriptor.lease_s
             if self._clock.monotonic() >= start + duration:
@@ -116,6 +117,17 @@ class Presence:
             self._renew_at = start + duration / 2
             return self._term
 
+    def is_valid(self, term: int) -> bool:
+        """Whether what was learned in a term counts still: asked right before a manifest is put."""
+        with self._lock:
+            return term == self._term and self._clock.monotonic() < self._valid_until
+
+    def is_too_late(self) -> bool:
+        """Whether a manifest that was put just now may have come after its chunks were collected."""
+        with self._lock:
+            begun = self._valid_until - self._descriptor.lease_s
+            return self._clock.monotonic() >= begun + self._descriptor.grace_s
+
     def find(self, digest: bytes) -> Row | None:
         """The chunk with this digest, if it was seen in the store. Call `ensure` first."""
         with self._lock:
@@ -126,14 +138,20 @@ class Presence:
         with self._lock:
             return self._heard.get(digest)
 
-    def hear(self, term: int, rows: Iterable[Row]) -> None:
+    def hear(self, term: int, rows: Iterable[Row], *, since: float | None = None) -> None:
         """Note that a manifest that was read since `ensure` returned ``term`` names these chunks: they may be referred to.
 
         Those that this writer itself put or saw once, whenever that was, are not looked for again.
+
+        Args:
+            term: See there.
+            rows: The chunks.
+            since: When the manifest was read, if that was before `ensure` returned: it must not have been before the lease began.
         """
         with self._lock:
+            counts = term == self._term and (since is None or since >= self._term_since)
             for row in rows:
-                if term == self._term and not self._is_bad(row):
+                if counts and not self._is_bad(row):
                     self._heard[row.name.digest] = row
                     self._named |= dict.fromkeys((row.name, *row.bases))
                     if all(name in self._seen for name in (row.name, *row.bases)):
@@ -201,7 +219,7 @@ class Presence:
     def is_unusable(self, name: ChunkName) -> bool:
         """Whether this chunk object must not be referred to: it may be deleted at any time, or is known to be damaged."""
         with self._lock:
-            return name in self._condemned or name in self._damaged
+            return self._is_condemned(name) or name in self._damaged
 
     def distrust(self, name: ChunkName) -> None:
         """Note that this chunk object is damaged or missing, so that its bytes are stored again if they come by."""
@@ -256,8 +274,9 @@ class Presence:
         with self._lock:
             return [row for row in rows if not self._is_known(row)]
 
-    def _begin_term(self) -> None:
+    def _begin_term(self, now: float) -> None:
         self._term += 1
+        self._term_since = now
         self._known.clear()
         self._heard.clear()
         self._named.clear()
@@ -268,7 +287,10 @@ class Presence:
         _trim(self._checks)
 
     def _is_bad(self, row: Row) -> bool:
-        return any(name in self._condemned or name in self._damaged for name in (row.name, *row.bases))
+        return any(self._is_condemned(name) or name in self._damaged for name in (row.name, *row.bases))
+
+    def _is_condemned(self, name: ChunkName) -> bool:
+        return name in self._few or any(name in names for names in self._many)
 
     def _is_known(self, row: Row) -> bool:
         return all(
@@ -276,14 +298,14 @@ class Presence:
             for name in (row.name, *row.bases)
         )
 
-    def _renew(self) -> None:
+    def _renew(self, now: float) -> None:
         if self._version is not None:
             try:
                 self._put_lease(Update(self._version))
             except (ConflictError, NotFoundError):
                 # Somebody swept it as expired: what was learned under it does not count any more.
                 self._version = None
-                self._begin_term()
+                self._begin_term(now)
             else:
                 return
         self._holder, self._sequence = self._random_bytes(16), 0
@@ -323,26 +345,41 @@ class Presence:
         return Lease.decode(data, key), info
 
     def _read_condemned(self) -> None:
-        """Read the lists that appeared since the last time. They never change."""
+        """Read the lists that appeared since the last time; forget those that gc has finished with."""
         listing = self._objects.list(keys.GC)
-        current = {item.key for item in listing if isinstance(item, ObjectInfo) and keys.is_condemned_key(item.key)}
-        if self._epochs - current:  # a list that gc has finished with: read the rest anew
-            self._epochs = set()
-            self._condemned = set()
-        for key in sorted(current - self._epochs):
+        current = {item.key: item for item in listing if isinstance(item, ObjectInfo)}
+        lists: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}
+        for key in sorted(filter(keys.is_condemned_key, current)):
+            known = self._condemned.get(key)
+            if known is not None and known[0] == current[key].version:
+                lists[key] = known
+                continue
             try:
-                data, _ = self._objects.read(key, LIST_BYTES_MAX)
+                data, info = self._objects.read(key, LIST_BYTES_MAX)
             except NotFoundError:
                 continue
             listed = Condemned.decode(data, key)
             if listed.digest_kind is not self._descriptor.digest_kind or keys.condemned_key(listed.epoch) != key:
                 raise FormatError(f"{key}: a list of another epoch or with other digests", path=key)
-            self._condemned |= listed.names
-            self._epochs.add(key)
-        self._forget(self._condemned)
+            lists[key] = (info.version, listed.names)
+        new = [names for key, (_, names) in lists.items() if self._condemned.get(key) is not lists[key]]
+        if not new and len(lists) == len(self._condemned):
+            return
+        self._condemned = lists
+        few: set[ChunkName] = set()
+        self._many = []
+        for _, names in sorted(lists.values(), key=lambda entry: len(entry[1])):
+            if len(few) + len(names) <= KNOWN_MAX:
+                few.update(names)
+            else:
+                self._many.append(names)
+        self._few = frozenset(few)
+        rows = (*self._known.values(), *self._heard.values())
+        referred = {name for row in rows for name in (row.name, *row.bases)} | self._named.keys() | self._seen.keys()
+        self._forget({name for names in new for name in names if name in referred})
 
     def _forget(self, names: AbstractSet[ChunkName]) -> None:
-        """Know nothing any more of chunks that have one of these names, or need one."""
+        """Know nothing any more of chunks that have one of these names, or need one. What else was learned counts on."""
         for rows in (self._known, self._heard):
             gone = [row for row in rows.values() if row.name in names or not names.isdisjoint(row.bases)]
             for row in gone:

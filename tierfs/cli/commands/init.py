@@ -28,6 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="xxh3-128",
         help="how contents are named; blake3 where writers are not trusted (default: %(default)s)",
     )
+    parser.add_argument(
+        "--lease",
+        type=int,
+        metavar="S",
+        help="how long a writer's lease lasts, in seconds (default: 60); fixed from then on",
+    )
+    parser.add_argument(
+        "--grace",
+        type=int,
+        metavar="S",
+        help="how long what was replaced or deleted stays readable, and gc waits (default: an hour, or six leases); fixed from then on",
+    )
     add_json_argument(parser)
 
 
@@ -38,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ReadOnlyError:
         # Looking above was refused, and a store may be made here all the same.
         found = None
-    store = init(arguments.url, digest=arguments.digest)
+    store = init(arguments.url, digest=arguments.digest, lease_s=arguments.lease, grace_s=arguments.grace)
     descriptor = store.descriptor
     made = found is None
     if arguments.json:

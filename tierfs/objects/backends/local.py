@@ -129,7 +129,7 @@ class LocalObjects:
                 with self._lock(key):
                     if isinstance(mode, Update):
                         self._expect(key, mode.version)
-                    if not info.modified_ns % SECOND_NS:
+                    if not _stamp_ns(info) % SECOND_NS:
                         info = self._move_on(key, temporary, info)
                     os.rename(temporary, target)
         finally:
@@ -311,10 +311,10 @@ class LocalObjects:
         A filesystem of whole seconds (ext3, ext4 with inodes of 128 bytes) may use an inode number again at once, too.
         """
         try:
-            before_ns = self.head(key).modified_ns
+            before_ns = _stamp_ns(self.head(key))
         except NotFoundError:
             return info
-        if info.modified_ns > before_ns:
+        if _stamp_ns(info) > before_ns:
             return info
         with open(temporary, "rb", buffering=0) as file:
             os.utime(file.fileno(), ns=(before_ns + SECOND_NS, before_ns + SECOND_NS))
@@ -347,7 +347,14 @@ class LocalObjects:
 
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     version = Version(f"{status.st_mtime_ns:x}-{status.st_ino:x}-{status.st_size:x}")
-    return ObjectInfo(key, status.st_size, version, status.st_mtime_ns)
+    # The time of change is the filesystem's own, that of modification was set here: on a network filesystem, with this host's clock.
+    is_ours = key.startswith(f"{_PRIVATE}/")
+    return ObjectInfo(key, status.st_size, version, status.st_ctime_ns if is_ours else status.st_mtime_ns)
+
+
+def _stamp_ns(info: ObjectInfo) -> int:
+    """The time that is part of an object's version."""
+    return int(info.version.partition("-")[0], 16)
 
 
 def _write_all(descriptor: int, data: Sequence[Buffer]) -> None:

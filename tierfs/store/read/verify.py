@@ -10,6 +10,7 @@ from tierfs.buffers import buffers
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
 from tierfs.format import keys
+from tierfs.format.collector import Collector
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope, block_count, envelope_bytes
 from tierfs.format.header import Kind
@@ -221,5 +222,7 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
     elif key.startswith(keys.LEASES):
         if keys.lease_key(Lease.decode(data, key).holder) != key:
             raise FormatError(f"{key}: the lease of another holder", path=key)
+    elif key == keys.COLLECTOR:
+        Collector.decode(data, key)
     elif keys.is_condemned_key(key) and keys.condemned_key(Condemned.decode(data, key).epoch) != key:
         raise FormatError(f"{key}: the list of another epoch", path=key)

@@ -90,9 +90,9 @@ def _place(
         refuse_foreign(store, target.path, staged=staged)
     if staged:
         # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
-        table, indirect = expand_rows(store, manifest, source.path), False
+        table, indirect, term = expand_rows(store, manifest, source.path), False, None
     else:
-        table, indirect = settle(store, source.path, learn_rows(store, manifest, source.path))
+        table, indirect, term = settle(store, source.path, learn_rows(store, source))
     moved = replace(
         manifest,
         write_id=store.random_bytes(16),
@@ -102,7 +102,7 @@ def _place(
         rows=table,
         indirect=indirect,
     )
-    replace_record(store, target, moved, staged=staged, slots=source.slots)
+    replace_record(store, target, moved, staged=staged, slots=source.slots, term=term)
     return moved.write_id if staged else None
 
 

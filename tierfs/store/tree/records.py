@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
@@ -50,6 +50,7 @@ class Observed:
         version: Of the record in the object tier, or ``None`` where there was none.
         draft: Write id of the draft of this host that the record is, or ``None`` where the object tier has it.
         slots: Of that draft: where slabs hold its chunks.
+        seen_s: Monotonic seconds before the object tier was asked, if it was; what was seen since then counts from there.
     """
 
     path: str
@@ -58,6 +59,7 @@ class Observed:
     version: Version | None
     draft: bytes | None = None
     slots: tuple[SlotRef | None, ...] = ()
+    seen_s: float = field(default=float("-inf"), compare=False)
 
     @property
     def manifest(self) -> Manifest | None:
@@ -162,10 +164,11 @@ def observe_marker(store: Store, path: str) -> Observed:
 
 
 def _observe(store: Store, path: str, key: str) -> Observed:
+    seen_s = store.clock.monotonic()
     try:
         if store.records.get(key) is not None:
-            return observe_listed(store, path, store.objects.head(key))
-        return _read(store, path, key)
+            return replace(observe_listed(store, path, store.objects.head(key)), seen_s=seen_s)
+        return replace(_read(store, path, key), seen_s=seen_s)
     except NotFoundError:
         return Observed(path, key, None, None)
 
@@ -193,21 +196,36 @@ def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> None:
                 store.records.remember(info.key, info.version, record, len(found[info.key]))
 
 
-def publish(store: Store, observed: Observed, record: Record) -> Observed:
+def publish(store: Store, observed: Observed, record: Record, *, term: int | None = None) -> Observed:
     """Replace what was observed in the object tier by ``record``, if it is there still.
+
+    Args:
+        store: The store.
+        observed: What is replaced.
+        record: What replaces it.
+        term: The lease in which its chunks were known to be in the store; ``None`` for a record without any.
 
     Returns:
         The path as it is now.
 
     Raises:
         ConflictError: Somebody else changed the path since; theirs stands.
-        StoreError: The object tier failed. If it is transient, the record may or may not have been replaced.
+        StoreError: The object tier failed. If it is transient, the record may or may not have been replaced. Or the lease ran
+            out: nothing was changed then; or the put took so long that chunks were collected meanwhile.
         CapacityError, ReadOnlyError: Nothing was changed.
     """
     assert observed.draft is None, "a draft is replaced by a draft"
     data = [record.encode(observed.path)]
     mode = CREATE if observed.version is None else Update(observed.version)
     checksum = checksum_for(store.objects.capabilities, data)
+    if term is not None and not store.presence.is_valid(term):
+        raise StoreError(
+            f"{store.where(observed.path)}: this process stood still for longer than its lease lasts "
+            f"({store.descriptor.lease_s} s): nothing was published; try again",
+            transient=True,
+            path=observed.path,
+            tier="object",
+        )
     try:
         version = store.objects.put(observed.key, data, mode=mode, checksum=checksum).version
     except (AlreadyExistsError, ConflictError) as error:
@@ -225,7 +243,23 @@ def publish(store: Store, observed: Observed, record: Record) -> Observed:
             raise
         version = found
     _remember(store, observed.key, version, record, data[0])
+    if term is not None and isinstance(record, Manifest) and store.presence.is_too_late():
+        _check_chunks(store, observed.path, record)
     return Observed(observed.path, observed.key, record, version)
+
+
+def _check_chunks(store: Store, path: str, manifest: Manifest) -> None:
+    """After a put that took longer than a grace: whether garbage collection has left what the record names."""
+    try:
+        for name in dict.fromkeys(name for row in manifest.rows for name in (row.name, *row.bases)):
+            store.objects.head(keys.chunk_key(name))
+    except NotFoundError as error:
+        raise StoreError(
+            f"{store.where(path)} was published more than a grace ({store.descriptor.grace_s} s) after its chunks were "
+            f"looked up, and one was collected meanwhile: write the file again: {error}",
+            path=path,
+            tier="object",
+        ) from error
 
 
 def _find_own(store: Store, observed: Observed, record: Record) -> Version | None:

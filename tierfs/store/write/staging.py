@@ -134,6 +134,7 @@ def replace(
     staged: bool = False,
     slots: Sequence[SlotRef | None] = (),
     after: bytes | None = None,
+    term: int | None = None,
 ) -> None:
     """Make a change whose chunks, if it has any, are in place: at once, or behind what it depends on.
 
@@ -144,12 +145,13 @@ def replace(
         staged: Whether it depends on something that is pending, other than what it replaces.
         slots: See `seal`.
         after: Write id of a draft that has to be published before.
+        term: See `publish`.
 
     Raises:
         ConflictError, CapacityError, StoreError, ReadOnlyError: As `publish` and `seal` do.
     """
     if observed.draft is None and not staged:
-        publish(store, observed, record)
+        publish(store, observed, record, term=term)
         return
     seal(store, observed, record, slots=slots, after=after)
     follow(store, record, observed.path)

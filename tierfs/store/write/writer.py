@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from tierfs.digest import CHUNK_BYTES, Buffer
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError, ReadOnlyError, StoreError
@@ -28,7 +29,7 @@ from tierfs.store.encode.hints import ReadRow
 from tierfs.store.offline import ask_briefly
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
-from tierfs.store.tree.records import nothing_at, observe, observe_to_replace, observe_to_stage, publish
+from tierfs.store.tree.records import Observed, nothing_at, observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.write.cuts import Cutter
 from tierfs.store.write.sink import ObjectSink, SlabSink
 from tierfs.store.write.staging import check_stands, follow, is_staged, seal
@@ -119,6 +120,7 @@ class Writer:
         self._kept: list[Row] = []
         self._kept_slots: list[SlotRef | None] = []
         self.is_replacing = self._observed.manifest is not None
+        self._term: int | None = None
         self._done = False
         self._is_done = self._is_sealing = False
         self.length = 0
@@ -224,7 +226,7 @@ class Writer:
             follow(self._store, manifest, self.path, self._level)
             return manifest
         try:
-            publish(self._store, self._observed, manifest)
+            publish(self._store, self._observed, manifest, term=self._term)
         except ConflictError:
             self._refuse_created()
             raise
@@ -291,7 +293,9 @@ class Writer:
         now_ns = store.clock.now_ns()
         kind = store.descriptor.digest_kind
         inline = None if rows else bytes(self._small)
-        table, indirect = (tuple(rows), False) if self._staged else settle(store, self.path, rows)
+        table, indirect, self._term = (
+            Settled(tuple(rows), indirect=False, term=None) if self._staged else settle(store, self.path, rows)
+        )
         metadata = self._metadata
         if metadata is None:
             metadata = old.metadata if old is not None and self._mode is WriteMode.APPEND else {}
@@ -317,7 +321,7 @@ class Writer:
     def _continue(self, old: Manifest) -> None:
         """Append: keep the full chunks, take the last one up again."""
         store = self._store
-        rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, old, self.path)
+        rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, self._observed)
         kept = rows[:-1] if rows and rows[-1].raw_length < CHUNK_BYTES else rows
         self._kept = list(kept)
         self._kept_slots = list(self._observed.slots[: len(kept)]) or [None] * len(kept)
@@ -327,15 +331,34 @@ class Writer:
         self.write(tail)
 
 
-def learn_rows(store: Store, manifest: Manifest, path: str) -> list[Row]:
-    """The chunks of a manifest that was just observed, which may be referred to because it names them. None is looked at."""
+def learn_rows(store: Store, observed: Observed) -> list[Row]:
+    """The chunks of a manifest that was observed, which may be referred to because it names them. None is looked at.
+
+    Where the lease began after the manifest was observed they may not: `settle` looks at each of them then.
+    """
+    manifest, path = observed.manifest, observed.path
+    assert manifest is not None
     term = store.presence.ensure() if manifest.rows else 0
     rows = list(expand_rows(store, manifest, path))
-    store.presence.hear(term, rows)
+    store.presence.hear(term, rows, since=observed.seen_s)
     return rows
 
 
-def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> tuple[tuple[Row, ...], bool]:
+class Settled(NamedTuple):
+    """Chunks that a manifest may name.
+
+    Attributes:
+        rows: The manifest's own table.
+        indirect: Whether it is that of the chunks that hold the table.
+        term: The lease in which they are known to be in the store; ``None`` where there are none.
+    """
+
+    rows: tuple[Row, ...]
+    indirect: bool
+    term: int | None
+
+
+def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> Settled:
     """What a writer does right before it publishes: make sure that every chunk it will name is there to stay.
 
     Args:
@@ -345,7 +368,7 @@ def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = 
         read: Gets at those that lie on this host, should one of them have to be stored anew.
 
     Returns:
-        The manifest's own table, and whether it is an indirect one.
+        What to put into the manifest, and the term that `publish` is to be given.
 
     Raises:
         StoreError: A chunk is gone for good, or the object tier is too slow to tell within a lease.
@@ -355,12 +378,12 @@ def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = 
     for _ in range(SETTLE_ATTEMPTS_MAX):
         table, indirect = _fold_rows(store, settled)
         if not settled:
-            return table, indirect
+            return Settled(table, indirect, None)
         term = store.presence.ensure()
         named = [*table, *settled] if indirect else settled
         doubtful = [row for row in store.presence.doubtful(named) if checked.get(row.name) != term]
         if not doubtful:
-            return table, indirect
+            return Settled(table, indirect, term)
         saved = {}
         for row in doubtful:
             saved[row.name] = rescue(store, row, store.where(path), read)

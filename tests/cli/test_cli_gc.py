@@ -1,0 +1,68 @@
+"""``tierfs gc`` and what `init` fixes for it."""
+
+import json
+import os
+
+import pytest
+
+from tierfs.cli.app import main
+from tierfs.session import init
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "store"
+    assert main(["init", str(root), "--lease", "1", "--grace", "2"]) == 0
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(os.urandom(100_000))
+        assert main(["cp", str(tmp_path / name), f"tierfs::file://{root}/{name}"]) == 0
+    return root
+
+
+def gc(capsys, *words):
+    capsys.readouterr()
+    code = main(["gc", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def chunks(root):
+    return sum(len(files) for _, _, files in os.walk(root / ".tierfs" / "chunks"))
+
+
+def test_gc_waits_and_deletes(root, capsys):
+    assert main(["rm", f"tierfs::file://{root}/b"]) == 0
+    for _ in range(3):
+        code, shown = gc(capsys, root, "--wait")
+        assert code == 0
+        if shown["runs"][-1]["deleted"]["count"]:
+            break
+        import time
+
+        time.sleep(4.5)
+    assert chunks(root) == 1
+    assert main(["verify", f"tierfs::file://{root}/a"]) == 0
+
+
+def test_a_damaged_record_blocks_gc_with_a_code_of_its_own(root, capsys):
+    record = root / ".tierfs" / "tree" / "a!"
+    record.write_bytes(record.read_bytes()[:-1] + b"?")
+    code, shown = gc(capsys, root)
+    assert (code, shown["runs"][0]["blocked"]) == (12, True)
+    assert main(["gc", str(root), "--without", "a"]) == 2
+    assert gc(capsys, root, "--without", "a", "--yes")[0] == 0
+    assert chunks(root) == 2
+
+
+def test_gc_says_what_it_would_do(root, capsys):
+    capsys.readouterr()
+    assert main(["gc", str(root), "--dry-run"]) == 0
+    assert "needed by 2 files" in capsys.readouterr().out
+
+
+def test_a_lease_and_a_grace_are_fixed_when_the_store_is_made(root):
+    store = init(str(root))
+    assert (store.descriptor.lease_s, store.descriptor.grace_s) == (1, 2)
+    assert init(str(root), lease_s=1, grace_s=2).descriptor == store.descriptor
+    assert main(["init", str(root), "--grace", "100"]) == 2
+    assert main(["init", str(root.parent / "other"), "--lease", "10", "--grace", "19"]) == 2
+    assert init(str(root.parent / "other"), lease_s=600).descriptor.grace_s == 3600

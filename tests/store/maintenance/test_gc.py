@@ -1,0 +1,312 @@
+"""What a run of gc does, one thing after another: reasons, kills at each step, damage, other gcs, stale answers."""
+
+import json
+import random
+import uuid
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from support.served import KilledError, ServedObjects, StepLink
+
+from tierfs.clock import ManualClock
+from tierfs.digest import DigestKind
+from tierfs.errors import ConflictError, InvalidInputError, StoreError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store, delete, load, save, usage, verify
+from tierfs.store.maintenance.gc import GcOptions, collect
+
+LEASE_S, GRACE_S = 20, 60
+ONE, TWO, THREE = b"one" * 1000, b"two" * 2000, b"three" * 3000
+
+
+def make_world(**options):
+    clock = ManualClock()
+    tier = ServedObjects(f"/gc-{uuid.uuid4().hex}", clock)
+    descriptor = Descriptor(
+        "0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=LEASE_S, grace_s=GRACE_S
+    )
+    descriptor = replace(descriptor, **options)
+    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
+    drawn = random.Random(1)
+
+    def open_on(objects=tier):
+        return Store(objects, descriptor, url="store", clock=clock, random_bytes=drawn.randbytes)
+
+    def gc(objects=tier, **how):
+        return collect(open_on(objects), GcOptions(concurrency=1, **how))
+
+    def count(prefix):
+        return sum(1 for _ in tier.list(prefix))
+
+    return SimpleNamespace(clock=clock, tier=tier, open_on=open_on, gc=gc, count=count, store=open_on())
+
+
+@pytest.fixture
+def world():
+    return make_world()
+
+
+def pass_grace(world):
+    world.clock.sleep(GRACE_S + 5)
+
+
+def three_files(world):
+    for path, content in (("a", ONE), ("b", TWO), ("c", THREE)):
+        save(world.store, path, content)
+
+
+def test_what_is_deleted_goes_one_grace_after_it_was_condemned(world):
+    three_files(world)
+    delete(world.store, "b")
+    first = world.gc()
+    assert (first.young.count, first.condemned.count, first.reached.count) == (1, 0, 2), "too young"
+    pass_grace(world)
+    second = world.gc()
+    assert (second.condemned.count, second.deleted.count) == (1, 0)
+    assert second.tombstones.count == 1
+    assert GRACE_S <= second.next_s <= GRACE_S + 5
+    third = world.gc()
+    assert (third.waiting.count, third.deleted.count) == (1, 0)
+    world.clock.sleep(second.next_s)
+    fourth = world.gc()
+    assert (fourth.deleted.count, fourth.deleted.bytes) == (1, second.condemned.bytes)
+    assert world.count(keys.CHUNKS) == 2
+    assert world.count(keys.TREE) == 2
+    pass_grace(world)
+    assert world.gc().lists.count == 1
+    assert [item.key for item in world.tier.list(keys.GC)] == [keys.COLLECTOR]
+    assert (load(world.store, "a"), load(world.store, "c")) == (ONE, THREE)
+
+
+def test_a_dry_run_changes_nothing_and_says_the_same(world):
+    three_files(world)
+    delete(world.store, "b")
+    pass_grace(world)
+    before = {item.key: item.version for item in world.tier.list("")}
+    would = world.gc(dry_run=True)
+    assert {item.key: item.version for item in world.tier.list("")} == before
+    did = world.gc()
+    assert (would.condemned, would.tombstones, would.reached) == (did.condemned, did.tombstones, did.reached)
+    pass_grace(world)
+    assert world.gc(dry_run=True).deleted == world.gc().deleted
+    json.dumps(did.as_dict())
+
+
+def test_exclusive_deletes_at_once_and_is_refused_while_a_writer_has_a_lease(world):
+    three_files(world)
+    delete(world.store, "b")
+    with pytest.raises(ConflictError, match="live lease"):
+        world.gc(exclusive=True)
+    world.clock.sleep(LEASE_S + 5)
+    assert world.gc(exclusive=True).deleted.count == 1
+    assert world.count(keys.CHUNKS) == 2
+    assert verify(world.open_on()).damage == []
+
+
+def test_a_writer_that_begins_during_an_exclusive_run_stops_it(world):
+    three_files(world)
+    delete(world.store, "b")
+    world.clock.sleep(LEASE_S + 5)
+    other = world.open_on()
+    link = StepLink(world.tier, {})
+
+    def step(what, step=link.step):
+        step(what)
+        if what.startswith(f"answer put {keys.GC}0"):
+            save(other, "again", ONE)
+
+    link.step = step
+    with pytest.raises(ConflictError, match="live lease"):
+        world.gc(link, exclusive=True)
+    assert world.count(keys.CHUNKS) == 3
+
+
+def test_a_store_for_one_writer_is_collected_exclusively_or_not_at_all():
+    world = make_world()
+    endpoint = replace(world.tier.capabilities, conditional_update=False)
+    world = make_world(endpoint=endpoint)
+    three_files(world)
+    delete(world.store, "b")
+    with pytest.raises(InvalidInputError, match="--exclusive"):
+        world.gc()
+    world.clock.sleep(LEASE_S + 5)
+    assert world.gc(exclusive=True).deleted.count == 1
+
+
+def test_one_gc_at_a_time(world):
+    three_files(world)
+    errors = []
+
+    def another():
+        with pytest.raises(ConflictError, match="another gc is at work") as raised:
+            world.gc()
+        errors.append(raised.value)
+
+    world.gc(StepLink(world.tier, {20: another}))
+    assert len(errors) == 1
+    world.gc()
+
+
+def test_a_killed_gc_is_followed_by_the_next_one_when_its_turn_is_over(world):
+    three_files(world)
+    with pytest.raises(KilledError):
+        world.gc(StepLink(world.tier, kill_at=20))
+    with pytest.raises(ConflictError, match="if it was killed, its turn ends in"):
+        world.gc()
+    world.clock.sleep(LEASE_S + 5)
+    world.gc()
+
+
+def steps_of(world):
+    """A store of which everything can be done: lists to remove, chunks to delete and to condemn, tombstones, leases."""
+    three_files(world)
+    save(world.store, "d", ONE + TWO)
+    save(world.store, "e", TWO + THREE)
+    delete(world.store, "b")
+    pass_grace(world)
+    world.gc()
+    pass_grace(world)
+    delete(world.open_on(), "c")
+    world.gc()
+    delete(world.open_on(), "e")
+    pass_grace(world)
+
+
+def test_gc_goes_on_after_a_kill_at_every_step():
+    world = make_world()
+    steps_of(world)
+    link = StepLink(world.tier)
+    report = world.gc(link)
+    assert report.deleted.count
+    assert report.condemned.count
+    assert report.lists.count
+    assert report.tombstones.count
+    assert link.steps > 30
+    for at in range(1, link.steps + 1):
+        world = make_world()
+        steps_of(world)
+        with pytest.raises(KilledError):
+            world.gc(StepLink(world.tier, kill_at=at))
+        for path, content in (("a", ONE), ("d", ONE + TWO)):
+            assert load(world.open_on(), path) == content
+        for _ in range(4):
+            pass_grace(world)
+            world.gc()
+        for path, content in (("a", ONE), ("d", ONE + TWO)):
+            assert load(world.open_on(), path) == content
+        assert world.count(keys.CHUNKS) == 2
+        assert world.count(keys.TREE) == 2
+        assert world.count(keys.GC) == 1
+
+
+def flip(world, key):
+    data, _ = world.tier.read(key, 1 << 20)
+    damaged = bytearray(data)
+    damaged[len(damaged) // 2] ^= 1
+    world.tier.put(key, [damaged])
+
+
+def test_a_record_that_cannot_be_read_stops_everything_until_a_person_gives_it_up(world):
+    three_files(world)
+    delete(world.store, "b")
+    pass_grace(world)
+    world.gc()
+    pass_grace(world)
+    flip(world, keys.record_key("a"))
+    before = world.count(keys.CHUNKS)
+    report = world.gc()
+    assert report.is_blocked
+    assert [each.path for each in report.unreadable] == ["a"]
+    assert (world.count(keys.CHUNKS), world.count(keys.GC)) == (before, 2)
+    assert world.gc(without=["c"]).is_blocked
+    after = world.gc(without=["a"])
+    assert not after.is_blocked
+    assert [each.path for each in after.passed_over] == ["a"]
+    assert (after.deleted.count, after.condemned.count) == (1, 1)
+
+
+def test_a_damaged_condemned_list_goes_after_a_grace_and_nothing_is_deleted_for_it(world):
+    three_files(world)
+    delete(world.store, "b")
+    pass_grace(world)
+    world.gc()
+    (key,) = [item.key for item in world.tier.list(keys.GC) if keys.is_condemned_key(item.key)]
+    flip(world, key)
+    pass_grace(world)
+    report = world.gc()
+    assert (report.deleted.count, report.condemned.count) == (0, 1), "it is condemned anew"
+    pass_grace(world)
+    assert world.gc().deleted.count == 1
+    pass_grace(world)
+    world.gc()
+    save(world.open_on(), "b", TWO)
+    assert load(world.open_on(), "b") == TWO
+
+
+def test_a_damaged_record_of_the_collector_is_made_anew(world):
+    three_files(world)
+    delete(world.store, "b")
+    pass_grace(world)
+    world.gc()
+    first = {item.key for item in world.tier.list(keys.GC)}
+    flip(world, keys.COLLECTOR)
+    with pytest.raises(ConflictError):
+        world.gc()
+    pass_grace(world)
+    world.gc()
+    pass_grace(world)
+    assert world.gc().deleted.count == 1
+    assert {item.key for item in world.tier.list(keys.GC)} == first, "no list is published under a number that was used"
+
+
+class StaleHeads(WrappedObjects):
+    """A cache before the object tier, which answers HEADs with what it saw first."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self._seen = {}
+
+    def head(self, key):
+        return self._seen.setdefault(key, super().head(key))
+
+
+def test_old_metadata_is_told_as_that(world):
+    three_files(world)
+    world.gc()
+    stale = StaleHeads(world.tier)
+    stale.head(keys.COLLECTOR)
+    with pytest.raises(StoreError, match="this is not about clocks"):
+        world.gc(stale)
+
+
+def test_usage_says_to_the_byte_what_gc_frees(world):
+    save(world.store, "run/one", ONE + TWO)
+    save(world.store, "run/two", THREE)
+    save(world.store, "other", THREE)
+
+    def stored():
+        return sum(item.size for prefix in (keys.CHUNKS, keys.TREE) for item in world.tier.list(prefix))
+
+    said = usage(world.store, "run").freed_bytes
+    before = stored()
+    for path in ("run/one", "run/two"):
+        delete(world.store, path)
+    for _ in range(4):
+        world.gc()
+        pass_grace(world)
+    assert before - stored() == said
+
+
+def test_an_interval_follows_the_longest_lease(world):
+    three_files(world)
+    slow = make_world(lease_s=300)
+    slow.tier = world.tier
+    save(
+        Store(world.tier, replace(world.store.descriptor, lease_s=300), url="store", clock=world.clock), "d", ONE + ONE
+    )
+    delete(world.store, "b")
+    pass_grace(world)
+    assert world.gc().next_s > 2 * 300

@@ -1,0 +1,91 @@
+"""An object tier with a clock of its own, whose listings go on while others write; and the way of one gc to it."""
+
+from dataclasses import replace
+
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tierfs.objects import OVERWRITE, MemoryObjects
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+
+
+class ServedObjects(MemoryObjects):
+    """Times are those of a manual clock. A listing gives one object after another, each as it is then."""
+
+    def __init__(self, root, clock):
+        super().__init__(root)
+        self._clock = clock
+        self._times = {}
+
+    def stamped(self, info):
+        return replace(info, modified_ns=self._times.get(info.key, 0))
+
+    def put(self, key, data, *, mode=OVERWRITE, checksum=None):
+        info = super().put(key, data, mode=mode, checksum=checksum)
+        self._times[key] = self._clock.now_ns()
+        return self.stamped(info)
+
+    def get(self, key, ranges, *, version=None):
+        return self.stamped(super().get(key, ranges, version=version))
+
+    def read(self, key, limit):
+        data, info = super().read(key, limit)
+        return data, self.stamped(info)
+
+    def head(self, key):
+        return self.stamped(super().head(key))
+
+    def list(self, prefix, *, delimiter=False):
+        if delimiter:
+            for item in super().list(prefix, delimiter=True):
+                yield self.stamped(item) if isinstance(item, ObjectInfo) else item
+            return
+        base, last = f"{self.root}/", ""
+        while True:
+            start = base + prefix
+            after = [path for path in list(MemoryFileSystem.store) if path.startswith(start) and path > last]
+            if not after:
+                return
+            last = min(after)
+            yield self.head(last.removeprefix(base))
+
+
+class KilledError(BaseException):
+    """The process ended here."""
+
+
+class StepLink(WrappedObjects):
+    """The way of one gc: counts its steps, each request and each object that a listing gives, and lets something happen at some."""
+
+    def __init__(self, inner, actions=None, kill_at=None):
+        super().__init__(inner)
+        self.steps = 0
+        self.log = []
+        self._actions = dict(actions or {})
+        self._kill_at = kill_at
+        self.dead = False
+
+    def step(self, what):
+        if self.dead:
+            raise KilledError(what)
+        self.steps += 1
+        self.log.append(what)
+        if self.steps == self._kill_at:
+            self.dead = True
+            raise KilledError(what)
+        action = self._actions.pop(self.steps, None)
+        if action is not None:
+            action()
+
+    def _around(self, request, send):
+        self.step(f"{request.method} {request.key}")
+        answer = send()
+        self.step(f"answer {request.method} {request.key}")
+        return answer
+
+    def _around_list(self, request, send):
+        if self.dead:
+            raise KilledError(request.key)
+        for item in send():
+            self.step(f"listed {item.key}")
+            yield item

@@ -1,0 +1,120 @@
+"""``tierfs gc``: delete what nothing in a store reaches any more."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.cli.output import add_json_argument, align, print_json, printable
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.errors import InvalidInputError
+from tierfs.store.maintenance.gc import GcOptions, GcReport, Tally, collect
+from tierfs.units import format_bytes
+
+__all__ = ["BLOCKED_EXIT_CODE", "EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "gc"
+HELP = "delete what nothing in a store needs any more"
+EXAMPLES = """\
+tierfs gc s3://bucket/run --dry-run
+tierfs gc s3://bucket/run
+tierfs gc /data/checkpoints --wait
+tierfs gc /data/checkpoints --exclusive"""
+BLOCKED_EXIT_CODE = 12
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would be done, by reason")
+    parser.add_argument(
+        "--wait",
+        action="store_true",
+        help="stay until what this run condemns may be deleted, and delete it (by default the next run does)",
+    )
+    parser.add_argument(
+        "--exclusive",
+        action="store_true",
+        help="nobody else writes to the store: delete at once; refused where a writer has a live lease",
+    )
+    parser.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        metavar="ROOT",
+        help="a path whose records cannot be read and are to count for nothing; needs --yes; may be given several times",
+    )
+    parser.add_argument("--yes", action="store_true", help="confirm --without: what those files need may be deleted")
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
+    parser.add_argument(
+        "--rate", type=float, default=3000, metavar="N", help="objects deleted in a second at most (default: 3000)"
+    )
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Collect, and return the exit code of a blocked gc if a record cannot be read."""
+    if arguments.without and not arguments.yes:
+        raise InvalidInputError("--without gives files up: look at them first, then add --yes")
+    if arguments.concurrency < 1 or arguments.rate <= 0:
+        raise InvalidInputError("--concurrency must be at least 1 and --rate more than 0")
+    if arguments.wait and arguments.dry_run:
+        raise InvalidInputError("--wait and --dry-run exclude each other")
+    place = store_place(arguments.url)
+    if place.path:
+        raise InvalidInputError(f"gc works on a whole store: name its root, {place.store.url}", path=place.url)
+    options = GcOptions(
+        dry_run=arguments.dry_run,
+        exclusive=arguments.exclusive,
+        without=tuple(arguments.without),
+        concurrency=arguments.concurrency,
+        deletes_per_s=arguments.rate,
+    )
+    reports = []
+    with Progress("gc", total_bytes=None, wanted=arguments.progress) as progress:
+        counts: dict[str, int] = {}
+
+        def note(what: str, count: int) -> None:
+            counts[what] = counts.get(what, 0) + count
+            progress.note(", ".join(f"{number} {word}" for word, number in counts.items()))
+
+        reports.append(collect(place.store, options, note))
+        if arguments.wait and not reports[0].is_blocked and reports[0].next_s is not None:
+            place.store.clock.sleep(reports[0].next_s)
+            reports.append(collect(place.store, options, note))
+    if arguments.json:
+        print_json({"url": place.store.url, "runs": [report.as_dict() for report in reports]})
+    else:
+        for report in reports:
+            _print(report)
+    return BLOCKED_EXIT_CODE if any(report.is_blocked for report in reports) else 0
+
+
+def _print(report: GcReport) -> None:
+    for each in report.unreadable:
+        print(f"unreadable  {printable(each.path)}")
+        print(f"  key      {printable(each.key)}")
+        print(f"  problem  {printable(each.problem)}")
+    if report.is_blocked:
+        print(
+            f"nothing was condemned or deleted: {len(report.unreadable)} records cannot be read, so nobody knows what they need. "
+            "Restore or delete them, or give them up: tierfs gc --without PATH --yes"
+        )
+        return
+    would = "would be " if report.dry_run else ""
+    rows: list[tuple[str, Tally, str]] = [
+        (f"{would}deleted", report.deleted, "condemned a grace ago, and needed by nothing still"),
+        (f"{would}condemned", report.condemned, "needed by nothing"),
+        ("waiting", report.waiting, "condemned, until a grace has passed"),
+        ("young", report.young, "needed by nothing, and younger than a grace"),
+        ("kept", report.reached, f"needed by {report.files} files"),
+        (f"{would}tidied", report.tombstones, "tombstones"),
+        (f"{would}tidied", report.leases, "leases that ran out"),
+        (f"{would}tidied", report.probes, "probes"),
+    ]
+    shown = [(what, tally, why) for what, tally, why in rows if tally.count or what == "kept"]
+    cells = [(what, str(tally.count), format_bytes(tally.bytes), why) for what, tally, why in shown]
+    print("\n".join(align(cells, right=(1, 2))))
+    if report.next_s is not None and not report.dry_run:
+        print(f"another run deletes what is condemned in {report.next_s} s")

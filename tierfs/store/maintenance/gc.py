@@ -1,0 +1,400 @@
+"""Garbage collection: one run is one mark. It deletes what an earlier run condemned a grace ago, and condemns what it finds.
+
+docs/decisions/0056 has the protocol and why it is safe; FORMAT.md, "Leases and condemned chunks", what writers keep to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+)
+from tierfs.format import keys
+from tierfs.format.collector import EpochState
+from tierfs.format.lease import CONDEMNED_MAX, Condemned, Lease, NameTable
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectInfo
+from tierfs.store.maintenance.mark import Marked, Unreadable, mark
+from tierfs.store.maintenance.pool import Pool
+from tierfs.store.maintenance.sweep import (
+    CondemnedLists,
+    Sorted,
+    decode_name,
+    list_prefixes,
+    read_lists,
+    sort_prefix,
+)
+from tierfs.store.maintenance.turn import MARGIN_NS, SECOND_NS, Turn, epoch_of, read_collector, server_now
+from tierfs.store.store import Store
+
+__all__ = ["GcOptions", "GcReport", "Tally", "collect"]
+
+LISTS_MAX = 1000
+PROBE_AGE_S = 3600
+_logger = logging.getLogger("tierfs.gc")
+
+
+@dataclass(slots=True)
+class Tally:
+    """A number of objects, and their bytes."""
+
+    count: int = 0
+    bytes: int = 0
+
+    def add(self, count: int, size: int) -> None:
+        """Count more."""
+        self.count += count
+        self.bytes += size
+
+
+@dataclass(frozen=True, slots=True)
+class GcOptions:
+    """How to collect.
+
+    Attributes:
+        dry_run: Change nothing, and say what would be done.
+        exclusive: Nobody else writes to the store, its user says: delete at once what nothing reaches.
+        without: Paths; records at or below them that cannot be read are taken for such as need nothing.
+        concurrency: Requests under way at once.
+        deletes_per_s: At most.
+        batch: Chunk objects that are deleted with one request.
+    """
+
+    dry_run: bool = False
+    exclusive: bool = False
+    without: Sequence[str] = ()
+    concurrency: int = 16
+    deletes_per_s: float = 3000.0
+    batch: int = 1000
+
+
+@dataclass(slots=True)
+class GcReport:
+    """What a run found and did; a dry run, what it would have done.
+
+    Attributes:
+        dry_run: Whether nothing was changed.
+        files: Live records.
+        reached: Chunk objects that something needs.
+        deleted: Chunk objects that were condemned a grace ago and are unreached still.
+        condemned: Those that this run found unreached.
+        waiting: Those that were condemned, and wait until a grace has passed.
+        young: Those that are unreached and younger than a grace.
+        tombstones, leases, probes, lists: What was tidied up: expired ones of each.
+        unreadable: Records that cannot be read. If there are any nothing was condemned or deleted.
+        passed_over: Those that were to be done without.
+        next_s: In how many seconds another run can delete what is condemned now; ``None`` if there is nothing.
+    """
+
+    dry_run: bool = False
+    files: int = 0
+    reached: Tally = field(default_factory=Tally)
+    deleted: Tally = field(default_factory=Tally)
+    condemned: Tally = field(default_factory=Tally)
+    waiting: Tally = field(default_factory=Tally)
+    young: Tally = field(default_factory=Tally)
+    tombstones: Tally = field(default_factory=Tally)
+    leases: Tally = field(default_factory=Tally)
+    probes: Tally = field(default_factory=Tally)
+    lists: Tally = field(default_factory=Tally)
+    unreadable: list[Unreadable] = field(default_factory=list)
+    passed_over: list[Unreadable] = field(default_factory=list)
+    next_s: int | None = None
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether nothing was collected because a record cannot be read."""
+        return bool(self.unreadable)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "blocked": self.is_blocked}
+
+
+Progress = Callable[[str, int], object]
+
+
+def collect(store: Store, options: GcOptions | None = None, progress: Progress = lambda *_: None) -> GcReport:
+    """Collect garbage once.
+
+    Args:
+        store: The store.
+        options: How.
+        progress: Called with what was done, and how often, or how many bytes.
+
+    Raises:
+        ConflictError: Another gc is at work; or ``exclusive``, and a writer has a live lease.
+        InvalidInputError: The store can be collected with ``exclusive`` alone.
+        StoreError, ReadOnlyError, CapacityError: The object tier failed, or answers with old metadata. What was not done is done
+            by the next run.
+    """
+    options = options or GcOptions()
+    if store.descriptor.single_writer and not (options.exclusive or options.dry_run):
+        raise InvalidInputError(
+            f"{store.url} is a single-writer store, because its endpoint cannot promise "
+            f"{', '.join(store.descriptor.endpoint.missing)}: see that nobody writes, and use --exclusive",
+            path=store.url,
+        )
+    with Pool(options.concurrency) as pool:
+        return _Run(store.without_local_tiers(), options, pool, progress).run()
+
+
+class _Run:
+    """One run."""
+
+    def __init__(self, store: Store, options: GcOptions, pool: Pool, progress: Progress) -> None:
+        self._store = store
+        self._options = options
+        self._pool = pool
+        self._progress = progress
+        self._width = store.descriptor.digest_kind.size + 12
+        self._turn = Turn(store)
+        self._report = GcReport(dry_run=options.dry_run)
+        self._touched: set[int] = set()  # lists of which something was deleted
+        self._published: list[int] = []
+        self._doomed = bytearray()
+        self._sent_from = 0.0
+        self._sent = 0
+
+    def run(self) -> GcReport:
+        """Do it."""
+        turn, store = self._turn, self._store
+        if self._options.dry_run:
+            self._begin_dry()
+        else:
+            turn.begin()
+        try:
+            self._begun_ns = turn.now_ns  # everything that this mark sees is not older than this
+            interval_ns = self._check_leases()
+            epochs = dict(turn.record.epochs)
+            ripe = {epoch: self._is_over(state.seen_ns, interval_ns) for epoch, state in epochs.items()}
+            lists = read_lists(store, ripe)
+            marked = mark(store, self._pool, without=self._options.without, alive=self._hold, progress=self._progress)
+            report = self._report
+            report.files, report.unreadable, report.passed_over = marked.files, marked.unreadable, marked.passed_over
+            if not marked.unreadable:
+                self._sweep(marked, lists)
+                self._publish()
+                if self._options.exclusive:
+                    self._delete_published()
+                self._finish(epochs, ripe, lists, interval_ns)
+                self._tidy(marked)
+            self._note_last()
+        finally:
+            if not self._options.dry_run:
+                turn.end()
+        return self._report
+
+    def _begin_dry(self) -> None:
+        turn, store = self._turn, self._store
+        try:
+            turn.now_ns = server_now(store)
+        except ReadOnlyError:
+            turn.now_ns = store.clock.now_ns()
+        record, _ = read_collector(store)
+        listed = [item.key for item in store.objects.list(keys.GC) if keys.is_condemned_key(item.key)]
+        epochs = {epoch: record.epochs.get(epoch, EpochState(turn.now_ns)) for epoch in map(epoch_of, listed)}
+        turn.note(epochs, record.last)
+
+    def _hold(self) -> None:
+        if not self._options.dry_run:
+            self._turn.hold()
+
+    def _is_over(self, since_ns: int, for_ns: int) -> bool:
+        """Whether so long has passed, for certain, between a time of the object tier and the beginning of this run."""
+        return self._begun_ns - since_ns >= for_ns + MARGIN_NS
+
+    @property
+    def _grace_ns(self) -> int:
+        return self._store.descriptor.grace_s * SECOND_NS
+
+    # -- leases --------------------------------------------------------------------------------------------------------
+
+    def _check_leases(self) -> int:
+        """How long what is condemned waits: a grace, or what the longest lease that is there demands, in nanoseconds."""
+        longest_s = self._store.descriptor.lease_s
+        for info in self._leases():
+            try:
+                data, _ = self._store.objects.read(info.key, 4096)
+                duration_s = Lease.decode(data, self._store.where(info.key)).duration_s
+            except NotFoundError:
+                continue
+            except (CorruptionError, FormatError) as error:
+                _logger.warning("a lease cannot be read, and counts for as long as one may last: %s", error)
+                duration_s = 3600
+            if self._options.exclusive and not self._is_over(info.modified_ns, duration_s * SECOND_NS):
+                raise ConflictError(
+                    f"{self._store.url}: {info.key} is the live lease of a writer: gc --exclusive needs that nobody writes; "
+                    "nothing was deleted",
+                    path=info.key,
+                )
+            longest_s = max(longest_s, duration_s)
+        return max(self._grace_ns, 2 * longest_s * SECOND_NS)
+
+    def _leases(self) -> list[ObjectInfo]:
+        return [item for item in self._store.objects.list(keys.LEASES) if isinstance(item, ObjectInfo)]
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _sweep(self, marked: Marked, lists: CondemnedLists) -> None:
+        report = self._report
+        for prefix in list_prefixes(self._store, self._pool):
+            found = sort_prefix(prefix, marked.reached, lists, width=self._width, is_old=self._is_old)
+            report.reached.add(*found.reached)
+            report.waiting.add(*found.waiting)
+            report.young.add(*found.young)
+            self._delete(found.dead)
+            self._condemn(found)
+            self._progress("prefixes", 1)
+
+    def _is_old(self, time_ns: int) -> bool:
+        return self._options.exclusive or self._is_over(time_ns, self._grace_ns)
+
+    def _delete(self, dead: Sequence[tuple[bytes, int, int]]) -> None:
+        """Delete chunk objects in batches, at a bounded rate, each batch right after it was seen that this is still the one gc."""
+        for start in range(0, len(dead), self._options.batch):
+            batch = dead[start : start + self._options.batch]
+            if not self._options.dry_run:
+                self._pace(len(batch))
+                self._turn.hold()
+                self._store.objects.delete([keys.chunk_key(decode_name(name)) for name, _, _ in batch])
+                self._touched |= {epoch for _, _, epoch in batch}
+            size = sum(size for _, size, _ in batch)
+            self._report.deleted.add(len(batch), size)
+            self._progress("deleted", len(batch))
+
+    def _pace(self, count: int) -> None:
+        clock = self._store.clock
+        if not self._sent:
+            self._sent_from = clock.monotonic()
+        wait_s = self._sent_from + self._sent / self._options.deletes_per_s - clock.monotonic()
+        if wait_s > 0:
+            clock.sleep(wait_s)
+        self._sent += count
+
+    def _condemn(self, found: Sorted) -> None:
+        self._report.condemned.add(len(found.doomed), sum(size for _, size in found.doomed))
+        if self._options.dry_run:
+            return
+        for name, _ in found.doomed:
+            self._doomed += name
+            if len(self._doomed) == CONDEMNED_MAX * self._width:
+                self._publish()
+
+    def _publish(self) -> None:
+        """Publish what was found unreached, so that writers take it for absent from their next renewal on."""
+        if not self._doomed:
+            return
+        if len(self._turn.record.epochs) + len(self._published) >= LISTS_MAX:
+            _logger.warning("%s: %d condemned lists are there: no more is condemned now", self._store.url, LISTS_MAX)
+            self._doomed.clear()
+            return
+        self._turn.hold()
+        store, kind = self._store, self._store.descriptor.digest_kind
+        epoch = self._turn.epoch(len(self._published))
+        listed = Condemned(epoch, store.clock.now_ns(), kind, NameTable(kind, bytes(self._doomed)))
+        data = [listed.encode()]
+        checksum = checksum_for(store.objects.capabilities, data)
+        with contextlib.suppress(
+            AlreadyExistsError
+        ):  # nobody else has this number: it is ours, and the answer was lost
+            store.objects.put(keys.condemned_key(epoch), data, mode=CREATE, checksum=checksum)
+        self._published.append(epoch)
+        self._doomed.clear()
+
+    def _delete_published(self) -> None:
+        """Where nobody else writes: delete what was condemned just now, unless somebody writes after all."""
+        self._turn.renew()
+        self._begun_ns = self._turn.now_ns
+        self._check_leases()
+        lists = read_lists(self._store, dict.fromkeys(self._published, True))
+        condemned = self._report.condemned
+        for prefix in range(256):
+            self._delete([(name, 0, epoch) for name, epoch in lists.ripe(prefix).items()])
+        self._report.deleted.bytes += condemned.bytes
+        self._report.condemned = Tally()
+
+    def _finish(
+        self, epochs: dict[int, EpochState], ripe: dict[int, bool], lists: CondemnedLists, interval_ns: int
+    ) -> None:
+        """Note how far each list has come, and remove those of which every deletion is a grace old."""
+        if self._options.dry_run:
+            return
+        now_ns = self._turn.renew()  # every list that was published, and every deletion, was answered before
+        states = {epoch: EpochState(now_ns) for epoch in self._published}
+        if self._options.exclusive:
+            states = {epoch: EpochState(now_ns, now_ns) for epoch in self._published}
+        spent = []
+        for epoch, state in epochs.items():
+            is_done = state.swept_ns is None and (ripe[epoch] or epoch in lists.damaged)
+            new = replace(state, swept_ns=now_ns) if is_done or epoch in self._touched else state
+            if new.swept_ns is not None and self._is_over(new.swept_ns, self._grace_ns):
+                spent.append(epoch)
+            else:
+                states[epoch] = new
+        self._turn.note(states, self._turn.record.last)
+        self._turn.hold()
+        self._remove_lists(spent)
+        waits = [state.seen_ns for epoch, state in states.items() if state.swept_ns is None]
+        if waits:
+            self._report.next_s = max(0, (min(waits) + interval_ns + MARGIN_NS - now_ns) // SECOND_NS) + 1
+
+    def _remove_lists(self, spent: Iterable[int]) -> None:
+        found = [keys.condemned_key(epoch) for epoch in spent]
+        if found:
+            self._store.objects.delete(found)
+            self._report.lists.add(len(found), 0)
+
+    # -- what else is left over ----------------------------------------------------------------------------------------
+
+    def _tidy(self, marked: Marked) -> None:
+        """Tombstones, leases and probes that are of no use any more; each on condition that it has not changed."""
+        grace_ns, lease_ns = self._grace_ns, self._store.descriptor.lease_s * SECOND_NS
+        old = [item for item in marked.tombstones if self._is_over(item.modified_ns, grace_ns)]
+        self._remove(old, self._report.tombstones)
+        leases = [item for item in self._leases() if self._is_over(item.modified_ns, lease_ns + grace_ns)]
+        self._remove(leases, self._report.leases)
+        probes = [item for item in self._store.objects.list(keys.PROBE) if isinstance(item, ObjectInfo)]
+        probes = [item for item in probes if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
+        self._remove(probes, self._report.probes)
+
+    def _remove(self, items: Sequence[ObjectInfo], tally: Tally) -> None:
+        def remove(item: ObjectInfo) -> int | None:
+            try:
+                if not self._options.dry_run:
+                    self._store.objects.delete_version(item.key, item.version)
+            except (ConflictError, NotFoundError):
+                return None  # it was changed, or another one is faster
+            return item.size
+
+        for start in range(0, len(items), self._options.batch):
+            self._hold()
+            for size in self._pool.map(remove, items[start : start + self._options.batch]):
+                if size is not None:
+                    tally.add(1, size)
+
+    def _note_last(self) -> None:
+        """What `status` shows until the next run."""
+        report = self._report
+        if self._options.dry_run:
+            return
+        last = {
+            "ended_ns": self._turn.now_ns,
+            "files": report.files,
+            "unreadable": [each.path for each in report.unreadable[:10]],
+            "unreadable_count": len(report.unreadable),
+            "without": list(self._options.without),
+            **{name: asdict(getattr(report, name)) for name in ("reached", "deleted", "condemned", "waiting", "young")},
+        }
+        self._turn.note(self._turn.record.epochs, last)

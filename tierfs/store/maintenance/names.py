@@ -1,0 +1,79 @@
+"""Sets of chunk names of any size, as sorted numpy arrays: eight bytes a name.
+
+A name is known by 64 bits of it. Two names may have the same, one time in some 10^5 stores of ten million chunks: then one that
+nothing reaches is taken for reached and kept. The other way round there is no mistake, and what is deleted is compared whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from tierfs.digest import Buffer
+from tierfs.format.keys import ChunkName
+
+__all__ = ["NameSet", "encode_names", "fingerprints"]
+
+PENDING_MIN = 1 << 18
+_LOW = np.uint64((1 << 56) - 1)
+_GENERATION_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_RECIPE_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
+
+
+def encode_names(names: Iterable[ChunkName]) -> bytes:
+    """Names as condemned lists have them, laid end to end."""
+    return b"".join(name.digest + name.generation.to_bytes(4, "little") + name.recipe for name in names)
+
+
+def fingerprints(data: Buffer, width: int) -> npt.NDArray[np.uint64]:
+    """Eight bytes for each name of ``width`` bytes; they sort by the first byte of the digest."""
+    table = np.frombuffer(data, np.uint8).reshape(-1, width)
+    size = width - 12
+    digests = np.ascontiguousarray(table[:, :8]).view(">u8").ravel().astype(np.uint64)
+    generations = np.ascontiguousarray(table[:, size : size + 4]).view("<u4").ravel().astype(np.uint64)
+    recipes = np.ascontiguousarray(table[:, size + 4 :]).view("<u8").ravel().astype(np.uint64)
+    mixed = digests ^ (generations * _GENERATION_FACTOR) ^ (recipes * _RECIPE_FACTOR)
+    found: npt.NDArray[np.uint64] = (digests & ~_LOW) | (mixed & _LOW)
+    return found
+
+
+class NameSet:
+    """A set that grows by many names at a time.
+
+    Args:
+        width: Bytes of an encoded name.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._sorted: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
+        self._pending: list[npt.NDArray[np.uint64]] = []
+        self._pending_count = 0
+
+    def __len__(self) -> int:
+        return len(self._settled())
+
+    def add(self, data: Buffer) -> None:
+        """Add names, laid end to end."""
+        found = fingerprints(data, self._width)
+        self._pending.append(found)
+        self._pending_count += len(found)
+        if self._pending_count > max(PENDING_MIN, len(self._sorted)):
+            self._settled()
+
+    def contains(self, data: Buffer) -> npt.NDArray[np.bool_]:
+        """Which of these names are in it."""
+        known, wanted = self._settled(), fingerprints(data, self._width)
+        if not len(known):
+            return np.zeros(len(wanted), np.bool_)
+        places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
+        found: npt.NDArray[np.bool_] = known[places] == wanted
+        return found
+
+    def _settled(self) -> npt.NDArray[np.uint64]:
+        if self._pending:
+            self._sorted = np.unique(np.concatenate([self._sorted, *self._pending]))
+            self._pending, self._pending_count = [], 0
+        return self._sorted

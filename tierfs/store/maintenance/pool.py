@@ -1,0 +1,47 @@
+"""Many requests at once, with a bound, for what goes through a whole store."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+__all__ = ["Pool"]
+
+_In = TypeVar("_In")
+_Out = TypeVar("_Out")
+
+
+class Pool:
+    """Threads for requests. With one at a time there are none, and everything happens in order.
+
+    Args:
+        concurrency: Requests under way at once.
+    """
+
+    def __init__(self, concurrency: int) -> None:
+        self.concurrency = concurrency
+        self._executor = (
+            ThreadPoolExecutor(concurrency, thread_name_prefix="tierfs-upkeep") if concurrency > 1 else None
+        )
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def map(self, task: Callable[[_In], _Out], arguments: Iterable[_In]) -> Iterator[_Out]:
+        """Results in order, as they are asked for; no more than twice as many as run at once are begun ahead."""
+        if self._executor is None:
+            yield from map(task, arguments)
+            return
+        begun: deque[Future[_Out]] = deque()
+        for argument in arguments:
+            begun.append(self._executor.submit(task, argument))
+            if len(begun) >= 2 * self.concurrency:
+                yield begun.popleft().result()
+        while begun:
+            yield begun.popleft().result()
