@@ -41,6 +41,7 @@ COMMANDS = (
     "evict",
     "probe",
     "gc",
+    "prune",
     "flusher",
     "checkpoint",
     "demo",

@@ -32,7 +32,6 @@ class Kind(enum.IntEnum):
     CONDEMNED = 6
     LEASE = 7
     COLLECTOR = 8
-    REFERENCES = 9
 
 
 def header(kind: Kind, word: int) -> bytes:

@@ -21,7 +21,6 @@ __all__ = [
     "LEASES",
     "PRIVATE",
     "PROBE",
-    "REFERENCES",
     "TREE",
     "ChunkName",
     "chunk_key",
@@ -44,7 +43,6 @@ TREE = f"{PRIVATE}/tree/"
 GC = f"{PRIVATE}/gc/"
 COLLECTOR = f"{GC}collector"
 LEASES = f"{PRIVATE}/leases/"
-REFERENCES = f"{PRIVATE}/references/"
 PROBE = f"{PRIVATE}/probe/"
 
 PATH_BYTES_MAX = 800

@@ -1,0 +1,87 @@
+"""``tierfs prune`` on checkpoints that `TierWriter` saved."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed.checkpoint as dcp
+
+import tierfs
+from tierfs.checkpoint import prune as pruning
+from tierfs.cli.app import main
+from tierfs.dcp import TierReader, TierWriter
+from tierfs.session import open_store, parse_url
+from tierfs.store import find, save, usage
+from tierfs.store.maintenance.gc import GcOptions, collect
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TIERFS_RAM", "0")
+    monkeypatch.setenv("TIERFS_NVME", "0")
+    tierfs.init(str(tmp_path / "store"), lease_s=1, grace_s=2)
+    url = f"tierfs::file://{tmp_path}/store/run"
+    for step in (100, 200, 300, 400):
+        save_step(url, step)
+    return url
+
+
+def save_step(url, step):
+    state = {"w": torch.full((50_000,), float(step)), "step": step}
+    dcp.save(state, storage_writer=TierWriter(f"{url}/step_{step}"), no_dist=True)
+
+
+def prune(capsys, *words):
+    capsys.readouterr()
+    code = main(["prune", *words, "--json"])
+    return code, {each["step"]: each for each in json.loads(capsys.readouterr().out)["checkpoints"]}
+
+
+def test_prune_removes_what_no_rule_keeps(run, capsys):
+    store = open_store(parse_url(run))[0]
+    save(store, "run/step_100/.pinned", b"")
+    save(store, "run/step_200/.metrics", b'{"loss": 0.5}')
+    save(store, "run/step_300/.metrics", b'{"loss": 0.7}')
+    rules = ("--keep", "latest:1", "--keep", "best:1:loss")
+    code, shown = prune(capsys, run, *rules, "--dry-run")
+    assert (code, [step for step, each in shown.items() if not each["kept"]]) == (0, [300])
+    assert len(find(store, "run")) > 8
+    code, shown = prune(capsys, run, *rules)
+    assert (code, shown[300]["removed"], shown[100]["reasons"]) == (0, True, ["pinned"])
+    assert not any("step_300" in entry.path for entry in find(store, "run"))
+    state = {"w": torch.zeros(50_000), "step": 0}
+    dcp.load(state, storage_reader=TierReader(f"{run}/step_200"), no_dist=True)
+    assert state["w"][0] == 200.0
+
+
+def test_a_checkpoint_that_is_saved_anew_meanwhile_stays(run, capsys, monkeypatch):
+    decide = pruning.decide
+
+    def decide_late(*arguments):
+        save_step(run, 100)
+        return decide(*arguments)
+
+    monkeypatch.setattr(pruning, "decide", decide_late)
+    code, shown = prune(capsys, run, "--keep", "latest:1")
+    assert (code, shown[100]["removed"], shown[200]["removed"]) == (5, False, True)
+
+
+def test_gc_frees_to_the_byte_what_usage_said(run, capsys):
+    store = open_store(parse_url(run))[0]
+
+    def stored():
+        return sum(item.size for prefix in (".tierfs/chunks/", ".tierfs/tree/") for item in store.objects.list(prefix))
+
+    said, before = usage(store, "run/step_100").freed_bytes, stored()
+    assert prune(capsys, run, "--keep", "latest:3")[0] == 0
+    store.clock.sleep(3.2)
+    collect(store, GcOptions(exclusive=True))
+    store.clock.sleep(4.2)
+    collect(store, GcOptions(exclusive=True))
+    assert before - stored() == said
+    assert main(["checkpoint", "verify", f"{run}/step_400"]) == 0

@@ -1,0 +1,140 @@
+"""Which checkpoints are kept: what each rule keeps, and what no rule can drop."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.store.maintenance.retention import Best, Every, Geometric, Latest, Saved, Within, decide, parse_rule
+
+HOUR_NS = 3600 * 10**9
+NOW_NS = 1000 * HOUR_NS
+
+
+def at(step, **known):
+    return Saved(f"step_{step}", step, NOW_NS - (1000 - step) * HOUR_NS, **known)
+
+
+def kept(saved, *rules):
+    return [each.saved.step for each in decide(saved, rules, NOW_NS) if each.is_kept]
+
+
+SAVES = [at(step) for step in range(100, 1001, 100)]
+
+
+def test_latest_keeps_the_newest():
+    assert kept(SAVES, Latest(3)) == [800, 900, 1000]
+
+
+def test_every_keeps_the_first_in_so_many_steps():
+    saves = [at(step) for step in (0, 60, 103, 150, 190, 305, 400)]
+    assert kept(saves, Every(steps=100)) == [0, 103, 305, 400]
+
+
+def test_geometric_keeps_fewer_of_what_is_older():
+    saves = [at(step) for step in range(900, 1001)]
+    found = kept(saves, Geometric(2))
+    assert len(found) <= 9
+    assert found[-1] == 1000
+    assert found[0] == 900
+
+
+def test_best_keeps_by_a_metric_and_of_equal_ones_the_newest():
+    saves = [
+        at(step, metrics={"loss": loss}) for step, loss in ((1, 3.0), (2, 1.0), (3, 1.0), (4, float("nan")), (5, 2.0))
+    ]
+    assert kept(saves, Best(1, "loss")) == [3, 5]
+    assert kept(saves, Best(1, "loss", "max")) == [1, 5]
+    assert kept(saves, Best(1, "other")) == [5]
+
+
+def test_within_keeps_by_time():
+    assert kept(SAVES, Within("8d")) == [900, 1000]
+
+
+def test_pinned_and_incomplete_ones_are_kept_and_count_for_nothing():
+    saves = [at(1, is_pinned=True), at(2), at(3), at(4, is_complete=False, level=None)]
+    assert kept(saves, Latest(1)) == [1, 3, 4]
+
+
+def test_the_newest_at_each_level_is_kept():
+    saves = [at(1), at(2, level=Level.LOCAL), at(3, level=Level.STAGED)]
+    assert kept(saves, Latest(1)) == [1, 2, 3]
+
+
+def test_a_run_that_was_taken_back_keeps_what_it_saved_last():
+    saves = [at(900), Saved("step_500", 500, NOW_NS)]
+    assert kept(saves, Latest(1)) == [500, 900]
+
+
+def test_no_rule_is_refused():
+    with pytest.raises(InvalidInputError):
+        decide(SAVES, [], NOW_NS)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("latest:3", Latest(3)),
+        ("every:10000", Every(steps=10000)),
+        ("best:2:val_loss", Best(2, "val_loss")),
+        ("best:2:acc:max", Best(2, "acc", "max")),
+        ("within:2d", Within("2d")),
+        ("geometric", Geometric()),
+        ("geometric:3", Geometric(3.0)),
+    ],
+)
+def test_rules_are_read_from_the_command_line(text, rule):
+    assert parse_rule(text) == rule
+
+
+@pytest.mark.parametrize(
+    "text", ["latest", "latest:0", "latest:x", "best:2", "within:2", "geometric:1", "all", "every:0"]
+)
+def test_what_is_no_rule_is_refused(text):
+    with pytest.raises(InvalidInputError):
+        parse_rule(text)
+
+
+RULES = st.one_of(
+    st.builds(Latest, st.integers(1, 5)),
+    st.builds(Every, steps=st.integers(1, 50)),
+    st.builds(Geometric, st.floats(1.1, 10)),
+    st.builds(Best, st.integers(1, 5), st.just("loss"), st.sampled_from(["min", "max"])),
+    st.builds(Within, st.sampled_from(["0s", "5h", "2d", "1w"])),
+)
+ONE = st.builds(
+    lambda step, hours, level, complete, pinned, metrics: (step, hours, level, complete, pinned, metrics),
+    st.none() | st.integers(0, 100),
+    st.integers(0, 200),
+    st.sampled_from(Level),
+    st.booleans(),
+    st.booleans(),
+    st.dictionaries(st.just("loss"), st.floats()),
+)
+MANY = st.lists(ONE, max_size=20).map(
+    lambda items: [
+        Saved(f"c{number}", step, NOW_NS - hours * HOUR_NS, level if complete else None, complete, pinned, metrics)
+        for number, (step, hours, level, complete, pinned, metrics) in enumerate(items)
+    ]
+)
+
+
+@given(MANY, st.lists(RULES, min_size=1, max_size=3))
+def test_whatever_the_rules_are(saved, rules):
+    decisions = decide(saved, rules, NOW_NS)
+    left = [each.saved for each in decisions if each.is_kept]
+    assert {each.saved.path for each in decisions} == {each.path for each in saved}
+    assert all(each in left for each in saved if each.is_pinned or not each.is_complete)
+    complete = [each for each in saved if each.is_complete]
+    for level in Level:
+        reached = [each for each in complete if each.level >= level]
+        if reached:
+            assert max(reached, key=lambda each: each.order) in left, "the newest at a level"
+    if complete:
+        assert any(each.is_complete for each in left), "something can be loaded"
+    # Doing it again drops nothing more, and one rule more keeps no less.
+    assert all(each.is_kept for each in decide(left, rules, NOW_NS))
+    more = {each.saved.path for each in decide(saved, [*rules, Latest(2)], NOW_NS) if each.is_kept}
+    assert {each.path for each in left} <= more

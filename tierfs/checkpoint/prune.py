@@ -1,0 +1,146 @@
+"""Remove checkpoints by policy: their names first, so that none is ever listed that lacks a part. gc frees the bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from tierfs.checkpoint.catalog import Candidate, candidates, standing
+from tierfs.dcp.address import inside
+from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
+from tierfs.store import Store, delete, load, stat
+from tierfs.store.maintenance.retention import Decision, Rule, Saved, decide
+from tierfs.store.tree.delete import bury
+from tierfs.store.tree.records import observe
+
+__all__ = ["METRICS", "PINNED", "Pruned", "look", "prune"]
+
+METRICS = ".metrics"
+"""A file in a checkpoint's directory: a JSON object with a number for each metric."""
+PINNED = ".pinned"
+"""A file in a checkpoint's directory that has it kept."""
+METRICS_BYTES_MAX = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What became of one checkpoint.
+
+    Attributes:
+        decision: What was decided.
+        removed: Whether it was removed.
+        problem: Why not, if it was to be.
+    """
+
+    decision: Decision
+    removed: bool
+    problem: str = ""
+
+
+def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candidate, Saved]:
+    """What is known of each checkpoint at or below a path.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    return {candidate: _saved(store, candidate, pinned) for candidate in candidates(store, path)}
+
+
+def prune(
+    store: Store, path: str, keep: Sequence[Rule], *, pinned: Collection[str] = (), dry_run: bool = False
+) -> list[Pruned]:
+    """Remove the checkpoints at or below a path that no rule keeps.
+
+    Args:
+        store: The store.
+        path: Where they lie. Those of one path are decided on together: one run's, that is.
+        keep: The rules.
+        pinned: Paths of checkpoints that are kept beside those with a file `PINNED`.
+        dry_run: Remove nothing.
+
+    Raises:
+        InvalidInputError: There is no rule.
+        StoreError, ReadOnlyError: The object tier failed; some may be removed.
+    """
+    found = look(store, path, pinned=pinned)
+    by_path = {candidate.directory: candidate for candidate in found}
+    seen = {candidate.directory: _roots(store, candidate) for candidate in found}
+    pruned = []
+    for decision in decide(found.values(), keep, store.clock.now_ns()):
+        if decision.is_kept or dry_run:
+            pruned.append(Pruned(decision, removed=False))
+            continue
+        candidate = by_path[decision.saved.path]
+        try:
+            _remove(store, candidate, seen[candidate.directory])
+        except (ConflictError, NotFoundError) as error:
+            pruned.append(Pruned(decision, removed=False, problem=f"somebody else changed it: {error}"))
+        else:
+            pruned.append(Pruned(decision, removed=True))
+    return pruned
+
+
+def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved:
+    found = standing(store, candidate)
+    directory = candidate.directory
+    return Saved(
+        path=directory,
+        step=found.step,
+        created_ns=found.created_ns,
+        level=found.level,
+        # Where another save to the same place is announced, it is under way.
+        is_complete=found.state == "complete" and not found.waiting and bool(candidate.ranks),
+        is_pinned=directory in pinned or _is_there(store, inside(directory, PINNED)),
+        metrics=_metrics(store, inside(directory, METRICS)),
+    )
+
+
+def _is_there(store: Store, path: str) -> bool:
+    try:
+        stat(store, path)
+    except NotFoundError:
+        return False
+    except (CorruptionError, FormatError):
+        return True
+    return True
+
+
+def _metrics(store: Store, path: str) -> dict[str, float]:
+    try:
+        if stat(store, path).length > METRICS_BYTES_MAX:
+            return {}
+        values = json.loads(load(store, path))
+    except (NotFoundError, CorruptionError, ValueError):
+        return {}
+    if not isinstance(values, dict):
+        return {}
+    return {name: float(value) for name, value in values.items() if type(value) in {int, float}}
+
+
+def _roots(store: Store, candidate: Candidate) -> dict[str, bytes]:
+    """Write ids of the checkpoint's metadata, by path, as they were when it was decided on."""
+    paths = [inside(candidate.directory, metadata_file(rank)) for rank in candidate.ranks]
+    observed = {path: observe(store, path).manifest for path in paths}
+    return {path: manifest.write_id for path, manifest in observed.items() if manifest is not None}
+
+
+def _remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
+    """Remove a checkpoint that is still the one that was decided on: metadata first, then what that names."""
+    names: set[str] = set()
+    for rank in candidate.ranks:
+        names |= set(open_checkpoint(store, candidate.directory, rank=rank).files())
+    roots = []
+    for path, write_id in seen.items():
+        observed = observe(store, path)
+        if observed.record is None or observed.record.write_id != write_id:
+            raise ConflictError(f"{store.where(path)} was saved anew in the meantime: it is kept", path=path)
+        roots.append(observed)
+    for observed in roots:
+        bury(store, observed)
+    for name in (*sorted(names), METRICS):
+        try:
+            delete(store, inside(candidate.directory, name))
+        except NotFoundError:  # noqa: PERF203 - one that is missing keeps no other
+            continue

@@ -1,0 +1,80 @@
+"""``tierfs prune``: remove checkpoints by policy."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.checkpoint.prune import Pruned, prune
+from tierfs.cli.output import add_json_argument, align, print_json, printable
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.errors import ConflictError, InvalidInputError
+from tierfs.store.maintenance.retention import parse_rule
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "prune"
+HELP = "remove checkpoints that no rule keeps"
+EXAMPLES = """\
+tierfs prune s3://bucket/run --keep latest:3 --keep every:10000 --dry-run
+tierfs prune s3://bucket/run --keep latest:3 --keep best:2:val_loss --keep within:2d"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="RULE",
+        help="latest:N, every:STEPS, best:K:METRIC[:max], within:2d, geometric[:BASE]; what any of them keeps is kept",
+    )
+    parser.add_argument(
+        "--pin",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a checkpoint below URL that is kept; may be repeated",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="remove nothing; say what would be removed, and why not")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Remove what no rule keeps; the exit code of a conflict if one was saved anew meanwhile."""
+    if not arguments.keep:
+        raise InvalidInputError("name at least one rule: --keep latest:3")
+    keep = [parse_rule(text) for text in arguments.keep]
+    place = store_place(arguments.url)
+    pinned = {"/".join(part for part in (place.path, name.strip("/")) if part) for name in arguments.pin}
+    pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
+    if arguments.json:
+        print_json({"url": place.url, "dry_run": arguments.dry_run, "checkpoints": [_plain(each) for each in pruned]})
+    else:
+        _print(pruned, dry_run=arguments.dry_run)
+    return ConflictError.exit_code if any(each.problem for each in pruned) else 0
+
+
+def _plain(each: Pruned) -> dict[str, object]:
+    saved = each.decision.saved
+    return {
+        "path": saved.path,
+        "step": saved.step,
+        "kept": each.decision.is_kept,
+        "reasons": list(each.decision.reasons),
+        "removed": each.removed,
+        "problem": each.problem,
+    }
+
+
+def _print(pruned: list[Pruned], *, dry_run: bool) -> None:
+    if not pruned:
+        print("no checkpoint is there")
+        return
+    rows = []
+    for each in pruned:
+        saved = each.decision.saved
+        what = "kept" if each.decision.is_kept else "removed" if each.removed else "would go" if dry_run else "failed"
+        why = each.problem or ", ".join(each.decision.reasons) or "no rule keeps it"
+        rows.append((what, "-" if saved.step is None else str(saved.step), printable(saved.path), printable(why)))
+    print("\n".join(align(rows, right=(1,))))
