@@ -2,52 +2,44 @@
 
 from __future__ import annotations
 
-import io
-import itertools
 import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future as StagingFuture
 from dataclasses import replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
-from tierfs.dcp.load.rollback import key_of
-from tierfs.dcp.metadata import CheckpointNote, Place, encode
-from tierfs.dcp.objects import check_object
+from tierfs.dcp.metadata import Place
 from tierfs.dcp.planning import begin_planning, end_planning
+from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu import GpuStaging
-from tierfs.dcp.save.refused import Refused
-from tierfs.dcp.save.replicas import Elsewhere, Left, Replicas, left_by, split
-from tierfs.dcp.save.saves import Save, SavedMeta, Saves, claim, hand_over, read_here
-from tierfs.dcp.save.shard_file import Placed, ShardFile, check_is_held, find_staged, is_private
+from tierfs.dcp.save.replicas import Left, Replicas, left_by, split
+from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, hand_over, others_wait, read_here
+from tierfs.dcp.save.shard_file import ShardFile
+from tierfs.dcp.save.shard_writer import say_waves, write_shard
 from tierfs.dcp.save.staged_state import UnstagedState
-from tierfs.dcp.save.streaming import Part, object_part, stream, tensor_part
 from tierfs.dcp.stager import stage
-from tierfs.dcp.tensorbytes import has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
-from tierfs.dcp.torch_format.layout import SUFFIX, encode_pickle, write_archives
+from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
 from tierfs.device.drain import Gate
-from tierfs.errors import AlreadyExistsError, CapacityError, InvalidInputError
+from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
-from tierfs.store import Store, kind_of, level_of, status, wait
+from tierfs.store import Store, status
 from tierfs.store.commit import Commits
 
 __all__ = ["TierWriter"]
 
-NAMED_MAX = 3  # in a message
 YIELD_S = 0.001
 LAYOUTS = ("tierfs", "dcp")
 
@@ -136,7 +128,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._save = _Save()
+        self._save = ThreadSave()
         self._saves = Saves(self)
         self._staged_on: int | None = None  # the thread
 
@@ -181,20 +173,19 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             store, _ = self._address.open(write=True)
             return self._staged(store, state_dict, save)
         except BaseException as error:
-            if not isinstance(error, Exception) or not _others_wait():
+            if not isinstance(error, Exception) or not others_wait():
                 raise
             save.failure = error
             return UnstagedState(save)
 
     def _staged(self, store: Store, state_dict: dict[str, Any], save: Save) -> dict[str, Any]:
         elsewhere = self._replicas.take(save) if self._replicas is not None else {}
-        if self._is_stock:  # what it writes goes through the ram tier once more, so the copy may not take that up
-            return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
-        try:
-            return stage(state_dict, ShardFile(store, save=save, gpu=self._gpu), elsewhere)
-        except CapacityError as error:
-            _say_waves(store, error)
-            return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
+        if not self._is_stock:  # what that writes goes through the ram tier once more, so the copy may not take it up
+            try:
+                return stage(state_dict, ShardFile(store, save=save, gpu=self._gpu), elsewhere)
+            except CapacityError as error:
+                say_waves(store, error)
+        return stage(state_dict, ShardFile(store, private=True, save=save, gpu=self._gpu), elsewhere)
 
     def synchronize_staging(self) -> None:
         """Do nothing: staging ends with `stage`."""
@@ -245,11 +236,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         if (failure := self._save.failure) is not None:
             self._save.failure = None
             raise failure
-        for item in plan.items:
-            if item.tensor_data is not None and not has_size_in_plans(dtype := item.tensor_data.properties.dtype):
-                raise InvalidInputError(
-                    f"{item.index.fqn!r} is {dtype}, which torch's planner cannot save: save the bytes, view(torch.uint8)"
-                )
+        checks.check_plannable(plan.items)
         self._save.offered = plan.items if plan.usable else None
         ours, self._save.left = split(plan.items)
         return replace(plan, items=ours, storage_data=Left(self._save.left)) if self._save.left else plan
@@ -262,22 +249,13 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             InvalidInputError: A tensor is in none.
         """
         store, path = self._here.open(write=True)
-        root = inside(path, self._metadata_name())
-        if not self._overwrite and kind_of(store, root) is not None:
-            raise AlreadyExistsError(
-                # Begins with what torch's own writers say, which programs look for.
-                f"Checkpoint already exists and self.overwrite=False: {self._here.url} holds a checkpoint: save to another directory, or "
-                "give overwrite=True",
-                path=path,
-            )
-        if not self._save.use_collectives and kind_of(store, inside(path, metadata_file())) is not None:
-            raise AlreadyExistsError(
-                f"Checkpoint already exists: {self._here.url} holds a checkpoint that ranks saved together, which would be loaded in place of what each saves "
-                f"with use_collectives=False: save to another directory, or remove {metadata_file()} there",
-                path=path,
-            )
+        root = inside(path, self._save.metadata_name)
+        checks.check_free(
+            store, self._here.url, path, root, overwrite=self._overwrite, together=self._save.use_collectives
+        )
         if all(plan.usable for plan in plans):  # else they are only what has changed, and `finish` sees the rest
-            self._check_owners(
+            checks.check_owners(
+                self._here.url,
                 (item.index for plan in plans for item in plan.items),
                 (index for plan in plans for index in left_by(plan)),
             )
@@ -296,30 +274,28 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         # Not stored: told to the coordinator, which sees to it that somebody else has.
         results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
-        _check_planned(items)
+        checks.check_planned(items)
         save = self._saves.go_on()
         if self._replicas is not None:
             was_left = bool(self._save.left) or self._save.offered is None
             self._replicas.learn(save, self._save.offered, plan.items, was_left=was_left)
         results += self._write(store, path, items) if items else []
-        save.root = inside(path, self._metadata_name())
+        save.root = inside(path, self._save.metadata_name)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
     def _write(self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]) -> list[WriteResult]:
-        rank, unique = self._rank_here(), secrets.token_hex(4)
-        for item, data in () if self._is_stock else items:
-            if item.type is WriteItemType.BYTE_IO:
-                check_object(item.index.fqn, data.getbuffer())
+        rank, unique = self._save.rank_here, secrets.token_hex(4)
         if self._is_stock:
-            _check_archived(items)
+            checks.check_archived(items)
             name = f"__{rank}_{unique}{SUFFIX}"
             length, begins, sizes = write_archives(store, inside(path, name), [data for _, data in items])
         else:
             name = f"rank-{rank:05d}-{unique}.safetensors"
-            length, begins, sizes = self._write_shard(store, inside(path, name), items)
-        host = _host_of(store)
+            checks.check_objects(items)
+            length, begins, sizes = write_shard(store, inside(path, name), items, self._gpu, self._saves.go_on())
+        host = publish.host_of(store)
         return [
             WriteResult(item.index, size, (Place(name, begin, size), length, host))
             for (item, _), begin, size in zip(items, begins, sizes, strict=True)
@@ -337,35 +313,12 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """
         store, path = self._here.open(write=True)
         metadata.version = filesystem.CURRENT_DCP_VERSION  # of what is written and, as with torch's writers, returned
-        here = _host_of(store)
-        places: dict[MetadataIndex, Place] = {}
-        files: dict[str, int] = {}
-        is_elsewhere = False
-        for result in itertools.chain.from_iterable(results):
-            if result.storage_data is not None:
-                place, length, host = result.storage_data
-                places[result.index] = place
-                files[place.file] = length
-                is_elsewhere |= host != here
-        self._check_owners(places, (result.index for result in itertools.chain.from_iterable(results)))
-        commits, root, mark = Commits(store), inside(path, self._metadata_name()), self._save.mark
+        parts = publish.Parts.of(result for rank in results for result in rank)
+        checks.check_owners(self._here.url, parts.places, (result.index for rank in results for result in rank))
+        root, mark = inside(path, self._save.metadata_name), self._save.mark
         assert mark is not None, "prepare_global_plan comes first"
-        meta = StorageMeta(checkpoint_id=self._here.url, save_id=mark.save_id)
-        spans_hosts = store.ack < Level.OBJECT and is_elsewhere
-        if self._is_stock:
-            if spans_hosts:
-                raise InvalidInputError(
-                    f"{self._here.url}: the ranks are on several hosts, and layout='dcp' cannot wait for their parts there: "
-                    "save with ack='object'"
-                )
-            document = encode_pickle(metadata, places, meta)
-        else:
-            complete = replace(metadata, storage_data=places, storage_meta=meta)
-            document = encode(complete, CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=files))
-        if spans_hosts:
-            commits.announce(path, document, mark)
-        else:
-            commits.publish(root, document, mark, is_new=self._save.is_new)
+        checkpoint = publish.Publication(store, self._here.url, path, root, mark, is_new=self._save.is_new)
+        (publish.publish_archives if self._is_stock else publish.publish_shards)(checkpoint, metadata, parts)
         # DCP returns it, to another process where that had us save.
         metadata.storage_meta = SavedMeta(self._here.url, mark.save_id, root=root, sequence=mark.sequence)
         self._saves.go_on().end(root, mark)
@@ -398,16 +351,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             ConflictError: The last save was superseded by one that began later.
             TierfsError: What keeps it from getting there.
         """
-        store, path, root, mark = self._asked()
-        wanted, begun = Level.parse(level), store.clock.monotonic()
-        wait(store, path, wanted, timeout)
-        if wanted is not Level.OBJECT:
-            return
-        left = None if timeout is None else max(0.0, timeout - (store.clock.monotonic() - begun))
-        commits = Commits(store)
-        commits.wait(path, left, mark)
-        if mark is not None:
-            commits.check_stands(root, mark)
+        publish.wait_for(*self._asked(), Level.parse(level), timeout)
 
     def ack(self) -> str:
         """The level that the checkpoint where the last save went has reached, as seen from this host.
@@ -415,12 +359,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         Raises:
             NotFoundError: There is none, or as `wait` does.
         """
-        store, path, root, mark = self._asked()
-        # A change that is this host's alone needs nobody else to be asked.
-        pending = store.tiers.drafts.pending(root) if store.tiers is not None else None
-        if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
-            return Level.STAGED.label
-        return level_of(store, root).label
+        return publish.level_reached(*self._asked()).label
 
     def status(self) -> dict[str, Any]:
         """The store's, as ``tierfs status --json`` shows it, with this writer's device tier."""
@@ -445,8 +384,6 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """For each GPU in use, what holds the drain back while it is closed: `tierfs.device.Gate`."""
         return self._gpu.gates
 
-    # -- parts ---------------------------------------------------------------------------------------------------------
-
     def _asked(self) -> tuple[Store, str, str, SaveMark | None]:
         """Where the save that was asked for last went, the path of its metadata, and which one it is; ``None`` where there was none.
 
@@ -459,149 +396,5 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             return store, path, inside(path, metadata_file()), None
         return store, path, save.root, save.mark
 
-    def _write_shard(
-        self, store: Store, path: str, items: Sequence[tuple[WriteItem, Any]]
-    ) -> tuple[int, list[int], list[int]]:
-        """The file's length, and the offset and length of each item."""
-        note = {"format": "pt", "tierfs": "1"}
-        try:
-            file, placed = self._place(store, items)
-        except CapacityError as error:
-            _say_waves(store, error)
-            length, begins = stream(store, path, [_part(*item) for item in items], note=note)
-            return length, begins, [_length(data) for _, data in items]
-        items_placed = zip(items, placed, strict=True)
-        snapshots = file.snapshots(
-            (key_of(item.index), data, where)
-            for (item, data), where in items_placed
-            if item.type is not WriteItemType.BYTE_IO
-        )
-        length, offsets = file.commit(path, placed, note=note)
-        self._gpu.keep(self._saves.go_on(), snapshots)
-        return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
-
-    def _place(self, store: Store, items: Sequence[tuple[WriteItem, Any]]) -> tuple[ShardFile, list[Placed]]:
-        """Find each item where it was staged, and copy what was not."""
-        placed: list[Placed | None] = [None] * len(items)
-        tensors: list[tuple[int, torch.Tensor]] = []
-        objects: list[tuple[int, memoryview]] = []
-        file: ShardFile | None = None
-        for number, (item, data) in enumerate(items):
-            if item.type is WriteItemType.BYTE_IO:
-                objects.append((number, data.getbuffer()))
-                continue
-            refuse_unusual(data, item.index.fqn)
-            found = find_staged(data, store)
-            if found is None and is_private(data):
-                raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
-            if found is not None:
-                found[0].save = None  # it has begun, by whatever way its state came here
-            if found is not None and file in {None, found[0]}:
-                file, placed[number] = found
-            else:
-                tensors.append((number, data))
-        file = file or ShardFile(store, gpu=self._gpu)
-        named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
-        for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
-            placed[number] = where
-        blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
-        for (number, _), where in zip(objects, blobs, strict=True):
-            placed[number] = where
-        return file, [where for where in placed if where is not None]
-
-    def _check_owners(self, owned: Iterable[MetadataIndex], left: Iterable[MetadataIndex]) -> None:
-        there = set(owned)
-        lost = list(dict.fromkeys(index.fqn for index in left if index not in there))
-        if lost:
-            raise InvalidInputError(
-                f"{self._here.url}: no rank has {', '.join(lost[:NAMED_MAX])} to save ({len(lost)} tensors): one that saved "
-                "it before has it no more. Save again, which copies everything, and where plans are cached without that; give "
-                "stage='all' where ranks save on their own"
-            )
-
-    def _rank_here(self) -> int:
-        if self._save.rank is not None:
-            return self._save.rank
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-    def _metadata_name(self) -> str:
-        return metadata_file(None if self._save.use_collectives else self._rank_here())
-
 
 ForkingPickler.register(TierWriter, hand_over)
-
-
-def _part(item: WriteItem, data: Any) -> Part:
-    if item.type is WriteItemType.BYTE_IO:
-        return object_part(item.index.fqn, data.getbuffer())
-    return tensor_part(item.index.fqn, data)
-
-
-def _check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    left = [item.index.fqn for item, data in items if isinstance(data, Elsewhere)]
-    if left:
-        raise InvalidInputError(
-            f"this rank is to save {left[0]} and {len(left) - 1} more that it left to another one, as in the last save: "
-            "the ranks' states have changed. The next save copies everything again"
-        )
-    for item, data in items:
-        if isinstance(data, Refused):
-            raise InvalidInputError(f"{item.index.fqn!r}: {data.why}")
-        if item.type is WriteItemType.BYTE_IO:
-            continue
-        planned = item.tensor_data
-        if (data.dtype, data.shape) != (planned.properties.dtype, planned.chunk.sizes):
-            raise InvalidInputError(
-                f"{item.index.fqn} is {data.dtype} {list(data.shape)}, and {planned.properties.dtype} "
-                f"{list(planned.chunk.sizes)} by the plan, which says how it is read: a planner that keeps plans from save to "
-                "save does not see that a dtype has changed; save without enable_plan_caching"
-            )
-
-
-def _check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
-    """See that ``torch.save`` can write what is a tensor, of some of which it knows more than their elements, and that none was saved before."""
-    for item, data in items:
-        if item.type is not WriteItemType.BYTE_IO and not (
-            _is_whole_quantized(data) or hasattr(data, "__tensor_flatten__")
-        ):
-            refuse_unusual(data, item.index.fqn)
-            check_is_held(data)
-
-
-def _is_whole_quantized(tensor: Any) -> bool:
-    return is_quantized(tensor) and not lacks_quantizer(tensor)
-
-
-def _length(data: Any) -> int:
-    return len(data.getbuffer()) if isinstance(data, io.BytesIO) else int(data.numel() * data.element_size())
-
-
-def _say_waves(store: Store, error: CapacityError) -> None:
-    assert store.tiers is not None
-    store.tiers.counters.fall_back(
-        "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
-    )
-
-
-def _others_wait() -> bool:
-    return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)
-
-
-def _host_of(store: Store) -> str:
-    """Tells those who share this store's local tiers, and the order in which those are flushed, from all others."""
-    return store.tiers.ram.host.name() if store.tiers is not None else ""
-
-
-class _Save(threading.local):
-    """What one thread's save is told of before it begins."""
-
-    address: Address | None = None
-    is_reset: bool = False
-    is_coordinator: bool = True
-    rank: int | None = None
-    use_collectives: bool = True
-    mark: SaveMark | None = None
-    is_new: bool = False
-    offered: Sequence[WriteItem] | None = None
-    left: tuple[MetadataIndex, ...] = ()
-    failure: Exception | None = None

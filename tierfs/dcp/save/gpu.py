@@ -14,10 +14,12 @@ import numpy as np
 import torch
 
 from tierfs._fork import PerProcess
+from tierfs.dcp.save.placed import FileRun, Placed
+from tierfs.dcp.save.tensor_plan import TensorPlan
 from tierfs.device.accelerator import Accelerator, accelerator_of, has_accelerator
 from tierfs.device.drain import Gate, drain_of
 from tierfs.device.tier import DeviceTier, Spot
-from tierfs.device.transfer import CaptureMode, HostMemory, Transfer
+from tierfs.device.transfer import CaptureMode, HostMemory, MemoryRegion, Transfer
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.slab.segment import Slot, SlotKind
@@ -26,7 +28,7 @@ from tierfs.store import Store
 from tierfs.store.device_notes import leave_note
 from tierfs.units import parse_size
 
-__all__ = ["STAGES", "GpuStaging", "by_accelerator"]
+__all__ = ["STAGES", "GpuPart", "GpuStaging", "by_accelerator", "snapshots_of"]
 
 STAGES = ("auto", "device", "lazy", "ram", "all")
 _logger = logging.getLogger("tierfs.dcp")
@@ -241,3 +243,48 @@ def _fall_back(store: Store) -> Callable[[str, str], None]:
         return lambda _, text: _logger.warning("%s", text)
     counters = tiers.counters
     return lambda what, text: counters.fall_back(what, "%s", text)
+
+
+class GpuPart:
+    """What comes from one GPU.
+
+    Args:
+        transfer: How.
+        plan: How it lies in the file.
+        numbers: Of its tensors, among those that were handed in together.
+    """
+
+    def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:
+        self.transfer = transfer
+        self.plan = plan
+        self.numbers = numbers
+        self.runs: list[FileRun] = []
+        self.targets: list[torch.Tensor] = []
+
+    def regions(self, tensors: Sequence[torch.Tensor]) -> list[MemoryRegion]:
+        """For `Transfer.capture`."""
+        return [
+            MemoryRegion(
+                sum(run.lengths),
+                [(entry.at, tensors[number]) for number, entry in zip(run.numbers, run.entries, strict=True)],
+            )
+            for run in self.plan.runs
+        ]
+
+
+def snapshots_of(
+    transfers: Iterable[tuple[Transfer, Sequence[FileRun]]], items: Iterable[tuple[Any, torch.Tensor, Placed]]
+) -> list[tuple[Transfer, dict[Any, Spot]]]:
+    """See `ShardFile.snapshots`. ``transfers`` come with the runs that they fill."""
+    begins = {
+        id(run): (transfer, begin)
+        for transfer, runs in transfers
+        if transfer.generation is not None
+        for run, begin in zip(runs, transfer.offsets, strict=True)
+    }
+    found: dict[Transfer, dict[Any, Spot]] = {}
+    for key, tensor, placed in items:
+        transfer, begin = begins.get(id(placed.run), (None, 0))
+        if transfer is not None and transfer.generation is not None and placed.length == tensor.nbytes:
+            found.setdefault(transfer, {})[key] = Spot(begin + placed.at, tensor.dtype, tensor.shape)
+    return list(found.items())

@@ -11,19 +11,34 @@ from __future__ import annotations
 import secrets
 import threading
 import weakref
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Protocol
 
-from torch.distributed.checkpoint.metadata import StorageMeta
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from tierfs._fork import PerProcess
 from tierfs.dcp.address import Address
+from tierfs.dcp.checkpoint import metadata_file
 from tierfs.errors import NotFoundError
 from tierfs.format.checkpoint import SaveMark
 
-__all__ = ["Save", "SavedMeta", "Saver", "Saves", "Staged", "claim", "hand_over", "read_here"]
+__all__ = [
+    "Save",
+    "SavedMeta",
+    "Saver",
+    "Saves",
+    "Staged",
+    "ThreadSave",
+    "claim",
+    "hand_over",
+    "others_wait",
+    "read_here",
+]
 
 
 class Saver(Protocol):
@@ -206,6 +221,38 @@ def hand_over(writer: Saver) -> Any:
     reduced: Any = writer.__reduce_ex__(2)
     make, arguments, state, *rest = reduced
     return make, arguments, {**state, "_token": save.token}, *rest
+
+
+class ThreadSave(threading.local):
+    """What one thread's save is told of before it begins."""
+
+    address: Address | None = None
+    is_reset: bool = False
+    is_coordinator: bool = True
+    rank: int | None = None
+    use_collectives: bool = True
+    mark: SaveMark | None = None
+    is_new: bool = False
+    offered: Sequence[WriteItem] | None = None
+    left: tuple[MetadataIndex, ...] = ()
+    failure: Exception | None = None
+
+    @property
+    def rank_here(self) -> int:
+        """This process's rank in the save."""
+        if self.rank is not None:
+            return self.rank
+        return int(dist.get_rank()) if dist.is_available() and dist.is_initialized() else 0
+
+    @property
+    def metadata_name(self) -> str:
+        """Of the file with the metadata."""
+        return metadata_file(None if self.use_collectives else self.rank_here)
+
+
+def others_wait() -> bool:
+    """Whether other ranks wait for this one to plan."""
+    return dist.is_available() and dist.is_initialized() and bool(dist.get_world_size() > 1)
 
 
 @dataclass

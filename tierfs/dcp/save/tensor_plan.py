@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.dcp.save.plan import Piece, plan_runs
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 
-__all__ = ["TensorPlan", "TensorRun", "described", "plan_tensors", "unique"]
+__all__ = ["TensorPlan", "TensorRun", "described", "plan_of", "plan_tensors", "unique"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,17 @@ class TensorRun:
     entries: tuple[HeaderEntry, ...]
     lengths: tuple[int, ...]
 
+    def views(self, memory: Any) -> list[torch.Tensor]:
+        """The tensors, as views of the run's memory: each with a storage of its own."""
+        views = [
+            torch.frombuffer(memory, dtype=self.dtype, count=count, offset=entry.at)
+            for count, entry in zip(self.counts, self.entries, strict=True)
+        ]
+        if self.shapes is not None:
+            for view, shape in zip(views, self.shapes, strict=True):
+                view.resize_(shape)
+        return views
+
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
@@ -49,6 +61,11 @@ class TensorPlan:
     runs: tuple[TensorRun, ...]
     names: frozenset[str]
     length: int
+
+
+def plan_of(tensors: Sequence[tuple[str, torch.Tensor]]) -> TensorPlan:
+    """Lay named tensors out: see `plan_tensors`."""
+    return plan_tensors(tuple([(name, tensor.dtype, tensor.shape) for name, tensor in tensors]))
 
 
 @functools.lru_cache(maxsize=4)

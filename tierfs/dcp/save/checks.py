@@ -1,0 +1,128 @@
+"""What has to hold of the items of a save before they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from tierfs.dcp.address import inside
+from tierfs.dcp.checkpoint import metadata_file
+from tierfs.dcp.objects import check_object
+from tierfs.dcp.save.refused import Refused
+from tierfs.dcp.save.replicas import Elsewhere
+from tierfs.dcp.save.shard_file import check_is_held
+from tierfs.dcp.tensorbytes import has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
+from tierfs.errors import AlreadyExistsError, InvalidInputError
+from tierfs.store import Store, kind_of
+
+__all__ = ["check_archived", "check_free", "check_objects", "check_owners", "check_plannable", "check_planned"]
+
+NAMED_MAX = 3  # in a message
+
+
+def check_owners(url: str, owned: Iterable[MetadataIndex], left: Iterable[MetadataIndex]) -> None:
+    """See that each tensor that ranks left to each other is saved by one of them.
+
+    Raises:
+        InvalidInputError: One is not; names it.
+    """
+    there = set(owned)
+    lost = list(dict.fromkeys(index.fqn for index in left if index not in there))
+    if lost:
+        raise InvalidInputError(
+            f"{url}: no rank has {', '.join(lost[:NAMED_MAX])} to save ({len(lost)} tensors): one that saved "
+            "it before has it no more. Save again, which copies everything, and where plans are cached without that; give "
+            "stage='all' where ranks save on their own"
+        )
+
+
+def check_plannable(items: Iterable[WriteItem]) -> None:
+    """See that torch's planner knows the size of each dtype; it would fail without a name.
+
+    Raises:
+        InvalidInputError: It does not; names the tensor.
+    """
+    for item in items:
+        if item.tensor_data is not None and not has_size_in_plans(dtype := item.tensor_data.properties.dtype):
+            raise InvalidInputError(
+                f"{item.index.fqn!r} is {dtype}, which torch's planner cannot save: save the bytes, view(torch.uint8)"
+            )
+
+
+def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
+    """See that this rank has what it is to save, as the plan says.
+
+    Raises:
+        InvalidInputError: It has not; names what.
+    """
+    left = [item.index.fqn for item, data in items if isinstance(data, Elsewhere)]
+    if left:
+        raise InvalidInputError(
+            f"this rank is to save {left[0]} and {len(left) - 1} more that it left to another one, as in the last save: "
+            "the ranks' states have changed. The next save copies everything again"
+        )
+    for item, data in items:
+        if isinstance(data, Refused):
+            raise InvalidInputError(f"{item.index.fqn!r}: {data.why}")
+        if item.type is WriteItemType.BYTE_IO:
+            continue
+        planned = item.tensor_data
+        if (data.dtype, data.shape) != (planned.properties.dtype, planned.chunk.sizes):
+            raise InvalidInputError(
+                f"{item.index.fqn} is {data.dtype} {list(data.shape)}, and {planned.properties.dtype} "
+                f"{list(planned.chunk.sizes)} by the plan, which says how it is read: a planner that keeps plans from save to "
+                "save does not see that a dtype has changed; save without enable_plan_caching"
+            )
+
+
+def check_free(store: Store, url: str, path: str, root: str, *, overwrite: bool, together: bool) -> None:
+    """See that a checkpoint may be saved there.
+
+    Args:
+        store: Where.
+        url: What messages call the place.
+        path: The checkpoint's directory, relative to the store.
+        root: The path of its metadata.
+        overwrite: Whether one that is there may be replaced.
+        together: Whether the ranks save together.
+
+    Raises:
+        AlreadyExistsError: There is one, and it may not be replaced; or it would be loaded in place of this one.
+    """
+    if not overwrite and kind_of(store, root) is not None:
+        raise AlreadyExistsError(
+            # Begins with what torch's own writers say, which programs look for.
+            f"Checkpoint already exists and self.overwrite=False: {url} holds a checkpoint: save to another directory, or "
+            "give overwrite=True",
+            path=path,
+        )
+    if not together and kind_of(store, inside(path, metadata_file())) is not None:
+        raise AlreadyExistsError(
+            f"Checkpoint already exists: {url} holds a checkpoint that ranks saved together, which would be loaded in place of what each saves "
+            f"with use_collectives=False: save to another directory, or remove {metadata_file()} there",
+            path=path,
+        )
+
+
+def check_objects(items: Sequence[tuple[WriteItem, Any]]) -> None:
+    """See that objects can be loaded again: see `check_object`."""
+    for item, data in items:
+        if item.type is WriteItemType.BYTE_IO:
+            check_object(item.index.fqn, data.getbuffer())
+
+
+def check_archived(items: Sequence[tuple[WriteItem, Any]]) -> None:
+    """See that ``torch.save`` can write what is a tensor, of some of which it knows more than their elements, and that none was saved before."""
+    for item, data in items:
+        if item.type is not WriteItemType.BYTE_IO and not (
+            _is_whole_quantized(data) or hasattr(data, "__tensor_flatten__")
+        ):
+            refuse_unusual(data, item.index.fqn)
+            check_is_held(data)
+
+
+def _is_whole_quantized(tensor: Any) -> bool:
+    return is_quantized(tensor) and not lacks_quantizer(tensor)

@@ -1,0 +1,139 @@
+"""How a checkpoint is published when every rank has stored its part, and how safe it is from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from tierfs.dcp.metadata import CheckpointNote, Place, encode
+from tierfs.dcp.torch_format.layout import encode_pickle
+from tierfs.errors import InvalidInputError
+from tierfs.format.checkpoint import SaveMark
+from tierfs.host.pending.levels import Level
+from tierfs.store import Store, level_of, wait
+from tierfs.store.commit import Commits
+
+__all__ = [
+    "Parts",
+    "Publication",
+    "host_of",
+    "level_reached",
+    "publish_archives",
+    "publish_shards",
+    "wait_for",
+]
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the ranks stored.
+
+    Attributes:
+        places: Of each item.
+        files: The length of each file, in bytes.
+        hosts: Where they were written: see `host_of`.
+    """
+
+    places: dict[MetadataIndex, Place] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    hosts: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, results: Iterable[WriteResult]) -> Parts:
+        """Read what the ranks say."""
+        parts = cls()
+        for result in results:
+            if result.storage_data is not None:
+                place, length, host = result.storage_data
+                parts.places[result.index] = place
+                parts.files[place.file] = length
+                parts.hosts.add(host)
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A checkpoint that is to be published.
+
+    Attributes:
+        store: Where.
+        url: What messages call it.
+        path: Its directory, relative to the store.
+        root: The path of its metadata.
+        mark: Which save it is.
+        is_new: Whether nothing was at ``root`` when the save began.
+    """
+
+    store: Store
+    url: str
+    path: str
+    root: str
+    mark: SaveMark
+    is_new: bool
+
+    def spans_hosts(self, parts: Parts) -> bool:
+        """Whether parts may not be in the object tier yet that only other hosts can take there."""
+        return self.store.ack < Level.OBJECT and not parts.hosts <= {host_of(self.store)}
+
+
+def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
+    """Publish shard files; or where ranks are on several hosts, have it done when all of them are there.
+
+    Raises:
+        StoreError, CapacityError, TimeoutError: It could not be published.
+        ConflictError: A save to the same place that began later is published.
+    """
+    store, mark = checkpoint.store, checkpoint.mark
+    meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=mark.save_id)
+    complete = replace(metadata, storage_data=parts.places, storage_meta=meta)
+    document = encode(complete, CheckpointNote(mark.save_id, mark.sequence, store.clock.now_ns(), files=parts.files))
+    if checkpoint.spans_hosts(parts):
+        Commits(store).announce(checkpoint.path, document, mark)
+    else:
+        Commits(store).publish(checkpoint.root, document, mark, is_new=checkpoint.is_new)
+
+
+def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
+    """Publish archives that torch's own readers read. Raises as `publish_shards` does.
+
+    Raises:
+        InvalidInputError: The ranks are on several hosts, which this layout cannot wait for.
+    """
+    if checkpoint.spans_hosts(parts):
+        raise InvalidInputError(
+            f"{checkpoint.url}: the ranks are on several hosts, and layout='dcp' cannot wait for their parts there: "
+            "save with ack='object'"
+        )
+    meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=checkpoint.mark.save_id)
+    document = encode_pickle(metadata, parts.places, meta)
+    Commits(checkpoint.store).publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
+
+
+def wait_for(store: Store, path: str, root: str, mark: SaveMark | None, level: Level, timeout_s: float | None) -> None:
+    """Wait until a checkpoint has reached a level: see `TierWriter.wait`. ``mark`` is the save's, if one is meant."""
+    begun = store.clock.monotonic()
+    wait(store, path, level, timeout_s)
+    if level is not Level.OBJECT:
+        return
+    left = None if timeout_s is None else max(0.0, timeout_s - (store.clock.monotonic() - begun))
+    commits = Commits(store)
+    commits.wait(path, left, mark)
+    if mark is not None:
+        commits.check_stands(root, mark)
+
+
+def level_reached(store: Store, path: str, root: str, mark: SaveMark | None) -> Level:
+    """The level that a checkpoint has reached: see `TierWriter.ack`."""
+    # A change that is this host's alone needs nobody else to be asked.
+    pending = store.tiers.drafts.pending(root) if store.tiers is not None else None
+    if pending is None and any(mark in {None, save.mark} for save in Commits(store).advance(path)):
+        return Level.STAGED
+    return level_of(store, root)
+
+
+def host_of(store: Store) -> str:
+    """Tells those who share this store's local tiers, and the order in which those are flushed, from all others."""
+    return store.tiers.ram.host.name() if store.tiers is not None else ""

@@ -1,0 +1,105 @@
+"""How a rank's items become its shard file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from tierfs.dcp.load.rollback import key_of
+from tierfs.dcp.save.gpu import GpuStaging
+from tierfs.dcp.save.placed import Placed
+from tierfs.dcp.save.saves import Save
+from tierfs.dcp.save.shard_file import ShardFile, find_staged, is_private
+from tierfs.dcp.save.streaming import Part, object_part, stream, tensor_part
+from tierfs.dcp.tensorbytes import refuse_unusual
+from tierfs.errors import CapacityError
+from tierfs.store import Store
+
+__all__ = ["Stored", "say_waves", "write_shard"]
+
+Stored: TypeAlias = tuple[int, list[int], list[int]]
+"""A file's length, and the offset and length of each item in it; all in bytes."""
+
+
+def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging, save: Save) -> Stored:
+    """Store a rank's items as one safetensors file: from where they were staged, or copied.
+
+    Args:
+        store: Where to.
+        path: Relative to it; drawn at random.
+        items: With their data.
+        gpu: What is told where the items lie in the device tier, and how tensors leave a GPU.
+        save: Which.
+
+    Raises:
+        StoreError, CapacityError, ConflictError, TimeoutError: It could not be stored.
+        InvalidInputError: A tensor has no elements that could be.
+    """
+    note = {"format": "pt", "tierfs": "1"}
+    try:
+        file, placed = _place(store, items, gpu)
+    except CapacityError as error:
+        say_waves(store, error)
+        length, begins = stream(store, path, [_part(*item) for item in items], note=note)
+        return length, begins, [_length(data) for _, data in items]
+    items_placed = zip(items, placed, strict=True)
+    snapshots = file.snapshots(
+        (key_of(item.index), data, where)
+        for (item, data), where in items_placed
+        if item.type is not WriteItemType.BYTE_IO
+    )
+    length, offsets = file.commit(path, placed, note=note)
+    gpu.keep(save, snapshots)
+    return length, [offsets[id(where)] for where in placed], [where.length for where in placed]
+
+
+def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging) -> tuple[ShardFile, list[Placed]]:
+    """Find each item where it was staged, and copy what was not."""
+    placed: list[Placed | None] = [None] * len(items)
+    tensors: list[tuple[int, torch.Tensor]] = []
+    objects: list[tuple[int, memoryview]] = []
+    file: ShardFile | None = None
+    for number, (item, data) in enumerate(items):
+        if item.type is WriteItemType.BYTE_IO:
+            objects.append((number, data.getbuffer()))
+            continue
+        refuse_unusual(data, item.index.fqn)
+        found = find_staged(data, store)
+        if found is None and is_private(data):
+            raise CapacityError("there was no room for the copy, and it is not waited for again", tier="ram")
+        if found is not None:
+            found[0].save = None  # it has begun, by whatever way its state came here
+        if found is not None and file in {None, found[0]}:
+            file, placed[number] = found
+        else:
+            tensors.append((number, data))
+    file = file or ShardFile(store, gpu=gpu)
+    named = [(items[number][0].index.fqn, tensor) for number, tensor in tensors]
+    for (number, _), where in zip(tensors, file.add_placed(named), strict=True):
+        placed[number] = where
+    blobs = file.add_objects([(items[number][0].index.fqn, data) for number, data in objects])
+    for (number, _), where in zip(objects, blobs, strict=True):
+        placed[number] = where
+    return file, [where for where in placed if where is not None]
+
+
+def _part(item: WriteItem, data: Any) -> Part:
+    if item.type is WriteItemType.BYTE_IO:
+        return object_part(item.index.fqn, data.getbuffer())
+    return tensor_part(item.index.fqn, data)
+
+
+def _length(data: Any) -> int:
+    return len(data.getbuffer()) if isinstance(data, io.BytesIO) else int(data.numel() * data.element_size())
+
+
+def say_waves(store: Store, error: CapacityError) -> None:
+    """Note that a part goes through the ram tier in waves, and why."""
+    assert store.tiers is not None
+    store.tiers.counters.fall_back(
+        "waves", "a checkpoint's part does not fit into the ram tier, and goes through it in waves: %s", str(error)
+    )
