@@ -8,7 +8,7 @@ import pytest
 import tierfs
 
 PUBLIC = {
-    "tierfs": ["TierFileSystem", "TierfsError", "__version__", "init"],
+    "tierfs": ["TierFileSystem", "TierfsError", "__version__", "init", "mount"],
     "tierfs.dcp": ["TierLoadPlanner", "TierReader", "TierWriter", "install", "uninstall"],
     "tierfs.device": ["DeviceTier", "Drain", "Gate"],
     "tierfs.fs": ["TierFileSystem"],

@@ -57,9 +57,16 @@ ALLOWED = {
     "train": BELOW_FACES | {"device", "dcp"},
     "checkpoint": BELOW_FACES | {"dcp"},
     "demo": BELOW_FACES | {"dcp", "checkpoint"},
-    "cli": BELOW_FACES | {"dcp", "checkpoint", "demo"},
+    "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
     "testing": None,  # anything; nothing imports it
-    "__init__": {"errors", "misplaced", "session", "fs", "dcp"},  # lazily, but for the first two and the guard of torch
+    "__init__": {
+        "errors",
+        "misplaced",
+        "session",
+        "fs",
+        "dcp",
+        "mount",
+    },  # lazily, but for the first two and the guard of torch
 }
 TORCH_ALLOWED = {"device", "dcp", "train", "checkpoint", "demo"}
 

@@ -15,9 +15,10 @@ from tierfs.misplaced import warn_at_exit
 
 if TYPE_CHECKING:
     from tierfs.fs import TierFileSystem
+    from tierfs.mount.mounting import mount
     from tierfs.session import init
 
-__all__ = ["TierFileSystem", "TierfsError", "__version__", "init"]
+__all__ = ["TierFileSystem", "TierfsError", "__version__", "init", "mount"]
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,8 @@ _HOMES = {"TierFileSystem": "tierfs.fs", "init": "tierfs.session"}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "mount":  # a package that can be called
+        return import_module("tierfs.mount")
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'tierfs' has no attribute {name!r}")

@@ -44,6 +44,8 @@ COMMANDS = (
     "prune",
     "flusher",
     "checkpoint",
+    "mount",
+    "umount",
     "demo",
     "version",
 )

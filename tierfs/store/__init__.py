@@ -6,6 +6,7 @@ from tierfs.store.read.reader import Reader, load, open_entry
 from tierfs.store.read.verify import Damage, VerifyReport, verify
 from tierfs.store.status import status
 from tierfs.store.store import Store
+from tierfs.store.tree.annotate import annotate, annotate_directory
 from tierfs.store.tree.copy import copy, rename, transfer
 from tierfs.store.tree.delete import delete
 from tierfs.store.tree.directory import make_directory, remove_directory
@@ -24,6 +25,8 @@ __all__ = [
     "VerifyReport",
     "WriteMode",
     "Writer",
+    "annotate",
+    "annotate_directory",
     "copy",
     "delete",
     "discard_conflict",

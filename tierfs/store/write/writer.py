@@ -7,6 +7,7 @@ held before.
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -82,6 +83,7 @@ class Writer:
 
     Attributes:
         is_replacing: Whether a file was there when the path was observed.
+        published: What `commit` published, or made pending; also where it raised because that did not reach its level in time.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -100,6 +102,7 @@ class Writer:
         level: Level | None = None,
         staged: bool = False,
         is_new: bool = False,
+        keep: int | None = None,
     ) -> None:
         self._store = store
         self._mode = mode
@@ -121,6 +124,7 @@ class Writer:
         self._kept_slots: list[SlotRef | None] = []
         self.is_replacing = self._observed.manifest is not None
         self._term: int | None = None
+        self.published: Manifest | None = None
         self._done = False
         self._is_done = self._is_sealing = False
         self.length = 0
@@ -130,7 +134,7 @@ class Writer:
         if old is None and not is_new:
             self._refuse_foreign()
         if old is not None and mode is WriteMode.APPEND:
-            self._continue(old)
+            self._continue(old, old.length if keep is None else min(keep, old.length))
 
     def _refuse_foreign(self) -> None:
         try:
@@ -222,7 +226,7 @@ class Writer:
             raise
         self._done = True
         if self._staged:
-            self._is_done = True
+            self._is_done, self.published = True, manifest
             follow(self._store, manifest, self.path, self._level)
             return manifest
         try:
@@ -230,7 +234,7 @@ class Writer:
         except ConflictError:
             self._refuse_created()
             raise
-        self._is_done = True
+        self._is_done, self.published = True, manifest
         return manifest
 
     def _refuse_created(self) -> None:
@@ -318,15 +322,18 @@ class Writer:
             metadata=metadata,
         )
 
-    def _continue(self, old: Manifest) -> None:
-        """Append: keep the full chunks, take the last one up again."""
+    def _continue(self, old: Manifest, length: int) -> None:
+        """Append: keep the full chunks of the first ``length`` bytes, take the last one up again."""
         store = self._store
         rows = list(expand_rows(store, old, self.path)) if self._staged else learn_rows(store, self._observed)
-        kept = rows[:-1] if rows and rows[-1].raw_length < CHUNK_BYTES else rows
+        ends = itertools.accumulate(row.raw_length for row in rows)
+        kept = rows[: sum(end <= length for end in ends)]
+        if len(kept) == len(rows) and rows and rows[-1].raw_length < CHUNK_BYTES:
+            kept = rows[:-1]
         self._kept = list(kept)
         self._kept_slots = list(self._observed.slots[: len(kept)]) or [None] * len(kept)
         self.length = sum(row.raw_length for row in kept)
-        tail = bytearray(old.length - self.length)
+        tail = bytearray(length - self.length)
         open_manifest(store, self.path, old).read_into(self.length, memoryview(tail))
         self.write(tail)
 

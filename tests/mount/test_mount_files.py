@@ -1,0 +1,188 @@
+"""What is written is published whole, and what is open keeps its bytes."""
+
+import errno
+import os
+import random
+import time
+
+import pytest
+
+from tierfs import store as verbs
+from tierfs.errors import ConflictError
+from tierfs.mount import reading
+from tierfs.mount.wire import SetAttr, Valid
+
+MIB = 1 << 20
+
+
+def set_attributes(hand, node, valid, *, size=0, mtime_ns=0, mode=0, uid=0):
+    hand.files.set_attributes(node, SetAttr(valid, 0, size, mtime_ns, mode, uid, 0))
+
+
+def test_a_new_file_is_in_the_store_once_it_is_closed(hand):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"hello"))
+    assert verbs.kind_of(hand.state.store, "a") is None
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == b"hello"
+
+
+def test_an_empty_file_is_published_when_it_is_released(hand):
+    hand.files.release(hand.create("a"))
+    assert verbs.load(hand.state.store, "a") == b""
+
+
+def test_a_sync_publishes_and_writing_goes_on(hand):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"one"))
+    hand.files.sync(handle)
+    assert verbs.load(hand.state.store, "a") == b"one"
+    hand.files.write(handle, 3, memoryview(b"two"))
+    assert hand.read(handle) == b"onetwo"
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == b"onetwo"
+
+
+def test_random_writes_end_up_where_they_belong(hand):
+    chance = random.Random(5)
+    model = bytearray(chance.randbytes(5 * MIB + 17))
+    hand.write_file("a", bytes(model))
+    handle = hand.open("a", os.O_RDWR)
+    for _ in range(60):
+        offset, data = chance.randrange(6 * MIB), chance.randbytes(chance.randrange(1, 100_000))
+        if offset > len(model):
+            model.extend(bytes(offset - len(model)))
+        model[offset : offset + len(data)] = data
+        hand.files.write(handle, offset, memoryview(data))
+        if chance.random() < 0.2:
+            length = chance.randrange(7 * MIB)
+            del model[length:]
+            model.extend(bytes(length - len(model)))
+            set_attributes(hand, handle.node, Valid.SIZE, size=length)
+        if chance.random() < 0.1:
+            hand.files.sync(handle)
+        assert hand.read(handle, offset // 2, 3 * MIB) == bytes(model[offset // 2 : offset // 2 + 3 * MIB])
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == bytes(model)
+
+
+def test_an_append_stores_the_end_alone(hand):
+    hand.write_file("a", os.urandom(40 * MIB))
+    before = {row.name for row in verbs.stat(hand.state.store, "a").manifest.rows}
+    handle = hand.open("a", os.O_WRONLY | os.O_APPEND)
+    hand.files.write(handle, 40 * MIB, memoryview(b"x"))
+    hand.close(handle)
+    after = {row.name for row in verbs.stat(hand.state.store, "a").manifest.rows}
+    assert len({name.digest for name in before} & {name.digest for name in after}) == 2
+
+
+def test_a_file_that_was_replaced_keeps_its_bytes_for_who_has_it_open(hand):
+    hand.write_file("a", b"old" * MIB)
+    handle = hand.open("a")
+    hand.write_file("a", b"new" * MIB)
+    assert hand.read_file("a") == b"new" * MIB
+    assert hand.read(handle) == b"old" * MIB
+    assert handle.node is not hand.node("a")
+
+
+def test_a_file_that_another_host_replaced_is_another_inode(hand, other):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    hand.write_file("a", b"old" * MIB)
+    handle = hand.open("a")
+    verbs.save(other, "a", b"new" * MIB)
+    assert hand.read_file("a") == b"new" * MIB
+    assert hand.read(handle) == b"old" * MIB
+
+
+def test_a_version_that_another_host_published_is_not_overwritten(hand, other):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    hand.write_file("a", b"first")
+    handle = hand.open("a", os.O_RDWR)
+    hand.files.write(handle, 0, memoryview(b"ours!"))
+    verbs.save(other, "a", b"theirs")
+    with pytest.raises(ConflictError):
+        hand.files.flush(handle)
+    with pytest.raises(ConflictError):
+        hand.files.release(handle)
+    assert hand.read_file("a") == b"theirs"
+
+
+def test_a_file_that_was_removed_can_be_read_and_written_by_who_has_it_open(hand):
+    hand.write_file("a", b"bytes" * MIB)
+    reading, writing = hand.open("a"), hand.create("b")
+    hand.files.write(writing, 0, memoryview(b"b"))
+    for name in ("a", "b"):
+        hand.tree.remove_file(hand.state.nodes.root, name)
+    assert hand.names() == []
+    assert hand.read(reading) == b"bytes" * MIB
+    hand.files.write(writing, 1, memoryview(b"b"))
+    assert hand.read(writing) == b"bb"
+    hand.close(writing)
+    hand.close(reading)
+    assert verbs.kind_of(hand.state.store, "b") is None
+
+
+def test_mode_and_time_are_kept_with_the_file(hand):
+    hand.write_file("a", b"x")
+    node = hand.node("a")
+    set_attributes(hand, node, Valid.MODE | Valid.MTIME, mode=0o100755, mtime_ns=1_500_000_000_123_456_789)
+    entry = verbs.stat(hand.state.store, "a")
+    assert entry.manifest.metadata["posix"] == {"mode": 0o755, "mtime_ns": 1_500_000_000_123_456_789}
+    assert node is hand.node("a")
+    assert verbs.load(hand.state.store, "a") == b"x"
+
+
+def test_what_the_fsspec_door_kept_with_a_file_stays(hand):
+    verbs.save(hand.state.store, "a", b"x", metadata={"run": 7})
+    handle = hand.open("a", os.O_RDWR)
+    hand.files.write(handle, 0, memoryview(b"y"))
+    hand.close(handle)
+    assert verbs.stat(hand.state.store, "a").manifest.metadata["run"] == 7
+
+
+def test_another_owner_is_refused(hand):
+    hand.write_file("a", b"x")
+    with pytest.raises(PermissionError) as caught:
+        set_attributes(hand, hand.node("a"), Valid.UID, uid=os.getuid() + 1)
+    assert caught.value.errno == errno.EPERM
+
+
+def test_a_hole_cannot_be_punched(hand):
+    handle = hand.create("a")
+    with pytest.raises(OSError) as caught:
+        hand.files.allocate(handle, 0, 10, 3)
+    assert caught.value.errno == errno.EOPNOTSUPP
+    hand.files.allocate(handle, 0, 10, 0)
+    hand.close(handle)
+    assert hand.read_file("a") == bytes(10)
+
+
+def test_a_truncation_by_path_is_published_at_once(hand):
+    hand.write_file("a", b"hello")
+    set_attributes(hand, hand.node("a"), Valid.SIZE, size=2)
+    assert verbs.load(hand.state.store, "a") == b"he"
+    assert not hand.node("a").is_ahead
+
+
+def test_a_file_that_tierfs_did_not_write_is_read_only(hand, tmp_path):
+    (tmp_path / "store" / "theirs").write_bytes(b"abc")
+    assert hand.read_file("theirs") == b"abc"
+    with pytest.raises(PermissionError):
+        hand.open("theirs", os.O_RDWR)
+
+
+def test_sequential_reads_give_their_memory_back(hand):
+    taken = reading._buffers._taken
+    data = os.urandom(30 * MIB)
+    hand.write_file("a", data)
+    handle = hand.open("a")
+    got = b"".join(hand.read(handle, offset, 128 * 1024) for offset in range(0, len(data), 128 * 1024))
+    assert got == data
+    hand.close(handle)
+    for _ in range(100):
+        if reading._buffers._taken <= taken:
+            break
+        time.sleep(0.05)
+    assert reading._buffers._taken <= taken

@@ -1,0 +1,169 @@
+"""Requests as the kernel sends them, over a socket: errors, hanging handlers, what no one serves."""
+
+import errno
+import os
+import socket
+import struct
+import threading
+
+import pytest
+
+from tierfs.errors import CapacityError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.mount import wire
+from tierfs.mount.errnos import errno_of
+from tierfs.mount.server import Server
+from tierfs.mount.wire import Opcode
+
+
+class Kernel:
+    def __init__(self, serve, **options):
+        self.ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.its = its
+        self.server = Server(its.fileno(), serve, **options)
+        self.unique = 0
+        self.server.start()
+
+    def send(self, opcode, node=1, body=b""):
+        self.unique += 1
+        self.ours.send(struct.pack("<IIQQIIII", 40 + len(body), opcode, self.unique, node, 0, 0, 0, 0) + body)
+        return self.unique
+
+    def answer(self):
+        data = self.ours.recv(1 << 21)
+        length, error, unique = wire.OUT_HEADER.unpack_from(data)
+        assert length == len(data)
+        return unique, -error, data[16:]
+
+    def ask(self, *arguments, **options):
+        unique = self.send(*arguments, **options)
+        found = self.answer()
+        assert found[0] == unique
+        return found[1:]
+
+    def close(self):
+        self.ours.close()
+        assert self.server.ended.wait(5)
+        self.its.close()
+
+
+@pytest.fixture
+def kernel_for():
+    kernels = []
+
+    def make(serve, **options):
+        kernels.append(Kernel(serve, **options))
+        return kernels[-1]
+
+    yield make
+    for kernel in kernels:
+        kernel.close()
+
+
+def test_an_error_is_an_errno_and_the_mount_goes_on(kernel_for):
+    errors = iter([NotFoundError("gone"), RuntimeError("odd"), SystemExit(3), KeyError("x")])
+
+    def serve(header, body):
+        error = next(errors, None)
+        if error is not None:
+            raise error
+        return b"fine"
+
+    kernel = kernel_for(serve)
+    assert [kernel.ask(Opcode.GETATTR) for _ in range(5)] == [
+        (errno.ENOENT, b""),
+        (errno.EIO, b""),
+        (errno.EIO, b""),
+        (errno.EIO, b""),
+        (0, b"fine"),
+    ]
+
+
+def test_a_request_that_hangs_is_answered_with_eio_and_others_go_on(kernel_for):
+    hang = threading.Event()
+
+    def serve(header, body):
+        if header.opcode == Opcode.READ:
+            hang.wait(30)
+        return b"fine"
+
+    kernel = kernel_for(serve, timeout_s=0.3)
+    hanging = [kernel.send(Opcode.READ) for _ in range(40)]
+    answered = kernel.send(Opcode.GETATTR)
+    answers = [kernel.answer() for _ in range(41)]
+    assert (answered, 0, b"fine") in answers
+    assert sorted(unique for unique, number, _ in answers if number == errno.EIO) == hanging
+    hang.set()
+    assert kernel.ask(Opcode.READ) == (0, b"fine")
+
+
+def test_what_is_forgotten_is_not_answered(kernel_for):
+    kernel = kernel_for(lambda header, body: None if header.opcode == Opcode.FORGET else b"fine")
+    kernel.send(Opcode.FORGET)
+    unique = kernel.send(Opcode.GETATTR)
+    assert kernel.answer()[0] == unique
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (ConflictError("x"), errno.ESTALE),
+        (CapacityError("x"), errno.ENOSPC),
+        (ReadOnlyError("x"), errno.EACCES),
+        (CorruptionError("x"), errno.EIO),
+        (StoreError("x", transient=True), errno.EIO),
+        (TimeoutError("x"), errno.EIO),
+        (OSError(errno.ENOSPC, "x"), errno.ENOSPC),
+        ("\udc80".encode, errno.EILSEQ),
+    ],
+)
+def test_errors_have_the_errno_that_programs_expect(error, number):
+    if callable(error):
+        with pytest.raises(UnicodeError) as caught:
+            error()
+        error = caught.value
+    assert errno_of(error, "x") == number
+
+
+def test_requests_of_the_kernel_are_understood(hand):
+    """A file made, written, listed and read by bytes alone."""
+    requests = hand.requests
+
+    def ask(opcode, node=1, body=b""):
+        header = wire.Header(40 + len(body), opcode, 1, node, 0, 0, 0, 0)
+        answer = requests(header, memoryview(body))
+        if answer is not None and not isinstance(answer, bytes):
+            data = b"".join(bytes(view) for view in answer)
+            answer.release()
+            return data
+        return answer
+
+    assert struct.unpack_from("<II", ask(Opcode.INIT, 0, struct.pack("<IIII", 7, 45, 131072, 0xFFFFFFFF))) == (7, 31)
+    with pytest.raises(ValueError, match=r"7\.31"):
+        ask(Opcode.INIT, 0, struct.pack("<IIII", 7, 20, 131072, 0))
+    assert ask(Opcode.LOOKUP, 1, b"a\0")[:8] == bytes(8)
+    created = ask(Opcode.CREATE, 1, struct.pack("<IIII", os.O_RDWR | os.O_CREAT, 0o100666, 0o022, 0) + b"a\0")
+    node, handle = struct.unpack_from("<Q", created)[0], struct.unpack_from("<Q", created, 128)[0]
+    assert struct.unpack_from("<I", created, 40 + 60)[0] == 0o100644
+    written = ask(Opcode.WRITE, node, struct.pack("<QQIIQII", handle, 0, 5, 0, 0, 0, 0) + b"hello")
+    assert struct.unpack_from("<I", written)[0] == 5
+    ask(Opcode.FLUSH, node, struct.pack("<QIIQ", handle, 0, 0, 0))
+    ask(Opcode.RELEASE, node, struct.pack("<QIIQ", handle, 0, 0, 0))
+    directory = struct.unpack_from("<Q", ask(Opcode.OPENDIR, 1, bytes(8)))[0]
+    page = ask(Opcode.READDIRPLUS, 1, struct.pack("<QQIIQII", directory, 0, 4096, 0, 0, 0, 0))
+    assert b"a" in page
+    assert len(page) == 3 * (128 + 32)
+    assert ask(Opcode.READDIR, 1, struct.pack("<QQIIQII", directory, 3, 4096, 0, 0, 0, 0)) == b""
+    opened = struct.unpack_from("<Q", ask(Opcode.OPEN, node, struct.pack("<II", os.O_RDONLY, 0)))[0]
+    assert ask(Opcode.READ, node, struct.pack("<QQIIQII", opened, 1, 3, 0, 0, 0, 0)) == b"ell"
+    digest = ask(Opcode.GETXATTR, node, struct.pack("<II", 200, 0) + b"user.tierfs.digest\0")
+    assert digest.decode() == hand.node("a").entry.manifest.digest.hex()
+    with pytest.raises(OSError) as caught:
+        ask(Opcode.GETXATTR, node, struct.pack("<II", 0, 0) + b"security.capability\0")
+    assert caught.value.errno == errno.ENODATA
+    for opcode in (Opcode.SYMLINK, Opcode.LINK):
+        with pytest.raises(PermissionError) as caught:
+            ask(opcode, 1, b"a\0b\0")
+        assert caught.value.errno == errno.EPERM
+    with pytest.raises(OSError) as caught:
+        ask(47, 1)  # COPY_FILE_RANGE
+    assert caught.value.errno == errno.ENOSYS

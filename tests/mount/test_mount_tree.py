@@ -1,0 +1,128 @@
+"""Names: made, listed, renamed, removed."""
+
+import errno
+import os
+
+import pytest
+from support.mount_hand import Hand
+
+from tierfs import store as verbs
+from tierfs.errors import AlreadyExistsError
+from tierfs.mount.tree import NO_REPLACE
+
+
+def rename(hand, old, new, flags=0):
+    hand.tree.rename(*hand.parent(old), *hand.parent(new), flags)
+
+
+def test_an_exclusive_create_finds_what_is_there(hand):
+    hand.write_file("a", b"x")
+    with pytest.raises(FileExistsError):
+        hand.create("a", flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+def test_a_rename_replaces_what_has_the_name(hand):
+    hand.write_file("tmp", b"new")
+    hand.write_file("a", b"old")
+    handle = hand.open("a")
+    rename(hand, "tmp", "a")
+    assert hand.names() == ["a"]
+    assert hand.read_file("a") == b"new"
+    assert hand.read(handle) == b"old"
+
+
+def test_a_rename_that_must_not_replace_is_refused(hand):
+    hand.write_file("a", b"a")
+    hand.write_file("b", b"b")
+    with pytest.raises((FileExistsError, AlreadyExistsError)):
+        rename(hand, "a", "b", NO_REPLACE)
+    rename(hand, "a", "c", NO_REPLACE)
+    assert hand.names() == ["b", "c"]
+    with pytest.raises(OSError) as caught:
+        rename(hand, "b", "c", 2)  # RENAME_EXCHANGE
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_a_file_that_is_open_is_published_under_its_new_name(hand):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"x"))
+    rename(hand, "a", "b")
+    hand.close(handle)
+    assert [entry.path for entry in verbs.list_directory(hand.state.store, "")] == ["b"]
+
+
+def test_an_open_file_renamed_over_another_and_removed_takes_both_away(hand):
+    hand.write_file("b", b"old")
+    handle = hand.create("a")
+    rename(hand, "a", "b")
+    hand.tree.remove_file(hand.state.nodes.root, "b")
+    hand.close(handle)
+    assert verbs.list_directory(hand.state.store, "") == []
+
+
+def test_a_directory_is_moved_with_all_in_it(hand):
+    for folder in ("d", "d/e"):
+        hand.tree.make_directory(*hand.parent(folder), 0o755)
+    hand.write_file("d/e/f", b"x")
+    handle = hand.open("d/e/f", os.O_RDWR)
+    rename(hand, "d", "g")
+    assert hand.names() == ["g"]
+    assert hand.read_file("g/e/f") == b"x"
+    hand.files.write(handle, 0, memoryview(b"y"))
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "g/e/f") == b"y"
+
+
+def test_a_directory_stays_when_the_last_file_leaves_it(hand):
+    verbs.save(hand.state.store, "d/a", b"x")
+    hand.tree.remove_file(*hand.parent("d/a"))
+    assert hand.names("d") == []
+    hand.tree.remove_directory(*hand.parent("d"))
+    assert hand.names() == []
+
+
+def test_a_directory_with_a_file_that_is_not_published_is_not_empty(hand):
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    handle = hand.create("d/a")
+    with pytest.raises(OSError) as caught:
+        hand.tree.remove_directory(*hand.parent("d"))
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert hand.names("d") == ["a"]
+    hand.close(handle)
+
+
+def test_names_that_are_too_long_say_so(hand):
+    with pytest.raises(OSError) as caught:
+        hand.create("x" * 251)
+    assert caught.value.errno == errno.ENAMETOOLONG
+
+
+def test_what_the_store_keeps_for_itself_is_not_shown(hand):
+    assert hand.names() == []
+    with pytest.raises(FileNotFoundError):
+        hand.node(".tierfs")
+
+
+def test_files_of_a_complete_checkpoint_are_trusted_for_longer(hand):
+    for name in ("c/.metadata", "c/rank-0.safetensors", "d/loose"):
+        verbs.save(hand.state.store, name, b"x")
+    hand.names("c")
+    hand.names("d")
+    assert hand.state.valid_s(hand.node("c/rank-0.safetensors")) > 10 > hand.state.valid_s(hand.node("d/loose"))
+    handle = hand.open("c/rank-0.safetensors", os.O_RDWR)
+    hand.files.write(handle, 0, memoryview(b"y"))
+    assert hand.state.valid_s(handle.node) <= 1
+    hand.close(handle)
+
+
+def test_an_inode_number_is_the_same_in_the_next_mount(hand, tmp_path):
+    hand.write_file("a", b"x")
+    assert Hand(hand.state.store, tmp_path / "staging").node("a").attributes.ino == hand.node("a").attributes.ino
+
+
+def test_inodes_that_nobody_needs_are_dropped(hand):
+    hand.write_file("a", b"x")
+    node = hand.node("a")
+    hand.state.nodes.forget(node.id, node.lookups)
+    assert hand.state.nodes.get(node.id) is None
+    assert hand.read_file("a") == b"x"

@@ -1,0 +1,71 @@
+"""``tierfs mount``: a store as a directory of this host, for tools that want a path."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.mount.mounting import start
+from tierfs.mount.serving import MountOptions, serve
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "mount"
+HELP = "mount a store, or a directory in one, on a directory of this host"
+EXAMPLES = """\
+tierfs mount tierfs::s3://bucket/run /mnt/run
+tierfs mount tierfs::s3://bucket/run/step_1000 /mnt/model --read-only
+tierfs mount tierfs://NAME /mnt/store --foreground --ack object   # in a container"""
+
+LEVELS = (Level.STAGED, Level.LOCAL, Level.OBJECT)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
+    parser.add_argument("directory", metavar="DIR", help="where to mount it: a directory that is there")
+    parser.add_argument("--read-only", action="store_true", help="refuse every change")
+    parser.add_argument(
+        "--allow-other", action="store_true", help="let other users in, as far as the files' modes allow"
+    )
+    parser.add_argument(
+        "--ack",
+        choices=[level.label for level in LEVELS],
+        help="how safe a file is when close or fsync returns (default: as the store is configured)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="when a program gets an error because the object tier does not answer (default: 30)",
+    )
+    parser.add_argument(
+        "--foreground", action="store_true", help="serve in this process until it is unmounted or gets SIGTERM"
+    )
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Mount; in the background, return once it can be used."""
+    given = {}
+    if arguments.timeout is not None:
+        if not arguments.timeout > 0:
+            raise InvalidInputError(f"--timeout {arguments.timeout:g}: give a number of seconds over 0")
+        given = {"timeout_s": arguments.timeout}
+    options = MountOptions(arguments.read_only, arguments.allow_other, arguments.ack, **given)
+    directory = Path(arguments.directory).absolute()
+    if not arguments.foreground:
+        process = start(arguments.url, directory, options)
+        process.returncode = 0  # it goes on without us
+        if arguments.json:
+            print_json({"url": arguments.url, "directory": str(directory), "pid": process.pid})
+        return 0
+    logger = logging.getLogger("tierfs.mount")
+    left = serve(arguments.url, directory, options, lambda: logger.info("%s is mounted", directory))
+    if arguments.json:
+        print_json({"url": arguments.url, "directory": str(directory), "left": left})
+    return 1 if left else 0

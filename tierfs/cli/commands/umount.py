@@ -1,0 +1,44 @@
+"""``tierfs umount``: end a mount once all that was written is safe."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.errors import InvalidInputError
+from tierfs.mount.mounting import unmount
+from tierfs.mount.serving import FLUSH_S
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "umount"
+HELP = "unmount a store, once what was written has reached the level of the mount"
+EXAMPLES = """\
+tierfs umount /mnt/run
+tierfs umount /mnt/run --timeout 600
+tierfs umount /mnt/run --force     # what is not published is lost"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("directory", metavar="DIR", help="where it is mounted")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=FLUSH_S,
+        metavar="SECONDS",
+        help=f"give up after so long (default: {FLUSH_S:g})",
+    )
+    parser.add_argument("--force", action="store_true", help="unmount though files are open or not published")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Unmount; an error names what is in the way, and leaves the mount as it is."""
+    if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
+        raise InvalidInputError(f"--timeout {arguments.timeout:g}: give a number of seconds over 0")
+    unmount(arguments.directory, timeout=arguments.timeout, force=arguments.force)
+    if arguments.json:
+        print_json({"directory": arguments.directory})
+    return 0

@@ -1,0 +1,79 @@
+"""What a file or directory looks like to ``stat``: from a manifest, and back into its metadata.
+
+A manifest has no field for a mode, and its time is that of the publication. So both lie in the manifest's metadata under
+``posix``: ``{"mode": 420, "mtime_ns": 1764000000000000000}``. Owner and group are those of whoever mounted.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from tierfs.store import Entry
+
+__all__ = ["DIRECTORY_MODE", "KEY", "MODE_BITS", "Attributes", "attributes_of", "new_attributes", "with_posix"]
+
+KEY = "posix"
+MODE_BITS = 0o777
+FILE_MODE, DIRECTORY_MODE, FOREIGN_MODE = 0o644, 0o755, 0o444
+_TIME_NS_MAX = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Attributes:
+    """The fields of ``struct stat`` that differ from file to file. ``mode`` has the type's bits, too."""
+
+    ino: int
+    mode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    uid: int
+    gid: int
+
+    def at(
+        self, *, size: int | None = None, mode: int | None = None, mtime_ns: int | None = None, now_ns: int
+    ) -> Attributes:
+        """The same after a change. ``mode`` gives the permissions alone."""
+        return replace(
+            self,
+            size=self.size if size is None else size,
+            mode=self.mode if mode is None else stat.S_IFMT(self.mode) | (mode & MODE_BITS),
+            mtime_ns=self.mtime_ns if mtime_ns is None else mtime_ns,
+            ctime_ns=now_ns,
+        )
+
+
+def attributes_of(entry: Entry, ino: int, *, started_ns: int) -> Attributes:
+    """Describe what the store has. A directory without a marker has the time of the mount."""
+    mode, mtime_ns, ctime_ns = (DIRECTORY_MODE if entry.is_directory else FILE_MODE), started_ns, started_ns
+    if entry.foreign is not None:
+        mode, mtime_ns = FOREIGN_MODE, entry.foreign.modified_ns
+        ctime_ns = mtime_ns
+    elif entry.manifest is not None:
+        mtime_ns = ctime_ns = entry.manifest.modified_ns
+        posix = entry.manifest.metadata.get(KEY)
+        if isinstance(posix, Mapping):
+            mode = _number(posix.get("mode"), mode) & MODE_BITS
+            mtime_ns = _number(posix.get("mtime_ns"), mtime_ns)
+    kind = stat.S_IFDIR if entry.is_directory else stat.S_IFREG
+    return Attributes(ino, kind | mode, entry.length, mtime_ns, ctime_ns, os.getuid(), os.getgid())
+
+
+def new_attributes(ino: int, mode: int, now_ns: int) -> Attributes:
+    """Describe what is being made. ``mode`` has the type's bits."""
+    return Attributes(ino, stat.S_IFMT(mode) | (mode & MODE_BITS), 0, now_ns, now_ns, os.getuid(), os.getgid())
+
+
+def with_posix(metadata: Mapping[str, object], attributes: Attributes) -> dict[str, object]:
+    """The metadata of a file that looks like this; everything else in it is kept."""
+    return {**metadata, KEY: {"mode": attributes.mode & MODE_BITS, "mtime_ns": attributes.mtime_ns}}
+
+
+def _number(value: object, default: int) -> int:
+    """A number from a store, which anybody may have written."""
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > _TIME_NS_MAX:
+        return default
+    return value

@@ -1,0 +1,184 @@
+"""Mount and unmount: by the system call where that is allowed, else by ``fusermount3``."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import ctypes
+import errno
+import logging
+import os
+import shutil
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+from tierfs.errors import InvalidInputError, ReadOnlyError, StoreError
+
+__all__ = ["KIND", "attach", "detach", "mounted_at", "set_readahead"]
+
+DEVICE = "/dev/fuse"
+HELPER = "fusermount3"
+KIND = "fuse.tierfs"
+READAHEAD_KIB = 4096
+MS_RDONLY, MS_NOSUID, MS_NODEV = 1, 2, 4
+MNT_DETACH = 2
+_logger = logging.getLogger("tierfs.mount")
+
+
+def attach(url: str, directory: Path, *, read_only: bool, allow_other: bool) -> int:
+    """Mount on a directory.
+
+    Returns:
+        The descriptor of ``/dev/fuse`` that requests come from.
+
+    Raises:
+        InvalidInputError: There is no such directory, or something of tierfs is mounted there.
+        StoreError: FUSE is missing on this host; one line says what.
+        ReadOnlyError: It is not allowed.
+    """
+    _check(directory)
+    if os.geteuid() == 0:
+        with contextlib.suppress(PermissionError):
+            return _by_system_call(url, directory, read_only=read_only, allow_other=allow_other)
+    return _by_helper(url, directory, read_only=read_only, allow_other=allow_other)
+
+
+def detach(directory: Path, *, lazy: bool = False) -> None:
+    """Unmount a directory.
+
+    Args:
+        directory: The mounted one.
+        lazy: Take the name away even while files are open.
+
+    Raises:
+        OSError: EBUSY where files are open.
+    """
+    if os.geteuid() == 0:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.umount2(os.fsencode(directory), MNT_DETACH if lazy else 0) == 0:
+            return
+        number = ctypes.get_errno()
+        if number != errno.EPERM:
+            raise OSError(number, os.strerror(number), str(directory))
+    helper = _helper()
+    done = subprocess.run(
+        [helper, "-u", *(["-z"] if lazy else []), "--", str(directory)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        number = errno.EBUSY if "busy" in done.stderr else errno.EPERM
+        raise OSError(number, done.stderr.strip() or os.strerror(number), str(directory))
+
+
+def mounted_at(directory: Path) -> str | None:
+    """What is mounted on a directory, by the kind of its filesystem; ``None`` for nothing."""
+    wanted, found = os.path.realpath(directory), None
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts:
+        for line in mounts:
+            fields = line.split()
+            place = fields[4].encode().decode("unicode_escape") if "\\" in fields[4] else fields[4]
+            if place == wanted:
+                found = fields[fields.index("-") + 1]
+    return found
+
+
+def set_readahead(directory: Path) -> None:
+    """Have the kernel read further ahead than 128 KiB, which takes root; without it reads are slower, and right."""
+    device = os.stat(directory).st_dev
+    path = f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb"
+    with contextlib.suppress(OSError):
+        Path(path).write_text(str(READAHEAD_KIB))
+
+
+def _check(directory: Path) -> None:
+    if not os.path.exists(DEVICE):
+        raise StoreError(
+            f"{DEVICE} is missing, so nothing can be mounted: load the kernel's module (modprobe fuse), or give the container the "
+            "device; `tierfs cp -r` needs neither"
+        )
+    try:
+        is_directory = stat.S_ISDIR(directory.stat().st_mode)
+    except FileNotFoundError:
+        raise InvalidInputError(f"{directory} is not there: make the directory first", path=str(directory)) from None
+    except OSError as error:
+        if error.errno == errno.ENOTCONN:
+            raise InvalidInputError(
+                f"{directory} has a mount whose process is gone: `tierfs umount {directory}` removes it",
+                path=str(directory),
+            ) from None
+        raise
+    if not is_directory:
+        raise InvalidInputError(f"{directory} is no directory", path=str(directory))
+    if mounted_at(directory) == KIND:
+        raise InvalidInputError(
+            f"{directory} has a store mounted already: `tierfs umount {directory}`", path=str(directory)
+        )
+
+
+def _by_system_call(url: str, directory: Path, *, read_only: bool, allow_other: bool) -> int:
+    device = _open_device()
+    options = f"fd={device},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},default_permissions,max_read={1 << 20}"
+    if allow_other:
+        options += ",allow_other"
+    flags = MS_NOSUID | MS_NODEV | (MS_RDONLY if read_only else 0)
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = (url.encode(), os.fsencode(directory), KIND.encode(), ctypes.c_ulong(flags), options.encode())
+    if libc.mount(*arguments) == 0:
+        return device
+    number = ctypes.get_errno()
+    os.close(device)
+    if number in (errno.EPERM, errno.EACCES):
+        raise PermissionError(number, "mount")
+    raise StoreError(f"{directory} cannot be mounted on: {os.strerror(number)}", path=str(directory))
+
+
+def _open_device() -> int:
+    try:
+        return os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError:
+        raise
+    except OSError as error:
+        raise StoreError(f"{DEVICE} cannot be opened, so nothing can be mounted: {error.strerror}") from error
+
+
+def _helper() -> str:
+    helper = shutil.which(HELPER)
+    if helper is None:
+        raise StoreError(
+            f"{HELPER} is missing, which mounts for whoever is not root: install the package fuse3, or mount as root"
+        )
+    return helper
+
+
+def _by_helper(url: str, directory: Path, *, read_only: bool, allow_other: bool) -> int:
+    """Have ``fusermount3`` mount, which hands the descriptor back over a socket."""
+    options = [
+        f"fsname={url.replace(',', '_')}",
+        "subtype=tierfs",
+        "default_permissions",
+        f"max_read={1 << 20}",
+        "nosuid",
+        "nodev",
+    ]
+    options += ["ro"] if read_only else []
+    options += ["allow_other"] if allow_other else []
+    ours, its = socket.socketpair()
+    with ours, its:
+        done = subprocess.run(
+            [_helper(), "-o", ",".join(options), "--", str(directory)],
+            env={**os.environ, "_FUSE_COMMFD": str(its.fileno())},
+            pass_fds=[its.fileno()],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            raise ReadOnlyError(f"{directory} cannot be mounted on: {done.stderr.strip()}", path=str(directory))
+        _, ancillary, _, _ = ours.recvmsg(1, socket.CMSG_LEN(array.array("i", [0]).itemsize))
+        descriptors = array.array("i")
+        for _, kind, data in ancillary:
+            if kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: descriptors.itemsize])
+        os.set_inheritable(descriptors[0], False)  # noqa: FBT003 - takes no keywords
+        return descriptors[0]

@@ -1,0 +1,338 @@
+"""Open files: read, write, publish.
+
+A file is published when it is synced, and when it is closed after something was written: whole, by the store's own `Writer`, on
+condition that it is still the version that was opened. A crash of the mount publishes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+
+from tierfs import store as verbs
+from tierfs.errors import ConflictError, NotFoundError
+from tierfs.mount.attributes import attributes_of, with_posix
+from tierfs.mount.errnos import refusal
+from tierfs.mount.nodes import Handle, Node, version_of
+from tierfs.mount.reading import ReadAhead, Views
+from tierfs.mount.staging import Staged
+from tierfs.mount.state import MountState
+from tierfs.mount.wire import SetAttr, Valid
+from tierfs.store import Entry, WriteMode, Writer
+
+__all__ = ["Files"]
+
+_logger = logging.getLogger("tierfs.mount")
+
+
+class Files:
+    """The operations on contents. Safe for use by many threads; all raise what `errnos` translates.
+
+    Args:
+        state: The mount.
+    """
+
+    def __init__(self, state: MountState) -> None:
+        self._state = state
+        self._handles: dict[int, Handle] = {}
+
+    def open(self, node: Node, flags: int) -> Handle:
+        """Open a file at the version that the store has now, which is what close-to-open takes.
+
+        Raises:
+            OSError: ESTALE where the kernel has to look the name up again.
+        """
+        if node.is_directory:
+            raise refusal(errno.EISDIR)
+        writes = flags & os.O_ACCMODE != os.O_RDONLY
+        with node.lock:
+            self._check_is_newest(node)
+            if writes and node.entry is not None and node.entry.foreign is not None:
+                raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
+            if flags & os.O_TRUNC and node.attributes.size:
+                if node.handles and not node.is_ahead and not any(handle.writes for handle in node.handles):
+                    # Whoever has it open, or mapped, keeps what is in it: what is written now is another inode.
+                    self._state.nodes.split(node)
+                    raise refusal(errno.ESTALE)
+                self._resize(node, 0)
+            handle = self._handle(node, writes=writes)
+            if not writes and node.staged is None:
+                self._reader(node)
+            return handle
+
+    def opened_new(self, node: Node) -> Handle:
+        """Open a file that was just made."""
+        with node.lock:
+            node.staged = Staged(self._state.staging, None)
+            node.staged.is_dirty = True
+            return self._handle(node, writes=True)
+
+    def handle(self, number: int) -> Handle:
+        """The handle of a number that the kernel was given."""
+        try:
+            return self._handles[number]
+        except KeyError:
+            raise refusal(errno.EBADF) from None
+
+    def read(self, handle: Handle, offset: int, size: int) -> Views | bytes:
+        """The bytes from ``offset``, fewer at the end of the file."""
+        node = handle.node
+        if node.staged is not None:
+            with node.lock:
+                if node.staged is not None:
+                    return node.staged.read(offset, size)
+        reader = node.reader or self._reader(node)
+        ahead = handle.ahead
+        if not isinstance(ahead, ReadAhead) or ahead.reader is not reader:
+            with node.lock:
+                ahead = handle.ahead
+                if not isinstance(ahead, ReadAhead) or ahead.reader is not reader:
+                    if isinstance(ahead, ReadAhead):
+                        ahead.close()
+                    ahead = handle.ahead = ReadAhead(reader)
+        return ahead.read(offset, size)
+
+    def write(self, handle: Handle, offset: int, data: memoryview) -> int:
+        """Put bytes at ``offset``."""
+        node = handle.node
+        with node.lock:
+            written = self._staged(node).write(offset, data)
+            self._touched(node)
+        return written
+
+    def allocate(self, handle: Handle, offset: int, length: int, mode: int) -> None:
+        """Make room, and the file longer unless ``mode`` says to keep its size (1).
+
+        Raises:
+            OSError: EOPNOTSUPP for anything else, a hole for one.
+        """
+        if mode & ~1:
+            raise refusal(errno.EOPNOTSUPP)
+        node = handle.node
+        with node.lock:
+            staged = self._staged(node)
+            staged.allocate(offset, length)
+            if not mode and offset + length > staged.length:
+                staged.resize(offset + length)
+                self._touched(node)
+
+    def set_attributes(self, node: Node, wanted: SetAttr) -> None:
+        """Change size, mode or time; the owner is whoever mounted.
+
+        Raises:
+            OSError: EPERM for another owner.
+        """
+        attributes = node.attributes
+        if (wanted.valid & Valid.UID and wanted.uid != attributes.uid) or (
+            wanted.valid & Valid.GID and wanted.gid != attributes.gid
+        ):
+            raise refusal(errno.EPERM, "all files of a mount belong to whoever mounted it")
+        with node.lock:
+            now_ns = time.time_ns()
+            if wanted.valid & Valid.SIZE:
+                self._resize(node, wanted.size)
+            if wanted.valid & (Valid.MODE | Valid.MTIME):
+                mtime_ns = now_ns if wanted.valid & Valid.MTIME_NOW else wanted.mtime_ns
+                node.attributes = node.attributes.at(
+                    mode=wanted.mode if wanted.valid & Valid.MODE else None,
+                    mtime_ns=mtime_ns if wanted.valid & Valid.MTIME else None,
+                    now_ns=now_ns,
+                )
+                if (node.attributes.mode, node.attributes.mtime_ns) != (attributes.mode, attributes.mtime_ns):
+                    node.has_new_attributes = True
+            if not any(handle.writes for handle in node.handles):
+                try:
+                    self.publish(node)
+                finally:
+                    self._end_staging(node)
+
+    def flush(self, handle: Handle) -> None:
+        """What ``close`` waits for: publish what was written. A file that nothing was written to yet waits for `release`."""
+        node = handle.node
+        with node.lock:
+            if handle.writes and node.staged is not None and node.staged.was_written:
+                self.publish(node)
+
+    def sync(self, handle: Handle) -> None:
+        """Publish, at the level of the mount."""
+        self.publish(handle.node)
+
+    def release(self, handle: Handle) -> None:
+        """End a handle. Nobody hears of an error any more, so it is logged."""
+        self._handles.pop(handle.id, None)
+        node = handle.node
+        with node.lock:
+            node.handles.discard(handle)
+            if isinstance(handle.ahead, ReadAhead):
+                handle.ahead.close()
+            try:
+                if handle.writes:
+                    self.publish(node)
+            finally:
+                self._end_staging(node)
+                self._state.nodes.drop(node)
+
+    def publish(self, node: Node) -> None:
+        """Make what was written the file's next version, if anything was.
+
+        Raises:
+            ConflictError: Somebody else published another one since it was opened; theirs stands.
+            TierfsError, TimeoutError: It could not be stored, or did not reach its level in time.
+        """
+        with node.lock:
+            staged = node.staged
+            is_dirty = staged is not None and staged.is_dirty
+            if node.path is None:
+                if node.is_replaced and is_dirty:
+                    raise ConflictError("the file was replaced by somebody else since it was opened: theirs stands")
+                return
+            if is_dirty and staged is not None:
+                self._publish_content(node, staged)
+            elif node.has_new_attributes and node.version is not None:
+                self._publish_attributes(node)
+
+    def keep_bytes(self, node: Node) -> None:
+        """See that whoever has a file open can read it after it is gone: what is not in the object tier goes with its name."""
+        with node.lock:
+            tiers, path = self._state.store.tiers, node.path
+            if not node.handles or node.staged is not None or tiers is None or path is None:
+                return
+            if tiers.drafts.pending(path) is None:
+                return
+            reader = self._reader(node)
+            node.staged = Staged(self._state.staging, None)
+            buffer = memoryview(bytearray(1 << 20))
+            for offset in range(0, reader.length, len(buffer)):
+                piece = buffer[: min(len(buffer), reader.length - offset)]
+                reader.read_into(offset, piece)
+                node.staged.write(offset, piece)
+            node.staged.is_dirty = False
+
+    def dirty(self) -> list[Node]:
+        """What is not published yet."""
+        return [node for node in self._state.nodes.all() if node.path is not None and node.is_ahead and _is_dirty(node)]
+
+    def _end_staging(self, node: Node) -> None:
+        """Give the staged file up once nobody writes to it. What could not be published is lost, as whoever closed it was told."""
+        staged = node.staged
+        if staged is None or any(one.writes for one in node.handles) or (node.path is None and node.handles):
+            return
+        is_lost = staged.is_dirty and node.path is not None
+        staged.close()
+        node.staged, node.has_new_attributes = None, False
+        if is_lost and node.entry is not None:
+            node.attributes = attributes_of(node.entry, node.attributes.ino, started_ns=0)
+        elif is_lost:
+            self._state.nodes.remove(node)
+
+    def _publish_content(self, node: Node, staged: Staged) -> None:
+        store, path = self._state.store, node.path
+        assert path is not None
+        base = node.entry.manifest if node.entry is not None else None
+        # What is at the start and did not change is kept as it is.
+        keep = staged.kept if base is not None and base.inline is None else 0
+        metadata = with_posix(base.metadata if base is not None else {}, node.attributes)
+        writer = Writer(
+            store,
+            path,
+            mode=WriteMode.APPEND if keep else WriteMode.OVERWRITE,
+            metadata=metadata,
+            level=self._state.level,
+            keep=keep,
+        )
+        try:
+            there = writer.replaces.write_id if writer.replaces is not None else None
+            if there != (base.write_id if base is not None else None):
+                raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
+            staged.feed(writer, keep)
+        except BaseException:
+            writer.abort()
+            raise
+        try:
+            writer.commit()
+        finally:
+            if writer.is_done:
+                self._take_published(node, staged, writer)
+
+    def _take_published(self, node: Node, staged: Staged, writer: Writer) -> None:
+        path, store = node.path, self._state.store
+        assert path is not None
+        # What is pending, or what was published, by its write id: no answer to a request is needed for that.
+        entry = Entry(path, is_directory=False, manifest=writer.published)
+        self._state.nodes.changed(path)
+        node.entry, node.version, node.has_new_attributes = entry, version_of(entry), False
+        node.reader = verbs.open_entry(store, entry)
+        staged.published(node.reader)
+
+    def _publish_attributes(self, node: Node) -> None:
+        path, entry = node.path, node.entry
+        assert path is not None
+        assert entry is not None
+        if entry.manifest is None:
+            node.has_new_attributes = False
+            raise refusal(errno.EPERM, f"{path} was not written by tierfs")
+        metadata = with_posix(entry.manifest.metadata, node.attributes)
+        try:
+            manifest = verbs.annotate(self._state.store, path, metadata, write_id=entry.manifest.write_id)
+        finally:
+            node.has_new_attributes = False
+        self._state.nodes.changed(path)
+        node.entry = Entry(path, is_directory=False, manifest=manifest)
+        node.version = version_of(node.entry)
+
+    def _check_is_newest(self, node: Node) -> None:
+        """See that the store still has the version that the kernel opens.
+
+        Raises:
+            OSError: ESTALE: it has not, and the name has to be looked up again.
+        """
+        if node.path is None:
+            raise refusal(errno.ESTALE)
+        if node.is_ahead:
+            return
+        try:
+            entry = verbs.stat_to_read(self._state.store, node.path)
+        except NotFoundError:
+            self._state.nodes.remove(node)
+            raise refusal(errno.ESTALE) from None
+        if version_of(entry) != node.version or entry.is_directory:
+            self._state.nodes.replaced(node)
+            raise refusal(errno.ESTALE)
+
+    def _handle(self, node: Node, *, writes: bool) -> Handle:
+        handle = Handle(self._state.next_handle(), node, writes)
+        node.handles.add(handle)
+        self._handles[handle.id] = handle
+        return handle
+
+    def _reader(self, node: Node) -> verbs.Reader:
+        with node.lock:
+            if node.reader is None:
+                assert node.entry is not None
+                node.reader = verbs.open_entry(self._state.store, node.entry)
+            return node.reader
+
+    def _staged(self, node: Node) -> Staged:
+        if node.staged is None:
+            node.staged = Staged(self._state.staging, self._reader(node))
+        return node.staged
+
+    def _resize(self, node: Node, length: int) -> None:
+        if node.staged is None and not length:
+            node.staged = Staged(self._state.staging, None)
+            node.staged.is_dirty = bool(node.attributes.size) or node.is_unpublished
+        staged = self._staged(node)
+        if staged.length != length or node.attributes.size != length:
+            staged.resize(length)
+            self._touched(node)
+
+    def _touched(self, node: Node) -> None:
+        assert node.staged is not None
+        now_ns = time.time_ns()
+        node.attributes = node.attributes.at(size=node.staged.length, mtime_ns=now_ns, now_ns=now_ns)
+
+
+def _is_dirty(node: Node) -> bool:
+    return node.has_new_attributes or (node.staged is not None and node.staged.is_dirty)

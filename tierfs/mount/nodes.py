@@ -1,0 +1,301 @@
+"""The mount's table of inodes: a path of the store at one version is one inode.
+
+A file that somebody else replaces becomes another inode, so whoever has the old one open or mapped keeps its bytes: a version
+never changes. What this mount itself writes stays the same inode, as programs expect.
+"""
+
+from __future__ import annotations
+
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import xxhash
+
+from tierfs.mount.attributes import Attributes, attributes_of
+from tierfs.mount.staging import Staged
+from tierfs.store import Entry, Reader
+
+__all__ = ["ROOT_ID", "Handle", "Node", "Nodes", "child_path", "version_of"]
+
+ROOT_ID = 1
+CHANGES_MAX = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """An inode.
+
+    Attributes:
+        id: What the kernel calls it.
+        path: Where in the store; ``None`` once it was removed or replaced.
+        attributes: As ``stat`` shows it.
+        version: Of the content in the store: a write id, or what the object tier says of a file that tierfs did not write;
+            ``None`` for a directory and for a file that is not published yet.
+        entry: The file as the store has it.
+        reader: Of this version, once it was opened.
+        staged: What is being written.
+        handles: Those open now.
+        lookups: How often the kernel was told of it.
+        has_new_attributes: Whether mode or time differ from what is published.
+        is_replaced: Whether somebody else replaced it, so that it cannot be published.
+        is_settled: Whether it belongs to a complete checkpoint, whose files do not change.
+        has_marker: Whether a directory is known to stay when it is empty.
+        lock: Held for as long as its content, path or version is being changed.
+    """
+
+    id: int
+    path: str | None
+    attributes: Attributes
+    version: str | None = None
+    entry: Entry | None = None
+    reader: Reader | None = None
+    staged: Staged | None = None
+    handles: set[Handle] = field(default_factory=set)
+    lookups: int = 0
+    has_new_attributes: bool = False
+    is_replaced: bool = False
+    is_settled: bool = False
+    has_marker: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether it is one."""
+        return stat.S_ISDIR(self.attributes.mode)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether this mount has something that the store does not have yet."""
+        return self.staged is not None or self.has_new_attributes or (self.version is None and not self.is_directory)
+
+    @property
+    def is_unpublished(self) -> bool:
+        """Whether the store has no version of it."""
+        return self.version is None and not self.is_directory
+
+
+@dataclass(slots=True, eq=False)
+class Handle:
+    """An open file. See `tierfs.mount.files`."""
+
+    id: int
+    node: Node
+    writes: bool
+    ahead: object = None
+
+
+class Nodes:
+    """The table. Safe for use by many threads.
+
+    Args:
+        root: Path of the mounted directory in the store.
+        started_ns: The time that directories without a marker have.
+    """
+
+    def __init__(self, root: str, started_ns: int) -> None:
+        self._lock = threading.RLock()
+        self._started_ns = started_ns
+        self._last_id = ROOT_ID
+        self._by_id: dict[int, Node] = {}
+        self._by_path: dict[str, Node] = {}
+        self._numbers: set[int] = {0}
+        self._changes: OrderedDict[str, int] = OrderedDict()  # of the latest changes made here, by path
+        self._change = self._forgotten_change = 0
+        self.root = self._add(ROOT_ID, Entry(root, is_directory=True))
+        self.root.lookups = 1
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def get(self, node_id: int) -> Node | None:
+        """The inode of a number that the kernel was told."""
+        return self._by_id.get(node_id)
+
+    def at(self, path: str) -> Node | None:
+        """The inode that is at a path, as far as it is known."""
+        return self._by_path.get(path)
+
+    def below(self, path: str, *, deep: bool = False) -> list[Node]:
+        """Those known in a directory; ``deep`` at any depth."""
+        prefix = f"{path}/" if path else ""
+        with self._lock:
+            found = [(name, node) for name, node in self._by_path.items() if name.startswith(prefix) and name != path]
+        return [node for name, node in found if deep or "/" not in name[len(prefix) :]]
+
+    def all(self) -> list[Node]:
+        """All of them, those without a path too."""
+        with self._lock:
+            return list(self._by_id.values())
+
+    def show(self, entry: Entry, seen: int) -> Node | None:
+        """The inode of what the store was found to have.
+
+        Args:
+            entry: What was found.
+            seen: What `serial` was before it was looked at.
+
+        Returns:
+            ``None`` where this mount changed the path meanwhile: then it has to be looked at again.
+        """
+        with self._lock:
+            node = self._by_path.get(entry.path)
+            if node is not None and node.is_ahead:
+                return node
+            if self._changes.get(entry.path, self._forgotten_change) > seen:
+                return None
+            version = version_of(entry)
+            if node is not None and node.is_directory == entry.is_directory and node.version == version:
+                node.attributes = self._described(entry, node)
+                node.entry = entry
+                node.has_marker = node.has_marker or entry.manifest is not None
+                return node
+            if node is not None:
+                self._detach(node, is_replaced=True)
+            self._last_id += 1
+            return self._add(self._last_id, entry)
+
+    def make(self, path: str, attributes: Attributes) -> Node:
+        """The inode of something that is made now."""
+        with self._lock:
+            old = self._by_path.get(path)
+            if old is not None:
+                self._detach(old, is_replaced=True)
+            self._last_id += 1
+            node = Node(self._last_id, path, replace(attributes, ino=self._number(path)))
+            self._by_id[node.id] = self._by_path[path] = node
+            self.changed(path)
+            return node
+
+    def split(self, node: Node) -> None:
+        """Give the path to another inode of the same version: the old one stays with those who have it open."""
+        with self._lock:
+            path, entry = node.path, node.entry
+            assert path is not None
+            assert entry is not None
+            self._detach(node, is_replaced=True)
+            self._last_id += 1
+            self._add(self._last_id, entry)
+
+    def remove(self, node: Node) -> None:
+        """Take the path away from an inode whose file is gone."""
+        with self._lock:
+            if node.path is not None:
+                self.changed(node.path)
+            self._detach(node, is_replaced=False)
+
+    def replaced(self, node: Node) -> None:
+        """Take the path away from an inode that somebody else replaced."""
+        with self._lock:
+            self._detach(node, is_replaced=True)
+
+    def move(self, node: Node, path: str) -> None:
+        """Give an inode, and all below it, another path."""
+        with self._lock:
+            old = node.path
+            assert old is not None
+            moved = [(node, path)]
+            if node.is_directory:
+                moved += [(one, path + (one.path or "")[len(old) :]) for one in self.below(old, deep=True)]
+            for one, _ in moved:
+                if one.path is not None:
+                    self._by_path.pop(one.path, None)
+                    self.changed(one.path)
+            for one, target in moved:
+                there = self._by_path.get(target)
+                if there is not None:
+                    self._detach(there, is_replaced=False)
+                one.path = target
+                if one.entry is not None:
+                    one.entry = replace(one.entry, path=target)
+                self._by_path[target] = one
+                self.changed(target)
+
+    def changed(self, path: str) -> None:
+        """Note that this mount changed a path: what was looked up before says nothing about it any more."""
+        with self._lock:
+            self._change += 1
+            self._changes[path] = self._change
+            self._changes.move_to_end(path)
+            while len(self._changes) > CHANGES_MAX:
+                self._forgotten_change = self._changes.popitem(last=False)[1]
+
+    @property
+    def serial(self) -> int:
+        """Grows with each change that this mount makes."""
+        return self._change
+
+    def told(self, node: Node) -> None:
+        """Note that the kernel is told of an inode."""
+        with self._lock:
+            node.lookups += 1
+
+    def forget(self, node_id: int, count: int) -> None:
+        """Note that the kernel forgot about it so many times."""
+        with self._lock:
+            node = self._by_id.get(node_id)
+            if node is not None and node_id != ROOT_ID:
+                node.lookups -= count
+                self.drop(node)
+
+    def drop(self, node: Node) -> None:
+        """Drop an inode if nobody needs it."""
+        with self._lock:
+            if node.lookups > 0 or node.handles or node.is_ahead or node.id == ROOT_ID:
+                return
+            if node.path is not None and self._by_path.get(node.path) is node:
+                del self._by_path[node.path]
+            if self._by_id.pop(node.id, None) is not None:
+                self._numbers.discard(node.attributes.ino)
+
+    def _add(self, node_id: int, entry: Entry) -> Node:
+        attributes = attributes_of(entry, self._number(entry.path), started_ns=self._started_ns)
+        node = Node(node_id, entry.path, attributes, version_of(entry), entry, has_marker=entry.manifest is not None)
+        self._by_id[node_id] = self._by_path[entry.path] = node
+        return node
+
+    def _described(self, entry: Entry, node: Node) -> Attributes:
+        found = attributes_of(entry, node.attributes.ino, started_ns=self._started_ns)
+        if node.is_directory and node.attributes.mtime_ns > found.mtime_ns:
+            return replace(found, mtime_ns=node.attributes.mtime_ns, ctime_ns=node.attributes.ctime_ns)
+        return found
+
+    def _detach(self, node: Node, *, is_replaced: bool) -> None:
+        if node.path is not None and self._by_path.get(node.path) is node:
+            del self._by_path[node.path]
+        node.path = None
+        node.is_replaced = is_replaced
+        self.drop(node)
+
+    def _number(self, path: str) -> int:
+        """The inode number that programs see: by the path, so that it is the same in the next mount."""
+        for attempt in self._attempts():
+            number = xxhash.xxh3_64_intdigest(f"{attempt}{path}".encode())
+            if number not in self._numbers:
+                self._numbers.add(number)
+                return number
+        raise AssertionError
+
+    @staticmethod
+    def _attempts() -> Iterator[str]:
+        yield ""
+        attempt = 0
+        while True:
+            attempt += 1
+            yield f"{attempt}\n"
+
+
+def version_of(entry: Entry) -> str | None:
+    """What tells the content of a file from what it was and will be; ``None`` for a directory."""
+    if entry.is_directory:
+        return None
+    if entry.foreign is not None:
+        return f"foreign {entry.foreign.version}"
+    return entry.manifest.write_id.hex() if entry.manifest is not None else None
+
+
+def child_path(parent: Node, name: str) -> str:
+    """The path of a name in a directory."""
+    return f"{parent.path}/{name}" if parent.path else name

@@ -1,0 +1,200 @@
+"""Read one version of a file through the tiers, ahead of a program that reads it from start to end.
+
+A read is answered from pieces of memory that are filled and verified as a whole: of 1 MiB, a block, for reads here and there,
+of 4 MiB where reads follow each other. Their memory is used again, because first touch of fresh memory is slow.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from tierfs.buffers import Buffers
+from tierfs.digest import BLOCK_BYTES
+from tierfs.store import Reader
+
+__all__ = ["ReadAhead", "Views"]
+
+PIECE_BYTES = 4 * BLOCK_BYTES
+# Behind and ahead of a sequential reader, whose requests reach us a little out of order.
+AHEAD_PIECES = 2
+PIECES_MAX = 6
+FILLERS = 4
+# A buffer of a piece is not worth taking for less.
+SMALL_BYTES = 256 * 1024
+_buffers = Buffers(PIECE_BYTES, kept=16)
+_fillers = ThreadPoolExecutor(FILLERS, thread_name_prefix="tierfs-ahead")
+
+
+class Views(list[memoryview]):
+    """Parts of an answer, one after the other. `release` lets their memory be used again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[Callable[[], None]] = []
+
+    def hold(self, view: memoryview, release: Callable[[], None]) -> None:
+        """Add a part."""
+        self.append(view)
+        self._held.append(release)
+
+    def release(self) -> None:
+        """To be called once the answer is sent."""
+        for release in self._held:
+            release()
+        self._held.clear()
+        self.clear()
+
+
+class _Piece:
+    """Bytes of the file. It is pinned while somebody fills it or sends from it."""
+
+    __slots__ = ("_buffer", "_is_dropped", "_lock", "_pins", "begun", "error", "filled", "length", "start", "view")
+
+    def __init__(self, start: int, length: int) -> None:
+        self.start, self.length = start, length
+        self._buffer = _buffers.take() if length > SMALL_BYTES else None
+        memory = memoryview(bytearray(length)) if self._buffer is None else self._buffer
+        self.view = memory[:length]
+        self.filled = threading.Event()
+        self.begun = False
+        self.error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._pins = 0
+        self._is_dropped = False
+
+    def fill(self, reader: Reader) -> None:
+        """Read it, unless somebody does or did, or nobody wants it any more."""
+        with self._lock:
+            if self.begun or (self._is_dropped and not self._pins):
+                return
+            self.begun = True
+            self._pins += 1
+        try:
+            reader.read_into(self.start, self.view)
+        except BaseException as error:  # noqa: BLE001 - raised by whoever reads it
+            self.error = error
+        finally:
+            self.filled.set()
+            self.unpin()
+
+    def pin(self) -> None:
+        with self._lock:
+            self._pins += 1
+
+    def unpin(self) -> None:
+        with self._lock:
+            self._pins -= 1
+        self._give_back()
+
+    def drop(self) -> None:
+        with self._lock:
+            self._is_dropped = True
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._lock:
+            if self._pins or not self._is_dropped or self._buffer is None:
+                return
+            buffer, self._buffer = self._buffer, None
+        self.view = memoryview(b"")
+        _buffers.give(buffer)
+
+
+class ReadAhead:
+    """One open handle's reads of one version. Safe for use by many threads.
+
+    Args:
+        reader: The version.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._pieces: list[_Piece] = []  # the one used last at the end
+        self._lock = threading.Lock()
+        self._next = 0  # where a sequential reader goes on
+
+    def read(self, offset: int, size: int) -> Views:
+        """The bytes from ``offset``, fewer at the end of the file. The caller releases them. Raises as `Reader.read_into` does."""
+        views = Views()
+        end = min(offset + size, self.reader.length)
+        try:
+            while offset < end:
+                piece = self._piece(offset)
+                try:
+                    piece.fill(self.reader)
+                    piece.filled.wait()
+                    if piece.error is not None:
+                        self._forget(piece)
+                        raise piece.error
+                except BaseException:
+                    piece.unpin()
+                    raise
+                start = offset - piece.start
+                part = piece.view[start : start + end - offset]
+                views.hold(part, piece.unpin)
+                offset += len(part)
+        except BaseException:
+            views.release()
+            raise
+        return views
+
+    def close(self) -> None:
+        """Give all memory back."""
+        with self._lock:
+            pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            piece.drop()
+
+    def _piece(self, offset: int) -> _Piece:
+        """The piece that holds ``offset``, pinned, with those behind it on their way."""
+        dropped: list[_Piece] = []
+        ahead: list[_Piece] = []
+        with self._lock:
+            is_sequential = self._next - PIECE_BYTES <= offset <= self._next + PIECE_BYTES
+            piece = self._find(offset)
+            if piece is None:
+                piece = self._add(offset, PIECE_BYTES if is_sequential else BLOCK_BYTES)
+            else:
+                self._pieces.remove(piece)
+                self._pieces.append(piece)
+            piece.pin()
+            if is_sequential and offset:
+                at = piece.start + piece.length
+                for _ in range(AHEAD_PIECES):
+                    if at >= self.reader.length:
+                        break
+                    found = self._find(at)
+                    if found is None:
+                        found = self._add(at, PIECE_BYTES)
+                        ahead.append(found)
+                    at = found.start + found.length
+            self._next = max(self._next, offset) if is_sequential else offset
+            while len(self._pieces) > PIECES_MAX:
+                dropped.append(self._pieces.pop(0))
+        for old in dropped:
+            old.drop()
+        for new in ahead:
+            _fillers.submit(new.fill, self.reader)
+        return piece
+
+    def _find(self, offset: int) -> _Piece | None:
+        return next((piece for piece in self._pieces if piece.start <= offset < piece.start + piece.length), None)
+
+    def _add(self, offset: int, length: int) -> _Piece:
+        start = offset // length * length
+        # Not over one that is there already.
+        for piece in self._pieces:
+            if piece.start <= start < piece.start + piece.length:
+                start = piece.start + piece.length
+        piece = _Piece(start, min(start // length * length + length, self.reader.length) - start)
+        self._pieces.append(piece)
+        return piece
+
+    def _forget(self, piece: _Piece) -> None:
+        with self._lock:
+            if piece not in self._pieces:
+                return
+            self._pieces.remove(piece)
+        piece.drop()

@@ -1,0 +1,269 @@
+"""From a request of the kernel to the operation that it asks for, and from what that returns to the answer."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import struct
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tierfs.errors import NotFoundError
+from tierfs.mount import wire
+from tierfs.mount.errnos import refusal
+from tierfs.mount.extended import Extended
+from tierfs.mount.files import Files
+from tierfs.mount.nodes import Handle, Node
+from tierfs.mount.reading import Views
+from tierfs.mount.state import VALID_S, MountState
+from tierfs.mount.tree import NAME_MAX, Tree
+from tierfs.mount.wire import DirectoryEntry, Header, Opcode, SetAttr
+
+__all__ = ["NO_ANSWER", "SLOW", "Answer", "Requests"]
+
+Answer: TypeAlias = "bytes | Views | None"
+NO_ANSWER = frozenset({Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT})
+SLOW = frozenset({Opcode.FLUSH, Opcode.FSYNC, Opcode.RELEASE, Opcode.SETXATTR, Opcode.RENAME, Opcode.RENAME2})
+"""What may take as long as the bytes of a file, or the files of a directory, need."""
+KEEP_CACHE, NO_FLUSH = 2, 32
+_OPEN_IN = struct.Struct("<II")
+_OPEN_OUT = struct.Struct("<QII")
+_CREATE_IN = struct.Struct("<IIII")
+_READ_IN = struct.Struct("<QQI")
+_FALLOCATE_IN = struct.Struct("<QQQI")
+_U64 = struct.Struct("<Q")
+_U32X2 = struct.Struct("<II")
+_RENAME2_IN = struct.Struct("<QII")
+_FORGET_ONE = struct.Struct("<QQ")
+WRITE_BYTES = 40
+
+
+class Requests:
+    """What serves requests, whoever brings them. Safe for use by many threads.
+
+    Args:
+        state: The mount.
+        flush: Publishes what is not published, within so many seconds, and says what is left.
+    """
+
+    def __init__(self, state: MountState, flush: Callable[[float], list[str]]) -> None:
+        self.state = state
+        self.files = Files(state)
+        self.tree = Tree(state, self.files)
+        self._extended = Extended(state, self.files, flush)
+        self._listings: dict[int, tuple[Node, list[tuple[str, Node]]]] = {}
+        self._serve: dict[int, Callable[[Header, memoryview], Answer]] = {
+            opcode: method
+            for opcode in Opcode
+            if (method := getattr(self, f"_{opcode.name.lower()}", None)) is not None
+        }
+
+    def __call__(self, header: Header, body: memoryview) -> Answer:
+        """Serve one request. What it raises is for `errno_of`."""
+        method = self._serve.get(header.opcode)
+        if method is None:
+            raise refusal(errno.ENOSYS)
+        return method(header, body)
+
+    def _node(self, number: int) -> Node:
+        node = self.state.nodes.get(number)
+        if node is None:
+            raise refusal(errno.ESTALE)
+        return node
+
+    def _entry(self, node: Node) -> bytes:
+        self.state.nodes.told(node)
+        return wire.entry_out(node.id, node.attributes, self.state.valid_s(node))
+
+    def _handle(self, body: memoryview) -> Handle:
+        return self.files.handle(_U64.unpack_from(body)[0])
+
+    @staticmethod
+    def _opened(handle: Handle) -> bytes:
+        # The kernel may keep what it has: an inode's bytes change by what is written through this mount alone.
+        return _OPEN_OUT.pack(handle.id, KEEP_CACHE | (0 if handle.writes else NO_FLUSH), 0)
+
+    def _init(self, header: Header, body: memoryview) -> Answer:
+        return wire.init_out(body)
+
+    def _destroy(self, header: Header, body: memoryview) -> Answer:
+        return b""
+
+    def _lookup(self, header: Header, body: memoryview) -> Answer:
+        name, _ = _text(body)
+        try:
+            return self._entry(self.tree.look_up(self._node(header.node), name))
+        except NotFoundError:
+            return wire.entry_out(wire.NEGATIVE, None, VALID_S)
+
+    def _forget(self, header: Header, body: memoryview) -> Answer:
+        self.state.nodes.forget(header.node, _U64.unpack_from(body)[0])
+        return None
+
+    def _batch_forget(self, header: Header, body: memoryview) -> Answer:
+        count, _ = _U32X2.unpack_from(body)
+        for number in range(count):
+            self.state.nodes.forget(*_FORGET_ONE.unpack_from(body, 8 + 16 * number))
+        return None
+
+    def _getattr(self, header: Header, body: memoryview) -> Answer:
+        node = self._node(header.node)
+        return wire.attr_out(node.attributes, self.state.valid_s(node))
+
+    def _setattr(self, header: Header, body: memoryview) -> Answer:
+        node, wanted = self._node(header.node), SetAttr.parse(body)
+        if node.is_directory:
+            self.tree.set_attributes(node, wanted)
+        else:
+            self.files.set_attributes(node, wanted)
+        return wire.attr_out(node.attributes, self.state.valid_s(node))
+
+    def _symlink(self, header: Header, body: memoryview) -> Answer:
+        raise refusal(errno.EPERM, "a store has no links")
+
+    def _link(self, header: Header, body: memoryview) -> Answer:
+        raise refusal(errno.EPERM, "a store has no links")
+
+    def _mknod(self, header: Header, body: memoryview) -> Answer:
+        mode = _U32X2.unpack_from(body)[0]
+        if mode >> 12 not in (0, 0o10):
+            raise refusal(errno.EPERM, "a store has files and directories alone")
+        name, _ = _text(body, 16)
+        node, handle = self.tree.make_file(self._node(header.node), name, mode & 0o777, flags=0o300)
+        self.files.release(handle)
+        return self._entry(node)
+
+    def _mkdir(self, header: Header, body: memoryview) -> Answer:
+        mode, umask = _U32X2.unpack_from(body)
+        name, _ = _text(body, 8)
+        return self._entry(self.tree.make_directory(self._node(header.node), name, mode & ~umask & 0o777))
+
+    def _unlink(self, header: Header, body: memoryview) -> Answer:
+        self.tree.remove_file(self._node(header.node), _text(body)[0])
+        return b""
+
+    def _rmdir(self, header: Header, body: memoryview) -> Answer:
+        self.tree.remove_directory(self._node(header.node), _text(body)[0])
+        return b""
+
+    def _rename(self, header: Header, body: memoryview) -> Answer:
+        return self._rename_names(header, _U64.unpack_from(body)[0], 0, body[8:])
+
+    def _rename2(self, header: Header, body: memoryview) -> Answer:
+        parent, flags, _ = _RENAME2_IN.unpack_from(body)
+        return self._rename_names(header, parent, flags, body[16:])
+
+    def _rename_names(self, header: Header, parent: int, flags: int, names: memoryview) -> Answer:
+        name, at = _text(names)
+        new_name, _ = _text(names, at)
+        self.tree.rename(self._node(header.node), name, self._node(parent), new_name, flags)
+        return b""
+
+    def _open(self, header: Header, body: memoryview) -> Answer:
+        return self._opened(self.files.open(self._node(header.node), _OPEN_IN.unpack_from(body)[0]))
+
+    def _create(self, header: Header, body: memoryview) -> Answer:
+        flags, mode, umask, _ = _CREATE_IN.unpack_from(body)
+        name, _ = _text(body, 16)
+        node, handle = self.tree.make_file(self._node(header.node), name, mode & ~umask & 0o777, flags)
+        return self._entry(node) + self._opened(handle)
+
+    def _read(self, header: Header, body: memoryview) -> Answer:
+        number, offset, size = _READ_IN.unpack_from(body)
+        return self.files.read(self.files.handle(number), offset, size)
+
+    def _write(self, header: Header, body: memoryview) -> Answer:
+        number, offset, size = _READ_IN.unpack_from(body)
+        data = body[WRITE_BYTES : WRITE_BYTES + size]
+        return _U32X2.pack(self.files.write(self.files.handle(number), offset, data), 0)
+
+    def _flush(self, header: Header, body: memoryview) -> Answer:
+        self.files.flush(self._handle(body))
+        return b""
+
+    def _fsync(self, header: Header, body: memoryview) -> Answer:
+        self.files.sync(self._handle(body))
+        return b""
+
+    def _release(self, header: Header, body: memoryview) -> Answer:
+        self.files.release(self._handle(body))
+        return b""
+
+    def _fallocate(self, header: Header, body: memoryview) -> Answer:
+        number, offset, length, mode = _FALLOCATE_IN.unpack_from(body)
+        self.files.allocate(self.files.handle(number), offset, length, mode)
+        return b""
+
+    def _opendir(self, header: Header, body: memoryview) -> Answer:
+        node, number = self._node(header.node), self.state.next_handle()
+        self._listings[number] = (node, [])
+        return _OPEN_OUT.pack(number, 0, 0)
+
+    def _readdir(self, header: Header, body: memoryview) -> Answer:
+        return self._page(body, plus=False)
+
+    def _readdirplus(self, header: Header, body: memoryview) -> Answer:
+        return self._page(body, plus=True)
+
+    def _releasedir(self, header: Header, body: memoryview) -> Answer:
+        self._listings.pop(_U64.unpack_from(body)[0], None)
+        return b""
+
+    def _fsyncdir(self, header: Header, body: memoryview) -> Answer:
+        return b""
+
+    def _page(self, body: memoryview, *, plus: bool) -> bytes:
+        number, offset, size = _READ_IN.unpack_from(body)
+        if number not in self._listings:
+            raise refusal(errno.EBADF)
+        node, listing = self._listings[number]
+        if not offset:
+            listing = self.tree.list_directory(node)
+            self._listings[number] = (node, listing)
+        listed = listing[max(0, offset - 2) :]
+        dots = [(b".", node), (b"..", node)][offset:]
+        # A node of 0 has the kernel look nothing up: `.` and `..` are no names of this directory.
+        entries = [DirectoryEntry(name, one.attributes, 0, 0.0) for name, one in dots]
+        pages = (DirectoryEntry(name.encode(), one.attributes, one.id, self.state.valid_s(one)) for name, one in listed)
+        data, count = wire.directory_page(itertools.chain(entries, pages), offset, size, plus=plus)
+        if plus:
+            for _, one in listed[: max(0, count - len(entries))]:
+                self.state.nodes.told(one)
+        return data
+
+    def _statfs(self, header: Header, body: memoryview) -> Answer:
+        total, free, block = self._extended.room()
+        return wire.statfs_out(total // block, free // block, block, NAME_MAX)
+
+    def _getxattr(self, header: Header, body: memoryview) -> Answer:
+        size, _ = _U32X2.unpack_from(body)
+        return _sized(self._extended.get(self._node(header.node), _text(body, 8)[0]), size)
+
+    def _listxattr(self, header: Header, body: memoryview) -> Answer:
+        size, _ = _U32X2.unpack_from(body)
+        names = self._extended.names(self._node(header.node))
+        return _sized("".join(f"{name}\0" for name in names).encode(), size)
+
+    def _setxattr(self, header: Header, body: memoryview) -> Answer:
+        size, _ = _U32X2.unpack_from(body)
+        name, at = _text(body, 8)
+        self._extended.set(self._node(header.node), name, bytes(body[at : at + size]))
+        return b""
+
+    def _removexattr(self, header: Header, body: memoryview) -> Answer:
+        raise refusal(errno.EOPNOTSUPP)
+
+
+def _text(body: memoryview, at: int = 0) -> tuple[str, int]:
+    """A name, and where what follows begins. One that is no UTF-8 is a `UnicodeError`."""
+    name, end = wire.name_and_rest(body, at)
+    return name.decode(), end
+
+
+def _sized(value: bytes, size: int) -> bytes:
+    """An attribute's value, or where no room was given its length."""
+    if not size:
+        return _U32X2.pack(len(value), 0)
+    if len(value) > size:
+        raise refusal(errno.ERANGE)
+    return value

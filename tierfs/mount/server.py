@@ -1,0 +1,193 @@
+"""Serve a mount: threads that take requests from the kernel and answer them.
+
+A request that hangs, since the object tier does, is answered with EIO after a while by a thread that watches over the others. Its own
+thread is left to it and replaced, so the mount goes on. An error of a handler is an errno, and never ends a thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tierfs.mount.errnos import errno_of
+from tierfs.mount.reading import Views
+from tierfs.mount.requests import NO_ANSWER, SLOW, Answer
+from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Header, Opcode
+from tierfs.threads import start_daemon
+
+__all__ = ["Server"]
+
+THREADS_FIRST = 2
+THREADS_MAX = 32
+LOST_MAX = 64
+TIMEOUT_S = 30.0
+SLOW_TIMEOUT_S = 600.0
+LOOK_S = 0.5
+# The kernel wants room for a header and the largest write, and a page.
+BUFFER_BYTES = MAX_WRITE + 8192
+_logger = logging.getLogger("tierfs.mount")
+
+
+@dataclass(slots=True, eq=False)
+class _Underway:
+    """A request that is being served."""
+
+    header: Header
+    begun_s: float
+    is_answered: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Server:
+    """See the module.
+
+    Args:
+        device: A descriptor of ``/dev/fuse`` with something mounted.
+        serve: Does what a request asks for.
+        timeout_s: After how many seconds a request is given up.
+        slow_timeout_s: The same for one that stores or moves whole files.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        serve: Callable[[Header, memoryview], Answer],
+        *,
+        timeout_s: float = TIMEOUT_S,
+        slow_timeout_s: float = SLOW_TIMEOUT_S,
+    ) -> None:
+        self._device = device
+        self._serve = serve
+        self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
+        self._lock = threading.Lock()
+        self._underway: dict[int, _Underway] = {}
+        self._threads = self._idle = self._lost = 0
+        self.is_ready = threading.Event()
+        self.ended = threading.Event()
+
+    def __repr__(self) -> str:
+        return f"Server({self._threads} threads, {len(self._underway)} requests, {self._lost} lost)"
+
+    def start(self) -> None:
+        """Start the threads."""
+        for _ in range(THREADS_FIRST):
+            self._start_thread()
+        start_daemon(self._watch, name="mount-watch")
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            self._threads += 1
+            self._idle += 1
+        if start_daemon(self._work, name="mount") is None:
+            with self._lock:
+                self._threads -= 1
+                self._idle -= 1
+
+    def _work(self) -> None:
+        buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
+        try:
+            while not self.ended.is_set():
+                try:
+                    count = os.readv(self._device, [buffer])
+                except OSError as error:
+                    if error.errno in (errno.EINTR, errno.EAGAIN, errno.ENOENT):
+                        continue  # ENOENT: it was interrupted before it was taken
+                    if error.errno != errno.ENODEV:
+                        _logger.error("requests cannot be taken any more: %s", error)  # noqa: TRY400 - says it all
+                    self.ended.set()
+                    return
+                if not count:
+                    self.ended.set()
+                    return
+                if not self._take(buffer[:count]):
+                    return
+        finally:
+            with self._lock:
+                self._threads -= 1
+
+    def _take(self, request: memoryview) -> bool:
+        """Serve one request. False where this thread was given up for lost meanwhile."""
+        header = Header.parse(request)
+        with self._lock:
+            self._idle -= 1
+            is_last = not self._idle and self._threads - self._lost < THREADS_MAX
+        if is_last:
+            self._start_thread()
+        underway = _Underway(header, time.monotonic())
+        if header.opcode not in NO_ANSWER:
+            self._underway[header.unique] = underway
+        number, answer = 0, None
+        try:
+            answer = self._serve(header, request[HEADER_BYTES:])
+        except BaseException as error:  # noqa: BLE001 - a handler's error is an errno
+            number = errno_of(error, f"{_name(header.opcode)} of node {header.node}")
+        try:
+            is_ours = header.opcode in NO_ANSWER or self._answer(underway, number, answer)
+        finally:
+            if isinstance(answer, Views):
+                answer.release()
+        if header.opcode == Opcode.INIT and not number:
+            self.is_ready.set()
+        with self._lock:
+            if not is_ours:
+                self._lost -= 1
+                return False
+            self._idle += 1
+        return True
+
+    def _answer(self, underway: _Underway, number: int, answer: Answer) -> bool:
+        """Send an answer, unless one was sent. Returns whether it was not."""
+        with underway.lock:
+            if underway.is_answered:
+                return False
+            underway.is_answered = True
+        self._underway.pop(underway.header.unique, None)
+        parts: list[memoryview | bytes] = []
+        if not number and answer is not None:
+            parts = list(answer) if isinstance(answer, Views) else [answer]
+        length = OUT_HEADER.size + sum(len(part) for part in parts)
+        try:
+            os.writev(self._device, [OUT_HEADER.pack(length, -number, underway.header.unique), *parts])
+        except OSError as error:
+            # ENOENT: whoever asked was interrupted and waits no more. ENODEV: nothing is mounted any more.
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                _logger.error("%s could not be answered: %s", _name(underway.header.opcode), error)  # noqa: TRY400
+                with contextlib.suppress(OSError):
+                    os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EIO, underway.header.unique))
+        return True
+
+    def _watch(self) -> None:
+        while not self.ended.wait(LOOK_S):
+            now_s = time.monotonic()
+            for underway in list(self._underway.values()):
+                opcode = underway.header.opcode
+                limit_s = self._slow_timeout_s if opcode in SLOW else self._timeout_s
+                if now_s - underway.begun_s > limit_s:
+                    self._give_up(underway, limit_s)
+
+    def _give_up(self, underway: _Underway, limit_s: float) -> None:
+        with self._lock:
+            if self._lost >= LOST_MAX:
+                return
+            self._lost += 1
+        if not self._answer(underway, errno.EIO, None):
+            with self._lock:
+                self._lost -= 1
+            return
+        name = _name(underway.header.opcode)
+        _logger.error("%s of node %d was given up: no answer in %g s", name, underway.header.node, limit_s)
+        self._start_thread()
+
+
+def _name(opcode: int) -> str:
+    try:
+        return Opcode(opcode).name.lower()
+    except ValueError:
+        return f"request {opcode}"

@@ -1,0 +1,181 @@
+"""The process that serves a mount: from the URL to the end, by `umount` or by a signal."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tierfs import store as verbs
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.host.host import state_directory
+from tierfs.host.pending.levels import Level
+from tierfs.host.private import make_private
+from tierfs.mount import connection
+from tierfs.mount.nodes import Node
+from tierfs.mount.requests import Requests
+from tierfs.mount.server import SLOW_TIMEOUT_S, TIMEOUT_S, Server
+from tierfs.mount.state import MountState
+from tierfs.session import TierOptions, open_store, parse_url
+from tierfs.session.url import asks_to_create
+
+__all__ = ["FLUSH_S", "MountOptions", "serve", "serve_from_stdin"]
+
+FLUSH_S = 45.0
+"""What the end of a mount may take: less than Kubernetes and Slurm wait between SIGTERM and SIGKILL with their usual settings."""
+READY_S = 30.0
+_logger = logging.getLogger("tierfs.mount")
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """How a store is mounted.
+
+    Attributes:
+        read_only: Whether nothing may be changed.
+        allow_other: Whether other users of the host may use it, as far as the files' modes allow.
+        ack: The level at which a file is published when it is closed or synced; by default the store's.
+        timeout_s: After how many seconds without an answer a program gets EIO; ten times as many where whole files are stored.
+        tiers: Settings of the local tiers: ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``.
+        options: For the object tier's own filesystem.
+    """
+
+    read_only: bool = False
+    allow_other: bool = False
+    ack: str | None = None
+    timeout_s: float = TIMEOUT_S
+    tiers: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """As one line, for the process that serves."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> MountOptions:
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{one.name: values[one.name] for one in fields(cls)})
+
+
+def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], object] = lambda: None) -> list[str]:
+    """Mount, and serve until somebody unmounts it or this process gets SIGTERM or SIGINT.
+
+    Args:
+        url: A directory in a store, or a store's root.
+        directory: Where on this host.
+        options: How.
+        ready: Called once programs can use it.
+
+    Returns:
+        What is not published, or has not reached its level, each with the reason; empty when all is well.
+
+    Raises:
+        TierfsError: It could not be mounted.
+    """
+    state = _open(url, options)
+    requests = Requests(state, lambda seconds: _flush(requests, seconds, with_open=False))
+    device = connection.attach(
+        f"tierfs::{state.store.url}", directory, read_only=options.read_only, allow_other=options.allow_other
+    )
+    slow_s = max(SLOW_TIMEOUT_S, options.timeout_s * 10) if options.timeout_s >= TIMEOUT_S else options.timeout_s * 10
+    server = Server(device, requests, timeout_s=options.timeout_s, slow_timeout_s=slow_s)
+    stop = threading.Event()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+    server.start()
+    if server.is_ready.wait(READY_S):
+        connection.set_readahead(directory)
+        ready()
+    while not server.ended.is_set() and not stop.is_set():
+        stop.wait(0.2)
+    is_unmounted = server.ended.is_set()
+    # What is still open after a signal is not whole: whoever writes it has not closed it.
+    left = _flush(requests, FLUSH_S, with_open=is_unmounted)
+    if not is_unmounted:
+        try:
+            connection.detach(directory, lazy=True)
+        except OSError as error:
+            left.append(f"{directory} is still mounted: {error}")
+    for words in left:
+        _logger.error("at the end of the mount: %s", words)
+    return left
+
+
+def serve_from_stdin(url: str, directory: str) -> int:
+    """What a process of its own does: options come on stdin, ``ready`` or the error goes to stdout, both one line."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+
+    def ready() -> None:
+        print(json.dumps({"ready": os.getpid()}), file=answers, flush=True)
+        answers.close()
+
+    try:
+        left = serve(url, Path(directory), MountOptions.from_json(sys.stdin.readline()), ready)
+    except TierfsError as error:
+        if answers.closed:
+            raise
+        print(json.dumps({"kind": error.kind, "message": str(error), "path": error.path}), file=answers, flush=True)
+        return error.exit_code
+    return 1 if left else 0
+
+
+def _open(url: str, options: MountOptions) -> MountState:
+    location = parse_url(url)
+    level = None if options.ack is None else Level.parse(options.ack)
+    tiers = TierOptions.from_mapping({**options.tiers, **({"ack": options.ack} if options.ack else {})}, "mount")
+    location = replace(location, options={**location.options, **options.options}, tiers=tiers)
+    writes = not options.read_only
+    store, path = open_store(location, write=writes, create=writes and asks_to_create(location))
+    if path and verbs.kind_of(store, path) == "file":
+        raise InvalidInputError(f"{url} is a file: mount the directory that holds it", path=url)
+    staging = state_directory(tiers.state_dir) / "mount"
+    make_private(staging.parent)
+    make_private(staging)
+    return MountState(store, path, staging, level, options.read_only)
+
+
+def _flush(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:
+    """Publish what is not published, each file as a whole, and wait for its level. Returns what is left when the time is over."""
+    state, files = requests.state, requests.files
+    deadline_s = time.monotonic() + timeout_s
+    left: dict[int, str] = {}
+    todo: list[Node] = []
+    for node in files.dirty():
+        if not with_open and any(handle.writes for handle in node.handles):
+            left[node.id] = f"{node.path} is open for writing and not published"
+        else:
+            todo.append(node)
+            left[node.id] = f"{node.path} is not published: it took longer than {timeout_s:g} s"
+
+    def publish() -> None:
+        for node in todo:
+            if time.monotonic() > deadline_s:
+                return
+            try:
+                files.publish(node)
+            except Exception as error:  # noqa: BLE001 - said at the end, and the others go on
+                left[node.id] = f"{node.path} is not published: {error}"
+            else:
+                left.pop(node.id, None)
+
+    worker = threading.Thread(target=publish, name="tierfs-mount-flush", daemon=True)
+    worker.start()
+    worker.join(max(0.0, deadline_s - time.monotonic()))
+    words = list(left.values())
+    level = state.level if state.level is not None else state.store.ack
+    if not state.read_only:
+        try:
+            verbs.wait(state.store, state.root, level, max(0.1, deadline_s - time.monotonic()))
+        except (TierfsError, TimeoutError) as error:
+            words.append(str(error))
+    return words

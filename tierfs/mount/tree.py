@@ -1,0 +1,302 @@
+"""Names: look up, list, make, remove, rename.
+
+Each is done in the store before it is answered, but for a new file, which the store has once it is published.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import threading
+import time
+
+from tierfs import store as verbs
+from tierfs.errors import ConflictError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, with_posix
+from tierfs.mount.errnos import refusal
+from tierfs.mount.files import Files
+from tierfs.mount.nodes import Handle, Node, child_path
+from tierfs.mount.state import MountState, look_up
+from tierfs.mount.wire import SetAttr, Valid
+from tierfs.store import Entry
+
+__all__ = ["NAME_MAX", "NO_REPLACE", "Tree"]
+
+NAME_MAX = keys.COMPONENT_BYTES_MAX
+NO_REPLACE = 1
+CHECKPOINT_METADATA = ".metadata"
+ATTEMPTS_MAX = 5
+
+
+class Tree:
+    """The operations on names. Safe for use by many threads; all raise what `errnos` translates.
+
+    Args:
+        state: The mount.
+        files: What has the contents.
+    """
+
+    def __init__(self, state: MountState, files: Files) -> None:
+        self._state = state
+        self._files = files
+        self._renaming = threading.Lock()
+
+    def look_up(self, parent: Node, name: str) -> Node:
+        """The inode of a name."""
+        return look_up(self._state, self._path(parent, name))
+
+    def list_directory(self, node: Node) -> list[tuple[str, Node]]:
+        """What lies in a directory, by name, without ``.`` and ``..``."""
+        if not node.is_directory:
+            raise refusal(errno.ENOTDIR)
+        nodes, path = self._state.nodes, self._alive(node)
+        # Before the store is asked: they may be published meanwhile, and be in neither place.
+        new = [child for child in nodes.below(path) if child.is_unpublished]
+        seen = nodes.serial
+        try:
+            entries = verbs.list_directory(self._state.store, path)
+        except NotFoundError:
+            # It is only implied by what lies in it, which may be nothing but new files.
+            entries = []
+        found: dict[str, Node] = {}
+        is_settled = any(_name(entry.path) == CHECKPOINT_METADATA for entry in entries)
+        for entry in entries:
+            name = _name(entry.path)
+            if name in found or entry.path == path:
+                continue
+            child = nodes.show(entry, seen) or nodes.at(entry.path)
+            if child is not None:
+                child.is_settled = is_settled and not child.is_directory
+                found[name] = child
+        for child in new:
+            if child.path is not None and child.path.rpartition("/")[0] == path:
+                found[_name(child.path)] = child
+        return sorted(found.items())
+
+    def make_file(self, parent: Node, name: str, mode: int, flags: int) -> tuple[Node, Handle]:
+        """Make a file and open it; without ``O_EXCL`` open one that is there.
+
+        The store has it once it is published.
+        """
+        path = self._path(parent, name)
+        for _ in range(ATTEMPTS_MAX):
+            node = self._state.nodes.at(path)
+            try:
+                node = look_up(self._state, path) if node is not None or flags & os.O_EXCL else None
+            except NotFoundError:
+                node = None
+            if node is None:
+                break
+            if flags & os.O_EXCL:
+                raise refusal(errno.EEXIST)
+            try:
+                return node, self._files.open(node, flags)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+        node = self._state.nodes.make(path, new_attributes(0, stat.S_IFREG | mode, time.time_ns()))
+        handle = self._files.opened_new(node)
+        self._touch(parent)
+        return node, handle
+
+    def make_directory(self, parent: Node, name: str, mode: int) -> Node:
+        """Make a directory."""
+        path = self._path(parent, name)
+        there = self._state.nodes.at(path)
+        if there is not None and there.is_unpublished:
+            raise refusal(errno.EEXIST)
+        verbs.make_directory(self._state.store, path)
+        node = self._state.nodes.make(path, new_attributes(0, stat.S_IFDIR | mode, time.time_ns()))
+        node.has_marker = True
+        if mode & MODE_BITS != DIRECTORY_MODE:
+            verbs.annotate_directory(self._state.store, path, with_posix({}, node.attributes))
+        self._touch(parent)
+        return node
+
+    def remove_file(self, parent: Node, name: str) -> None:
+        """Remove a file. Whoever has it open goes on with what is in it."""
+        node = self.look_up(parent, name)
+        if node.is_directory:
+            raise refusal(errno.EISDIR)
+        with node.lock:
+            path = self._alive(node)
+            self._keep_directory(parent)
+            self._files.keep_bytes(node)
+            if node.entry is not None:
+                self._delete(path)
+            self._state.nodes.remove(node)
+        self._touch(parent)
+
+    def remove_directory(self, parent: Node, name: str) -> None:
+        """Remove an empty directory."""
+        node = self.look_up(parent, name)
+        if not node.is_directory:
+            raise refusal(errno.ENOTDIR)
+        path = self._alive(node)
+        if any(child.is_unpublished for child in self._state.nodes.below(path)):
+            raise refusal(errno.ENOTEMPTY)
+        self._keep_directory(parent)
+        verbs.remove_directory(self._state.store, path)
+        self._state.nodes.remove(node)
+        self._touch(parent)
+
+    def rename(self, parent: Node, name: str, new_parent: Node, new_name: str, flags: int) -> None:
+        """Give a file or directory another name, in place of what has it.
+
+        A directory is moved file by file: after a crash some are here and some are there, each whole.
+
+        Raises:
+            OSError: EEXIST with `NO_REPLACE` where the new name is taken; EINVAL for any other flag.
+        """
+        if flags & ~NO_REPLACE:
+            raise refusal(errno.EINVAL)
+        node = self.look_up(parent, name)
+        target = self._path(new_parent, new_name)
+        if target == node.path:
+            return
+        try:
+            there: Node | None = self.look_up(new_parent, new_name)
+        except NotFoundError:
+            there = None
+        if there is not None and flags & NO_REPLACE:
+            raise refusal(errno.EEXIST)
+        if there is not None and there.is_directory != node.is_directory:
+            raise refusal(errno.EISDIR if there.is_directory else errno.ENOTDIR)
+        self._keep_directory(parent)
+        # Nothing else holds several inodes at once, so nobody waits for each other.
+        with self._renaming:
+            if node.is_directory:
+                self._rename_directory(node, there, target)
+            else:
+                self._rename_file(node, there, target, overwrite=not flags & NO_REPLACE)
+        self._touch(parent)
+        self._touch(new_parent)
+
+    def set_attributes(self, node: Node, wanted: SetAttr) -> None:
+        """Change mode or time of a directory."""
+        if wanted.valid & Valid.SIZE:
+            raise refusal(errno.EISDIR)
+        now_ns = time.time_ns()
+        mtime_ns = now_ns if wanted.valid & Valid.MTIME_NOW else wanted.mtime_ns
+        before = node.attributes
+        node.attributes = before.at(
+            mode=wanted.mode if wanted.valid & Valid.MODE else None,
+            mtime_ns=mtime_ns if wanted.valid & Valid.MTIME else None,
+            now_ns=now_ns,
+        )
+        is_same = (before.mode, before.mtime_ns) == (node.attributes.mode, node.attributes.mtime_ns)
+        if node.path and not is_same:
+            verbs.annotate_directory(self._state.store, node.path, with_posix({}, node.attributes))
+            node.has_marker = True
+
+    def _rename_file(self, node: Node, there: Node | None, target: str, *, overwrite: bool) -> None:
+        nodes, store = self._state.nodes, self._state.store
+        with node.lock:
+            source = self._alive(node)
+            if there is not None:
+                self._files.keep_bytes(there)
+            if not node.is_unpublished:
+                verbs.rename(store, source, target, overwrite=overwrite)
+                moved: Entry | None = verbs.stat_to_read(store, target)
+            else:
+                # What is published next replaces what is there; what it was to replace before is gone.
+                moved = there.entry if there is not None else None
+                if node.entry is not None:
+                    self._delete(source)
+            if there is not None:
+                nodes.remove(there)
+            nodes.move(node, target)
+            if not node.is_unpublished and moved is not None and moved.manifest is not None:
+                node.entry, node.version = moved, moved.manifest.write_id.hex()
+            elif node.is_unpublished:
+                node.entry = moved
+
+    def _rename_directory(self, node: Node, there: Node | None, target: str) -> None:
+        source = self._alive(node)
+        if target.startswith(f"{source}/"):
+            raise refusal(errno.EINVAL)
+        if there is not None:
+            if self.list_directory(there):
+                raise refusal(errno.ENOTEMPTY)
+            self._state.nodes.remove(there)
+        with contextlib.ExitStack() as held:
+            # What is about to be published in there is published under its new name.
+            for child in self._state.nodes.below(source, deep=True):
+                held.enter_context(child.lock)
+            for attempt in range(ATTEMPTS_MAX):
+                self._move_files(source, target)
+                try:
+                    self._remove_tree(source)
+                    break
+                except StoreError as error:  # somebody put something there meanwhile
+                    if error.errno != errno.ENOTEMPTY or attempt + 1 == ATTEMPTS_MAX:
+                        raise
+            self._take_moved(node, target)
+
+    def _move_files(self, source: str, target: str) -> None:
+        store = self._state.store
+        verbs.make_directory(store, target, exist_ok=True)
+        for entry in verbs.find(store, source, detail=False):
+            moved = target + entry.path[len(source) :]
+            if entry.is_directory:
+                verbs.make_directory(store, moved, exist_ok=True)
+            else:
+                verbs.rename(store, entry.path, moved)
+
+    def _remove_tree(self, path: str) -> None:
+        store = self._state.store
+        found = [entry.path for entry in verbs.find(store, path, detail=False) if entry.is_directory]
+        for directory in [*sorted(found, key=len, reverse=True), path]:
+            with contextlib.suppress(NotFoundError):  # it was only implied
+                verbs.remove_directory(store, directory)
+
+    def _take_moved(self, node: Node, target: str) -> None:
+        self._state.nodes.move(node, target)
+        # Their versions are new ones.
+        for child in self._state.nodes.below(target, deep=True):
+            if child.is_directory or child.entry is None or child.path is None:
+                continue
+            child.entry = verbs.stat_to_read(self._state.store, child.path)
+            if not child.is_unpublished and child.entry.manifest is not None:
+                child.version = child.entry.manifest.write_id.hex()
+
+    def _delete(self, path: str) -> None:
+        with contextlib.suppress(NotFoundError):
+            try:
+                verbs.delete(self._state.store, path)
+            except ConflictError:  # the flusher published it meanwhile, or somebody changed it: it goes all the same
+                verbs.delete(self._state.store, path)
+
+    def _keep_directory(self, node: Node) -> None:
+        """See that a directory stays when the last file leaves it, as programs expect."""
+        if node.path and not node.has_marker:
+            verbs.make_directory(self._state.store, node.path, exist_ok=True)
+            node.has_marker = True
+
+    def _touch(self, node: Node) -> None:
+        now_ns = time.time_ns()
+        node.attributes = node.attributes.at(mtime_ns=now_ns, now_ns=now_ns)
+
+    def _path(self, parent: Node, name: str) -> str:
+        if len(name.encode()) > NAME_MAX:
+            raise refusal(errno.ENAMETOOLONG)
+        if name == keys.PRIVATE:
+            raise refusal(errno.ENOENT)
+        self._alive(parent)
+        path = child_path(parent, name)
+        if len(path.encode()) > keys.PATH_BYTES_MAX:
+            raise refusal(errno.ENAMETOOLONG)
+        return path
+
+    @staticmethod
+    def _alive(node: Node) -> str:
+        if node.path is None:
+            raise refusal(errno.ESTALE if node.is_replaced else errno.ENOENT)
+        return node.path
+
+
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

@@ -1,0 +1,250 @@
+"""The kernel's FUSE protocol as bytes: what a request holds, and how an answer is laid out.
+
+Structures and numbers are those of ``linux/fuse.h``, protocol 7.31. Nothing here opens or reads anything.
+"""
+
+from __future__ import annotations
+
+import enum
+import stat
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from tierfs.mount.attributes import Attributes
+
+__all__ = [
+    "ATTR_OUT",
+    "HEADER_BYTES",
+    "INIT_FLAGS",
+    "MAX_WRITE",
+    "NEGATIVE",
+    "OUT_HEADER",
+    "DirectoryEntry",
+    "Header",
+    "Opcode",
+    "SetAttr",
+    "Valid",
+    "attr_out",
+    "directory_page",
+    "entry_out",
+    "init_out",
+    "name_and_rest",
+    "statfs_out",
+]
+
+MAJOR, MINOR = 7, 31
+MAX_WRITE = 1 << 20
+MAX_PAGES = MAX_WRITE // 4096
+BACKGROUND_MAX = 64
+_HEADER = struct.Struct("<IIQQIIII")
+HEADER_BYTES = _HEADER.size
+OUT_HEADER = struct.Struct("<IiQ")
+_ATTR = struct.Struct("<6Q10I")
+_ENTRY = struct.Struct("<4Q2I")
+ATTR_OUT = struct.Struct("<QII")
+_INIT_IN = struct.Struct("<IIII")
+_INIT_OUT = struct.Struct("<IIIIHHIIHH28x")
+_SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
+_STATFS = struct.Struct("<5Q4I24x")
+_DIRENT = struct.Struct("<QQII")
+# ASYNC_READ, ATOMIC_O_TRUNC, BIG_WRITES, DO_READDIRPLUS, READDIRPLUS_AUTO, ASYNC_DIO, PARALLEL_DIROPS, HANDLE_KILLPRIV,
+# MAX_PAGES, HANDLE_KILLPRIV_V2. Without the last the kernel asks for a security attribute before each write.
+INIT_FLAGS = sum(1 << bit for bit in (0, 3, 5, 13, 14, 15, 18, 19, 22, 28))
+NEGATIVE = 0
+"""The node id that says that a name does not exist, for as long as the entry is valid."""
+
+
+class Opcode(enum.IntEnum):
+    """The requests that are served. The kernel does without all others once it has seen ENOSYS."""
+
+    LOOKUP = 1
+    FORGET = 2
+    GETATTR = 3
+    SETATTR = 4
+    SYMLINK = 6
+    MKNOD = 8
+    MKDIR = 9
+    UNLINK = 10
+    RMDIR = 11
+    RENAME = 12
+    LINK = 13
+    OPEN = 14
+    READ = 15
+    WRITE = 16
+    STATFS = 17
+    RELEASE = 18
+    FSYNC = 20
+    SETXATTR = 21
+    GETXATTR = 22
+    LISTXATTR = 23
+    REMOVEXATTR = 24
+    FLUSH = 25
+    INIT = 26
+    OPENDIR = 27
+    READDIR = 28
+    RELEASEDIR = 29
+    FSYNCDIR = 30
+    CREATE = 35
+    INTERRUPT = 36
+    DESTROY = 38
+    BATCH_FORGET = 42
+    FALLOCATE = 43
+    READDIRPLUS = 44
+    RENAME2 = 45
+
+
+class Valid(enum.IntFlag):
+    """Which fields of a SETATTR count."""
+
+    MODE = 1
+    UID = 2
+    GID = 4
+    SIZE = 8
+    ATIME = 16
+    MTIME = 32
+    FH = 64
+    ATIME_NOW = 128
+    MTIME_NOW = 256
+
+
+class Header(NamedTuple):
+    """What every request begins with."""
+
+    length: int
+    opcode: int
+    unique: int
+    node: int
+    uid: int
+    gid: int
+    pid: int
+    padding: int
+
+    @classmethod
+    def parse(cls, data: memoryview) -> Header:
+        """Read it from the start of a request."""
+        return cls(*_HEADER.unpack_from(data))
+
+
+class SetAttr(NamedTuple):
+    """A SETATTR. Times are seconds since the epoch with nanoseconds apart, unsigned on the wire."""
+
+    valid: Valid
+    handle: int
+    size: int
+    mtime_ns: int
+    mode: int
+    uid: int
+    gid: int
+
+    @classmethod
+    def parse(cls, body: memoryview) -> SetAttr:
+        """Read it from a request."""
+        fields = _SETATTR.unpack_from(body)
+        seconds = fields[6] - (1 << 64) if fields[6] >> 63 else fields[6]
+        mtime_ns = seconds * 1_000_000_000 + fields[9]
+        return cls(Valid(fields[0] & 0x1FF), fields[2], fields[3], mtime_ns, fields[11], fields[13], fields[14])
+
+
+class DirectoryEntry(NamedTuple):
+    """One name in a directory; ``node`` is 0 where a listing tells no more than name and kind."""
+
+    name: bytes
+    attributes: Attributes
+    node: int
+    valid_s: float
+
+
+def name_and_rest(body: memoryview, at: int = 0) -> tuple[bytes, int]:
+    """The name that ends with a NUL, and where what follows begins."""
+    data = bytes(body[at:])
+    end = data.index(0)
+    return data[:end], at + end + 1
+
+
+def _times(ns: int) -> tuple[int, int]:
+    seconds, rest = divmod(ns, 1_000_000_000)
+    return seconds & ((1 << 64) - 1), rest
+
+
+def _attr(attributes: Attributes) -> bytes:
+    mtime, mtime_rest = _times(attributes.mtime_ns)
+    ctime, ctime_rest = _times(attributes.ctime_ns)
+    return _ATTR.pack(
+        attributes.ino,
+        attributes.size,
+        -(-attributes.size // 512),
+        mtime,
+        mtime,
+        ctime,
+        mtime_rest,
+        mtime_rest,
+        ctime_rest,
+        attributes.mode,
+        2 if stat.S_ISDIR(attributes.mode) else 1,
+        attributes.uid,
+        attributes.gid,
+        0,
+        MAX_WRITE if stat.S_ISREG(attributes.mode) else 4096,
+        0,
+    )
+
+
+def _valid(seconds: float) -> tuple[int, int]:
+    whole = int(seconds)
+    return whole, int((seconds - whole) * 1e9)
+
+
+def entry_out(node: int, attributes: Attributes | None, valid_s: float) -> bytes:
+    """The answer to LOOKUP and its like; without attributes, that the name does not exist."""
+    whole, rest = _valid(valid_s)
+    head = _ENTRY.pack(node, 0, whole, whole, rest, rest)
+    return head + (_attr(attributes) if attributes is not None else bytes(_ATTR.size))
+
+
+def attr_out(attributes: Attributes, valid_s: float) -> bytes:
+    """The answer to GETATTR and SETATTR."""
+    whole, rest = _valid(valid_s)
+    return ATTR_OUT.pack(whole, rest, 0) + _attr(attributes)
+
+
+def init_out(body: memoryview) -> bytes:
+    """The answer to INIT: the protocol and the features that both sides know.
+
+    Raises:
+        ValueError: The kernel speaks another protocol.
+    """
+    major, minor, readahead, flags = _INIT_IN.unpack_from(body)
+    if major != MAJOR or minor < MINOR:
+        raise ValueError(
+            f"the kernel speaks FUSE {major}.{minor}, and tierfs needs {MAJOR}.{MINOR} (Linux 5.4) at least"
+        )
+    wanted = flags & INIT_FLAGS
+    background = (BACKGROUND_MAX, BACKGROUND_MAX * 3 // 4)
+    return _INIT_OUT.pack(MAJOR, MINOR, max(readahead, MAX_WRITE), wanted, *background, MAX_WRITE, 1, MAX_PAGES, 0)
+
+
+def statfs_out(blocks: int, free: int, block_bytes: int, name_max: int) -> bytes:
+    """The answer to STATFS. There is no bound on the number of files."""
+    files = 1 << 32
+    return _STATFS.pack(blocks, free, free, files, files, block_bytes, name_max, block_bytes, 0)
+
+
+def directory_page(entries: Iterable[DirectoryEntry], start: int, size: int, *, plus: bool) -> tuple[bytes, int]:
+    """As many entries as fit into an answer, each with the offset of the next.
+
+    Returns:
+        The answer, and how many entries are in it.
+    """
+    out, count = bytearray(), 0
+    for entry in entries:
+        kind = entry.attributes.mode >> 12
+        record = _DIRENT.pack(entry.attributes.ino, start + count + 1, len(entry.name), kind) + entry.name
+        record += bytes(-len(record) % 8)
+        if plus:
+            record = entry_out(entry.node, entry.attributes, entry.valid_s) + record
+        if len(out) + len(record) > size:
+            break
+        out += record
+        count += 1
+    return bytes(out), count

@@ -1,0 +1,75 @@
+"""Change the metadata of a file or directory; the content stays where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tierfs.errors import ConflictError, NotFoundError
+from tierfs.format.manifest import Manifest
+from tierfs.host.pending.levels import Level
+from tierfs.store.read.reader import expand_rows
+from tierfs.store.store import Store
+from tierfs.store.tree.directory import make_directory
+from tierfs.store.tree.records import observe, observe_marker, publish
+from tierfs.store.write.staging import is_staged
+from tierfs.store.write.staging import replace as replace_record
+from tierfs.store.write.writer import learn_rows, refuse_foreign, settle
+
+__all__ = ["annotate", "annotate_directory"]
+
+
+def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_id: bytes) -> Manifest:
+    """Give a file other metadata. One manifest is written.
+
+    Args:
+        store: The store.
+        path: The file.
+        metadata: JSON values; all that is kept with the file from now on.
+        write_id: Of the version that the caller saw.
+
+    Raises:
+        NotFoundError: There is no file.
+        ReadOnlyError: tierfs did not write it.
+        ConflictError: It is another version by now; theirs stands.
+        StoreError: It failed; if it is transient, the metadata may be changed or not.
+    """
+    observed = observe(store, path)
+    manifest = observed.manifest
+    if manifest is None:
+        refuse_foreign(store, path)
+        raise NotFoundError(f"{store.where(path)} is not there", path=path)
+    if manifest.write_id != write_id:
+        raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
+    staged = observed.draft is not None or is_staged(store, path, Level.OBJECT)
+    if staged:
+        rows, indirect, term = expand_rows(store, manifest, path), False, None
+    else:
+        rows, indirect, term = settle(store, path, learn_rows(store, observed))
+    changed = replace(
+        manifest,
+        write_id=store.random_bytes(16),
+        previous=observed.previous,
+        rows=rows,
+        indirect=indirect,
+        metadata=dict(metadata),
+    )
+    replace_record(store, observed, changed, staged=staged, slots=observed.slots, term=term)
+    return changed
+
+
+def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) -> None:
+    """Add to the metadata of a directory, which is shown even while it is empty from then on.
+
+    Raises:
+        ConflictError, StoreError, ReadOnlyError: As for any change of a record.
+    """
+    observed = observe_marker(store, path)
+    if observed.manifest is None:
+        make_directory(store, path, exist_ok=True)
+        observed = observe_marker(store, path)
+    if observed.manifest is None:  # the object tier is away: the directory is there with the first file in it
+        return
+    merged = {**observed.manifest.metadata, **metadata}
+    record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)
+    publish(store, observed, record)
