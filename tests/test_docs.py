@@ -63,3 +63,11 @@ def test_the_top_level_holds_only_what_belongs_there():
     top = {name.split("/")[0] for name in listed.stdout.split("\n") if name}
     allowed = {"pyproject.toml", "tierfs", "tests", "integration", "docs", "README.md", "LICENSE", ".ci", ".gitignore"}
     assert top <= allowed
+
+
+def test_every_picture_is_what_its_text_says():
+    import runpy
+
+    draw = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
+    for path, picture in draw["pictures"]().items():
+        assert path.read_text() == picture, f"{path.name}: run docs/pictures/draw.py"
