@@ -329,7 +329,7 @@ def test_the_rename_of_the_metadata_is_one_manifest(root, objects, monkeypatch):
     published = []
     staging = sys.modules["tierfs.store.write.staging"]
     publish = staging.publish
-    monkeypatch.setattr(staging, "publish", lambda *args: published.append(publish(*args)))
+    monkeypatch.setattr(staging, "publish", lambda *args, **options: published.append(publish(*args, **options)))
     fs.rename(f"{url}/.metadata.tmp", f"{url}/.metadata")
     assert [record.path for record in published] == ["ck/.metadata", "ck/.metadata.tmp"]  # and its tombstone
     assert chunk_keys(objects) == chunks
@@ -383,7 +383,7 @@ def test_a_save_that_cannot_be_published_leaves_the_one_before(root, monkeypatch
     url = f"{root}/ck"
     dcp.save(state_of(1), checkpoint_id=url)
 
-    def fail(*args):
+    def fail(*args, **options):
         raise StoreError("the tier is down", transient=True)
 
     with monkeypatch.context() as patch:

@@ -457,19 +457,6 @@ def test_what_could_not_be_released_is_published_again_and_released(host, monkey
     assert len(find(host.plain(), "run")) == 5
 
 
-def test_want_of_memory_is_told_with_what_to_do(host, monkeypatch, caplog):
-    def lack(uploader, publisher, entry):
-        raise MemoryError
-
-    monkeypatch.setattr(Uploader, "_upload", lack)
-    save(host.store, "a", content(MIB))
-    with pytest.raises(
-        StoreError, match=r"^a: the flusher can have no more memory .* `tierfs flusher stop URL` ends it"
-    ):
-        wait(host.store, "a", Level.OBJECT, 20)
-    assert "Traceback" not in caplog.text
-
-
 def test_an_error_that_nobody_foresaw_is_logged_and_the_flusher_goes_on(host, monkeypatch, caplog):
     sweep, failed = Finder.sweep, []
 

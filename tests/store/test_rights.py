@@ -39,6 +39,8 @@ sys.stdin.read()
 def modes_below(directory):
     found = {}
     for path in [directory, *directory.rglob("*")]:
+        if path.is_symlink():  # has no mode of its own
+            continue
         status = path.lstat()
         kind = "directory" if stat.S_ISDIR(status.st_mode) else "socket" if stat.S_ISSOCK(status.st_mode) else "file"
         found[str(path.relative_to(directory))] = kind, stat.S_IMODE(status.st_mode)

@@ -226,7 +226,7 @@ def test_a_flusher_that_cannot_see_all_says_so_in_the_end(left, make_host, monke
     with out_of(OSError(errno.ENOMEM, "no memory"), names[0], monkeypatch):
         host = make_host(ram=256 * MIB, nvme=0)
         host.tiers.writer.announce()
-        with pytest.raises(StoreError, match="the flusher can have no more memory"):
+        with pytest.raises(StoreError, match="cannot be looked into, and what is waited for may be in it"):
             wait(host.store, "", Level.OBJECT, 30)
 
 

@@ -474,7 +474,7 @@ class SteppedHost:
             life = None
             try:
                 engine, life = self.running(), self.life
-                return engine.handle(do, arguments, [], PEER).outcome
+                return engine.handle(do, arguments, PEER)
             except FlusherDied:
                 if life is not None and self.life is life and self.flusher is not None:
                     self.bury_flusher()

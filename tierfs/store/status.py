@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import StoreError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab.abandoned import unused_folders
-from tierfs.host.slab.ram import RamTier
 from tierfs.misplaced import misplaced
 from tierfs.objects import PromisedObjects
 from tierfs.store.device_notes import read_notes
 from tierfs.store.request_metrics import asked
 from tierfs.store.store import Store
+
+if TYPE_CHECKING:
+    from tierfs.host.slab.ram import RamTier
 
 __all__ = ["status"]
 
@@ -51,6 +52,8 @@ def status(store: Store) -> dict[str, Any]:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}
         return report
     report["tiers"]["ram"] = _ram_tier(tiers.ram)
+    from tierfs.host.slab.abandoned import unused_folders  # noqa: PLC0415 - it loads NumPy
+
     report["unused_folders"] = [folder._asdict() for folder in unused_folders(tiers.ram.host.segments)]
     if tiers.has_nvme:
         report["tiers"]["nvme"] = {**asdict(tiers.nvme.usage()), "gives": tiers.drafts.stored_level.label}
