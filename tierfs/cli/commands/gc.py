@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from tierfs.cli.output import add_json_argument, align, print_json, printable
 from tierfs.cli.places import add_url_argument, store_place
 from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import InvalidInputError
-from tierfs.store.maintenance.gc import GcOptions, GcReport, Tally, collect
 from tierfs.units import format_bytes
+
+if TYPE_CHECKING:
+    from tierfs.store.maintenance.gc import GcReport, Tally
 
 __all__ = ["BLOCKED_EXIT_CODE", "EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -55,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Collect, and return the exit code of a blocked gc if a record cannot be read."""
+    from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - it loads NumPy
+
     if arguments.without and not arguments.yes:
         raise InvalidInputError("--without gives files up: look at them first, then add --yes")
     if arguments.concurrency < 1 or arguments.rate <= 0:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from tierfs.checkpoint.prune import Pruned, prune
 from tierfs.cli.output import add_json_argument, align, print_json, printable
 from tierfs.cli.places import add_url_argument, store_place
 from tierfs.errors import ConflictError, InvalidInputError
-from tierfs.store.maintenance.retention import parse_rule
+
+if TYPE_CHECKING:
+    from tierfs.checkpoint.prune import Pruned
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -42,6 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove what no rule keeps; the exit code of a conflict if one was saved anew meanwhile."""
+    from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - it loads torch
+    from tierfs.store.maintenance.retention import parse_rule  # noqa: PLC0415
+
     if not arguments.keep:
         raise InvalidInputError("name at least one rule: --keep latest:3")
     keep = [parse_rule(text) for text in arguments.keep]
