@@ -118,7 +118,9 @@ def test_a_save_asks_for_little_more_than_its_chunks(port, tmp_path, monkeypatch
             chunks = [method for method, path in proxy.asked.elements() if "/chunks/" in path]
             assert chunks.count("PUT") >= 2
             if step:
-                assert chunks.count("PUT") == len(chunks)
+                # What the saves have in common is read back when it is reused first, and not again in that lease.
+                assert chunks.count("GET") <= (1 if step == 1 else 0)
+                assert chunks.count("PUT") + chunks.count("GET") == len(chunks)
                 others = [method for method, path in proxy.asked.elements() if "/chunks/" not in path]
                 assert Counter(others) == Counter(PUT=2, GET=1, HEAD=1), proxy.asked
 
