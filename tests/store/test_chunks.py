@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -61,15 +60,3 @@ def test_a_put_in_doubt_is_believed_where_none_is_read_back() -> None:
     row = store_chunk(store, memoryview(CONTENT))
     with pytest.raises(CorruptionError):
         fetch(store, row, [(0, memoryview(bytearray(len(CONTENT))))], "a")
-
-
-def test_who_times_puts_is_told_how_much_of_a_chunk_they_send() -> None:
-    """Else it could not tell those of encoded chunks from others."""
-    store = _store("never")
-    noise = random.Random(1).randbytes(1 << 20)
-    store_chunk(store, memoryview(noise[:5000]))  # whose answer gets lost
-    rows = [store_chunk(store, memoryview(content)) for content in (CONTENT, noise)]
-    puts = store.encoder._put
-    assert rows[0].stored_length < rows[0].raw_length
-    assert puts.count == sum(row.stored_length for row in rows)
-    assert 0.95 < puts._share < 1, "encoded, then a sixteenth of what would be raw"

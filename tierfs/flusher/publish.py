@@ -62,7 +62,7 @@ class StorePublisher:
         """What is known of each chunk of a file, before they are put; nothing where nothing is."""
         store = self._open()
         assert self._lineages is not None
-        plan = self._lineages.plan(draft, read, derives=store.encoder.derives(draft.length))
+        plan = self._lineages.plan(draft, read, derives=store.encoder.derives)
         if plan is not None:
             with self._lock:
                 self._plans[draft.write_id] = plan

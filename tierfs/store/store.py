@@ -115,7 +115,7 @@ class Store:
                 from tierfs.store.encode.encoder import Encoder  # noqa: PLC0415 - brings numpy, which who only reads may do without
 
                 kind, is_near = self.descriptor.digest_kind, self.descriptor.endpoint.host_local
-                self._encoder = Encoder(kind, self._codecs, self.clock, is_near=is_near)
+                self._encoder = Encoder(kind, self._codecs, is_near=is_near)
             return self._encoder
 
     def hand_over(self, *, writes: bool) -> None:

@@ -5,7 +5,6 @@ import struct
 import pytest
 
 from tierfs import digest
-from tierfs.clock import ManualClock
 from tierfs.codec import Codec
 from tierfs.digest import DigestKind
 from tierfs.errors import InvalidInputError
@@ -46,7 +45,7 @@ def test_a_chunk_is_derived_only_where_a_row_can_name_all_that_it_takes_to_read_
     def fetch(row, start, out):
         raise AssertionError("all of it lies on this host")
 
-    encoder = Encoder(KIND, Codecs.parse("all"), ManualClock(), is_near=True)
+    encoder = Encoder(KIND, Codecs.parse("all"), is_near=True)
     sources = [Piece(row, 0, row.raw_length) for row in rows]
     encoded = encoder.encode(memoryview(narrow), Hint(), sources, room=Room(), read=read, fetch=fetch)
     assert ([block.codec for block in encoded.blocks] == [Codec.DERIVE]) is derived

@@ -1,11 +1,10 @@
-"""How chunks come to be encoded as they are: tried once, remembered, and not at all where that takes too long."""
+"""How chunks come to be encoded as they are: tried once, remembered, and not at all under pressure."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from support.saving import XXH3, Training, bfloat16
 
 from tierfs import digest
 from tierfs.buffers import Buffers, buffers
-from tierfs.clock import ManualClock
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
 from tierfs.digest import CHUNK_BYTES
@@ -23,12 +21,10 @@ from tierfs.errors import CorruptionError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.encode import encoder as encoder_module
-from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.deriving import Piece
 from tierfs.store.encode.desks import Desks, desks
-from tierfs.store.encode.encoder import MARGIN, REPROBE_SAVES, Encoder
-from tierfs.store.encode.estimates import CHANGED, EVIDENCE_BYTES, EXPIRES_BYTES, LITTLE_BYTES, PASSED_MAX, Puts, Speed
+from tierfs.store.encode.encoder import PASSED_MAX, REPROBE_SAVES, Encoder
 from tierfs.store.encode.hints import Hint, Tensor
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.encode.room import Room, lend_room
@@ -81,8 +77,8 @@ def tried(monkeypatch):
     return found
 
 
-def encoder_for(codecs="all", clock=None, *, is_near=False):
-    return Encoder(XXH3, Codecs.parse(codecs), clock or ManualClock(), is_near=is_near)
+def encoder_for(codecs="all", *, is_near=False):
+    return Encoder(XXH3, Codecs.parse(codecs), is_near=is_near)
 
 
 def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
@@ -512,102 +508,57 @@ def test_a_base_is_not_read_where_nothing_is_to_be_encoded_against_one(host, tri
     assert (host.reads, host.fetches, len(tried)) == (0, 0, 1)
 
 
+@contextlib.contextmanager
+def encoding_as_many_as_processors(encoder, monkeypatch, host):
+    """While somebody else of two processors' threads encodes each a chunk."""
+    begun, go_on = threading.Barrier(3), threading.Event()
+    choose = encoder_module.choose
+
+    def wait_and_choose(sample, **about):
+        if threading.current_thread() is not threading.main_thread():
+            begun.wait(60)
+            assert go_on.wait(60)
+        return choose(sample, **about)
+
+    monkeypatch.setattr(desks, "shared", Desks())
+    monkeypatch.setattr(encoder_module, "choose", wait_and_choose)
+    with ThreadPoolExecutor(2) as pool:
+        tasks = [pool.submit(encode, encoder, host, numbers().tobytes()) for _ in range(2)]
+        begun.wait(60)
+        yield
+        go_on.set()
+        assert [codecs_of(task.result(60)) for task in tasks] == [{Codec.PLANE}] * 2
+
+
+@pytest.mark.parametrize(
+    ("codecs", "sends", "codec"),
+    [("auto", False, Codec.STORE), ("auto", True, Codec.PLANE), ("all", False, Codec.PLANE)],
+    ids=["pressed", "all senders are busy", "all"],
+)
+def test_a_chunk_goes_raw_only_under_pressure(host, monkeypatch, codecs, sends, codec):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    encoder, raw = encoder_for(codecs), numbers().tobytes()
+    with encoding_as_many_as_processors(encoder, monkeypatch, host):
+        with contextlib.ExitStack() as sent:
+            for _ in range(2 if sends else 1):
+                sent.enter_context(encoder.sending())
+            encoded = encode(encoder, host, raw)
+    assert codecs_of(encoded) == {codec}
+    assert decoded(encoded, raw) == raw
+    assert (reasons_of(encoded) == {Reason.LINK_IS_FASTER}) is (codec is Codec.STORE)
+    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "the others have ended"
+
+
+def test_a_put_that_fails_is_not_sent_any_more(host):
+    encoder = encoder_for("auto")
+    with contextlib.suppress(CorruptionError), encoder.sending():
+        raise CorruptionError("it broke")
+    assert encoder._sending == 0
+
+
 def test_nothing_is_encoded_where_that_is_off(host):
     encoded = encode(encoder_for("off"), host, numbers().tobytes())
     assert codecs_of(encoded) == {Codec.STORE}
-
-
-class Ticking(ManualClock):
-    """A clock by which encoding a chunk takes so many seconds."""
-
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-
-    def monotonic(self):
-        self.sleep(self.seconds / 2)
-        return super().monotonic()
-
-
-def put(encoder, clock, seconds, count=EVIDENCE_BYTES):
-    with encoder.putting(count, count):
-        clock.sleep(seconds)
-
-
-@pytest.mark.parametrize("codecs", ["auto", "all"])
-def test_a_link_that_is_faster_than_encoding_gets_raw_bytes(host, codecs):
-    clock = Ticking(1)
-    encoder, raw = encoder_for(codecs, clock), numbers().tobytes()
-    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "nothing is known of the link"
-    put(encoder, clock, 1, EVIDENCE_BYTES - 1)
-    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "little is known of the link"
-    put(encoder, clock, 1)
-    encoded = encode(encoder, host, raw)
-    assert codecs_of(encoded) == ({Codec.STORE} if codecs == "auto" else {Codec.PLANE})
-    assert reasons_of(encoded) == ({Reason.LINK_IS_FASTER} if codecs == "auto" else {Reason.NO_BASE})
-    put(encoder, clock, 1_000_000, 100 * EVIDENCE_BYTES)
-    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "the link has become slow"
-
-
-@pytest.mark.parametrize(("seconds", "encoded"), [(0.001, True), (20, False)], ids=["fast again", "slow still"])
-def test_encoding_that_was_slow_for_a_while_is_measured_again(host, seconds, encoded):
-    clock = Ticking(20)
-    encoder, raw = encoder_for("auto", clock, is_near=True), numbers(count=1 << 14).tobytes()
-    encode(encoder, host, raw)  # a thread's first one does not count
-    (block,) = encode(encoder, host, raw).blocks
-    saved_s_per_byte = 0.5 * MARGIN * 10 / len(raw)  # encoding takes twice what would pay
-    sending = saved_s_per_byte / (1 - len(block.data) / len(raw)) * EVIDENCE_BYTES - 10
-    put(encoder, clock, sending)
-    clock.seconds = seconds
-    codecs = [encode(encoder, host, raw).blocks[0].codec for _ in range(33_000)]
-    assert set(codecs[:30_000]) == {Codec.STORE}
-    assert codecs.count(Codec.PLANE) > 100 if encoded else codecs.count(Codec.PLANE) == 1
-
-
-@pytest.mark.parametrize(("is_steady", "after_one"), [(True, 1.1), (False, 10.9)])
-def test_one_chunk_that_takes_very_long_counts_little_where_a_speed_is_steady(is_steady, after_one):
-    speed = Speed(is_steady=is_steady)
-    for _ in range(20):
-        speed.add(CHUNK_BYTES, 1.0)
-    speed.add(CHUNK_BYTES, 100.0)
-    assert speed.s_per_byte * CHUNK_BYTES == pytest.approx(after_one)
-    for _ in range(80):
-        speed.add(CHUNK_BYTES, 100.0)
-    assert speed.s_per_byte * CHUNK_BYTES == pytest.approx(100, rel=0.02), "if it lasts it is believed"
-
-
-def test_a_moment_without_a_processor_does_not_keep_from_encoding(host):
-    clock = Ticking(0.1)
-    encoder, raw = encoder_for("auto", clock), numbers(count=1 << 14).tobytes()
-    for _ in range(20):
-        encode(encoder, host, raw)
-    believed = encoder.status()["encode_s_per_GB"]["plane"]
-    clock.seconds = 100
-    encode(encoder, host, raw)
-    assert believed < encoder.status()["encode_s_per_GB"]["plane"] <= 1.1 * believed
-
-
-def test_deriving_that_was_slow_for_a_while_is_measured_again_by_what_was_not_derived(host):
-    """Whole files are not looked into while it is, and a file asks once."""
-    clock = Ticking(20)
-    encoder, master = encoder_for("auto", clock), numbers()
-    source, raw = host.chunk(master.tobytes(), host.local), bfloat16(master)
-    about = {"sources": [Piece(source, 0, 2 * len(raw))], "tensor": Tensor("w", "float", 2)}
-    for _ in range(2):  # a thread's first one does not count
-        encode(encoder, host, raw, **about)
-    put(encoder, clock, 0.5 * MARGIN * 10 / len(raw) * EVIDENCE_BYTES - 10)
-    asked = [encoder.derives(400 << 20) for _ in range(120)]
-    assert asked == sorted(asked)
-    assert 40 < asked.index(True) < 100
-
-
-def test_a_put_that_fails_says_nothing_of_the_link(host):
-    clock = Ticking(1)
-    encoder = encoder_for("auto", clock)
-    encode(encoder, host, numbers().tobytes())
-    with pytest.raises(OSError, match="broke"), encoder.putting(EVIDENCE_BYTES, EVIDENCE_BYTES):
-        raise OSError("broke")
-    assert encoder.status()["put_s_per_GB"] == 0.0
 
 
 def test_a_working_copy_is_derived_from_its_master(host):
@@ -689,333 +640,6 @@ def test_blocks_of_two_tensors_are_encoded_as_each_would_be_by_itself(host):
         for at, tensor in zip((0, MIB), tensors, strict=True)
     ]
     assert [len(block.data) for block in found.blocks] == [len(encoded.blocks[0].data) for encoded in alone]
-
-
-@pytest.mark.parametrize(
-    ("share", "codec"), [(None, Codec.PLANE), (1.0, Codec.STORE), (2.0, Codec.STORE), (0.5, Codec.PLANE)]
-)
-def test_puts_while_most_is_encoded_are_timed_apart(host, share, codec):
-    """They are faster then where a link is shared, since fewer threads send at a time: what would not pay at the speed of raw ones does."""
-    clock = Ticking(1)
-    encoder, raw = encoder_for("auto", clock), numbers().tobytes()
-    encode(encoder, host, raw)  # a thread's first one does not count
-    saved = 1 - sum(len(block.data) for block in encode(encoder, host, raw).blocks) / len(raw)
-    # Encoding takes 1.3 times what would pay at the speed that raw puts have.
-    seconds = MARGIN * 0.5 / len(raw) / saved / 1.3 * EVIDENCE_BYTES
-    put(encoder, clock, seconds - 0.5)
-    if share is not None:
-        for part in (*[1.0] * 2, *[share] * 8):  # most are not encoded at first
-            with encoder.putting(EVIDENCE_BYTES // 4, EVIDENCE_BYTES // 2):
-                clock.sleep(part * seconds / 4 - 0.5)
-        told = encoder.status()
-        assert told["encoded_put_s_per_GB"] == pytest.approx(share * told["put_s_per_GB"], rel=0.05)
-    assert codecs_of(encode(encoder, host, raw)) == {codec}
-
-
-ENOUGH = EVIDENCE_BYTES // CHUNK_BYTES
-
-
-def add(puts, chunks, seconds, count=CHUNK_BYTES, *, is_raw):
-    for _ in range(chunks):
-        puts.add(count, seconds, is_raw=is_raw)
-
-
-def puts_of_both(raw, encoded):
-    """Puts that were found to take so many seconds a chunk, both ways, and are encoded now."""
-    puts = Puts()
-    add(puts, 2 * ENOUGH, raw, is_raw=True)
-    add(puts, 2, raw, is_raw=False)  # most are not, at first
-    add(puts, 2 * ENOUGH, encoded, is_raw=False)
-    return puts
-
-
-def by_chunk(puts):
-    """Seconds of a chunk with an encoding that takes no time and changes nothing, and of one that is sent raw."""
-    return puts.with_encoding(0, 1) * CHUNK_BYTES, puts.raw_s_per_byte * CHUNK_BYTES
-
-
-def test_encoding_that_takes_longer_than_to_send_raw_bytes_is_not_tried():
-    puts = Puts()
-    puts.add(CHUNK_BYTES, 1.0, is_raw=True)
-    raw = puts.raw_s_per_byte
-    assert puts.with_encoding(0.9 * raw, 0.8) == pytest.approx(0.9 * raw)
-    assert puts.with_encoding(0.1 * raw, 0.8) == pytest.approx(0.8 * raw)
-    assert puts.with_encoding(1.1 * raw, 0.0) > raw
-
-
-@pytest.mark.parametrize(("is_near", "tried"), [(False, True), (True, False)])
-def test_on_a_disk_of_this_host_nothing_is_tried(host, is_near, tried):
-    """It takes processors and memory from who trains there, and no link is waited for."""
-    clock = Ticking(1)
-    encoder, raw = encoder_for("auto", clock, is_near=is_near), numbers().tobytes()
-    for _ in range(2):  # a thread's first one does not count
-        encoded = encode(encoder, host, raw)
-    ratio = sum(len(block.data) for block in encoded.blocks) / len(raw)
-    # Encoding takes a third of what raw puts take, and saves a fifth.
-    assert 0.75 < ratio < 0.9
-    for _ in range(2):
-        put(encoder, clock, 3 * MARGIN * 0.5 / len(raw) * EVIDENCE_BYTES - 0.5)
-    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE if tried else Codec.STORE}
-    for _ in range(40):
-        put(encoder, clock, 20 * MARGIN * 0.5 / len(raw) * EVIDENCE_BYTES - 0.5)
-    assert codecs_of(encode(encoder, host, raw)) == {Codec.PLANE}, "it pays whatever the others do"
-
-
-def test_a_link_that_changes_while_most_is_encoded_goes_on_being_encoded_for():
-    puts = puts_of_both(2.0, 1.9)
-    while puts._encoded.count:
-        puts.add(CHUNK_BYTES, 20.0, is_raw=False)
-    assert puts.with_encoding(0.1 / CHUNK_BYTES, 0.8) < puts.raw_s_per_byte
-
-
-def test_puts_are_what_most_of_them_are():
-    puts = puts_of_both(2.0, 1.0)
-    assert by_chunk(puts) == pytest.approx((1.0, 2.0))
-    puts.add(CHUNK_BYTES, 1.5, is_raw=True)  # one that is not encoded has no less of the link than the others
-    assert by_chunk(puts) == pytest.approx((1.05, 2.0), rel=0.01)
-    add(puts, 3, 1.0, is_raw=True)
-    encoded, raw = by_chunk(puts)
-    puts.add(CHUNK_BYTES, 3.0, is_raw=False)  # nor has one more that is
-    assert by_chunk(puts)[0] == encoded
-    assert by_chunk(puts)[1] > raw
-
-
-def test_puts_that_are_slower_while_others_encode_are_believed():
-    """All wait for processors then."""
-    puts = puts_of_both(1.0, 1.2)
-    assert puts.with_encoding(0, 0.9) > puts.raw_s_per_byte
-
-
-def test_one_way_of_which_little_is_known_is_not_judged_by_that():
-    puts = Puts()
-    add(puts, 2 * ENOUGH, 1.0, is_raw=True)
-    add(puts, 2, 1.0, is_raw=False)
-    add(puts, ENOUGH - 1, 5.0, is_raw=False)
-    assert puts.with_encoding(0, 0.9) < puts.raw_s_per_byte
-    add(puts, 1, 5.0, is_raw=False)
-    assert puts.with_encoding(0, 0.9) > puts.raw_s_per_byte
-    puts = Puts()
-    add(puts, 2 * ENOUGH, 1.0, is_raw=False)
-    add(puts, 2, 1.0, is_raw=True)
-    add(puts, ENOUGH - 1, 0.5, is_raw=True)
-    assert by_chunk(puts) == pytest.approx((1.0, 1.0 / CHANGED)), "raw puts are tried"
-    add(puts, 1, 0.5, is_raw=True)
-    assert by_chunk(puts)[1] < 0.6
-
-
-@pytest.mark.parametrize("count", [CHUNK_BYTES, CHUNK_BYTES // 8])
-def test_what_is_not_done_is_found_out_again(count):
-    """After so many bytes, in however many chunks."""
-    enough, many = EVIDENCE_BYTES // count, EXPIRES_BYTES // count
-    share = count / CHUNK_BYTES
-    puts = puts_of_both(2.0, 1.0)
-    add(puts, many - 3 * enough, share, count, is_raw=False)
-    assert by_chunk(puts) == pytest.approx((1.0, 2.0))
-    add(puts, 3 * enough, share, count, is_raw=False)
-    assert by_chunk(puts) == pytest.approx((1.0, 1.0 / CHANGED)), "raw puts are tried"
-    add(puts, 5 * enough, 2.0 * share, count, is_raw=True)
-    assert by_chunk(puts) == pytest.approx((1.0, 2.0), rel=0.3)
-    add(puts, many - 3 * enough, 2.0 * share, count, is_raw=True)
-    assert by_chunk(puts) == pytest.approx((2.0, 2.0))
-    assert puts.with_encoding(0.9 * puts.raw_s_per_byte, 0.9) < puts.raw_s_per_byte, "it is tried"
-
-
-def test_what_never_becomes_most_of_what_is_sent_is_not_tried_for_long():
-    puts = puts_of_both(2.0, 1.0)
-    add(puts, EXPIRES_BYTES // CHUNK_BYTES + 10, 2.0, is_raw=True)
-    for _ in range(2 * ENOUGH):
-        add(puts, 1, 2.0, is_raw=False)
-        add(puts, 1, 2.0, is_raw=True)
-        add(puts, 1, 2.0, is_raw=True)
-    assert puts.with_encoding(0.9 * puts.raw_s_per_byte, 0.9) > puts.raw_s_per_byte
-    assert puts.with_encoding(0.05 * puts.raw_s_per_byte, 0.9) < puts.raw_s_per_byte
-
-
-@pytest.mark.parametrize("is_raw", [True, False])
-@pytest.mark.parametrize("seconds", [0.2, 20.0])
-def test_a_link_that_changes_leaves_nothing_to_be_believed(seconds, is_raw):
-    """What is not sent any more is not measured: it would be taken to be as fast as the link was, for gigabytes."""
-    puts = puts_of_both(2.0, 1.9)
-    if is_raw:
-        add(puts, 2 * ENOUGH, 2.0, is_raw=True)
-    add(puts, 2 * ENOUGH, seconds, is_raw=is_raw)
-    add(puts, 2 * ENOUGH, seconds, is_raw=is_raw)
-    encoded, raw = by_chunk(puts)
-    assert encoded == pytest.approx(seconds, rel=0.2) or encoded == pytest.approx(seconds / CHANGED, rel=0.2)
-    assert raw == pytest.approx(seconds if is_raw else seconds / CHANGED, rel=0.2)
-
-
-def share_encoded(encode_s, ratio, raw_s, encoded_s, *, can_be=lambda _: True, chunks=4096, tries=True):
-    """Of the chunks that can be encoded, which take so many seconds to encode, and to send while the last four were raw or encoded."""
-    puts, recent, found = Puts(tries=tries), deque([False] * 4, 4), []
-    for number in range(chunks):
-        is_encoded = can_be(number) and (
-            puts.count < EVIDENCE_BYTES
-            or puts.with_encoding(MARGIN * encode_s / CHUNK_BYTES, ratio) < puts.raw_s_per_byte
-        )
-        if can_be(number):
-            found.append(is_encoded)
-        recent.append(is_encoded)
-        size = int(CHUNK_BYTES * (ratio if is_encoded else 1))
-        seconds = raw_s + (encoded_s - raw_s) * sum(recent) / 4
-        puts.add(size, seconds * size / CHUNK_BYTES, is_raw=not is_encoded)
-    return sum(found[chunks // 16 :]) / len(found[chunks // 16 :])
-
-
-@pytest.mark.parametrize("tries", [True, False])
-@pytest.mark.parametrize(("encode_s", "ratio"), [(0.3, 0.7), (0.4, 0.5), (0.9, 0.1)])
-def test_where_all_wait_for_processors_what_does_not_pay_is_not_encoded(encode_s, ratio, tries):
-    """Also where all was encoded at first, and would pay if raw puts were as slow."""
-    assert share_encoded(encode_s, ratio, 1.0, 1.5, tries=tries) < 0.2
-
-
-@pytest.mark.parametrize("offset", [0, 64, 100])
-@pytest.mark.parametrize("noise", [0, 16, 64])
-def test_where_a_link_is_waited_for_what_pays_only_then_is_encoded(noise, offset):
-    """Whatever else is sent in between."""
-    found = share_encoded(4.0, 0.75, 20.0, 16.0, can_be=lambda number: (number + offset) % 128 >= noise)
-    assert found > 0.85
-
-
-def test_what_every_put_takes_is_not_saved():
-    puts = Puts()
-    add(puts, 10, 0.5, LITTLE_BYTES // 2, is_raw=True)
-    add(puts, 10, 0.2, LITTLE_BYTES // 2, is_raw=True)
-    add(puts, 4 * ENOUGH, 1.2, is_raw=True)
-    assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(1.0, rel=0.1)
-    add(puts, 1_000, 0.5, LITTLE_BYTES // 2, is_raw=True)  # it grows slowly
-    add(puts, 4 * ENOUGH, 1.2, is_raw=True)
-    assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(0.7, rel=0.2)
-    add(puts, 20 * ENOUGH, 0.2, is_raw=True)  # no put takes less than every put
-    assert puts.raw_s_per_byte * CHUNK_BYTES == pytest.approx(0.1, rel=0.1)
-
-
-def test_only_encoding_is_taken_for_encoding(host, monkeypatch):
-    """Not reading what a chunk is encoded against, nor finding out about a tensor."""
-    clock, encode_blocks, choose, read = ManualClock(), encoding.encode_blocks, encoder_module.choose, host.read
-
-    def taking(seconds, function):
-        def slow(*args, **named):
-            clock.sleep(seconds)
-            return function(*args, **named)
-
-        return slow
-
-    monkeypatch.setattr(encoding, "encode_blocks", taking(1, encode_blocks))
-    monkeypatch.setattr(encoder_module, "choose", taking(100, choose))
-    host.read = taking(10_000, read)
-    encoder, master = encoder_for(clock=clock), numbers()
-    base = host.chunk(master.tobytes(), host.local)
-    for _ in range(2):  # a thread's first one does not count
-        encode(encoder, host, near(master).tobytes(), base=base)
-    found = encoder.status()["encode_s_per_GB"]
-    assert found == {"dplane": pytest.approx(1e9 / master.nbytes)}  # blocks that are encoded together
-
-
-class Elsewhere:
-    """Stands for a process that encodes, and is waited for three seconds for each job."""
-
-    def __init__(self, clock):
-        self.clock = clock
-        self.jobs = []
-        self.failures = 0
-
-    @contextlib.contextmanager
-    def lend(self, size):
-        assert size == MIB
-        self.clock.sleep(100)
-        yield self
-
-    def begin(self, job):
-        self.jobs.append(job)
-        return True
-
-    def finish(self):
-        self.clock.sleep(3)
-        job = self.jobs.pop(0)
-        if self.failures:
-            self.failures -= 1
-            return None
-        return encoding.encode_blocks(job.raws, job.coding, job.bases, job.outs)
-
-
-@pytest.mark.parametrize("failures", [0, 2])
-def test_waiting_for_a_process_that_encodes_is_what_that_costs_once_it_is_at_work(host, monkeypatch, failures):
-    clock = ManualClock()
-    monkeypatch.setattr(encoder_module.os, "sched_getaffinity", lambda _: {0, 1})
-    elsewhere, raw = Elsewhere(clock), numbers().tobytes()[:MIB]
-    elsewhere.failures = failures
-    monkeypatch.setattr(encoding, "encode_workers", lambda: elsewhere)
-    encoder = encoder_for(clock=clock)
-    for _ in range(2):  # a thread's first one does not count
-        encode(encoder, host, raw)
-    assert encoder.status()["encode_s_per_GB"] == {"plane": pytest.approx(3e9 / MIB)}
-    assert not elsewhere.jobs
-
-
-@pytest.mark.parametrize("codec", ["plane", "derive"])
-def test_waiting_for_a_desk_is_not_part_of_what_encoding_costs(host, monkeypatch, codec):
-    """Others send meanwhile."""
-    clock, master, encode_blocks, take = ManualClock(), numbers(), encoding.encode_blocks, Desks._take
-    source, raw = host.chunk(master.tobytes(), host.local), bfloat16(master)
-
-    def after_a_while(owner):
-        clock.sleep(100)
-        return take(owner)
-
-    def slow(*args):
-        clock.sleep(6)
-        return encode_blocks(*args)
-
-    monkeypatch.setattr(Desks, "_take", after_a_while)
-    monkeypatch.setattr(encoding, "encode_blocks", slow)
-    encoder = encoder_for(clock=clock)
-    sources = [Piece(source, 0, 2 * len(raw))] if codec == "derive" else []
-    for _ in range(2):  # a thread's first one does not count
-        encode(encoder, host, raw, sources=sources, tensor=Tensor("w", "float", 2))
-    assert encoder.status()["encode_s_per_GB"] == {codec: pytest.approx(6e9 / MIB)}
-
-
-def test_decoding_a_base_of_a_near_object_tier_is_part_of_what_encoding_costs(host):
-    clock, master, fetch = ManualClock(), numbers(count=MIB // 2), host.fetch
-
-    def slow(row, start, out):
-        clock.sleep(5)
-        fetch(row, start, out)
-
-    host.fetch = slow
-    encoder, base = encoder_for(clock=clock, is_near=True), host.chunk(master.tobytes(), host.remote)
-    for save in range(3):  # a thread's first one does not count, and the first block was read to find out
-        encode(encoder, host, near(master).tobytes(), save=save, base=base)
-    assert encoder.status()["encode_s_per_GB"] == {"dplane": pytest.approx(5e9 / MIB)}
-
-
-def test_waiting_for_ones_turn_to_derive_is_not_part_of_what_that_costs(host, monkeypatch):
-    """Others send meanwhile."""
-    clock, master = ManualClock(), numbers()
-    encoder, source, raw = encoder_for(clock=clock), host.chunk(master.tobytes(), host.local), bfloat16(master)
-    derive = encoder._deriver.encode
-
-    class Turn:
-        is_taken = False
-
-        def __enter__(self):
-            clock.sleep(1_000)
-            self.is_taken = True
-
-        def __exit__(self, *_):
-            self.is_taken = False
-
-    def slow(*args):
-        assert turn.is_taken
-        clock.sleep(5)
-        return derive(*args)
-
-    turn = encoder._deriving = Turn()
-    monkeypatch.setattr(encoder._deriver, "encode", slow)
-    for _ in range(2):  # a thread's first one does not count
-        encode(encoder, host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
-    assert encoder.status()["encode_s_per_GB"] == {"derive": pytest.approx(5e9 / len(raw))}
 
 
 def test_a_source_that_is_not_on_this_host_is_none(host):

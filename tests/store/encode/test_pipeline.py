@@ -14,6 +14,7 @@ from support.encoded import encoded_chunk
 from tierfs.buffers import Buffers, buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.desks import Desks, desks
 from tierfs.store.encode.pipeline import Plan, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import lend_room
@@ -26,25 +27,26 @@ def floats(count: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(0, 0.02, count).astype("<f4")
 
 
-def test_blocks_whose_plans_agree_are_encoded_together_and_eight_bases_count():
+def test_blocks_whose_plans_agree_are_encoded_together_and_eight_bases_count(monkeypatch):
     codings = [P4, P4, P4, D4, P4, NOTHING, P4, P4, P2, P2, P4, P8, P8, P4, P4]
     state = floats((len(codings) * BLOCK_BYTES - 40_000) // 4, 1)
     state[BLOCK_BYTES // 4 : BLOCK_BYTES // 2] = 0.5
     raw, bases = memoryview(state).cast("B"), memoryview(state + np.float32(0.001)).cast("B")
     shared = [bytearray(BLOCK_BYTES) for _ in range(8)]
     seen: list[tuple[Codec, int]] = []
+    encode_blocks = encoding.encode_blocks
 
     def plans():
         for number, (coding, base) in enumerate(zip(codings, blocks_of(bases), strict=True)):
             shared[number % 8][: len(base)] = base
             yield Plan(coding, Reason(number % 3), memoryview(shared[number % 8])[: len(base)])
 
-    @contextlib.contextmanager
-    def watch(codec, count):
-        seen.append((codec, count))
-        yield
+    def seeing(raws, coding, *others):
+        seen.append((coding.codec, sum(map(len, raws))))
+        return encode_blocks(raws, coding, *others)
 
-    blocks = encoded_chunk(raw, plans(), watch=watch)
+    monkeypatch.setattr(encoding, "encode_blocks", seeing)
+    blocks = encoded_chunk(raw, plans())
     short = BLOCK_BYTES - 40_000
     assert [count for _, count in seen] == [
         *[3 * BLOCK_BYTES, BLOCK_BYTES, BLOCK_BYTES, 2 * BLOCK_BYTES],

@@ -1,7 +1,7 @@
 """How chunks are encoded on their way to the object tier.
 
-Decided once per tensor, on a sample of its first chunk, and remembered from save to save; and not at all where encoding takes
-longer than it saves on the way.
+Decided once per tensor, on a sample of its first chunk, and remembered from save to save. Under pressure a chunk is sent as
+it is: docs/decisions/0055-raw-under-pressure.md.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from tierfs.buffers import buffers
-from tierfs.clock import Clock
-from tierfs.codec import Codec, Coding, Reason
+from tierfs.codec import Codec, Reason
 from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
@@ -27,7 +26,6 @@ from tierfs.store.encode.bases import AbsentError, FetchedBase, LocalBase, Refer
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.deriving import Deriver, Piece, with_bases
 from tierfs.store.encode.desks import Desk, desks
-from tierfs.store.encode.estimates import EVIDENCE_BYTES, Puts, Speed, Typical
 from tierfs.store.encode.hints import Hint, ReadRow, Tensor
 from tierfs.store.encode.pipeline import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import Room
@@ -43,12 +41,10 @@ FETCH_WORTH = 0.5
 FETCH_NEAR_WORTH = 0.05
 # Of those that upload, of which there are as many as processors or a few more, a quarter fetches at a time.
 PROCESSORS_A_FETCH = 4
-# How much more than it costs encoding has to save: it takes processors from what sends, and from training.
-MARGIN = 1.25
-# A chunk that comes to more than this part of its size is sent mostly as it is, whatever was found in some of its blocks.
-ENCODED_MAX = 0.9
-_STORE = Coding(Codec.STORE)
-_LINK_IS_FASTER = Plan(_STORE, Reason.LINK_IS_FASTER)
+# How much of what a base typically saves the newest tensor makes up.
+NEWEST = 0.1
+# What a base saves is found out again after so many were not fetched.
+PASSED_MAX = 32
 _logger = logging.getLogger("tierfs.store")
 
 FetchRow = Callable[[Row, int, memoryview], None]
@@ -90,13 +86,32 @@ class _Asked(NamedTuple):
         raw: The chunk.
         room: Where what was encoded is to lie.
         tensors: Of each block.
-        known: Those of which something may be encoded, with the choices that were made; ``None`` for one that is to be made now.
+        known: The choice that was made for each; ``None`` for one that is to be made now.
     """
 
     raw: memoryview
     room: Room
     tensors: Sequence[Tensor]
     known: Mapping[Tensor, Choice | None]
+
+
+class _Typical:
+    """What a base saves of the raw size of tensors of a kind, see `Choice.saved`; ``None`` where that is to be found out."""
+
+    def __init__(self) -> None:
+        self.saved: float | None = None
+        self._passed = 0
+
+    def pass_by(self) -> None:
+        """Note that a base was not fetched."""
+        self._passed += 1
+        if self._passed >= PASSED_MAX:
+            self.saved, self._passed = None, 0
+
+    def add(self, choice: Choice) -> None:
+        """Learn from what was found out about one tensor."""
+        if choice.delta_ratio is not None:
+            self.saved = choice.saved if self.saved is None else self.saved + (choice.saved - self.saved) * NEWEST
 
 
 class _Attempt(NamedTuple):
@@ -116,28 +131,25 @@ class _Attempt(NamedTuple):
 
 
 class Encoder:
-    """What one process knows of a store's tensors, and of speeds. Safe for use by many threads.
+    """What one process knows of a store's tensors. Safe for use by many threads.
 
     Args:
         kind: The store's digests.
         codecs: Which ones may be used.
-        clock: Where time comes from.
-        is_near: Whether the object tier is this host's own, so that a base costs little to fetch, and puts wait for no link.
+        is_near: Whether the object tier is this host's own, so that a base costs little to fetch.
     """
 
-    def __init__(self, kind: DigestKind, codecs: Codecs, clock: Clock, *, is_near: bool) -> None:
+    def __init__(self, kind: DigestKind, codecs: Codecs, *, is_near: bool) -> None:
         self.codecs = codecs
         self._is_near = is_near
         self._kind = kind
-        self._clock = clock
         self._lock = threading.Lock()
         self._choices: dict[str, _Known] = {}
-        self._typical: dict[tuple[str, int], Typical] = {}  # by kind and width of elements
+        self._typical: dict[tuple[str, int], _Typical] = {}  # by kind and width of elements
         self._saves: dict[str, int] = {}
-        self._put = Puts(tries=not is_near)
-        self._encode: dict[Codec, Speed] = {}
         self._counts: Counter[str] = Counter()
-        self._begun = threading.local()  # which codecs a thread has encoded with
+        self._encoding = self._sending = 0  # chunks, now
+        self._processors = len(os.sched_getaffinity(0))
         self._deriver, self._deriving = Deriver(kind, codecs), threading.Lock()
         self._fetching = threading.Semaphore(max(len(os.sched_getaffinity(0)) // PROCESSORS_A_FETCH, 1))
 
@@ -148,19 +160,10 @@ class Encoder:
         """What was done so far, for a person to see.
 
         Returns:
-            ``raw_bytes`` and ``encoded_bytes`` of what was sent, ``blocks`` by codec and by reason; seconds that a gigabyte takes
-            on one thread to be put, beyond what every put takes and as far as that is known (what is not, as the choice takes it to
-            be), and to be encoded by codec.
+            ``raw_bytes`` and ``encoded_bytes`` of what was sent, ``blocks`` by codec and by reason.
         """
         with self._lock:
-            return {
-                **dict(self._counts),
-                "put_s_per_GB": self._put.raw_s_per_byte * 1e9,
-                "encoded_put_s_per_GB": self._put.encoded_s_per_byte * 1e9,
-                "encode_s_per_GB": {
-                    codec.name.lower(): speed.s_per_byte * 1e9 for codec, speed in self._encode.items()
-                },
-            }
+            return dict(self._counts)
 
     def count_save(self, group: str) -> int:
         """Begin a file; returns how many of its group were begun before, as far as that is remembered: see `Hint.save`."""
@@ -172,16 +175,32 @@ class Encoder:
         return count
 
     @contextlib.contextmanager
-    def putting(self, count: int, raw_count: int) -> Iterator[None]:
-        """Take the time of what sends so many bytes, of a chunk that has so many raw."""
-        start = self._clock.monotonic()
-        yield
+    def sending(self) -> Iterator[None]:
+        """What sends a chunk goes in here."""
         with self._lock:
-            self._put.add(count, self._clock.monotonic() - start, is_raw=count > ENCODED_MAX * raw_count)
+            self._sending += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sending -= 1
 
-    def derives(self, count: int) -> bool:
-        """Whether it is of use to know what chunks may be derived from, in so many bytes."""
-        return Codec.DERIVE in self.codecs.allowed and self._pays(Codec.DERIVE, 0.0, block_count(count))
+    @contextlib.contextmanager
+    def _one_more(self) -> Iterator[bool]:
+        """Be a chunk that is encoded; or not, under pressure: see `docs/decisions/0055-raw-under-pressure.md`."""
+        with self._lock:
+            is_encoded = self.codecs.always or self._sending >= self._processors or self._encoding < self._processors
+            self._encoding += is_encoded
+        try:
+            yield is_encoded
+        finally:
+            with self._lock:
+                self._encoding -= is_encoded
+
+    @property
+    def derives(self) -> bool:
+        """Whether it is of use to know what chunks may be derived from."""
+        return Codec.DERIVE in self.codecs.allowed
 
     def encode(
         self,
@@ -193,7 +212,7 @@ class Encoder:
         read: ReadRow,
         fetch: FetchRow,
     ) -> Encoded:
-        """Encode a chunk as it pays best.
+        """Encode a chunk in the way that makes it smallest; under pressure not at all.
 
         Args:
             raw: The chunk. Borrowed; the result may lie in it.
@@ -205,15 +224,13 @@ class Encoder:
         """
         if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
             hint = replace(hint, base=None)  # not to be read for nothing
-        encoded = None
-        if sources and self.derives(len(raw)):
-            with self._deriving, desks().lend() as desk:  # others send while one waits for that
-                desk.take()
-                start = self._clock.monotonic()
-                encoded = self._deriver.encode(raw, sources, read, desk, room)
-                self._took(Codec.DERIVE, len(raw), self._clock.monotonic() - start)
-        if encoded is None:
-            encoded = self._encode_chosen(raw, hint, room, read, fetch)
+        with self._one_more() as is_encoded:
+            encoded = None if is_encoded else Encoded([_raw_block(block) for block in blocks_of(raw)])
+            if encoded is None and sources and self.derives:
+                with self._deriving, desks().lend() as desk:  # others send while one waits for that
+                    encoded = self._deriver.encode(raw, sources, read, desk, room)
+            if encoded is None:
+                encoded = self._encode_chosen(raw, hint, room, read, fetch)
         with self._lock:
             self._counts["raw_bytes"] += len(raw)
             for block in encoded.blocks:
@@ -225,11 +242,9 @@ class Encoder:
     def _encode_chosen(self, raw: memoryview, hint: Hint, room: Room, read: ReadRow, fetch: FetchRow) -> Encoded:
         tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
         known = {tensor: self._known(tensor, hint) for tensor in tensors}
-        # What is not known is found out about where others of its kind pay; else even that is only in the way.
-        known = {tensor: choice for tensor, choice in known.items() if choice is not None or self._may_pay(tensor)}
         asked = _Asked(raw, room, tensors, known)
         row, attempt = hint.base, None
-        if row is not None and self._may_need(known):
+        if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
             attempt = self._try_local(asked, row, read)
             if attempt is None:
                 attempt = self._try_fetched(asked, row, fetch)
@@ -247,14 +262,11 @@ class Encoder:
             return self._try(asked, None, desk).kept(asked, desk)
 
     def _try_local(self, asked: _Asked, row: Row, read: ReadRow, *, is_verified: bool = False) -> _Attempt | None:
-        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference.
-
-        What is verified as it is read was decoded for that, which is counted as a part of what encoding takes.
-        """
+        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
         with desks().lend() as desk:
             base = LocalBase(self._kind, row, read, desk, is_verified=is_verified)
             try:
-                attempt = self._try(asked, base, desk, counts_reads=is_verified)
+                attempt = self._try(asked, base, desk)
                 counts = is_verified or attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
                 if counts and not base.is_sound():
                     return None
@@ -286,70 +298,33 @@ class Encoder:
                 with desks().lend() as desk:
                     return self._try(asked, FetchedBase(base), desk).kept(asked, desk)
 
-    def _try(self, asked: _Asked, base: Reference | None, desk: Desk, *, counts_reads: bool = False) -> _Attempt:
+    def _try(self, asked: _Asked, base: Reference | None, desk: Desk) -> _Attempt:
         """Encode block by block, each against the base's, where that is worth it.
 
         Args:
             asked: What.
             base: What the chunk may be encoded against.
             desk: Where; what is encoded lies there then.
-            counts_reads: Whether reading the base is a part of what encoding takes.
 
         Raises:
             AbsentError: As the base does.
         """
         choices = dict(asked.known)
         found: list[tuple[Tensor, Choice]] = []
-        counts: Counter[Codec] = Counter()
-        seconds: dict[Codec, float] = {}
 
         def plans() -> Iterator[Plan]:
             for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
-                plan = _LINK_IS_FASTER
-                if tensor in choices:
-                    choice = choices[tensor]
-                    if choice is None:
-                        choice = self._choose(number, block, tensor, base, desk)
-                        found.append((tensor, choice))
-                        choices[tensor] = choice if tensor.name else None
-                    plan = self._plan(choice, has_base=base is not None)
+                choice = choices[tensor]
+                if choice is None:
+                    choice = self._choose(number, block, tensor, base, desk)
+                    found.append((tensor, choice))
+                    choices[tensor] = choice if tensor.name else None
+                plan = _plan(choice, has_base=base is not None)
                 if base is not None and plan.reason is Reason.DELTA:
-                    start = self._clock.monotonic()
                     plan = plan._replace(base=base.block(number))
-                    if counts_reads:
-                        codec = plan.coding.codec
-                        seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
                 yield plan._replace(part_of=tensor)
 
-        @contextlib.contextmanager
-        def watch(codec: Codec, count: int) -> Iterator[None]:
-            start = self._clock.monotonic()
-            yield
-            counts[codec] += count
-            seconds[codec] = seconds.get(codec, 0.0) + self._clock.monotonic() - start
-
-        blocks = encode_chunk(asked.raw, plans(), desk, self.codecs.allowed, watch)
-        for codec, took in seconds.items():
-            self._took(codec, counts[codec], took)
-        return _Attempt(blocks, found)
-
-    def _plan(self, choice: Choice, *, has_base: bool) -> Plan:
-        coding, ratio = choice.static, choice.static_ratio
-        if has_base and choice.delta is not None and choice.delta_ratio is not None:
-            coding, ratio, reason = choice.delta, choice.delta_ratio, Reason.DELTA
-        elif choice.delta is None and choice.delta_ratio is not None:
-            reason = Reason.DELTA_TOO_LARGE
-        else:
-            reason = Reason.NO_BASE
-        return Plan(coding, reason) if self._pays(coding.codec, ratio) else _LINK_IS_FASTER
-
-    def _took(self, codec: Codec, count: int, seconds: float) -> None:
-        """Learn from what was encoded, unless it is this thread's first: what it works in may be touched for the first time then."""
-        begun: set[Codec] = self._begun.__dict__.setdefault("codecs", set())
-        if codec in begun:
-            with self._lock:
-                self._encode.setdefault(codec, Speed(is_steady=True)).add(count, seconds)
-        begun.add(codec)
+        return _Attempt(encode_chunk(asked.raw, plans(), desk, self.codecs.allowed), found)
 
     def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
         """What is remembered of a tensor, if it counts still."""
@@ -386,7 +361,7 @@ class Encoder:
                 sizes[tensor] = encoded + len(block.data), count + len(source)
         with self._lock:
             for tensor, choice in attempt.found:
-                self._typical.setdefault((tensor.kind, tensor.width), Typical()).add(choice)
+                self._typical.setdefault((tensor.kind, tensor.width), _Typical()).add(choice)
                 if tensor.name:
                     known = self._choices.pop(tensor.name, None)
                     misses = known.misses if known is not None and (known.is_miss or known.holds(save)) else 0
@@ -410,42 +385,11 @@ class Encoder:
                     missed = known.choice._replace(delta=None, delta_ratio=encoded / count)
                     self._choices[tensor.name] = _Known(save, missed, known.misses + 1)
 
-    def _may_pay(self, tensor: Tensor) -> bool:
-        """Whether encoding would pay, were this tensor like most of its kind."""
-        with self._lock:
-            typical = self._typical.get((tensor.kind, tensor.width))
-        return typical is None or self._pays(typical.codec, typical.ratio)
-
-    def _pays_as_delta(self, choice: Choice) -> bool:
-        return (
-            choice.delta is not None
-            and choice.delta_ratio is not None
-            and self._pays(choice.delta.codec, choice.delta_ratio)
-        )
-
-    def _pays(self, codec: Codec, ratio: float, blocks: int = 1) -> bool:
-        """Whether encoding takes less time than it saves in sending, on a thread that does one after the other.
-
-        Asked of so many blocks at once.
-        """
-        with self._lock:
-            encode = self._encode.get(codec)
-            if self.codecs.always or encode is None or self._put.count < EVIDENCE_BYTES:
-                return True
-            pays = self._put.with_encoding(MARGIN * encode.s_per_byte, ratio) < self._put.raw_s_per_byte
-            if not pays:
-                encode.forget(blocks)  # it is measured no more, and may have been slow for a while only
-            return pays
-
-    def _may_need(self, known: Mapping[Tensor, Choice | None]) -> bool:
-        """Whether anything may come of a base."""
-        return any(choice is None or self._pays_as_delta(choice) for choice in known.values())
-
     def _is_worth_fetching(self, row: Row, asked: _Asked) -> bool:
         """Whether a base that is not on this host is to be had from the object tier."""
         if self.codecs.always:
             return True
-        tensors, known = [each for each in asked.tensors if each in asked.known], asked.known
+        tensors, known = asked.tensors, asked.known
         worth = FETCH_NEAR_WORTH if self._is_near else FETCH_WORTH
         savings = [self._saved(tensor, known[tensor]) for tensor in tensors]
         expected = [saved for saved in savings if saved is not None]
@@ -482,3 +426,14 @@ class Encoder:
         with self._lock:
             self._counts["fetched_base_bytes"] += len(out)
         return True
+
+
+def _plan(choice: Choice, *, has_base: bool) -> Plan:
+    if has_base and choice.delta is not None and choice.delta_ratio is not None:
+        return Plan(choice.delta, Reason.DELTA)
+    is_too_large = choice.delta is None and choice.delta_ratio is not None
+    return Plan(choice.static, Reason.DELTA_TOO_LARGE if is_too_large else Reason.NO_BASE)
+
+
+def _raw_block(block: memoryview) -> EncodedBlock:
+    return EncodedBlock(Codec.STORE, Reason.LINK_IS_FASTER, block)

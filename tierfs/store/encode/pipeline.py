@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tierfs.store.encode.desks import Desk
     from tierfs.store.encode.room import Room
 
-__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "Watch", "blocks_of", "encode_chunk", "keep"]
+__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_chunk", "keep"]
 
 _ALL = frozenset(Codec)
 
@@ -78,16 +78,8 @@ class Plan(NamedTuple):
     part_of: object = None
 
 
-Watch = Callable[[Codec, int], AbstractContextManager[object]]
-"""Gives what encoding goes on in, by the codec that is asked for, and the number of raw bytes."""
-
-
-def _unwatched(codec: Codec, count: int) -> AbstractContextManager[object]:  # noqa: ARG001 - a `Watch`
-    return contextlib.nullcontext()
-
-
 def encode_chunk(
-    raw: memoryview, plans: Iterable[Plan], desk: Desk, allowed: Container[Codec] = _ALL, watch: Watch = _unwatched
+    raw: memoryview, plans: Iterable[Plan], desk: Desk, allowed: Container[Codec] = _ALL
 ) -> list[EncodedBlock]:
     """Encode a chunk's blocks.
 
@@ -98,11 +90,10 @@ def encode_chunk(
         desk: Where what is encoded lies then.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
-        watch: Learns what is encoded, and how long that takes.
     """
     blocks: list[EncodedBlock] = []
     with contextlib.ExitStack() as lent:
-        for group, found in _encoded(_together(zip(plans, _places(raw), strict=True)), raw, desk, lent, watch):
+        for group, found in _encoded(_together(zip(plans, _places(raw), strict=True)), raw, desk, lent):
             for (codec, length), (plan, place) in zip(found, group, strict=True):
                 if codec is Codec.STORE or codec not in allowed:
                     blocks.append(EncodedBlock(Codec.STORE, plan.reason, raw[place]))
@@ -152,7 +143,7 @@ _Group: TypeAlias = list[tuple[Plan, slice]]
 
 
 def _encoded(
-    groups: Iterable[_Group], raw: memoryview, desk: Desk, lent: contextlib.ExitStack, watch: Watch
+    groups: Iterable[_Group], raw: memoryview, desk: Desk, lent: contextlib.ExitStack
 ) -> Iterator[tuple[_Group, list[tuple[Codec, int]]]]:
     """Groups with what came of them: by a process that encodes, where there is one, which has its next job when it is done with the last."""
     worker: Worker | None = None
@@ -163,9 +154,8 @@ def _encoded(
         group, job, is_begun = begun.popleft()
         if job is None:
             return group, [(Codec.STORE, 0)] * len(group)
-        with watch(job.coding.codec, sum(map(len, job.raws))):
-            found = worker.finish() if worker is not None and is_begun else None
-            return group, encode_blocks(job.raws, job.coding, job.bases, job.outs) if found is None else found
+        found = worker.finish() if worker is not None and is_begun else None
+        return group, encode_blocks(job.raws, job.coding, job.bases, job.outs) if found is None else found
 
     for group in groups:
         coding = group[0][0].coding
