@@ -1,0 +1,69 @@
+"""One process of the race: writes files whose chunks others wrote before, or deletes and renames them, or collects garbage."""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+import tierfs
+from tierfs.errors import ConflictError, NotFoundError, StoreError
+from tierfs.store import copy, delete, find, rename, save
+from tierfs.store.maintenance.gc import GcOptions, collect
+
+CONTENTS = 10
+PATHS = [f"d{number % 3}/f{number}" for number in range(20)]
+
+
+def content(number: int) -> bytes:
+    """The same bytes each time: every writer finds chunks of others."""
+    return random.Random(number).randbytes(70_000 + 1000 * number)
+
+
+def write(store, draw: random.Random) -> None:
+    if draw.random() < 0.3:
+        copy(store, draw.choice(PATHS), draw.choice(PATHS))
+    else:
+        save(store, draw.choice(PATHS), content(draw.randrange(CONTENTS)))
+
+
+def remove(store, draw: random.Random) -> None:
+    if draw.random() < 0.5:
+        rename(store, draw.choice(PATHS), draw.choice(PATHS))
+        return
+    for entry in find(store, f"d{draw.randrange(3)}", detail=False):
+        if not entry.is_directory:
+            delete(store, entry.path)
+
+
+def gc(store, draw: random.Random) -> None:
+    report = collect(store, GcOptions(concurrency=draw.choice([1, 4])))
+    assert not report.is_blocked, report.unreadable
+    print("deleted", report.deleted.count, "condemned", report.condemned.count)
+    time.sleep(0.2)
+
+
+def main() -> None:
+    url, role, seed, seconds = sys.argv[1:]
+    store = tierfs.init(url)
+    draw = random.Random(int(seed))
+    does = {"write": write, "remove": remove, "gc": gc}[role]
+    ends = time.monotonic() + float(seconds)
+    done = refused = 0
+    while time.monotonic() < ends:
+        try:
+            does(store, draw)
+            done += 1
+        except (ConflictError, NotFoundError):
+            refused += 1
+        except StoreError as error:
+            if "was collected" not in str(error) and "stood still" not in str(error):
+                raise
+            refused += 1
+        if role != "gc":
+            time.sleep(draw.choice([0, 0.01, 3]) if draw.random() < 0.05 else 0.01)
+    print(f"{role}: {done} done, {refused} refused")
+
+
+if __name__ == "__main__":
+    main()
