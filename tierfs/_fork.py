@@ -1,4 +1,9 @@
-"""Locks that survive a fork: a child gets its own, since a thread that it does not have may hold its parent's."""
+"""What a forked child does with what it inherited.
+
+A `Store` and what hangs on it are the parent's: a child that uses one gets an error, and opens its own. What remains is here: one of something
+for each process (`PerProcess`), and files and connections that a child must not keep open, since a lock or the other end would not
+see that the parent is gone (`renew_in_children`).
+"""
 
 from __future__ import annotations
 
@@ -15,10 +20,10 @@ _Made = TypeVar("_Made")
 
 
 class Renewable(Protocol):
-    """Something that holds locks."""
+    """Something that a child may not have as its parent left it."""
 
     def _renew(self) -> None:
-        """Make new ones. Called in a child before anything else runs there."""
+        """Close what is the parent's, or make anew what each process has. Called in a child before anything else runs there."""
 
 
 _logger = logging.getLogger("tierfs")
@@ -26,7 +31,7 @@ _owners: weakref.WeakSet[Renewable] = weakref.WeakSet()
 
 
 def renew_in_children(owner: Renewable) -> None:
-    """Have ``owner`` make its locks anew in every process forked from here, for as long as it lives."""
+    """Have ``owner`` told in every process forked from here, for as long as it lives."""
     _owners.add(owner)
 
 

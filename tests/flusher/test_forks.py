@@ -7,7 +7,6 @@ import threading
 import pytest
 
 from tierfs.errors import StoreError
-from tierfs.host.cache.backfill import Keeper
 from tierfs.host.cache.single_flight import SingleFlight
 
 CHILD_S = 10
@@ -39,31 +38,6 @@ def flight(tmp_path):
     flight.close()
 
 
-@pytest.fixture
-def kept():
-    return threading.Event()
-
-
-@pytest.fixture
-def keeper(kept):
-    def keep(slots):
-        kept.set()
-        return len(slots)
-
-    return Keeper(keep)
-
-
-def test_a_fetch_begins_in_a_child_while_the_parent_was_about_to(flight):
-    with flight._lock:
-        status = child_of(lambda: flown(flight))
-    assert status == 0
-
-
-def test_a_fetch_of_the_parent_holds_up_none_of_the_child_for_good(flight):
-    with flight.holding(b"another chunk"):
-        assert child_of(lambda: flown(flight)) == 0
-
-
 def test_what_another_process_or_thread_holds_is_waited_for_so_long_and_no_longer(flight):
     def hold_in_vain():
         with pytest.raises(StoreError) as caught, flight.alone(b"a chunk", timeout_s=0.1):
@@ -89,13 +63,3 @@ def test_what_a_killed_process_held_is_free(flight):
     assert os.WTERMSIG(child_of(be_killed)) == signal.SIGKILL
     with flight.alone(b"a chunk", timeout_s=0):
         pass
-
-
-def test_a_chunk_is_kept_by_a_child_while_the_parent_was_about_to(keeper, kept):
-    def keep_one():
-        keeper.add(object())
-        assert kept.wait(CHILD_S / 2)
-
-    with keeper._lock:
-        assert child_of(keep_one) == 0
-    assert not kept.is_set()

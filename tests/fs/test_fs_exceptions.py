@@ -75,7 +75,7 @@ def warnings_in(caplog) -> list[str]:
 @pytest.fixture
 def faulty(place, monkeypatch) -> FaultyObjects:
     objects = FaultyObjects(place.store.objects)
-    monkeypatch.setattr(place.store, "objects", objects)
+    monkeypatch.setattr(place.store, "_objects", objects)
     return objects
 
 
@@ -182,7 +182,7 @@ def test_dropping_a_handle_does_not_wait_for_the_chunks_on_their_way(place, monk
             assert release.wait(60)
             return super().put(key, *arguments, **options)
 
-    monkeypatch.setattr(place.store, "objects", Blocked(objects))
+    monkeypatch.setattr(place.store, "_objects", Blocked(objects))
     handles = [place.fs.open(place / "a", "wb")]
     handles[0].write(random_bytes(2 * CHUNK, 3))
     dropping = threading.Thread(target=drop, args=(handles,))

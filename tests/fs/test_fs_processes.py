@@ -17,6 +17,9 @@ import fsspec
 import pytest
 
 import tierfs
+from tierfs.errors import StoreError
+from tierfs.session import open_store, parse_url
+from tierfs.store import load, save
 
 MIB = 1 << 20
 FILES = 20
@@ -237,14 +240,17 @@ def test_what_a_forked_child_wrote_is_there_for_its_parent(directory_place):
     check(place.fs, place.root, 0, 3)
 
 
-def test_a_read_handle_goes_on_in_a_forked_child(place):
+def test_a_read_handle_is_of_no_use_in_a_forked_child(place):
     data = 20 * Random(5).randbytes(MIB)
     place.fs.pipe(place / "a", data)
     with place.fs.open(place / "a") as file:
         assert file.read(10) == data[:10]
 
         def child() -> None:
-            assert file.read() == data[10:]
+            with pytest.raises(StoreError, match="was opened by the process that this one was forked from"):
+                file.read()
+            with place.fs.open(place / "a") as again:
+                assert again.read() == data
 
         in_child(child)
         assert file.read() == data[10:]
@@ -377,3 +383,19 @@ def test_of_processes_that_have_a_path_open_at_once_one_saves_it_and_the_others_
     fs = fsspec.filesystem("tierfs", target_protocol="file", **tiers)
     fs.wait(root, timeout=30)
     assert fs.status(root)["conflicts"] == []
+
+
+def test_a_store_that_crossed_a_fork_says_so(tmp_path) -> None:
+    store = tierfs.init(f"file://{tmp_path}/store")
+    save(store, "a", b"saved")
+
+    def use() -> None:
+        for attempt in (lambda: load(store, "a"), lambda: save(store, "b", b"lost"), lambda: store.tiers):
+            with pytest.raises(StoreError, match="was opened by the process that this one was forked from"):
+                attempt()
+        own, path = open_store(parse_url(f"file://{tmp_path}/store/a"))
+        assert own is not store
+        assert load(own, path) == b"saved"
+
+    in_child(use)
+    assert load(store, "a") == b"saved"

@@ -206,7 +206,7 @@ def test_cat_ranges_tells_which_ranges_failed(place, large, large_path, monkeypa
                     raise StoreError("gone", transient=False)
             return info
 
-    monkeypatch.setattr(place.store, "objects", Failing(place.store.objects))
+    monkeypatch.setattr(place.store, "_objects", Failing(place.store.objects))
     starts, ends = [0, CHUNK, 2 * CHUNK], [10, CHUNK + 10, 2 * CHUNK + 10]
     first, second, third = place.fs.cat_ranges([large_path] * 3, starts, ends, on_error="return")
     assert (first, third) == (large[:10], large[2 * CHUNK : 2 * CHUNK + 10])
@@ -223,7 +223,7 @@ def test_cat_ranges_reads_several_files_at_once(place, random_bytes, monkeypatch
             together.wait()
             return super().get(*arguments, **options)
 
-    monkeypatch.setattr(place.store, "objects", Meeting(place.store.objects))
+    monkeypatch.setattr(place.store, "_objects", Meeting(place.store.objects))
     assert place.fs.cat_ranges(list(contents), 0, None) == list(contents.values())
 
 

@@ -176,7 +176,7 @@ def test_rm_recursive_goes_no_deeper_than_it_is_asked_to(place):
 def test_a_delete_that_fails_deletes_the_others_and_says_so(place, monkeypatch):
     place.fs.pipe({place / f"d/{number}": b"x" for number in range(5)})
     faulty = FaultyObjects(place.store.objects)
-    monkeypatch.setattr(place.store, "objects", faulty)
+    monkeypatch.setattr(place.store, "_objects", faulty)
     faulty.inject(Fault.DENIED, method="put", key_part="d/3")
     with pytest.raises(ReadOnlyError):
         place.fs.rm(place / "d", recursive=True)

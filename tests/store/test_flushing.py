@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import threading
 import time
 import uuid
@@ -168,11 +167,11 @@ def test_who_only_reads_or_writes_small_files_gives_others_room_as_well(make_hos
     """Whatever has taken a segment is looked after."""
     host, other = make_host("host"), make_host("other")
     save(host.store, "a", b"few bytes")
-    assert host.tiers.writer._housekeeping._process == os.getpid()
+    assert host.tiers.writer._housekeeping._is_running
     save_at(host.store, "b", content(MIB), Level.OBJECT)
     assert load(other.store, "b")
     assert other.tiers.ram.own_segments()
-    assert other.tiers.writer._housekeeping._process == os.getpid()
+    assert other.tiers.writer._housekeeping._is_running
 
 
 def test_the_flusher_keeps_to_its_bandwidth(make_host):

@@ -42,6 +42,8 @@ def modes_below(directory):
         if path.is_symlink():  # has no mode of its own
             continue
         status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            continue  # whose own mode says nothing
         kind = "directory" if stat.S_ISDIR(status.st_mode) else "socket" if stat.S_ISSOCK(status.st_mode) else "file"
         found[str(path.relative_to(directory))] = kind, stat.S_IMODE(status.st_mode)
     return found

@@ -107,7 +107,9 @@ def test_who_followed_upon_what_was_pending_hears_of_what_was_published_since(ho
     assert load(host.plain(), "run/a")[:7] == (b"newer" if is_changed else b"pending")
 
 
-def test_a_process_that_is_stopped_while_it_seals_holds_up_others_at_its_path_for_some_time(host, monkeypatch):
+def test_a_process_that_is_stopped_while_it_seals_holds_up_others_at_its_path_for_some_time(
+    host, make_host, monkeypatch
+):
     monkeypatch.setattr(slabwriter, "SEAL_S", 0.5)
     save(host.store, "run/a", b"before")
     wait(host.store, "", Level.OBJECT, 20)
@@ -115,7 +117,7 @@ def test_a_process_that_is_stopped_while_it_seals_holds_up_others_at_its_path_fo
     if not child:
         try:
             monkeypatch.setattr(staging, "_check_unchanged", lambda *_: os.kill(os.getpid(), signal.SIGSTOP))
-            save(host.store, "run/a", b"from the child")
+            save(make_host().store, "run/a", b"from the child")
         finally:
             os._exit(1)
     try:

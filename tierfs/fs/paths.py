@@ -91,7 +91,7 @@ class PathSpace(Chained):
         if target_protocol is not None:
             strip(target_protocol, "")
         self._opened = _Opened()
-        self._used: weakref.WeakValueDictionary[str, Store] = weakref.WeakValueDictionary()
+        self._used: dict[str, str] = {}  # a path in each store, by its URL
         self._first = fo
         # fsspec calls this on instances; there, a bare path is one of the object tier's.
         self._strip_protocol = self._strip  # type: ignore[method-assign]
@@ -148,18 +148,16 @@ class PathSpace(Chained):
         if self._tier_options != TierOptions():
             location = replace(location, tiers=self._tier_options)
         store, relative = open_store(location, write=write, create=write and self._may_create(location))
-        self._used[store.url] = store
+        self._used[store.url] = path
         return store, relative
 
     def _only_store(self) -> Store:
         """The store that this instance is used for, if it is one."""
-        stores = list(self._used.values())
-        if not stores and self._first:
-            return self._locate(self._first)[0]
-        if len(stores) != 1:
-            names = ", ".join(sorted(store.url for store in stores)) or "none yet"
+        paths = list(self._used.values()) or [self._first]
+        if paths == [""] or len(paths) > 1:
+            names = ", ".join(sorted(self._used)) or "none yet"
             raise InvalidInputError(f"this filesystem is used for several stores or none ({names}): name a path in one")
-        return stores[0]
+        return self._locate(paths[0])[0]
 
     def _may_create(self, location: Location) -> bool:
         if self._create is not None:

@@ -161,7 +161,7 @@ class ExclusiveLock:
 
 
 class Host:
-    """What the processes of one user on one host share. Safe for use by many threads, and after a fork.
+    """What the processes of one user on one host share. Safe for use by many threads.
 
     Args:
         directory: The state directory; made, for its owner alone, where it is missing.

@@ -162,7 +162,7 @@ class Presence:
 
     def see(self, name: ChunkName, *, is_whole: bool = False) -> None:
         """Note that this chunk object, or all of it, was read just now: if a manifest names it, it need not be looked for any more."""
-        # Whoever reads waits for no lease: the lock is held while one is renewed, and in a forked child perhaps for ever.
+        # Whoever reads waits for no lease: the lock is held while one is renewed.
         if name.digest not in self._heard or not self._lock.acquire(blocking=False):
             return
         try:

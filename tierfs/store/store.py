@@ -41,7 +41,9 @@ OBJECT_FACTOR = 6
 
 
 class Store:
-    """A prefix of an object tier with a descriptor. Safe for use by many threads.
+    """A prefix of an object tier with a descriptor. Safe for use by many threads, in the process that opened it.
+
+    In a forked child every use of its tiers is a `StoreError`: the fsspec filesystem, `TierReader` and `TierWriter` open it anew there.
 
     Args:
         objects: The object tier, based at the store's root.
@@ -78,12 +80,13 @@ class Store:
         unused: str = "",
         hand_over: Callable[[bool], None] | None = None,
     ) -> None:
-        self.objects = objects
+        self._objects = objects
+        self._process = os.getpid()
         self.descriptor = descriptor
         self.url = url
         self.clock: Clock = clock or SystemClock()
         self.random_bytes = random_bytes
-        self.tiers = tiers
+        self._tiers = tiers
         self.hidden = hidden
         self.unused = unused
         self._hand_over = hand_over
@@ -105,7 +108,26 @@ class Store:
         self.presence = Presence(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
 
     def __repr__(self) -> str:
-        return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self.objects!r})"
+        return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self._objects!r})"
+
+    @property
+    def objects(self) -> ObjectTier:
+        """The object tier, based at the store's root. Raises `StoreError` in a forked child."""
+        self._check_process()
+        return self._objects
+
+    @property
+    def tiers(self) -> Tiers | None:
+        """The local tiers; ``None`` where there are none. Raises `StoreError` in a forked child."""
+        self._check_process()
+        return self._tiers
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise StoreError(
+                f"{self.url} was opened by the process that this one was forked from: open it, and files in it, in this process",
+                path=self.url,
+            )
 
     @property
     def encoder(self) -> Encoder:

@@ -1111,25 +1111,6 @@ def test_where_there_is_no_shared_memory_segments_are_in_the_state_directory(ope
 # -- forks and leaks ---------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_reads_its_parents_segments_and_writes_into_its_own(tier, monkeypatch):
-    put(tier, b"a", b"parents")
-    put(tier, b"b", bytes(MIB))
-
-    def work():
-        assert tier.own_segments() == []
-        assert content(tier.find(b"a")) == b"parents"
-        assert tier.find(b"b")
-        put(tier, b"c", b"childs")
-        assert len(tier.own_segments()) == 1
-        tier.close()
-
-    assert in_child(work) == 0
-    assert content(tier.find(b"c")) == b"childs"
-    assert len(tier.own_segments()) == 2
-    assert content(tier.find(b"a")) == b"parents"
-    put(tier, b"d", b"more")
-
-
 def test_a_tier_that_was_closed_leaves_no_descriptor_and_no_mapping(host, open_tier):
     def opened():
         return descriptors() + mappings("tierfs-test-")

@@ -1,5 +1,6 @@
 """One segment: what is whole, what is found, what is reused, and what a killed process leaves."""
 
+import fcntl
 import gc
 import os
 import signal
@@ -662,37 +663,41 @@ def test_a_segment_that_nobody_refers_to_closes_itself_without_the_collector(fol
 # -- forks -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_forked_child_reads_and_marks_and_does_not_write(segment):
+def test_a_forked_child_has_nothing_of_its_parents_segment(segment):
     slot = put(segment, b"a")
     filling = segment.take(SlotKind.CHUNK, 10)
 
     def work():
         assert not segment.owned
-        assert content(segment.find(b"a")) == DATA
-        for attempt in (
-            lambda: segment.take(SlotKind.CHUNK, 1),
-            lambda: segment.seal(filling, b"b", b"", stamp_ns=1),
-            lambda: segment.give(slot),
-        ):
-            with pytest.raises(ReadOnlyError):
-                attempt()
-        assert segment.mark(slot, SlotState.CLEAN)
+        assert segment.closed
+        assert segment.find(b"a") is None
+        assert not segment.mark(slot, SlotState.CLEAN)
+        with pytest.raises(ReadOnlyError):
+            segment.take(SlotKind.CHUNK, 1)
+        assert content(Segment.attach(segment.path).find(b"a")) == DATA
 
-    assert in_child(work) == 0
-    assert segment.find(b"a").state is SlotState.CLEAN
+    with segment._lock.held():
+        assert in_child(work) == 0
+    assert segment.find(b"a").state is SlotState.SEALED
     segment.seal(filling, b"b", b"", stamp_ns=1)
 
 
-def test_a_child_that_is_forked_while_the_table_is_locked_waits_for_the_parent_and_not_for_ever(segment):
-    put(segment, b"a")
-    with segment._lock.held():
-        child = os.fork()
-        if not child:
-            os._exit(0 if segment.mark(segment.find(b"a"), SlotState.CLEAN) else 1)
-        time.sleep(0.1)
-        assert os.waitpid(child, os.WNOHANG) == (0, 0)
-        assert segment._table.state[0] == SlotState.SEALED
-    assert os.waitpid(child, 0)[1] == 0
+def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(segment):
+    reading, writing = os.pipe()
+    parent = os.fork()
+    if not parent:
+        other = Segment.attach(segment.path)
+        with other._lock.held():
+            if not os.fork():
+                os.close(writing)
+                os.read(reading, 1)
+                os._exit(0)
+            os._exit(0)
+    os.waitpid(parent, 0)
+    with open(segment.path, "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(writing)
+    os.close(reading)
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

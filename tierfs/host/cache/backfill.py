@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from tierfs._fork import renew_in_children
 from tierfs.errors import TierfsError
 from tierfs.host.slab.segment import Slot
 from tierfs.threads import start_daemon
@@ -34,7 +33,6 @@ class Keeper:
         self._lock = threading.Lock()
         self._queue: deque[Slot] = deque(maxlen=QUEUE_MAX)
         self._running = False
-        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"Keeper({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
@@ -45,11 +43,6 @@ class Keeper:
             self._queue.append(slot)
             if not self._running:
                 self._running = start_daemon(self._run, name="keep") is not None
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._queue.clear()
-        self._running = False
 
     def _run(self) -> None:
         while True:

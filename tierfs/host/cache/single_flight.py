@@ -126,10 +126,8 @@ class SingleFlight:
                 os.close(fd)
 
     def _renew(self) -> None:
-        """In a forked child: it holds none of its parent's locks."""
-        self._lock, self._busy = threading.Lock(), set()
+        """In a forked child: its locks belong to the open file, which a child must not keep open."""
         if self._fd is not None:
-            # Its locks belong to the open file, which is the parent's as well.
             os.close(self._fd)
             self._fd = None
 

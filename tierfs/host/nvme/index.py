@@ -208,7 +208,7 @@ def _epoch_of(connection: sqlite3.Connection, path: Path) -> bytes:
 
 
 class IndexReader:
-    """A reading connection, opened when it is needed, anew after a fork, and when the database was replaced.
+    """A reading connection, opened when it is needed, and anew when the database was replaced.
 
     Safe for use by many threads.
 
@@ -228,7 +228,6 @@ class IndexReader:
         self._connection: sqlite3.Connection | None = None
         self._identity = (0, 0)
         self._epoch = b""
-        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"IndexReader({str(self.path)!r}, busy_s={self._busy_s})"
@@ -281,7 +280,3 @@ class IndexReader:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._connection = None

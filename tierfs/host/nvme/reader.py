@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
@@ -48,7 +47,7 @@ class FoundChunk(NamedTuple):
 
 
 class NvmeReader:
-    """Reads what is committed. Safe for use by many threads, and after a fork.
+    """Reads what is committed. Safe for use by many threads.
 
     A tier that is not there, is damaged, or keeps a reader waiting is as good as empty, for chunks: counted, and logged
     once for each reason. About drafts a wrong answer would be an old file, so there waiting is longer, and then an error.
@@ -78,8 +77,7 @@ class NvmeReader:
         self._drafts = IndexReader(directory / INDEX_FILE, busy_s=draft_busy_s)
         self._arena: Arena | None = None
         self._used: LastUsed | None = None
-        self._renew()
-        renew_in_children(self)
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         return f"NvmeReader({str(self.directory)!r}, fallbacks={dict(self.fallbacks)})"
@@ -219,6 +217,3 @@ class NvmeReader:
         if not self.fallbacks[reason]:
             _logger.warning("%s: passed by: %s", self.directory, error)
         self.fallbacks[reason] += 1
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, FormatError, TierfsError
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.stored import StoredDraft
@@ -27,7 +26,6 @@ class DecodedDrafts:
         self._counters = counters
         self._lock = threading.Lock()
         self._decoded: dict[tuple[str, int, int], Draft] = {}
-        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"DecodedDrafts({len(self._decoded)}/{DECODED_MAX})"
@@ -85,6 +83,3 @@ class DecodedDrafts:
                 del self._decoded[next(iter(self._decoded))]
             self._decoded[key] = draft
         return draft
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()

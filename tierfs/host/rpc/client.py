@@ -45,7 +45,7 @@ class _EndedError(_BrokenError):
 
 
 class FlusherClient:
-    """Asks the flusher of one store on this host. Safe for use by many threads, and in forked children.
+    """Asks the flusher of one store on this host. Safe for use by many threads.
 
     Args:
         directory: The store's directory on this host, absolute.
@@ -334,10 +334,7 @@ class FlusherClient:
         )
 
     def _renew(self) -> None:
-        """In a forked child: its parent's connections are closed, not hung up."""
-        self._lock = threading.Lock()
-        self._idle.clear()
-        self._outdated.clear()
+        """In a forked child: its parent's connections are closed, so that the flusher sees when the parent hangs up."""
         _close_all(self._open)
 
 

@@ -178,11 +178,6 @@ class Shares:
                 if not self._wanting:
                     path.unlink(missing_ok=True)
 
-    def renew_in_child(self) -> None:
-        """After a fork: nobody waits here."""
-        self._lock = threading.Lock()
-        self._wanting = 0
-
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
         entries = [entry for folder in self.folders for entry in entries_of(folder)]
         named = [(FileName.parse(entry.name), entry) for entry in entries]

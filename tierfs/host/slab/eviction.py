@@ -34,10 +34,6 @@ class Eviction:
     def __repr__(self) -> str:
         return f"Eviction({self.bytes} bytes)"
 
-    def renew_in_child(self) -> None:
-        """After a fork: no thread that is not here is at it."""
-        self._alone = threading.Lock()
-
     def note_save(self, bytes_: int, now_s: float) -> None:
         """Say that so many bytes were taken at once, to be saved."""
         before, since_s = self._last_save

@@ -91,11 +91,6 @@ class Neighbours:
         for segment in segments:
             segment.close()
 
-    def renew_in_child(self) -> None:
-        """After a fork: the parent's own segments are a neighbour's."""
-        self._lock = threading.Lock()
-        self._seen_ns = []
-
     def _look(self) -> None:
         stamps, now_ns = self._shares.stamps(), time.time_ns()
         if stamps == self._seen_ns and not self.unread:

@@ -229,13 +229,6 @@ class Supply:
                         self._forget(segment)
                 segment.close()
 
-    def renew_in_child(self) -> None:
-        """After a fork: nothing is ours."""
-        self._lock, self._growing = threading.Lock(), threading.Lock()
-        self.eviction.renew_in_child()
-        self.own, self._draining = (), frozenset()
-        self._ahead = None
-
     def _fit(self, kind: SlotKind, lengths: Sequence[int]) -> list[Slot] | None:
         found: list[list[Slot] | None] = [None]
         self._fit_all(kind, [lengths], found)

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from tierfs._fork import renew_in_children
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
@@ -63,8 +62,6 @@ class RamUsage:
 class RamTier:
     """Segments of this process, and those of others. Safe for use by many threads.
 
-    After a fork the child has no segments of its own, and reads those of its parent like any other process's.
-
     Args:
         host: Where segments are.
         store: The uuid of the store.
@@ -101,7 +98,6 @@ class RamTier:
         )
         supply = self._supply  # no reference to ourselves, so that what nobody uses any more is closed at once
         self._neighbours = Neighbours(self._shares, self.store, lambda: supply.own)
-        renew_in_children(self)
 
     def __repr__(self) -> str:
         budget = format_bytes(self.budget_bytes)
@@ -324,9 +320,3 @@ class RamTier:
         else:
             text = f"{what}, and none will come by waiting: {self.holders()}; raise ram= (TIERFS_RAM){why}"
         return CapacityError(text, tier="ram")
-
-    def _renew(self) -> None:
-        """After a fork: what was ours is another process's."""
-        self._shares.renew_in_child()
-        self._supply.renew_in_child()
-        self._neighbours.renew_in_child()

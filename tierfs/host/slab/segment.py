@@ -89,7 +89,7 @@ class Slot:
 class Segment:
     """A segment as one process has it. Safe for use by many threads.
 
-    After a fork the child may read and mark, and is not the owner. Nothing is found in a segment that was closed.
+    Nothing is found in a segment that was closed, and for a forked child it is closed.
 
     Args:
         fd: An open file of the segment; not kept.
@@ -543,17 +543,13 @@ class Segment:
         return Slot(self, index, row.serial, kind, state, row.name, *at, hidden)
 
     def _renew(self) -> None:
-        """After a fork: we own nothing, and no lock is held by a thread that is not here."""
-        self._places = None
-        self._look_lock = Lock()
+        """After a fork: all of it is the parent's. The lock belongs to the open file, which a child must not keep open."""
+        fd, self._fd, self._places = self._fd, None, None
+        if fd is not None:
+            fd.leave_to_parent()
+        self._lock, self._look_lock = TableLock(None), Lock()
+        self._table = Table.nothing()
         self._look = Look(self._table.layout)
-        try:
-            self._lock.renew_in_child()
-        except OSError as error:
-            _logger.warning("%s cannot be used after a fork: %s", self, error)
-            self._fd, self._table = None, Table.nothing()
-            self._lock.close()
-            self._look = Look(self._table.layout)
 
 
 _KINDS = {int(kind): kind for kind in SlotKind}

@@ -84,9 +84,9 @@ class OwnedFd:
         written = os.pwrite(self.number, data, 0)
         assert written == len(data)
 
-    def renew(self) -> None:
-        """After a fork, in the child: have an open file of our own, since a lock on the parent's is the parent's, too."""
-        fd = os.open(f"/proc/self/fd/{self.number}", os.O_RDWR | os.O_CLOEXEC)
+    def leave_to_parent(self) -> None:
+        """After a fork, in the child: have another file by this number, since a lock on the parent's outlives it here."""
+        fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.dup2(fd, self.number, inheritable=False)
         finally:

@@ -21,11 +21,11 @@ class TableLock:
     """The lock of one segment in one process.
 
     Args:
-        fd: An open file of our own.
+        fd: An open file of our own; ``None`` if it is closed.
     """
 
-    def __init__(self, fd: OwnedFd) -> None:
-        self._fd: OwnedFd | None = fd
+    def __init__(self, fd: OwnedFd | None) -> None:
+        self._fd = fd
         self._threads = threading.Lock()
 
     @contextlib.contextmanager
@@ -45,16 +45,6 @@ class TableLock:
     def close(self) -> None:
         """Let go of the open file."""
         self._fd = None
-
-    def renew_in_child(self) -> None:
-        """After a fork: hold nothing, and share no open file with the parent.
-
-        Raises:
-            OSError: The file cannot be opened anew.
-        """
-        self._threads = threading.Lock()
-        if self._fd is not None:
-            self._fd.renew()
 
 
 @contextlib.contextmanager

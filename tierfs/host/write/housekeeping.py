@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
 
-from tierfs._fork import renew_in_children
 from tierfs.host.slab.ram import RamTier
 from tierfs.threads import start_daemon
 
@@ -26,23 +24,18 @@ class Housekeeping:
     def __init__(self, ram: RamTier, ended: threading.Event) -> None:
         self._ram = weakref.ref(ram)
         self._ended = ended
-        self._process = 0  # the one in which the thread runs
+        self._is_running = False
         self._lock = threading.Lock()
-        renew_in_children(self)
 
     def __repr__(self) -> str:
-        return f"Housekeeping(every {HOUSEKEEPING_S:g} s, process={self._process})"
+        return f"Housekeeping(every {HOUSEKEEPING_S:g} s, running={self._is_running})"
 
     def begin(self) -> None:
-        """See that there is a thread that does it, also in a forked child."""
+        """See that there is a thread that does it."""
         with self._lock:
-            if self._process == os.getpid():
+            if self._is_running:
                 return
-            if start_daemon(_run, self._ram, self._ended, name="housekeeping") is not None:
-                self._process = os.getpid()
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
+            self._is_running = start_daemon(_run, self._ram, self._ended, name="housekeeping") is not None
 
 
 def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:

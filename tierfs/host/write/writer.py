@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, boot_id
 from tierfs.digest import CHUNK_BYTES, DigestKind
 from tierfs.errors import StoreError, TierfsError
@@ -80,7 +79,6 @@ class SlabWriter:
         self._is_news = False
         self._is_telling = False
         self._has_told = False
-        renew_in_children(self)
 
     def __repr__(self) -> str:
         return f"SlabWriter({self._ram!r})"
@@ -310,7 +308,3 @@ class SlabWriter:
 
     def _stamp(self) -> int:
         return int(self._clock.monotonic() * 1e9)
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._is_telling = self._has_told = False

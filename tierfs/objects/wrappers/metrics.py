@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
-from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import AlreadyExistsError, ConflictError, NotFoundError
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
@@ -43,10 +42,6 @@ class MeasuredObjects(WrappedObjects):
         super().__init__(inner)
         self._clock: Clock = clock or SystemClock()
         self._counters = {method: _Counters() for method in METHODS}
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
         self._lock = threading.Lock()
 
     def snapshot(self) -> dict[str, dict[str, int | float]]:

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from random import Random, SystemRandom
 
-from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.objects.protocol import Listed, ObjectTier
@@ -62,15 +61,11 @@ class RetryingObjects(WrappedObjects):
         self._clock: Clock = clock or SystemClock()
         # Not a generator with a state: forked ranks would all wait for the same time and come back together.
         self._random = random or SystemRandom()
-        self._renew()
-        renew_in_children(self)
+        self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         limits = f"attempts={self.attempts}, delay_s={self.delay_s:g}, delay_s_max={self.delay_s_max:g}"
         return f"RetryingObjects({self.inner!r}, {limits})"
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
 
     def _around(self, request: Request, send: Callable[[], Answer]) -> Answer:
         attempt = 1

@@ -9,7 +9,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 
-from tierfs._fork import renew_in_children
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import InvalidInputError, StoreError, TierfsError
 from tierfs.objects.protocol import Listed, ObjectInfo, ObjectTier
@@ -65,18 +64,14 @@ class LimitedObjects(WrappedObjects):
         self._clock: Clock = clock or SystemClock()
         self._free_at_s = self._clock.monotonic() - BURST_S
         self._halve_from_s = self._raise_from_s = -math.inf
-        self._renew()
-        renew_in_children(self)
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._in_flight = 0
 
     def __repr__(self) -> str:
         rate = "unlimited" if self.bytes_per_s is None else f"{format_bytes(int(self.bytes_per_s))}/s"
         now = f" ({self.limit} for now, throttled {self.throttled} times)" if self.throttled else ""
         return f"LimitedObjects({self.inner!r}, concurrency={self.concurrency}{now}, bandwidth={rate})"
-
-    def _renew(self) -> None:
-        self._lock = threading.Lock()
-        self._room = threading.Condition(self._lock)
-        self._in_flight = 0
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:
         """See `ObjectTier.read`."""

@@ -6,7 +6,6 @@ Its memory is slots of slabs where the store has local tiers, so that saving it 
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 import weakref
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierfs._fork import renew_in_children
+from tierfs._fork import PerProcess
 from tierfs.errors import StoreError, TierfsError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row
@@ -85,9 +84,9 @@ class StagedFile:
         self._store = store
         self._writer = store.tiers.writer if store.tiers is not None else None
         if self._writer is not None:
-            _dropped.begin()
+            _dropped().begin()
         self._taken: list[Slot] = []
-        self._finalizer = weakref.finalize(self, _dropped.put, self._taken)
+        self._finalizer = weakref.finalize(self, _dropped().put, self._taken)
         self._finalizer.atexit = False
 
     def add_runs(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[Run]:
@@ -235,21 +234,15 @@ class _Dropped:
     """
 
     def __init__(self) -> None:
-        self._renew()
-        renew_in_children(self)
-
-    def _renew(self) -> None:
-        self._process = 0  # the one in which the thread runs
+        self._is_running = False
         self._lock = threading.Lock()
         self._slots: queue.SimpleQueue[list[Slot]] = queue.SimpleQueue()
 
     def begin(self) -> None:
-        """See that there is a thread that does it, also in a forked child."""
+        """See that there is a thread that does it."""
         with self._lock:
-            if self._process == os.getpid():
-                return
-            if start_daemon(_give_back_all, self._slots, name="dropped") is not None:
-                self._process = os.getpid()
+            if not self._is_running:
+                self._is_running = start_daemon(_give_back_all, self._slots, name="dropped") is not None
 
     def put(self, taken: list[Slot]) -> None:
         """Have slots given back. Takes no lock that a thread could hold while it is interrupted to call this."""
@@ -275,4 +268,4 @@ def _give_back(taken: list[Slot]) -> None:
     taken.clear()
 
 
-_dropped = _Dropped()
+_dropped = PerProcess(_Dropped)
