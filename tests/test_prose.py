@@ -107,7 +107,7 @@ TO_REWRITE = {
     "docs/reference/versions.md",
 }
 
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").glob("[CS]*.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 CODE = re.compile(r"^\s*```.*?^\s*```", re.DOTALL | re.MULTILINE)
 ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
