@@ -25,6 +25,22 @@ PUBLIC = {
         "swap",
         "truncate",
     ],
+    "tierfs.train": [
+        "Best",
+        "Context",
+        "Deadline",
+        "Every",
+        "Geometric",
+        "KeepPolicy",
+        "Latest",
+        "Manager",
+        "Preemption",
+        "Restored",
+        "SaveHandle",
+        "SavePolicy",
+        "Within",
+        "YoungDaly",
+    ],
 }
 PACKAGES = [*PUBLIC, "tierfs.cli", "tierfs.codec", "tierfs.objects", "tierfs.session", "tierfs.store"]
 

@@ -28,7 +28,7 @@ BELOW_SESSION = BELOW_STORE | {"store", "flusher"}
 BELOW_FACES = BELOW_SESSION | {"session"}
 
 # What each room may import, besides itself. Rooms in one line of the picture do not know each other:
-#     ground <- format | codec <- objects | host | device <- store <- flusher <- session <- fs | dcp <- checkpoint <- demo <- cli
+#     ground <- format | codec <- objects | host | device <- store <- flusher <- session <- fs | dcp <- checkpoint <- train <- demo <- cli
 ALLOWED = {
     "errors": set(),
     "_fork": set(),
@@ -54,9 +54,9 @@ ALLOWED = {
     "fs": BELOW_FACES,
     "dcp": BELOW_FACES | {"device"},
     "mount": BELOW_FACES,
-    "train": BELOW_FACES | {"device", "dcp"},
+    "train": BELOW_FACES | {"device", "dcp", "checkpoint"},
     "checkpoint": BELOW_FACES | {"dcp"},
-    "demo": BELOW_FACES | {"dcp", "checkpoint"},
+    "demo": BELOW_FACES | {"dcp", "checkpoint", "train"},
     "cli": BELOW_FACES | {"dcp", "checkpoint", "demo", "mount"},
     "testing": None,  # anything; nothing imports it
     "__init__": {

@@ -15,12 +15,16 @@ from tierfs.store.maintenance.retention import Decision, Rule, Saved, decide
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe
 
-__all__ = ["METRICS", "PINNED", "Pruned", "look", "prune"]
+__all__ = ["DAMAGED", "METRICS", "PINNED", "RECORD", "Pruned", "look", "metrics_of", "prune", "remove", "roots_of"]
 
 METRICS = ".metrics"
 """A file in a checkpoint's directory: a JSON object with a number for each metric."""
 PINNED = ".pinned"
 """A file in a checkpoint's directory that has it kept."""
+RECORD = ".record"
+"""A file in a checkpoint's directory: what the training manager noted of the state."""
+DAMAGED = ".damaged"
+"""A file in a checkpoint's directory that says why it could not be loaded."""
 METRICS_BYTES_MAX = 1 << 20
 
 
@@ -66,7 +70,7 @@ def prune(
     """
     found = look(store, path, pinned=pinned)
     by_path = {candidate.directory: candidate for candidate in found}
-    seen = {candidate.directory: _roots(store, candidate) for candidate in found}
+    seen = {candidate.directory: roots_of(store, candidate) for candidate in found}
     pruned = []
     for decision in decide(found.values(), keep, store.clock.now_ns()):
         if decision.is_kept or dry_run:
@@ -74,7 +78,7 @@ def prune(
             continue
         candidate = by_path[decision.saved.path]
         try:
-            _remove(store, candidate, seen[candidate.directory])
+            remove(store, candidate, seen[candidate.directory])
         except (ConflictError, NotFoundError) as error:
             pruned.append(Pruned(decision, removed=False, problem=f"somebody else changed it: {error}"))
         else:
@@ -93,7 +97,7 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved
         # Where another save to the same place is announced, it is under way.
         is_complete=found.state == "complete" and not found.waiting and bool(candidate.ranks),
         is_pinned=directory in pinned or _is_there(store, inside(directory, PINNED)),
-        metrics=_metrics(store, inside(directory, METRICS)),
+        metrics=metrics_of(store, directory),
     )
 
 
@@ -107,7 +111,9 @@ def _is_there(store: Store, path: str) -> bool:
     return True
 
 
-def _metrics(store: Store, path: str) -> dict[str, float]:
+def metrics_of(store: Store, directory: str) -> dict[str, float]:
+    """The metrics that were noted beside a checkpoint, by name; none where they cannot be read."""
+    path = inside(directory, METRICS)
     try:
         if stat(store, path).length > METRICS_BYTES_MAX:
             return {}
@@ -119,15 +125,25 @@ def _metrics(store: Store, path: str) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if type(value) in {int, float}}
 
 
-def _roots(store: Store, candidate: Candidate) -> dict[str, bytes]:
+def roots_of(store: Store, candidate: Candidate) -> dict[str, bytes]:
     """Write ids of the checkpoint's metadata, by path, as they were when it was decided on."""
     paths = [inside(candidate.directory, metadata_file(rank)) for rank in candidate.ranks]
     observed = {path: observe(store, path).manifest for path in paths}
     return {path: manifest.write_id for path, manifest in observed.items() if manifest is not None}
 
 
-def _remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
-    """Remove a checkpoint that is still the one that was decided on: metadata first, then what that names."""
+def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
+    """Remove a checkpoint that is still the one that was decided on: metadata first, then what that names.
+
+    Args:
+        store: The store.
+        candidate: Which one.
+        seen: What `roots_of` gave when it was decided on.
+
+    Raises:
+        ConflictError: It was saved anew in the meantime.
+        NotFoundError: It is not there any more.
+    """
     names: set[str] = set()
     for rank in candidate.ranks:
         names |= set(open_checkpoint(store, candidate.directory, rank=rank).files())
@@ -139,7 +155,7 @@ def _remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
         roots.append(observed)
     for observed in roots:
         bury(store, observed)
-    for name in (*sorted(names), METRICS):
+    for name in (*sorted(names), METRICS, RECORD, DAMAGED, PINNED):
         try:
             delete(store, inside(candidate.directory, name))
         except NotFoundError:  # noqa: PERF203 - one that is missing keeps no other

@@ -1,5 +1,7 @@
 """Which checkpoints are kept: what each rule keeps, and what no rule can drop."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -138,3 +140,20 @@ def test_whatever_the_rules_are(saved, rules):
     assert all(each.is_kept for each in decide(left, rules, NOW_NS))
     more = {each.saved.path for each in decide(saved, [*rules, Latest(2)], NOW_NS) if each.is_kept}
     assert {each.path for each in left} <= more
+
+
+def test_every_keeps_the_first_in_so_many_minutes():
+    minute_ns = 60 * 10**9
+    begin_ns = NOW_NS - NOW_NS % (10 * minute_ns)
+    saved = [
+        Saved(path=f"step_{n}", step=n, created_ns=begin_ns + at * minute_ns)
+        for n, at in enumerate((0, 4, 11, 12, 29, 31))
+    ]
+    assert kept(saved, Every(minutes=10)) == [0, 2, 4, 5]
+    assert str(Every(steps=5, minutes=10)) == "the first one in 5 steps or 10 minutes"
+
+
+@pytest.mark.parametrize("wrong", [{}, {"minutes": 0}, {"minutes": math.nan}, {"steps": 0}])
+def test_every_needs_a_distance(wrong):
+    with pytest.raises(InvalidInputError, match="Every"):
+        Every(**wrong)

@@ -16,7 +16,19 @@ from typing import Protocol
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
 
-__all__ = ["Best", "Decision", "Every", "Geometric", "Latest", "Rule", "Saved", "Within", "decide", "parse_rule"]
+__all__ = [
+    "Best",
+    "Decision",
+    "Every",
+    "Geometric",
+    "Latest",
+    "Rule",
+    "Saved",
+    "Within",
+    "decide",
+    "parse_rule",
+    "parse_time",
+]
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
@@ -85,24 +97,34 @@ class Latest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Every:
-    """The first one in each ``steps`` steps of training."""
+    """The first one in each ``steps`` steps of training, or in each ``minutes`` of time, or both."""
 
-    steps: int
+    steps: int | None = None
+    minutes: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what makes no sense."""
-        _at_least(self.steps, 1, "Every")
+        if self.steps is None and self.minutes is None:
+            raise InvalidInputError("Every(): say steps or minutes")
+        if self.steps is not None:
+            _at_least(self.steps, 1, "Every")
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
+            raise InvalidInputError(f"Every(minutes={self.minutes}): more than 0")
 
     def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
         """See `Rule.select`."""
-        first: dict[int, Saved] = {}
+        first: dict[tuple[str, int], Saved] = {}
         for each in saved:
-            if each.step is not None:
-                first.setdefault(each.step // self.steps, each)
+            if self.steps is not None and each.step is not None:
+                first.setdefault(("steps", each.step // self.steps), each)
+            if self.minutes is not None:
+                first.setdefault(("minutes", int(each.created_ns // (self.minutes * 60e9))), each)
         return first.values()
 
     def __str__(self) -> str:
-        return f"the first one in {self.steps} steps"
+        steps = [] if self.steps is None else [f"{self.steps} steps"]
+        minutes = [] if self.minutes is None else [f"{self.minutes:g} minutes"]
+        return f"the first one in {' or '.join(steps + minutes)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +190,7 @@ class Within:
     @property
     def seconds(self) -> float:
         """The time in seconds."""
-        match = _TIME.fullmatch(self.time)
-        if match is None:
-            raise InvalidInputError(f"Within({self.time!r}): a number with s, m, h, d or w behind it, like 2d")
-        return float(match[1]) * _UNITS[match[2]]
+        return parse_time(self.time, "Within")
 
     def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
         """See `Rule.select`."""
@@ -258,6 +277,22 @@ def parse_rule(text: str) -> Rule:
     raise InvalidInputError(
         f"--keep {text}: one of latest:N, every:STEPS, best:K:METRIC[:max], within:2d, geometric[:BASE]"
     )
+
+
+def parse_time(text: str, name: str) -> float:
+    """A time in seconds: ``"2d"``, ``"6h"``, ``"30m"``, ``"10s"``, ``"1w"``.
+
+    Args:
+        text: The time.
+        name: Where it was given, for errors.
+
+    Raises:
+        InvalidInputError: It is none.
+    """
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise InvalidInputError(f"{name}({text!r}): a number with s, m, h, d or w behind it, like 2d")
+    return float(match[1]) * _UNITS[match[2]]
 
 
 def _at_least(value: int, least: int, name: str) -> None:

@@ -1,0 +1,15 @@
+"""Fixtures of the tests of the training manager."""
+
+import pytest
+from support.dcp_stores import all_stores_are_closed, flushers_are_forked, plans_are_forgotten  # noqa: F401
+
+import tierfs
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Of a run, in a store on a directory."""
+    tierfs.init(f"file://{tmp_path}/store")
+    return f"tierfs::file://{tmp_path}/store/run"

@@ -1,0 +1,195 @@
+"""One rank saves, restores and looks at its checkpoints through the manager."""
+
+import logging
+
+import pytest
+import torch
+from support.flipping import flip_shard
+
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
+from tierfs.train import Every, Manager
+
+OPTIONS = {"ram": "0", "nvme": "0"}
+
+
+def manager(root, **arguments):
+    return Manager(root, **{"save": [Every(steps=2)], **OPTIONS, **arguments})
+
+
+def state(seed):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"weight": torch.randn(50, 20, generator=generator), "bias": torch.randn(7, generator=generator)},
+        "optimizer": {"moment": torch.randn(50, 20, generator=generator), "step": seed},
+        "note": f"seed {seed}",
+    }
+
+
+def blank():
+    return {
+        "model": {"weight": torch.zeros(50, 20), "bias": torch.zeros(7)},
+        "optimizer": {"moment": torch.zeros(50, 20), "step": -1},
+        "note": "",
+    }
+
+
+def same(first, second):
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)
+    return torch.equal(first, second) if isinstance(first, torch.Tensor) else first == second
+
+
+def test_the_newest_step_comes_back_bit_for_bit(root):
+    with manager(root) as run:
+        saved = [run.step(step, state(step)) for step in range(1, 6)]
+    assert [handle.step for handle in saved if handle is not None] == [2, 4]
+    found = blank()
+    with manager(root) as run:
+        restored = run.restore(found)
+    assert (restored.step, restored.kind, restored.passed_over) == (4, "full", ())
+    assert same(found, state(4))
+
+
+def test_an_empty_root_restores_nothing(root):
+    with manager(root) as run:
+        assert run.restore(blank()) is None
+        assert run.latest() is None
+        assert run.checkpoints == []
+
+
+def test_what_changes_after_a_save_is_not_in_it(root):
+    live = state(1)
+    with manager(root) as run:
+        run.save(1, live)
+        live["model"]["weight"].zero_()
+    found = blank()
+    with manager(root) as run:
+        run.restore(found)
+    assert same(found, state(1))
+
+
+def test_a_save_tells_how_far_it_is(root):
+    with manager(root, ram="64MiB") as run:
+        handle = run.save(7, state(7), metrics={"loss": 0.5})
+        handle.wait("object", timeout=30)
+        assert (handle.level, handle.progress, handle.done, handle.error) == ("object", 1.0, True, None)
+        assert handle.blocked_s > 0
+        (found,) = run.checkpoints
+        assert (found.step, found.level, found.is_complete, found.metrics) == (7, "object", True, {"loss": 0.5})
+        assert run.latest("object") == 7
+
+
+def test_a_damaged_step_is_marked_and_passed_over(root, caplog):
+    with manager(root) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(step)).wait("object", timeout=30)
+    flip_shard(root, 3)
+    found = blank()
+    with manager(root) as run, caplog.at_level(logging.ERROR, "tierfs.train"):
+        restored = run.restore(found)
+        assert run.latest() == 2
+        assert "damaged" in run.checkpoints[-1].problem
+    assert restored.step == 2
+    assert [step for step, _ in restored.passed_over] == [3]
+    assert "step_3 is passed over" in caplog.text
+    assert same(found, state(2))
+
+
+def test_a_marked_step_may_be_saved_anew(root):
+    with manager(root) as run:
+        run.save(1, state(1)).wait("object", timeout=30)
+        flip_shard(root, 1)
+        with pytest.raises(CorruptionError, match="no checkpoint can be loaded"):
+            run.restore(blank())
+        run.save(1, state(9), force=True).wait("object", timeout=30)
+        found = blank()
+        assert run.restore(found).step == 1
+    assert same(found, state(9))
+
+
+def test_nothing_that_can_be_loaded_is_an_error_and_not_a_fresh_start(root):
+    with manager(root) as run:
+        run.save(1, state(1)).wait("object", timeout=30)
+    flip_shard(root, 1)
+    for _ in range(2):  # once where it is found, and once where it is marked
+        with manager(root) as run, pytest.raises(CorruptionError, match="no checkpoint can be loaded"):
+            run.restore(blank())
+
+
+def test_a_damaged_step_is_an_error_if_that_is_wished(root):
+    with manager(root) as run:
+        for step in (1, 2):
+            run.save(step, state(step)).wait("object", timeout=30)
+    flip_shard(root, 2)
+    with manager(root, on_corrupt="raise") as run, pytest.raises(CorruptionError, match="step_2"):
+        run.restore(blank())
+
+
+def test_one_step_or_some_names_can_be_restored(root):
+    with manager(root) as run:
+        for step in (1, 2):
+            run.save(step, state(step))
+    found = blank()
+    with manager(root) as run:
+        assert run.restore(found, step=1, only=["model.*"]).step == 1
+        assert same(found, {**blank(), "model": state(1)["model"]})
+        with pytest.raises(CorruptionError, match="step_5"):
+            run.restore(found, step=5)
+
+
+def test_a_light_save_leaves_the_optimizer_out_and_says_so(root):
+    with manager(root, save=[Every(steps=4)], light=[Every(steps=2)]) as run:
+        saved = [run.step(step, state(step)) for step in range(1, 7)]
+        assert [handle.kind for handle in saved if handle is not None] == ["light", "full", "light"]
+    found = blank()
+    with manager(root) as run:
+        restored = run.restore(found)
+    assert (restored.step, restored.kind, restored.is_exact) == (6, "light", False)
+    assert "optimizer" in restored.notes[0]
+    assert same(found, {**state(6), "optimizer": blank()["optimizer"]})
+
+
+def test_saving_the_same_content_again_is_success(root):
+    with manager(root) as run:
+        run.save(1, state(1)).wait()
+        again = run.save(1, state(1), force=True)
+        again.wait()
+        assert again.was_there
+
+
+def test_other_content_for_a_step_needs_overwrite(root):
+    with manager(root) as run:
+        run.save(1, state(1)).wait()
+        with pytest.raises(AlreadyExistsError, match="overwrite=True"):
+            run.save(1, state(2), force=True).wait()
+        run.save(1, state(2), overwrite=True, force=True).wait()
+        found = blank()
+        run.restore(found)
+    assert same(found, state(2))
+
+
+def test_a_step_that_was_just_saved_is_not_saved_twice(root):
+    with manager(root) as run:
+        assert run.save(1, state(1)) is run.save(1, state(1))
+
+
+def test_a_state_may_not_take_the_managers_name(root):
+    with manager(root) as run, pytest.raises(InvalidInputError, match="tierfs"):
+        run.save(1, {"tierfs": torch.ones(1)})
+
+
+def test_objects_with_a_state_dict_are_saved_and_loaded(root):
+    model = torch.nn.Linear(4, 4)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with manager(root) as run:
+        run.save(1, {"model": model})
+    other = torch.nn.Linear(4, 4)
+    with manager(root) as run:
+        run.restore({"model": other})
+    assert same(dict(other.state_dict()), expected)
+
+
+@pytest.mark.parametrize("wrong", [{"on_corrupt": "ignore"}, {"ack": "never"}, {"save": [7]}, {"no_such": 1}])
+def test_an_argument_that_makes_no_sense_is_refused(root, wrong):
+    with pytest.raises(InvalidInputError):
+        manager(root, **wrong)

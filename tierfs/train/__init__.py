@@ -1,0 +1,54 @@
+"""A training run's checkpoints: when to save, what to keep, how to go on."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tierfs.store.maintenance.retention import Best, Every, Geometric, Latest, Within
+    from tierfs.train.manager import Manager
+    from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
+    from tierfs.train.restore import Restored
+    from tierfs.train.save import SaveHandle
+
+__all__ = [
+    "Best",
+    "Context",
+    "Deadline",
+    "Every",
+    "Geometric",
+    "KeepPolicy",
+    "Latest",
+    "Manager",
+    "Preemption",
+    "Restored",
+    "SaveHandle",
+    "SavePolicy",
+    "Within",
+    "YoungDaly",
+]
+
+_RETENTION = "tierfs.store.maintenance.retention"
+_HOMES = {
+    "Best": _RETENTION,
+    "Context": "tierfs.train.policies",
+    "Deadline": "tierfs.train.policies",
+    "Every": _RETENTION,
+    "Geometric": _RETENTION,
+    "KeepPolicy": "tierfs.train.policies",
+    "Latest": _RETENTION,
+    "Manager": "tierfs.train.manager",
+    "Preemption": "tierfs.train.policies",
+    "Restored": "tierfs.train.restore",
+    "SaveHandle": "tierfs.train.save",
+    "SavePolicy": "tierfs.train.policies",
+    "Within": _RETENTION,
+    "YoungDaly": "tierfs.train.policies",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'tierfs.train' has no attribute {name!r}")

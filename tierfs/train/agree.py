@@ -1,0 +1,177 @@
+"""What ranks tell each other: a few numbers at a step, so that all of them save, stop and fail at the same one."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tierfs.errors import ConflictError
+
+__all__ = ["Agreed", "Agreement", "World"]
+
+SHARE_MAX = 0.001
+"""Of a step's time that agreeing may take."""
+APART_S_MAX = 2.0
+"""Ranks agree that often at least, whatever it costs: a signal is answered within that time."""
+MEASURED = 8
+"""Of so many agreements the quickest says what one costs: the others waited for a rank that was late."""
+
+
+class World:
+    """The ranks of a job, with a gloo group for the training thread and another one for the thread that saves.
+
+    Constructing it is a collective.
+
+    Args:
+        timeout_s: How long a rank waits for the others.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        is_there = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if is_there else 0
+        self.size: int = dist.get_world_size() if is_there else 1
+        self.training: Any = None
+        self.saving: Any = None
+        if self.size > 1:
+            timeout = timedelta(seconds=timeout_s)
+            self.training = dist.new_group(backend="gloo", timeout=timeout)
+            self.saving = dist.new_group(backend="gloo", timeout=timeout)
+
+    def __repr__(self) -> str:
+        return f"World(rank={self.rank}, size={self.size})"
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that does what one has to."""
+        return self.rank == 0
+
+    def greatest(self, values: Sequence[int], group: Any) -> list[int]:
+        """The greatest of all ranks' values, number by number."""
+        if self.size == 1:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
+        found: list[int] = tensor.tolist()
+        return found
+
+    def gather(self, value: Any, group: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def from_first(self, value: Any, group: Any) -> Any:
+        """The first rank's value, on every rank."""
+        if self.size == 1:
+            return value
+        found = [value]
+        dist.broadcast_object_list(found, src=0, group=group)
+        return found[0]
+
+    def close(self) -> None:
+        """Take the groups apart."""
+        for group in (self.training, self.saving):
+            if group is not None and dist.is_initialized():
+                dist.destroy_process_group(group)
+        self.training = self.saving = None
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know after an agreement.
+
+    Attributes:
+        signal: That any rank was sent; 0 for none.
+        wish: The greatest that any rank had: 0 for none, 1 for a light save, 2 for a full one.
+        stop: Whether any rank's policy wants to end training.
+        failures: The most saves in a row that failed, as any rank counts.
+        is_old: Whether the newest durable step is too old, as the first rank says.
+    """
+
+    signal: int = 0
+    wish: int = 0
+    stop: bool = False
+    failures: int = 0
+    is_old: bool = False
+
+
+class Agreement:
+    """Has ranks agree at some of the calls that all of them make: at as many as cost little enough.
+
+    Args:
+        world: The ranks.
+        kind: A number for the place of these calls, by which it is seen that another rank is at another place.
+    """
+
+    def __init__(self, world: World, kind: int) -> None:
+        self._world = world
+        self._kind = kind
+        self._costs_s: deque[float] = deque(maxlen=MEASURED)
+        self._calls = 0
+        self.every = 1
+
+    def __repr__(self) -> str:
+        return f"Agreement(every={self.every})"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether ranks agree at this call."""
+        return self._world.size == 1 or self._calls + 1 >= self.every
+
+    def skip(self) -> None:
+        """Count a call at which they do not."""
+        self._calls += 1
+
+    def agree(self, step: int, mine: Agreed, call_s: float) -> Agreed:
+        """Agree. A collective.
+
+        Args:
+            step: At which this rank is.
+            mine: What it knows.
+            call_s: The time from one of these calls to the next.
+
+        Raises:
+            ConflictError: Ranks are not at the same step.
+        """
+        if self._world.size == 1:
+            return mine
+        place = step * 2 + self._kind
+        begun = time.perf_counter()
+        # What every rank has to know is the same only if the least and the greatest are.
+        numbers = self._world.greatest(
+            (
+                mine.signal,
+                mine.wish,
+                int(mine.stop),
+                mine.failures,
+                int(mine.is_old),
+                self._wanted_every(call_s),
+                place,
+                -place,
+            ),
+            self._world.training,
+        )
+        self._costs_s.append(time.perf_counter() - begun)
+        self._calls, self.every = 0, numbers[5]
+        if numbers[6] != -numbers[7]:
+            raise ConflictError(
+                f"ranks are not at the same place: this one is at step {step}, and they are from step {-numbers[7] // 2} to "
+                f"{numbers[6] // 2}; every rank has to call step() and check() the same number of times"
+            )
+        return Agreed(numbers[0], numbers[1], bool(numbers[2]), numbers[3], bool(numbers[4]))
+
+    def _wanted_every(self, call_s: float) -> int:
+        if not self._costs_s or call_s <= 0:
+            return 1
+        wanted = math.ceil(min(self._costs_s) / (SHARE_MAX * call_s))
+        return max(1, min(wanted, int(APART_S_MAX / call_s)))

@@ -1,0 +1,89 @@
+"""Digests of a state, value by value: by these a saved state and a live one, or two saves, are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.tensor import DTensor
+
+from tierfs.dcp.save.replicas import Elsewhere
+from tierfs.digest import CHUNK_BYTES, checksum
+
+__all__ = ["digests_of", "first_difference", "leaves"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in a nested state with its name, as DCP's planners build them."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from leaves(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (list, tuple)) and any(isinstance(inner, (Mapping, list, torch.Tensor)) for inner in value):
+        for index, inner in enumerate(value):
+            yield from leaves(inner, f"{path}.{index}")
+    else:
+        yield path, value
+
+
+def digests_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """The digest of each value that this rank has, by name: of a sharded tensor, of its part.
+
+    What another rank saves, and what nothing can be said of, is left out.
+    """
+    found = {}
+    for name, value in leaves(state):
+        digest = _digest(value)
+        if digest is not None:
+            found[name] = digest
+    return found
+
+
+def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mapping[str, str]]) -> str:
+    """The first value in which two states differ, in words; empty where they are the same.
+
+    Args:
+        first: Digests by name, for each rank. One that another rank saves may be missing.
+        second: Those of the other state.
+    """
+    if len(first) != len(second):
+        return f"{len(first)} ranks, and {len(second)}"
+    for rank, (mine, other) in enumerate(zip(first, second, strict=True)):
+        for name, digest in mine.items():
+            if name in other and other[name] != digest:
+                return f"{name!r} of rank {rank}"
+    names = [dict.fromkeys(name for digests in side for name in digests) for side in (first, second)]
+    for name in (*names[0], *names[1]):
+        if not all(name in side for side in names):
+            return f"{name!r}, which one of them lacks"
+    return ""
+
+
+def _digest(value: Any) -> str | None:
+    if isinstance(value, Elsewhere):
+        return None
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if type(value) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}:
+        if value.layout is not torch.strided or value.is_quantized:
+            return None
+        plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        data = memoryview(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else memoryview(b"")
+        return _of(repr((plain.dtype, tuple(plain.shape))), data)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return _of(repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+    if _is_plain(value):
+        return _of(repr(value), memoryview(b""))
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in _PLAIN or (type(value) in {list, tuple} and all(map(_is_plain, value)))
+
+
+def _of(kind: str, data: memoryview) -> str:
+    pieces = (data[at : at + CHUNK_BYTES] for at in range(0, len(data), CHUNK_BYTES))
+    return checksum(kind.encode(), *pieces).hex()

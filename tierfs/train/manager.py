@@ -1,0 +1,315 @@
+"""`Manager`: decides with all ranks when to save, saves behind training's back, restores, and keeps what is to be kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from tierfs.dcp.address import Address
+from tierfs.errors import InvalidInputError
+from tierfs.host.pending.levels import Level
+from tierfs.store.maintenance.retention import Every
+from tierfs.train.agree import Agreed, Agreement, World
+from tierfs.train.policies import Context, Preemption, as_save_policies
+from tierfs.train.restore import Restored, Restorer
+from tierfs.train.run import ABOUT, About, RunDirectory, SavedStep
+from tierfs.train.save import Order, RunWriter, SaveHandle, SaveThread
+
+__all__ = ["Manager"]
+
+LIGHT, FULL = 1, 2
+KINDS = {"light": LIGHT, "full": FULL}
+WAITING_MAX = 2
+"""Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
+STEPS_MEASURED = 16
+_logger = logging.getLogger("tierfs.train")
+
+
+class Manager:
+    """Saves and restores a training run's checkpoints, ``step_N`` below a root.
+
+    All ranks construct it, and call each of its methods that says so, together. A context manager: leaving it waits for what is under
+    way.
+
+    Args:
+        root: The run's directory: any URL that `TierWriter` takes.
+        save: When to save: policies of which any may ask for it.
+        light: The same for light checkpoints, without optimizer and data loader.
+        ack: The level at which a save is done: ``"staged"``, ``"local"`` or ``"object"``.
+        on_corrupt: ``"previous"``: a step that cannot be loaded is passed over. ``"raise"``: it is an error.
+        timeout: Seconds that a rank waits for the others, and that leaving waits for saves that are under way.
+        planner: Makes a planner for each save, by default torch's.
+        **options: Those of `TierWriter`: ``stage``, ``device``, ``ram``, ``nvme``, ``state_dir``, ``create``, and a mapping for the object
+            tier's filesystem by its protocol.
+
+    Raises:
+        InvalidInputError: An argument is no good.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        save: Iterable[Any] = (Every(minutes=20), Preemption()),
+        light: Iterable[Any] = (),
+        ack: str = "staged",
+        on_corrupt: str = "previous",
+        timeout: float = 1800.0,
+        planner: Callable[[], SavePlanner] | None = None,
+        **options: Any,
+    ) -> None:
+        if on_corrupt not in {"previous", "raise"}:
+            raise InvalidInputError(f"on_corrupt is 'previous' or 'raise', not {on_corrupt!r}")
+        Level.parse(ack)
+        self._policies = {FULL: as_save_policies(save), LIGHT: as_save_policies(light)}
+        placing = {name: options.pop(name) for name in ("stage", "device") if name in options}
+        address = Address.of(root, options)
+        self._timeout_s = timeout
+        self._world = World(timeout)
+        if self._world.size == 1:
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        self._run = RunDirectory(address)
+        writer = RunWriter(root, ack=ack, **placing, **options)
+        self._saves = SaveThread(self._run, writer, self._world, planner, self._ended)
+        self._writer = writer
+        self._restorer = Restorer(self._run, options, self._world)
+        self._on_corrupt = on_corrupt
+        self._run_id = secrets.token_hex(8)
+        self._steps_saved: list[int] = []
+        self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
+        self._at_steps = Agreement(self._world, 0)
+        self._timer = StepTimer()
+        self._is_stopping = False
+
+    def __repr__(self) -> str:
+        return f"Manager({self._run.url!r}, rank={self._world.rank} of {self._world.size})"
+
+    def __enter__(self) -> Manager:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def step(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> SaveHandle | None:
+        """Take note that a step was made, and save if a policy of any rank asks for it. A collective, of all ranks at each step.
+
+        Args:
+            step: Which one.
+            state: A dict of tensors and objects with ``state_dict``, or a `TrainState`. Only read, and safe to change at return.
+            metrics: Numbers to keep with the checkpoint.
+
+        Returns:
+            The save, if there is one.
+        """
+        begun = time.perf_counter()
+        self._timer.made_step(begun)
+        wish = self._wish(step)
+        agreed = Agreed(wish=wish)
+        if self._at_steps.is_due:
+            agreed = self._at_steps.agree(step, agreed, self._timer.step_s)
+        else:
+            self._at_steps.skip()
+        saved = None
+        if agreed.wish:
+            kind = "full" if agreed.wish == FULL else "light"
+            saved = self.save(step, state, kind=kind, metrics=metrics)
+        self._timer.go_on()
+        return saved
+
+    def should_save(self, step: int) -> bool:
+        """Whether a policy asks for a save at this step, as far as this rank knows."""
+        return bool(self._wish(step))
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        kind: str = "full",
+        force: bool = False,
+        overwrite: bool = False,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle:
+        """Save now. Returns when the state is copied, and training may change it. A collective.
+
+        Args:
+            step: Of the training.
+            state: As for `step`.
+            kind: ``"full"``, or ``"light"`` to leave the optimizer and the data loader out.
+            force: Save a step again that this manager has just saved; else the save that there is is returned.
+            overwrite: Whether another content that was saved for this step may be replaced.
+            metrics: Numbers to keep with the checkpoint.
+
+        Raises:
+            InvalidInputError: The state or an argument is no good.
+        """
+        if kind not in KINDS:
+            raise InvalidInputError(f"kind is 'full' or 'light', not {kind!r}")
+        last = self._handles[-1] if self._handles else None
+        if last is not None and last.step == step and last.kind == kind and not force and last.error is None:
+            return last
+        begun = time.perf_counter()
+        if len(self._handles) == WAITING_MAX:
+            self._settle(self._handles[0])
+        order = Order(step, kind, metrics=dict(metrics or {}), overwrite=overwrite)
+        handle = SaveHandle(self._run, order)
+        try:
+            values = self._values(step, state, kind)
+            staged: Any = self._writer.stage(values)
+            order.staged = staged
+        except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
+            order.problem = error
+        self._handles.append(handle)
+        self._saves.submit(handle, order)
+        if isinstance(order.problem, InvalidInputError):
+            raise order.problem
+        handle.blocked_s = time.perf_counter() - begun
+        self._timer.made_save(handle.blocked_s)
+        return handle
+
+    def _values(self, step: int, state: Any, kind: str) -> dict[str, Any]:
+        world = self._world
+        if isinstance(state, Mapping):
+            values = {
+                name: value.state_dict() if hasattr(value, "state_dict") else value
+                for name, value in state.items()
+                if kind == "full" or name != "optimizer"
+            }
+            said: Mapping[str, Any] = {}
+        else:
+            values, said = state.to_save(step, kind)
+        if ABOUT.partition(".")[0] in values:
+            raise InvalidInputError(
+                f"the state has an entry called {ABOUT.partition('.')[0]!r}, which is the manager's"
+            )
+        about = About(step, kind, world.size, self._run_id, (), said)
+        section, _, name = ABOUT.partition(".")
+        return {**values, section: {name: about.encode()}}
+
+    def _ended(self, handle: SaveHandle, order: Order, digests: Mapping[str, str]) -> None:
+        """Take note of a save's outcome, on the thread that made it."""
+        if handle.error is not None:
+            _logger.error("%s could not be saved: %s", handle.url, handle.error)
+        elif handle.step not in self._steps_saved:
+            self._steps_saved.append(handle.step)
+
+    def _settle(self, handle: SaveHandle) -> None:
+        """Wait for a save's end, whatever that is: who asks for its outcome is told."""
+        try:
+            handle.wait(timeout=self._timeout_s)
+        except TimeoutError:
+            raise
+        except Exception as error:  # noqa: BLE001 - it was counted where it ended
+            _logger.debug("%s failed: %s", handle.url, error)
+
+    def _wish(self, step: int) -> int:
+        context = self._context()
+        for kind in (FULL, LIGHT):
+            for policy in self._policies[kind]:
+                if policy.should_save(step, self._steps_saved, context=context):
+                    return kind
+        return 0
+
+    def _context(self) -> Context:
+        timer = self._timer
+        return Context(
+            now_s=time.time(),
+            since_s=timer.since_s,
+            step_s=timer.step_s,
+            blocked_s=timer.blocked_s,
+            agree_every=self._at_steps.every,
+            is_saving=bool(self._handles) and not self._handles[-1].done,
+        )
+
+    # -- restoring -----------------------------------------------------------------------------------------------------
+
+    def restore(self, state: Any, *, step: int | None = None, only: Sequence[str] = ()) -> Restored | None:
+        """Load the newest step that every rank can load, in place. A collective.
+
+        Args:
+            state: As for `step`.
+            step: Load this one.
+            only: Patterns of names as in a shell, ``["model.*"]``; the rest of the state stays as it is.
+
+        Returns:
+            What was loaded; ``None`` only where the root has no complete checkpoint.
+
+        Raises:
+            CorruptionError: No complete step can be loaded, or the newest, with ``on_corrupt="raise"``.
+            TierfsError, CheckpointException: It failed, for a reason that another step does not help with.
+        """
+        found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
+        if found is not None and found.about is not None and not only:
+            self._run_id = found.about.run
+        self._timer = StepTimer()
+        return found
+
+    def latest(self, level: str | None = None) -> int | None:
+        """The newest step that can be loaded, as far as this host sees it without reading; ``None`` where there is none.
+
+        Args:
+            level: At which it is at least.
+        """
+        wanted = Level.NONE if level is None else Level.parse(level)
+        for step in self._run.complete():
+            reached = self._run.standing(step).level
+            if reached is not None and reached >= wanted:
+                return step
+        return None
+
+    @property
+    def checkpoints(self) -> list[SavedStep]:
+        """All that lies below the root, as this host sees it, the oldest first."""
+        return [self._run.describe(step) for step in self._run.steps()]
+
+    def close(self) -> None:
+        """Wait for the saves that are under way, and end."""
+        if not self._saves.close(self._timeout_s):
+            _logger.error("%s: a save did not come to its end within %g s", self._run.url, self._timeout_s)
+        self._world.close()
+
+
+class StepTimer:
+    """How long steps take, and what saves cost of it."""
+
+    def __init__(self) -> None:
+        self._resumed_s = self._saved_s = time.perf_counter()
+        self._steps: deque[float] = deque(maxlen=STEPS_MEASURED)
+        self._has_stepped = False
+        self.step_s = 0.0
+        self.blocked_s = 0.0
+
+    def made_step(self, now_s: float) -> None:
+        """Take note of the end of a step."""
+        if self._has_stepped:  # else what came before was no step alone
+            self._steps.append(now_s - self._resumed_s)
+            self.step_s = sum(self._steps) / len(self._steps)
+        self._has_stepped = True
+
+    def go_on(self) -> None:
+        """Take note that the next one begins."""
+        self._resumed_s = time.perf_counter()
+
+    def made_save(self, blocked_s: float) -> None:
+        """Take note of a save."""
+        self._saved_s = time.perf_counter()
+        # Half of it is the last one: the first save of a process costs more than all others.
+        self.blocked_s = blocked_s if not self.blocked_s else (self.blocked_s + blocked_s) / 2
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the last save was asked for."""
+        return time.perf_counter() - self._saved_s

@@ -1,0 +1,252 @@
+"""The newest step that every rank can load; those that turn out to be damaged are marked, and passed over."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.planner import LoadPlan
+
+from tierfs.dcp import TierLoadPlanner, TierReader
+from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.train.agree import World
+from tierfs.train.run import About, RunDirectory
+
+__all__ = ["Restored", "Restorer"]
+
+_PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
+"""What says that a checkpoint cannot be loaded, and not that the wrong thing was asked for."""
+NONE = -1
+_logger = logging.getLogger("tierfs.train")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What was restored.
+
+    Attributes:
+        step: Of the training: the next one to make is one more.
+        kind: ``full``, or ``light`` for a state without optimizer and data loader.
+        level: The lowest that a part of the checkpoint had reached, as this host sees it.
+        tier: ``object`` if it is all in the object tier, which reads take from the nearest copy; else ``local``.
+        passed_over: Newer steps that could not be loaded, and why.
+        notes: What is only approximately as it was, in words.
+        about: What the checkpoint says of itself; ``None`` where no manager saved it.
+    """
+
+    step: int
+    kind: str
+    level: str
+    tier: str
+    passed_over: tuple[tuple[int, str], ...] = ()
+    notes: tuple[str, ...] = ()
+    about: About | None = field(default=None, repr=False)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether training goes on as if it had never stopped."""
+        return not self.notes
+
+
+class _Planner(TierLoadPlanner):
+    """Loads what is asked for by name, and leaves the rest of the state as it is."""
+
+    def __init__(self, only: Sequence[str]) -> None:
+        super().__init__()
+        self._only = only
+
+    def create_local_plan(self) -> LoadPlan:
+        if not self._only:
+            return super().create_local_plan()
+        flat: dict[str, Any] = {name: value for name, value in self.state_dict.items() if self._is_wanted(name)}
+        return create_default_local_load_plan(flat, self.metadata, strict=True)
+
+    def _is_wanted(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._only)
+
+
+class Restorer:
+    """Loads steps of a run. Each call is a collective.
+
+    Args:
+        run: Where.
+        options: For `TierReader`.
+        world: The ranks.
+    """
+
+    def __init__(self, run: RunDirectory, options: Mapping[str, Any], world: World) -> None:
+        self._run = run
+        self._options = options
+        self._world = world
+
+    def restore(self, state: Any, *, step: int | None, only: Sequence[str], on_corrupt: str) -> Restored | None:
+        """Load the newest step that every rank can load, or one in particular.
+
+        Args:
+            state: A dict of tensors and Stateful objects, or a `TrainState`. It is loaded in place.
+            step: Which step; by default the newest.
+            only: Patterns of names; by default all is loaded.
+            on_corrupt: ``previous``, or ``raise`` for an error at the first step that cannot be loaded.
+
+        Returns:
+            What was loaded; ``None`` where there is no complete checkpoint.
+
+        Raises:
+            NotFoundError: That step is not there.
+            CorruptionError: No complete step could be loaded. The state may hold parts of one.
+            TierfsError, CheckpointException: It failed, for a reason that another step does not help with.
+        """
+        passed_over: dict[int, str] = {}
+        bound: int | None = None
+        while True:
+            found, problem = self._newest(bound, passed_over) if step is None else self._that(step)
+            if found == NONE:
+                if passed_over:
+                    raise self._nothing(passed_over)
+                return None
+            if not problem:
+                try:
+                    return self._load(found, state, only, passed_over)
+                except CheckpointException as error:
+                    problem = _damage_in(error)
+                    if not problem:
+                        raise
+                    if self._world.is_first:
+                        self._mark(found, problem)
+            if step is not None or on_corrupt == "raise":
+                raise CorruptionError(f"{self._run.url_of(found)} cannot be loaded: {problem}")
+            _logger.error("%s is passed over: %s", self._run.url_of(found), problem)
+            passed_over[found] = problem
+            bound = found - 1
+
+    def _newest(self, bound: int | None, passed_over: dict[int, str]) -> tuple[int, str]:
+        """The newest step up to a bound that every rank finds complete, and what any rank has against it."""
+        world = self._world
+        while True:
+            damaged: dict[int, str] = {}
+            mine = next(self._complete(bound, damaged), NONE)
+            told = world.gather((mine, damaged), world.training)
+            for _, others in told:
+                for step, problem in others.items():
+                    if step not in passed_over:
+                        _logger.error("%s is passed over: %s", self._run.url_of(step), problem)
+                    passed_over.setdefault(step, problem)
+            # The newest that one rank sees another may lack: they go down until they meet.
+            found, newest = min(step for step, _ in told), max(step for step, _ in told)
+            if newest != found:
+                passed_over.setdefault(newest, "not every rank sees it whole")
+            if found == NONE:
+                return NONE, ""
+            problems = [text for text in world.gather(self._problem_of(found), world.training) if text]
+            if not problems:
+                return found, ""
+            passed_over.setdefault(found, problems[0])
+            bound = found - 1
+
+    def _that(self, step: int) -> tuple[int, str]:
+        problem = self._problem_of(step)
+        problems = [text for text in self._world.gather(problem, self._world.training) if text]
+        return step, problems[0] if problems else ""
+
+    def _complete(self, bound: int | None, damaged: dict[int, str]) -> Iterator[int]:
+        """Steps that this rank finds complete, the newest first; those that were so, and are not any more, go to ``damaged``."""
+        for step in reversed(self._run.steps()):
+            if bound is not None and step > bound:
+                continue
+            problem = self._problem_of(step)
+            if not problem:
+                yield step
+            elif self._run.was_saved(step):
+                damaged[step] = problem
+
+    def _problem_of(self, step: int) -> str:
+        try:
+            return self._run.problem_of(step)
+        except _PASSED_OVER as error:
+            return str(error)
+
+    def _load(self, step: int, state: Any, only: Sequence[str], passed_over: Mapping[int, str]) -> Restored:
+        run, world = self._run, self._world
+        about = self._about(step)
+        kind = about.kind if about is not None else "full"
+        values = state_of(state, kind, about)
+        dcp.load(
+            values,
+            storage_reader=TierReader(run.url_of(step), **self._options),
+            planner=_Planner(only),
+            process_group=world.training,
+            no_dist=world.size == 1,
+        )
+        notes = put_back(state, values, about)
+        if kind == "light":
+            notes.insert(0, "a light checkpoint: optimizer and data loader begin anew")
+        standing = run.standing(step)
+        level = standing.level.label if standing.level is not None else "none"
+        skipped = tuple(sorted(passed_over.items(), reverse=True))
+        return Restored(step, kind, level, "object" if level == "object" else "local", skipped, tuple(notes), about)
+
+    def _about(self, step: int) -> About | None:
+        """What a checkpoint says of itself, on every rank; one that cannot read it fails on all."""
+        about: About | None = None
+        failure: Exception | None = None
+        try:
+            about = self._run.about(step)
+        except TierfsError as error:
+            failure = error
+        failures = self._world.gather(failure, self._world.training)
+        found = {rank: (error, None) for rank, error in enumerate(failures) if error is not None}
+        if found:
+            raise CheckpointException("read", found)
+        return about
+
+    def _mark(self, step: int, problem: str) -> None:
+        try:
+            self._run.mark_damaged(step, problem)
+        except TierfsError as error:
+            _logger.warning("%s could not be marked as damaged: %s", self._run.url_of(step), error)
+
+    def _nothing(self, passed_over: Mapping[int, str]) -> CorruptionError:
+        listed = "; ".join(f"step {step}: {why}" for step, why in sorted(passed_over.items()))
+        return CorruptionError(
+            f"{self._run.url}: no checkpoint can be loaded, and there are some: {listed}; `tierfs checkpoint verify` says more, and "
+            "`tierfs repair` may help. Training does not begin anew by itself"
+        )
+
+
+def state_of(state: Any, kind: str, about: About | None) -> dict[str, Any]:
+    """What of a state is to be loaded into: by name, with live tensors."""
+    if isinstance(state, Mapping):
+        values = {name: _values_of(value) for name, value in state.items()}
+        return {name: value for name, value in values.items() if kind == "full" or name != "optimizer"}
+    values = state.to_load(kind, about)
+    return dict(values)
+
+
+def put_back(state: Any, values: Mapping[str, Any], about: About | None) -> list[str]:
+    """Give a state what was loaded. Returns what is only approximately as it was."""
+    if not isinstance(state, Mapping):
+        return list(state.loaded(values, about))
+    for name, value in values.items():
+        if hasattr(state[name], "load_state_dict"):
+            state[name].load_state_dict(value)
+        elif isinstance(state, dict):
+            state[name] = value
+    return []
+
+
+def _values_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _damage_in(error: CheckpointException) -> str:
+    """Why a checkpoint cannot be loaded, if that is its own fault; else empty."""
+    failures = [failure for failure, _ in error.failures.values()]
+    if not all(isinstance(failure, _PASSED_OVER) for failure in failures):
+        return ""
+    return str(failures[0])
