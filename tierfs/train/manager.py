@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import time
 import warnings
 from collections import deque
@@ -12,10 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tierfs.dcp.address import Address
-from tierfs.errors import InvalidInputError
+from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store.maintenance.retention import Every
 from tierfs.train.agree import Agreed, Agreement, World
@@ -23,6 +25,8 @@ from tierfs.train.policies import Context, Preemption, as_save_policies
 from tierfs.train.restore import Restored, Restorer
 from tierfs.train.run import ABOUT, About, RunDirectory, SavedStep
 from tierfs.train.save import Order, RunWriter, SaveHandle, SaveThread
+from tierfs.train.signals import Signals
+from tierfs.train.timing import StepTimer
 
 __all__ = ["Manager"]
 
@@ -30,7 +34,8 @@ LIGHT, FULL = 1, 2
 KINDS = {"light": LIGHT, "full": FULL}
 WAITING_MAX = 2
 """Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
-STEPS_MEASURED = 16
+DEADLINE_GRACE_S = 120.0
+"""How long the last save may take where no `Preemption` says it."""
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -86,9 +91,14 @@ class Manager:
         self._run_id = secrets.token_hex(8)
         self._steps_saved: list[int] = []
         self._handles: deque[SaveHandle] = deque(maxlen=WAITING_MAX)
-        self._at_steps = Agreement(self._world, 0)
-        self._timer = StepTimer()
+        self._at_steps, self._at_checks = Agreement(self._world, 0), Agreement(self._world, 1)
+        self._timer, self._checks = StepTimer(), StepTimer()
+        self._last: tuple[int, Any, Mapping[str, float] | None] | None = None
         self._is_stopping = False
+        self._signal = 0
+        preemptions = [policy for policy in self._policies[FULL] if isinstance(policy, Preemption)]
+        self._grace_s = min((policy.grace_s for policy in preemptions), default=DEADLINE_GRACE_S)
+        self._signals = Signals(number for policy in preemptions for number in policy.signals)
 
     def __repr__(self) -> str:
         return f"Manager({self._run.url!r}, rank={self._world.rank} of {self._world.size})"
@@ -100,6 +110,8 @@ class Manager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+        if kind is None and self._signal == signal.SIGTERM:
+            raise SystemExit(128 + signal.SIGTERM)
 
     # -- saving --------------------------------------------------------------------------------------------------------
 
@@ -114,20 +126,82 @@ class Manager:
         Returns:
             The save, if there is one.
         """
-        begun = time.perf_counter()
-        self._timer.made_step(begun)
-        wish = self._wish(step)
-        agreed = Agreed(wish=wish)
+        self._timer.made_step()
+        self._last = step, state, metrics
+        saved = None
+        mine = self._opinion(step)
         if self._at_steps.is_due:
-            agreed = self._at_steps.agree(step, agreed, self._timer.step_s)
+            saved = self._act(self._at_steps.agree(step, mine, self._timer.step_s))
         else:
             self._at_steps.skip()
-        saved = None
-        if agreed.wish:
-            kind = "full" if agreed.wish == FULL else "light"
-            saved = self.save(step, state, kind=kind, metrics=metrics)
+            # Every rank finds the same without asking.
+            uniform = self._wish(step, uniform=True)
+            saved = self._act(Agreed(wish=uniform)) if uniform else None
         self._timer.go_on()
         return saved
+
+    def check(self) -> bool:
+        """Take note of signals between steps: in a long evaluation, while something compiles. A collective.
+
+        Call it equally often on every rank. Where training is to end it saves what the last `step` was given, as it is now.
+
+        Returns:
+            Whether training is to end: the same as `stopping`, on every rank.
+        """
+        if self._last is None or self._is_stopping:
+            return self._is_stopping
+        self._checks.made_step()
+        if self._at_checks.is_due:
+            mine = self._opinion(self._last[0])
+            agreed = self._at_checks.agree(self._last[0], mine, self._checks.step_s)
+            # A periodic save can wait for the next step; one before the end cannot.
+            if agreed.stop:
+                self._act(agreed)
+        else:
+            self._at_checks.skip()
+        self._checks.go_on()
+        return self._is_stopping
+
+    @property
+    def stopping(self) -> bool:
+        """Whether training is to end. It is the same on every rank at the same step."""
+        return self._is_stopping
+
+    def _opinion(self, step: int) -> Agreed:
+        """What this rank has to say at an agreement."""
+        context = self._context()
+        stops = [getattr(policy, "should_stop", None) for policies in self._policies.values() for policy in policies]
+        return Agreed(
+            signal=self._signals.received,
+            wish=self._wish(step),
+            stop=any(stop(step, self._steps_saved, context=context) for stop in stops if stop is not None),
+        )
+
+    def _act(self, agreed: Agreed) -> SaveHandle | None:
+        """Do what the ranks agreed on."""
+        assert self._last is not None, "an agreement follows a step"
+        step, state, metrics = self._last
+        saved = None
+        if agreed.wish or agreed.stop:
+            kind = "light" if agreed.wish == LIGHT and not agreed.stop else "full"
+            saved = self.save(step, state, kind=kind, metrics=metrics)
+        if agreed.stop:
+            self._is_stopping = True
+            self._signal = agreed.signal
+            why = signal.Signals(agreed.signal).name if agreed.signal else "a deadline"
+            _logger.warning("training ends at step %d because of %s", step, why)
+            if saved is not None:
+                self._secure(saved)
+        return saved
+
+    def _secure(self, saved: SaveHandle) -> None:
+        """Wait until a save survives the end of this host's processes, as long as there is time for that."""
+        begun_s = self._signals.received_s or time.monotonic()
+        left_s = max(0.0, begun_s + self._grace_s - time.monotonic())
+        try:
+            saved.wait("local", timeout=left_s)
+        except (TierfsError, OSError, CheckpointException) as error:
+            _logger.error("%s is not safe on this host: %s", saved.url, error)  # noqa: TRY400 - a trace says no more
 
     def should_save(self, step: int) -> bool:
         """Whether a policy asks for a save at this step, as far as this rank knows."""
@@ -178,6 +252,8 @@ class Manager:
             raise order.problem
         handle.blocked_s = time.perf_counter() - begun
         self._timer.made_save(handle.blocked_s)
+        if not self._steps_saved or step > self._steps_saved[-1]:
+            self._steps_saved.append(step)
         return handle
 
     def _values(self, step: int, state: Any, kind: str) -> dict[str, Any]:
@@ -195,7 +271,9 @@ class Manager:
             raise InvalidInputError(
                 f"the state has an entry called {ABOUT.partition('.')[0]!r}, which is the manager's"
             )
-        about = About(step, kind, world.size, self._run_id, (), said)
+        about = About(
+            step, kind, world.size, self._run_id, blocked_s=self._timer.blocked_s, save_s=self._timer.save_s, state=said
+        )
         section, _, name = ABOUT.partition(".")
         return {**values, section: {name: about.encode()}}
 
@@ -203,8 +281,8 @@ class Manager:
         """Take note of a save's outcome, on the thread that made it."""
         if handle.error is not None:
             _logger.error("%s could not be saved: %s", handle.url, handle.error)
-        elif handle.step not in self._steps_saved:
-            self._steps_saved.append(handle.step)
+        elif not handle.was_there:
+            self._timer.reached_level(handle.seconds)
 
     def _settle(self, handle: SaveHandle) -> None:
         """Wait for a save's end, whatever that is: who asks for its outcome is told."""
@@ -215,10 +293,13 @@ class Manager:
         except Exception as error:  # noqa: BLE001 - it was counted where it ended
             _logger.debug("%s failed: %s", handle.url, error)
 
-    def _wish(self, step: int) -> int:
+    def _wish(self, step: int, *, uniform: bool = False) -> int:
+        """Which kind of save this rank's policies ask for; 0 for none."""
         context = self._context()
         for kind in (FULL, LIGHT):
             for policy in self._policies[kind]:
+                if uniform and not getattr(policy, "is_uniform", False):
+                    continue
                 if policy.should_save(step, self._steps_saved, context=context):
                     return kind
         return 0
@@ -230,8 +311,10 @@ class Manager:
             since_s=timer.since_s,
             step_s=timer.step_s,
             blocked_s=timer.blocked_s,
+            save_s=timer.save_s,
             agree_every=self._at_steps.every,
             is_saving=bool(self._handles) and not self._handles[-1].done,
+            is_preempted=self._signals.received != 0,
         )
 
     # -- restoring -----------------------------------------------------------------------------------------------------
@@ -252,9 +335,11 @@ class Manager:
             TierfsError, CheckpointException: It failed, for a reason that another step does not help with.
         """
         found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
-        if found is not None and found.about is not None and not only:
-            self._run_id = found.about.run
         self._timer = StepTimer()
+        if found is not None and found.about is not None:
+            self._timer.blocked_s, self._timer.save_s = found.about.blocked_s, found.about.save_s
+            if not only:
+                self._run_id = found.about.run
         return found
 
     def latest(self, level: str | None = None) -> int | None:
@@ -276,40 +361,8 @@ class Manager:
         return [self._run.describe(step) for step in self._run.steps()]
 
     def close(self) -> None:
-        """Wait for the saves that are under way, and end."""
+        """Wait for the saves that are under way, and end. Signals go to the handlers that were there before."""
+        self._signals.close()
         if not self._saves.close(self._timeout_s):
             _logger.error("%s: a save did not come to its end within %g s", self._run.url, self._timeout_s)
         self._world.close()
-
-
-class StepTimer:
-    """How long steps take, and what saves cost of it."""
-
-    def __init__(self) -> None:
-        self._resumed_s = self._saved_s = time.perf_counter()
-        self._steps: deque[float] = deque(maxlen=STEPS_MEASURED)
-        self._has_stepped = False
-        self.step_s = 0.0
-        self.blocked_s = 0.0
-
-    def made_step(self, now_s: float) -> None:
-        """Take note of the end of a step."""
-        if self._has_stepped:  # else what came before was no step alone
-            self._steps.append(now_s - self._resumed_s)
-            self.step_s = sum(self._steps) / len(self._steps)
-        self._has_stepped = True
-
-    def go_on(self) -> None:
-        """Take note that the next one begins."""
-        self._resumed_s = time.perf_counter()
-
-    def made_save(self, blocked_s: float) -> None:
-        """Take note of a save."""
-        self._saved_s = time.perf_counter()
-        # Half of it is the last one: the first save of a process costs more than all others.
-        self.blocked_s = blocked_s if not self.blocked_s else (self.blocked_s + blocked_s) / 2
-
-    @property
-    def since_s(self) -> float:
-        """Seconds since the last save was asked for."""
-        return time.perf_counter() - self._saved_s

@@ -75,7 +75,7 @@ class SavePolicy(Protocol):
 
         Args:
             step: That was made.
-            previous: Steps that are saved already, ascending.
+            previous: Steps for which a save was asked for, ascending.
             context: What else is known.
         """
 

@@ -37,6 +37,8 @@ class About:
         kind: ``full``, or ``light`` for one that training goes on from only approximately.
         world_size: How many ranks saved it.
         run: Of which run it is: an id drawn at random, kept by those who resume.
+        blocked_s: How long a save blocked training then, for the policies of who goes on from here.
+        save_s: How long a save took then.
         known: What retention knows of the run's checkpoints before this one: see `tierfs.train.keep`.
         state: What the saved state says of itself.
     """
@@ -45,6 +47,8 @@ class About:
     kind: str = "full"
     world_size: int = 1
     run: str = ""
+    blocked_s: float = 0.0
+    save_s: float = 0.0
     known: tuple[Mapping[str, Any], ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
 
@@ -66,6 +70,8 @@ class About:
                 kind=str(values["kind"]),
                 world_size=int(values["world_size"]),
                 run=str(values["run"]),
+                blocked_s=float(values["blocked_s"]),
+                save_s=float(values["save_s"]),
                 known=tuple(dict(each) for each in values["known"]),
                 state=dict(values["state"]),
             )

@@ -94,6 +94,8 @@ class SaveHandle:
         self._mark: SaveMark | None = None
         self._cancelled = False
         self._ended: Future[None] = Future()
+        self._asked_s = time.monotonic()
+        self._seconds = 0.0
 
     def __repr__(self) -> str:
         return f"SaveHandle(step={self.step}, kind={self.kind!r}, done={self.done})"
@@ -112,6 +114,11 @@ class SaveHandle:
     def error(self) -> BaseException | None:
         """Why it failed; ``None`` while it is under way, and where it did not."""
         return self._ended.exception() if self._ended.done() else None
+
+    @property
+    def seconds(self) -> float:
+        """How long it took from being asked for to its end; 0 while it is under way."""
+        return self._seconds
 
     def wait(self, level: str = "staged", timeout: float | None = None) -> None:
         """Wait until the checkpoint has reached a level: below ``"object"`` what this host saved, there the whole.
@@ -163,6 +170,7 @@ class SaveHandle:
     def end(self, error: BaseException | None = None, mark: SaveMark | None = None) -> None:
         """Take note of how it ended."""
         self._mark, self._order = mark, None
+        self._seconds = time.monotonic() - self._asked_s
         if error is None:
             self._ended.set_result(None)
         else:

@@ -1,0 +1,31 @@
+"""Two ranks save, stop and restore at the same step, whatever one of them alone knows."""
+
+import json
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from support import train_ranks
+
+import tierfs
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("this torch has no gloo", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each rank found, by scenario."""
+    directory = tmp_path_factory.mktemp("train-ranks")
+    tierfs.init(f"file://{directory}/store")
+    mp.spawn(train_ranks.main, (directory, f"tierfs::file://{directory}/store"), nprocs=train_ranks.WORLD)
+    return [json.loads((directory / f"outcomes-{rank}.json").read_text()) for rank in range(train_ranks.WORLD)]
+
+
+@pytest.mark.parametrize("scenario", train_ranks.SCENARIOS)
+def test_two_ranks(outcomes, scenario):
+    problems = [found[scenario] for found in outcomes if found[scenario]]
+    assert not problems, "\n".join(problems)

@@ -1,0 +1,60 @@
+"""Signals are noted, earlier handlers are called, and all is as it was afterwards."""
+
+import logging
+import os
+import signal
+import threading
+
+import pytest
+
+from tierfs.train.signals import Signals
+
+
+@pytest.fixture
+def before():
+    """A handler of somebody else's, and what it got."""
+    got = []
+    old = signal.signal(signal.SIGUSR1, lambda number, _frame: got.append(number))
+    yield got
+    signal.signal(signal.SIGUSR1, old)
+
+
+def test_the_handler_that_was_there_is_called_and_comes_back(before):
+    theirs = signal.getsignal(signal.SIGUSR1)
+    signals = Signals([signal.SIGUSR1])
+    assert signals.received == 0
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (signals.received, before) == (signal.SIGUSR1, [signal.SIGUSR1])
+    assert signals.received_s > 0
+    signals.close()
+    assert signal.getsignal(signal.SIGUSR1) is theirs
+
+
+def test_the_first_signal_counts(before):
+    signals = Signals([signal.SIGUSR1, signal.SIGUSR2])
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert (signals.received, before) == (signal.SIGUSR2, [signal.SIGUSR1])
+    signals.close()
+    assert signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+
+
+def test_a_handler_that_was_set_later_stays(before):
+    signals = Signals([signal.SIGUSR1])
+
+    def later(*_):
+        return None
+
+    signal.signal(signal.SIGUSR1, later)
+    signals.close()
+    assert signal.getsignal(signal.SIGUSR1) is later
+
+
+def test_off_the_main_thread_nothing_is_handled_and_that_is_said(before, caplog):
+    theirs = signal.getsignal(signal.SIGUSR1)
+    with caplog.at_level(logging.WARNING, "tierfs.train"):
+        thread = threading.Thread(target=lambda: Signals([signal.SIGUSR1]).close())
+        thread.start()
+        thread.join()
+    assert "SIGUSR1 are not handled" in caplog.text
+    assert signal.getsignal(signal.SIGUSR1) is theirs
