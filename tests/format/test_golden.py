@@ -13,6 +13,7 @@ from tierfs.codec import Codec
 from tierfs.errors import TierfsError
 from tierfs.format.collector import Collector, EpochState
 from tierfs.format.keys import chunk_key, parse_record_key
+from tierfs.format.scrubbed import PrefixState, ScrubRecord
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
 from tierfs.store.create import read_descriptor
@@ -110,3 +111,13 @@ def test_the_golden_record_of_the_collector_reads_as_it_was_written():
     assert record.encode() == data
     theirs = StoreReader(GOLDEN / "store").collector()
     assert (theirs["fence"], theirs["epochs"]["0000000000000001"]["swept_ns"]) == (1_700_000_001, None)
+
+
+def test_the_golden_record_of_scrubbing_reads_as_it_was_written():
+    data = (GOLDEN / "store" / ".tierfs" / "scrub" / "record").read_bytes()
+    record = ScrubRecord.decode(data, "scrub record")
+    assert record.prefixes["ff"] == PrefixState(1_700_000_100_000_000_000, "")
+    assert record.damaged == {".tierfs/chunks/05/05000000000000000000000000000000.0": "checksum mismatch"}
+    assert record.encode() == data
+    theirs = StoreReader(GOLDEN / "store").scrub()
+    assert (theirs["prefixes"]["04"]["after"], theirs["last"]) == (record.prefixes["04"].after, {"chunks": 2})

@@ -21,7 +21,9 @@ import zstandard
 
 MAGIC, BLOCK, CHUNK, MANIFEST, TEXT = b"\x89TIERFS\n", 1 << 20, 16 << 20, 16 << 20, 1 << 16
 STORED, TABLE, BASES = CHUNK + TEXT, 1 << 30, 64
-KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE, KIND_COLLECTOR = KINDS = (
+KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE, KIND_COLLECTOR, KIND_SCRUB = (
+    KINDS
+) = (
     1,
     2,
     3,
@@ -29,6 +31,7 @@ KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEAS
     6,
     7,
     8,
+    9,
 )
 INLINE, INDIRECT = 1, 2
 STORE, ZSTD, CONST, PLANE, DPLANE, SPARSE, DERIVE = range(7)
@@ -474,6 +477,14 @@ class StoreReader:
         notes = _json(fields.take(fields.number("I", 0, 1 << 20, "the length of the notes")), "format", "collector")
         fields.end()
         return {"holder": holder, "fence": fence, "sequence": sequence, "duration": duration, **notes}
+
+    def scrub(self) -> dict[str, Any]:
+        """What the scrub record says; FileNotFoundError if there is none."""
+        _, word, fields = self._open(".tierfs/scrub/record", (KIND_SCRUB,), (4 << 20) + 256)
+        _known(word == 0, "scrub record: reserved bytes that are not zero")
+        notes = _json(fields.take(fields.number("I", 0, 4 << 20, "the length of the notes")), "format", "scrub record")
+        fields.end()
+        return notes
 
     def record(self, path: str) -> Manifest | Tombstone:
         """The record of a path; with a ``/`` behind it, of the directory's marker. FileNotFoundError if it has none."""

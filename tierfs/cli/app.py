@@ -42,6 +42,7 @@ COMMANDS = (
     "probe",
     "gc",
     "prune",
+    "scrub",
     "flusher",
     "checkpoint",
     "mount",

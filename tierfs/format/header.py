@@ -32,6 +32,7 @@ class Kind(enum.IntEnum):
     CONDEMNED = 6
     LEASE = 7
     COLLECTOR = 8
+    SCRUB = 9
 
 
 def header(kind: Kind, word: int) -> bytes:

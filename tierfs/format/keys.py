@@ -19,8 +19,10 @@ __all__ = [
     "DESCRIPTOR",
     "GC",
     "LEASES",
+    "LOST",
     "PRIVATE",
     "PROBE",
+    "SCRUB",
     "TREE",
     "ChunkName",
     "chunk_key",
@@ -43,7 +45,9 @@ TREE = f"{PRIVATE}/tree/"
 GC = f"{PRIVATE}/gc/"
 COLLECTOR = f"{GC}collector"
 LEASES = f"{PRIVATE}/leases/"
+LOST = f"{PRIVATE}/lost/"
 PROBE = f"{PRIVATE}/probe/"
+SCRUB = f"{PRIVATE}/scrub/record"
 
 PATH_BYTES_MAX = 800
 COMPONENT_BYTES_MAX = 250

@@ -73,6 +73,26 @@ class ChunkReader:
                         self._quarantine(tier, name, raw_length, error)
         return None
 
+    def check_copy(self, tier: str, name: bytes, raw_length: int) -> str | None:
+        """Read the whole copy that ``"ram"`` or ``"nvme"`` has of a chunk, and put it aside if it is damaged.
+
+        Returns:
+            What is wrong, in words; empty if it is right, ``None`` if there is none any more.
+        """
+        attempt = self._read_ram if tier == "ram" else self._read_nvme
+        problem: Exception | None = None
+        for _ in range(2):  # the first time it may have been reused while it was read
+            try:
+                with buffers().lend(raw_length) as out:
+                    return "" if attempt(name, raw_length, [(0, out)]) else None
+            except NotFoundError:  # noqa: PERF203 - twice at most
+                return None
+            except (CorruptionError, FormatError) as error:
+                problem = error
+        assert problem is not None
+        self._quarantine(tier, name, raw_length, problem)
+        return str(problem)
+
     def holds(self, name: bytes, tier: str) -> bool:
         """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk. Who asks is about to want it: there it was used just now."""
         if tier == "nvme":

@@ -25,6 +25,7 @@ BUSY_S = 2.0
 DRAFT_BUSY_S = 30.0
 ATTEMPTS_MAX = 3
 _FIND = "SELECT meta, length, offset, serial FROM chunks WHERE name = ? AND bad = 0"
+_NAMES = "SELECT name, length FROM chunks WHERE bad = 0 AND name > ? ORDER BY name LIMIT ?"
 _STILL = "SELECT 1 FROM chunks WHERE name = ? AND serial = ? AND bad = 0"
 _OPEN_STATES = "state != 'conflict'"
 _USAGE = """
@@ -129,6 +130,11 @@ class NvmeReader:
                 return chunk.meta
             self.fallbacks["moved"] += 1
         return None
+
+    def chunks_after(self, name: bytes, limit: int) -> list[tuple[bytes, int]]:
+        """Names and lengths of the chunks that are there, in the order of their names, from behind ``name`` on."""
+        found = self._select(self._chunks, _NAMES, [name, limit])
+        return [(bytes(each), length) for each, length in found[1]] if found is not None else []
 
     def draft(self, path: str) -> StoredDraft | None:
         """The newest draft of a file that is pending, or damaged: the caller must not show an older file instead.

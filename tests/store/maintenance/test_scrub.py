@@ -1,0 +1,289 @@
+"""What scrubbing finds, heals and notes, and where it goes on."""
+
+import json
+import random
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+from support.saving import Training
+from support.tiered import MIB, Host
+
+from tierfs.clock import ManualClock
+from tierfs.digest import DigestKind
+from tierfs.errors import StoreError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.host.pending.levels import Level
+from tierfs.objects import MemoryObjects
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store, load, save, verify, wait
+from tierfs.store.encode.codecs import Codecs
+from tierfs.store.maintenance.heal import Healer
+from tierfs.store.maintenance.scrub import ScrubOptions, read_scrub_record, scrub, scrub_piece
+from tierfs.store.maintenance.scrub_local import scrub_local
+from tierfs.testing.damage import flip_bit, remove
+
+ALONE = ScrubOptions(concurrency=1)
+
+
+class SlowObjects(WrappedObjects):
+    """Each read of a chunk takes a second, and is noted."""
+
+    def __init__(self, inner, clock):
+        super().__init__(inner)
+        self._clock = clock
+        self.reads = []
+
+    def get(self, key, ranges, *, version=None):
+        if key.startswith(keys.CHUNKS):
+            self._clock.sleep(1)
+            self.reads.append(key)
+        return super().get(key, ranges, version=version)
+
+
+def make_store(codecs="auto", wrap=lambda tier, clock: tier):
+    clock = ManualClock()
+    tier = wrap(MemoryObjects(f"/scrub-{uuid.uuid4().hex}"), clock)
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0)
+    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
+    return Store(tier, descriptor, url=f"store-{uuid.uuid4().hex}", clock=clock, codecs=Codecs.parse(codecs))
+
+
+def content(number, size=3000):
+    return random.Random(number).randbytes(size + number)
+
+
+def chunk_keys(store):
+    return sorted(item.key for item in store.objects.list(keys.CHUNKS))
+
+
+def in_the_envelope(store, key):
+    flip_bit(store.objects, key, 8 * 30 + 1)
+
+
+def in_a_block(store, key):
+    flip_bit(store.objects, key, 8 * (store.objects.head(key).size - 5))
+
+
+def test_a_sound_store_is_verified_once_around():
+    store = make_store()
+    for number in range(20):
+        save(store, f"f{number}", content(number))
+    report = scrub(store)
+    assert (report.chunks, report.prefixes_done, report.damage, report.is_sound) == (20, 256, [], True)
+    assert report.bytes == sum(item.size for item in store.objects.list(keys.CHUNKS))
+    json.dumps(report.as_dict())
+
+
+def test_runs_go_on_where_the_last_one_ended_the_least_recently_verified_first():
+    store = make_store(wrap=SlowObjects)
+    for number in range(30):
+        save(store, f"f{number}", content(number))
+    store.objects.reads.clear()
+    rounds = []
+    for _ in range(18):
+        before = len(store.objects.reads)
+        scrub(store, ScrubOptions(max_seconds=5, concurrency=1))
+        rounds.append(len(store.objects.reads) - before)
+    assert all(0 < count <= 7 for count in rounds), rounds
+    reads = store.objects.reads
+    assert sorted(reads[:30]) == chunk_keys(store), "each is read once before one is read again"
+    assert reads[30:60] == reads[:30]
+
+
+def test_what_a_killed_run_verified_is_not_lost_but_for_some_seconds(monkeypatch):
+    store = make_store(wrap=SlowObjects)
+    for number in range(30):
+        save(store, f"f{number}", content(number))
+    store.objects.reads.clear()
+
+    def killed(piece):
+        if len(store.objects.reads) >= 20:
+            raise KeyboardInterrupt
+        return scrub_piece(store, piece)
+
+    with pytest.raises(KeyboardInterrupt):
+        scrub(store, ALONE, run_piece=killed)
+    monkeypatch.undo()
+    scrub(store, ScrubOptions(max_seconds=9, concurrency=1))
+    assert len(set(store.objects.reads)) >= 28
+
+
+def test_a_bandwidth_is_kept():
+    store = make_store()
+    for number in range(10):
+        save(store, f"f{number}", content(number, 100_000))
+    before = store.clock.monotonic()
+    report = scrub(store, ScrubOptions(bandwidth=50_000, concurrency=1))
+    assert store.clock.monotonic() - before == pytest.approx(report.bytes / 50_000)
+
+
+@pytest.mark.parametrize("damage", [in_the_envelope, in_a_block])
+@pytest.mark.parametrize("codecs", ["off", "all"])
+def test_an_object_is_healed_from_a_replica(damage, codecs):
+    store, replica = make_store(codecs), make_store(codecs)
+    data = Training().file()
+    for target in (store, replica):
+        save(target, "a", data)
+    keys_of = chunk_keys(store)
+    before = {key: store.objects.read(key, 64 << 20)[0] for key in keys_of}
+    for key in keys_of:
+        damage(store, key)
+    report = scrub(store, ALONE, replicas=[replica])
+    assert len(report.damage) == len(keys_of)
+    assert report.is_sound
+    assert {key: store.objects.read(key, 64 << 20)[0] for key in keys_of} == before
+    assert load(store, "a") == data
+
+
+def test_the_envelope_heals_without_any_copy():
+    store = make_store()
+    save(store, "a", content(1))
+    (key,) = chunk_keys(store)
+    in_the_envelope(store, key)
+    report = scrub(store, ALONE)
+    assert [each.healed for each in report.damage] == ["its own bytes"]
+    assert load(store, "a") == content(1)
+
+
+def test_damage_that_nothing_heals_is_named_until_it_is_gone():
+    store = make_store()
+    save(store, "a", content(1))
+    save(store, "b", content(2))
+    key = chunk_keys(store)[0]
+    in_a_block(store, key)
+    report = scrub(store, ALONE)
+    assert [(each.key, each.healed) for each in report.damage] == [(key, "")]
+    later = scrub(store, ScrubOptions(max_seconds=0))
+    assert (list(later.known), later.is_sound) == ([key], False)
+    assert read_scrub_record(store).last["damaged"] == 0, "of that run"
+    remove(store.objects, key)
+    assert scrub(store, ALONE).is_sound
+
+
+def test_nothing_is_changed_without_healing():
+    store = make_store()
+    save(store, "a", content(1))
+    (key,) = chunk_keys(store)
+    in_the_envelope(store, key)
+    version = store.objects.head(key).version
+    assert not scrub(store, ScrubOptions(heal=False, concurrency=1)).is_sound
+    assert store.objects.head(key).version == version
+
+
+def test_another_object_of_the_same_content_heals():
+    store = make_store("off")
+    save(store, "a", content(1))
+    (key,) = chunk_keys(store)
+    data = store.objects.read(key, 1 << 20)[0]
+    in_a_block(store, key)
+    store.objects.put(key[:-1] + "1", [data])
+    report = scrub(store, ALONE)
+    assert report.damage[0].healed.endswith(".1")
+    assert load(store, "a") == content(1)
+
+
+def test_a_missing_object_is_made_again_under_its_name():
+    store, replica = make_store(), make_store()
+    for target in (store, replica):
+        save(target, "a", content(1))
+    (key,) = chunk_keys(store)
+    size = store.objects.head(key).size
+    remove(store.objects, key)
+    name = keys.parse_chunk_key(key, DigestKind.XXH3_128)
+    assert Healer(store).heal(name, size, len(content(1))) == ""
+    assert Healer(store, [replica]).heal(name, size) == replica.url
+    assert verify(store).damage == []
+
+
+def test_pieces_run_on_any_executor():
+    store = make_store()
+    for number in range(40):
+        save(store, f"f{number}", content(number))
+    key = chunk_keys(store)[7]
+    in_a_block(store, key)
+    with ThreadPoolExecutor(3) as executor:
+        report = scrub(store, ALONE, executor=executor, workers=3, run_piece=partial(scrub_piece, store))
+    assert (report.chunks, report.prefixes_done, [each.key for each in report.damage]) == (40, 256, [key])
+
+
+def test_a_piece_that_fails_ends_the_run_and_what_is_done_is_noted():
+    store = make_store()
+    for number in range(40):
+        save(store, f"f{number}", content(number))
+
+    def failing(piece):
+        if piece.prefix == "80":
+            raise StoreError("gone", transient=True)
+        return scrub_piece(store, piece)
+
+    with ThreadPoolExecutor(1) as executor, pytest.raises(StoreError):
+        scrub(store, ALONE, executor=executor, run_piece=failing)
+    done = read_scrub_record(store).prefixes
+    assert "7f" in done
+    assert "80" not in done
+
+
+def test_a_damaged_scrub_record_is_made_anew():
+    store = make_store()
+    save(store, "a", content(1))
+    scrub(store, ALONE)
+    flip_bit(store.objects, keys.SCRUB, 200)
+    assert scrub(store, ALONE).prefixes_done == 256
+    assert read_scrub_record(store).last["chunks"] == 1
+
+
+@pytest.fixture
+def host(tmp_path):
+    objects = MemoryObjects(f"/scrub-{uuid.uuid4().hex}")
+    descriptor = Descriptor(uuid.uuid4().hex, 0, DigestKind.XXH3_128, objects.capabilities)
+    objects.put(keys.DESCRIPTOR, [descriptor.encode()])
+    host = Host(tmp_path, objects, descriptor, ram=64 * MIB, nvme=64 * MIB, ack=Level.LOCAL)
+    yield host
+    host.close()
+
+
+def test_an_object_is_healed_from_a_local_tier(host):
+    data = random.Random(1).randbytes(3 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT)
+    for key in chunk_keys(host.store):
+        in_a_block(host.store, key)
+    report = scrub(host.store, ALONE)
+    assert {each.healed for each in report.damage} <= {"the ram tier", "the nvme tier"}
+    assert report.damage
+    assert report.is_sound
+    assert load(host.plain(), "a") == data
+
+
+def test_a_damaged_copy_in_the_nvme_tier_is_found_and_put_aside(host):
+    data = random.Random(2).randbytes(3 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT)
+    arena = host.tiers.nvme.directory / "nvme.arena"
+    sound = scrub_local(host.store, "nvme")
+    assert (sound.chunks, sound.damage, sound.is_whole_round) == (1, [], True)
+    (name, _), *_ = host.tiers.nvme.chunks_after(b"", 10)
+    offset = host.tiers.nvme.find(name).offset
+    with arena.open("r+b") as file:
+        file.seek(offset + 8192 + 1000)
+        file.write(b"damage")
+    report = scrub_local(host.store, "nvme")
+    assert [(each.digest, each.elsewhere) for each in report.damage] == [(name[1:].hex(), True)]
+    assert report.is_sound
+    assert scrub_local(host.store, "nvme").damage == [], "it is not there any more"
+    assert load(host.store, "a") == data
+
+
+def test_a_round_over_a_local_tier_goes_on_where_it_ended(host):
+    for number in range(5):
+        save(host.store, f"f{number}", random.Random(number).randbytes(MIB + number))
+    wait(host.store, "", Level.OBJECT)
+    host.store.clock = ManualClock()
+    seen = []
+    for _ in range(3):
+        report = scrub_local(host.store, "ram", max_seconds=1.5, progress=lambda _: host.store.clock.sleep(1))
+        seen.append(report.chunks)
+    assert seen == [2, 2, 2]

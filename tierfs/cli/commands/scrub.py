@@ -1,0 +1,143 @@
+"""``tierfs scrub``: read every chunk back, the least recently verified first, and heal what is damaged."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tierfs.cli.executors import add_executor_argument, engine, run_scrub_piece
+from tierfs.cli.output import add_json_argument, print_json, printable
+from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.errors import CorruptionError, InvalidInputError
+from tierfs.units import format_bytes, parse_size
+
+if TYPE_CHECKING:
+    from tierfs.store.maintenance.scrub import ScrubReport
+    from tierfs.store.maintenance.scrub_local import LocalReport
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "scrub"
+HELP = "verify every chunk of a store, the least recently verified first, and heal what is damaged"
+EXAMPLES = """\
+tierfs scrub s3://bucket/run
+tierfs scrub s3://bucket/run --max-seconds 3600 --bandwidth 200MB
+tierfs scrub s3://bucket/run --from s3://other-region/run
+tierfs scrub /data/checkpoints --tier nvme
+tierfs scrub s3://bucket/run --executor processes:8"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument(
+        "--tier",
+        choices=["object", "ram", "nvme"],
+        default="object",
+        help="object (default), or the copies in a local tier of this host",
+    )
+    parser.add_argument(
+        "--max-seconds", type=float, metavar="N", help="begin nothing after so long; the next run goes on there"
+    )
+    parser.add_argument("--bandwidth", metavar="BYTES", help="read so much a second at most, like 50MB")
+    parser.add_argument(
+        "--from",
+        dest="replicas",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another store that may hold the same content, to heal from; may be given several times",
+    )
+    parser.add_argument("--no-heal", action="store_true", help="change nothing; say what is damaged")
+    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="objects at once (default: 8)")
+    add_executor_argument(parser)
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Scrub, and return the exit code of damage if any is left."""
+    bandwidth = None if arguments.bandwidth is None else parse_size(arguments.bandwidth)
+    if arguments.concurrency < 1 or bandwidth == 0 or (arguments.max_seconds is not None and arguments.max_seconds < 0):
+        raise InvalidInputError("--concurrency, --bandwidth and --max-seconds must be more than 0")
+    is_local = arguments.tier != "object"
+    if is_local and (arguments.replicas or arguments.executor or arguments.no_heal):
+        raise InvalidInputError("--from, --executor and --no-heal are for the object tier")
+    place = store_place(arguments.url, as_configured=is_local)
+    if place.path:
+        raise InvalidInputError(f"scrub works on a whole store: name its root, {place.store.url}", path=place.url)
+    if is_local:
+        return _run_local(arguments, place, bandwidth)
+    from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415 - it loads NumPy
+
+    options = ScrubOptions(arguments.max_seconds, bandwidth, arguments.concurrency, not arguments.no_heal)
+    replicas = [store_place(url).store for url in arguments.replicas]
+    with (
+        engine(arguments.executor) as found,
+        Progress("scrub", total_bytes=None, wanted=arguments.progress) as progress,
+    ):
+        if found is None:
+            report = scrub(place.store, options, replicas=replicas, progress=progress.advance)
+        else:
+            run_piece = partial(run_scrub_piece, arguments.url, tuple(arguments.replicas))
+            report = scrub(
+                place.store,
+                options,
+                executor=found.executor,
+                workers=found.workers,
+                run_piece=run_piece,
+                progress=progress.advance,
+            )
+    if arguments.json:
+        print_json({"url": place.store.url, **report.as_dict()})
+    else:
+        _print(report)
+    return 0 if report.is_sound else CorruptionError.exit_code
+
+
+def _run_local(arguments: argparse.Namespace, place: StorePlace, bandwidth: int | None) -> int:
+    from tierfs.store.maintenance.scrub_local import scrub_local  # noqa: PLC0415 - it loads NumPy
+
+    with Progress("scrub", total_bytes=None, wanted=arguments.progress) as progress:
+        report = scrub_local(
+            place.store,
+            arguments.tier,
+            max_seconds=arguments.max_seconds,
+            bandwidth=bandwidth,
+            progress=progress.advance,
+        )
+    if arguments.json:
+        print_json({"url": place.store.url, **report.as_dict()})
+    else:
+        _print_local(report)
+    return 0 if report.is_sound else CorruptionError.exit_code
+
+
+def _print(report: ScrubReport) -> None:
+    for each in report.damage:
+        print(f"{'healed' if each.healed else 'damaged'}  {printable(each.key)}")
+        print(f"  problem  {printable(each.problem)}")
+        if each.healed:
+            print(f"  from     {printable(each.healed)}")
+    for key, problem in report.known.items():
+        print(f"damaged  {printable(key)}")
+        print(f"  problem  {printable(problem)} (found by an earlier run)")
+    left = len(report.known) + sum(1 for each in report.damage if not each.healed)
+    found = f"{left} damaged: `tierfs repair` says which files that concerns" if left else "all sound"
+    print(
+        f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, in {report.seconds:.1f} s: {found}; "
+        f"{report.prefixes_done} of 256 prefixes are done"
+    )
+
+
+def _print_local(report: LocalReport) -> None:
+    for each in report.damage:
+        print(f"put aside  {each.digest}")
+        print(f"  problem  {printable(each.problem)}")
+        print(f"  the object tier {'has it' if each.elsewhere else 'does not have it: what needs it is lost'}")
+    print(
+        f"verified {report.chunks} chunks, {format_bytes(report.bytes)}, of the {report.tier} tier in {report.seconds:.1f} s: "
+        f"{len(report.damage)} damaged"
+    )

@@ -1,0 +1,99 @@
+"""``--executor``: on which machines pieces of work run, and the functions that run there.
+
+Each opens its store by URL, in the process that it runs in, and is a function of its arguments, so it may be run again elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+from tierfs.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece
+
+__all__ = ["WorkerSet", "add_executor_argument", "engine", "run_scrub_piece"]
+
+PROCESSES_MAX = 1024
+
+
+class WorkerSet(NamedTuple):
+    """An executor, and how many pieces it runs at once."""
+
+    executor: Executor
+    workers: int
+
+
+def add_executor_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--executor``."""
+    parser.add_argument(
+        "--executor",
+        metavar="WHERE",
+        help="spread the work: processes:N on this host, dask:ADDRESS of a Dask scheduler, or mpi under mpiexec -m mpi4py.futures "
+        "(default: in this process)",
+    )
+
+
+@contextlib.contextmanager
+def engine(text: str | None) -> Iterator[WorkerSet | None]:
+    """What ``--executor`` names, for the time of a ``with`` block; ``None`` for this process.
+
+    Raises:
+        InvalidInputError: It names nothing, or its package is not installed.
+    """
+    if text is None:
+        yield None
+        return
+    name, _, argument = text.partition(":")
+    with contextlib.ExitStack() as opened:
+        if name == "processes":
+            if not argument.isdecimal() or not 1 <= int(argument) <= PROCESSES_MAX:
+                raise InvalidInputError(f"--executor {text}: write processes:N, N from 1 to {PROCESSES_MAX}")
+            context = multiprocessing.get_context(
+                "spawn"
+            )  # threads of this process have locks that a fork would keep held
+            executor: Executor = opened.enter_context(ProcessPoolExecutor(int(argument), mp_context=context))
+            found = WorkerSet(executor, int(argument))
+        elif name == "dask":
+            found = _dask(argument, opened)
+        elif name == "mpi":
+            found = _mpi(opened)
+        else:
+            raise InvalidInputError(f"--executor {text}: choose processes:N, dask:ADDRESS or mpi")
+        yield found
+
+
+def _dask(address: str, opened: contextlib.ExitStack) -> WorkerSet:
+    try:
+        from distributed import Client  # noqa: PLC0415 - only who has a cluster has the package
+    except ImportError as error:
+        raise InvalidInputError(f"--executor dask needs the package distributed: {error}") from error
+    if not address:
+        raise InvalidInputError("--executor dask: write dask:tcp://HOST:PORT of the scheduler")
+    client = opened.enter_context(Client(address))
+    # A piece is tried again where its worker is lost.
+    return WorkerSet(client.get_executor(retries=2, pure=False), max(1, sum(client.ncores().values())))
+
+
+def _mpi(opened: contextlib.ExitStack) -> WorkerSet:
+    try:
+        from mpi4py import MPI  # noqa: PLC0415 - only who has MPI has the package
+        from mpi4py.futures import MPIPoolExecutor  # noqa: PLC0415
+    except (ImportError, RuntimeError) as error:
+        raise InvalidInputError(f"--executor mpi needs mpi4py and an MPI library: {error}") from error
+    executor = opened.enter_context(MPIPoolExecutor())
+    return WorkerSet(executor, max(1, MPI.COMM_WORLD.Get_size() - 1))
+
+
+def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> ScrubPart:
+    """Verify and heal one piece of the store at a URL; see `tierfs.store.maintenance.scrub.scrub_piece`."""
+    from tierfs.cli.places import store_place  # noqa: PLC0415 - in the process that does the work
+    from tierfs.store.maintenance.scrub import scrub_piece  # noqa: PLC0415
+
+    others = [store_place(replica).store for replica in replicas]
+    return scrub_piece(store_place(url).store, piece, replicas=others)

@@ -1,0 +1,91 @@
+"""The record of scrubbing: when the chunk objects of each prefix were last verified, and which are damaged.
+
+FORMAT.md, "Scrub record". It is advice: who loses it verifies from the beginning.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tierfs.digest import Buffer
+from tierfs.errors import CorruptionError, FormatError
+from tierfs.format.header import Kind, check_writable, header, open_sealed, peek_kind, seal
+
+__all__ = ["SCRUB_BYTES_MAX", "PrefixState", "ScrubRecord"]
+
+NOTES_BYTES_MAX = 4 << 20
+SCRUB_BYTES_MAX = NOTES_BYTES_MAX + 256
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixState:
+    """How far one prefix has come.
+
+    Attributes:
+        verified_ns: When the last round over the whole prefix ended; 0 if none has.
+        after: The key of the last object that the round under way verified; empty if none is under way.
+    """
+
+    verified_ns: int = 0
+    after: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubRecord:
+    """See the module.
+
+    Attributes:
+        prefixes: By the two hexadecimal digits.
+        damaged: What is wrong with which object, by key.
+        last: What the last run came to, for people; JSON values.
+    """
+
+    prefixes: Mapping[str, PrefixState] = field(default_factory=dict)
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    last: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The bytes of the record.
+
+        Raises:
+            InvalidInputError: More damage than fits.
+        """
+        prefixes = {
+            name: {"verified_ns": state.verified_ns, "after": state.after}
+            for name, state in sorted(self.prefixes.items())
+        }
+        document = {"prefixes": prefixes, "damaged": dict(self.damaged), "last": dict(self.last)}
+        notes = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+        check_writable(len(notes), NOTES_BYTES_MAX, "length of the notes of scrubbing")
+        return seal(header(Kind.SCRUB, 0) + len(notes).to_bytes(4, "little") + notes)
+
+    @classmethod
+    def decode(cls, data: Buffer, where: str) -> ScrubRecord:
+        """Read the record.
+
+        Raises:
+            CorruptionError: Damaged, cut short, or something else.
+            FormatError: Another version, or a field over its limit.
+        """
+        kind, word = peek_kind(data, where)
+        if kind is not Kind.SCRUB:
+            raise CorruptionError(f"{where}: a {kind.name.lower()} where the record of scrubbing belongs", path=where)
+        cursor = open_sealed(data, where)
+        if word:
+            raise cursor.malformed(f"unknown flags {word:#x}")
+        notes = cursor.bytes(cursor.bounded(4, NOTES_BYTES_MAX, "length of the notes"))
+        cursor.finish()
+        try:
+            document = json.loads(notes)
+            prefixes = {
+                str(name): PrefixState(int(state["verified_ns"]), str(state["after"]))
+                for name, state in document["prefixes"].items()
+            }
+            damaged = {str(key): str(problem) for key, problem in document["damaged"].items()}
+            last = dict(document["last"])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise FormatError(f"{where}: its notes are not those of a scrub", path=where) from None
+        return cls(prefixes, damaged, last)

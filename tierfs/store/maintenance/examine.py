@@ -1,0 +1,125 @@
+"""One chunk object, read whole and held to its digests."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tierfs import digest
+from tierfs.buffers import buffers
+from tierfs.codec import decode_block
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.errors import CorruptionError, FormatError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Envelope
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
+from tierfs.objects.protocol import Version
+from tierfs.store.read.fetch import fetch
+from tierfs.store.store import Store
+
+__all__ = ["Examined", "block_places", "check_envelope", "examine"]
+
+OBJECT_BYTES_MAX = CHUNK_BYTES + ENVELOPE_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class Examined:
+    """What came of reading a chunk object.
+
+    Attributes:
+        name: Of the object.
+        size: Bytes of the object.
+        raw_length: Bytes of the chunk; 0 where the object does not tell.
+        version: Of the object that was read; ``None`` if there is none.
+        kind: Category of the error; empty if all bytes are right.
+        problem: The error in words.
+    """
+
+    name: ChunkName
+    size: int
+    raw_length: int = 0
+    version: Version | None = None
+    kind: str = ""
+    problem: str = ""
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether all bytes are right."""
+        return not self.kind
+
+
+def examine(store: Store, name: ChunkName, size: int) -> Examined | None:
+    """Read a chunk object once, and check every block of it.
+
+    Args:
+        store: The store, without its local tiers.
+        name: Of the object.
+        size: Bytes of the object, as a listing told.
+
+    Returns:
+        ``None`` if the object was deleted meanwhile.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    key = keys.chunk_key(name)
+    where = store.where(key)
+    raw_length, version = 0, None
+    try:
+        if not 0 < size <= OBJECT_BYTES_MAX:
+            raise CorruptionError(f"{where}: an object of {size} bytes is no chunk", path=key)
+        head = memoryview(bytearray(min(size, ENVELOPE_BYTES_MAX)))
+        with buffers().lend(max(1, size - len(head))) as rest:
+            tail = rest[: size - len(head)]
+            info = store.objects.get(key, [(0, head), (len(head), tail)] if len(tail) else [(0, head)])
+            version = info.version
+            envelope = Envelope.decode(head, where, stored_length=info.size)
+            check_envelope(envelope, name, where)
+            raw_length = envelope.raw_length
+            if not envelope.bases:
+                _check_blocks(envelope, head, tail, where)
+        if envelope.bases:
+            with buffers().lend(raw_length) as out:
+                fetch(store, Row(name, raw_length, size), [(0, out)], where)
+    except NotFoundError:
+        return None
+    except (CorruptionError, FormatError) as error:
+        return Examined(name, size, raw_length, version, error.kind, str(error))
+    return Examined(name, size, raw_length, version)
+
+
+def check_envelope(envelope: Envelope, name: ChunkName, where: str) -> None:
+    """See that an envelope is that of the chunk whose name the object has.
+
+    Raises:
+        CorruptionError: It is another's.
+    """
+    if (envelope.digest, envelope.recipe) != (name.digest, name.recipe):
+        raise CorruptionError(f"{where} holds another chunk: objects were swapped", path=where, tier="object")
+
+
+def block_places(envelope: Envelope) -> Iterator[tuple[int, int]]:
+    """Where each encoded block begins and ends in the object."""
+    lengths = (block.encoded_length for block in envelope.blocks)
+    return itertools.pairwise(itertools.accumulate(lengths, initial=envelope.header_length))
+
+
+def _check_blocks(envelope: Envelope, head: memoryview, tail: memoryview, where: str) -> None:
+    with buffers().lend(min(BLOCK_BYTES, envelope.raw_length)) as memory:
+        for index, (begin, end) in enumerate(block_places(envelope)):
+            if begin >= len(head):
+                encoded = tail[begin - len(head) : end - len(head)]
+            else:
+                encoded = memoryview(bytes(head[begin:end]) + bytes(tail[: max(0, end - len(head))]))
+            block = envelope.blocks[index]
+            out = memory[: envelope.raw_length - index * BLOCK_BYTES]
+            decode_block(block.codec, encoded, out, None, where)
+            if digest.hash_bytes(envelope.digest_kind, out) != block.digest:
+                raise CorruptionError(
+                    f"{where} is damaged: block {index} does not have its digest",
+                    path=where,
+                    tier="object",
+                    block=index,
+                )

@@ -1,0 +1,254 @@
+"""Put the right bytes back where a chunk object is damaged or missing, under the same key and with the same length.
+
+Every manifest that names the chunk is whole again then, without a change. The bytes come from what is left of the object, from this
+host's local tiers, from another object of the same content, or from another store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tierfs import digest
+from tierfs.buffers import buffers
+from tierfs.codec import Codec, Coding, decode_block, encode_block
+from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import AlreadyExistsError, ConflictError, CorruptionError, FormatError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.correction import correct_envelope
+from tierfs.format.envelope import ENVELOPE_BYTES_MAX, Block, Envelope
+from tierfs.format.keys import NO_RECIPE, ChunkName
+from tierfs.format.manifest import Row
+from tierfs.host.pending.record import local_name
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update, Version
+from tierfs.store.encode.pipeline import blocks_of
+from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, block_places, check_envelope, examine
+from tierfs.store.read.fetch import DAMAGED, fetch, inspect
+from tierfs.store.store import Store
+
+__all__ = ["Healer"]
+
+WIDTHS = (2, 4, 1, 8)
+_logger = logging.getLogger("tierfs.scrub")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What lies under a chunk's key."""
+
+    data: bytearray
+    version: Version | None
+    envelope: Envelope | None
+
+
+class Healer:
+    """Heals chunk objects of one store.
+
+    Args:
+        store: The store, with the local tiers that this host has for it.
+        replicas: Other stores that may hold the same content.
+    """
+
+    def __init__(self, store: Store, replicas: Sequence[Store] = ()) -> None:
+        self._store = store
+        self._bare = store.without_local_tiers()
+        self._replicas = [replica.without_local_tiers() for replica in replicas]
+        self._kind = store.descriptor.digest_kind
+
+    def heal(self, name: ChunkName, size: int, raw_length: int = 0) -> str:
+        """Make a chunk object sound again.
+
+        Args:
+            name: Of the object.
+            size: Bytes that it has to have: manifests name them.
+            raw_length: Bytes of the chunk; 0 if that is not known.
+
+        Returns:
+            Where the bytes came from; empty if the object cannot be healed in its place.
+
+        Raises:
+            StoreError, ReadOnlyError, CapacityError: An object tier failed.
+        """
+        found = self._read(name, size)
+        for replica in self._replicas:
+            if (data := _read_sound(replica, name, size)) is not None and self._put(name, [data], found.version):
+                return replica.url
+        if found.envelope is not None:
+            found.data[: found.envelope.header_length] = found.envelope.encode()
+            bad = list(self._bad_blocks(found))
+            if not bad and self._put(name, [bytes(found.data)], found.version):
+                return "its own bytes"
+            raw_length = found.envelope.raw_length
+        if not raw_length:
+            return ""
+        with buffers().lend(raw_length) as raw:
+            source = self.find_raw(name, raw)
+            if not source:
+                return ""
+            payload = self._mended(found, bad, raw) if found.envelope is not None else None
+            if payload is None and name.recipe == NO_RECIPE:
+                payload = self._encoded_anew(name, size, raw)
+            return source if payload is not None and self._put(name, payload, found.version) else ""
+
+    def find_raw(self, name: ChunkName, out: memoryview) -> str:
+        """Fill memory with a chunk's bytes, from anywhere but the object of this name; returns where, or nothing."""
+        tiers = self._store.tiers
+        if tiers is not None:
+            tier = tiers.reader.read(local_name(self._kind, name.digest), len(out), [(0, out)])
+            if tier is not None and self._is(name, out):
+                return f"the {tier} tier"
+        for store in (self._bare, *self._replicas):
+            for other in _objects_of(store, name.digest):
+                if store is self._bare and other == name:
+                    continue
+                row = inspect(store, other, len(out))
+                if row is None or row is DAMAGED:
+                    continue
+                with contextlib.suppress(CorruptionError, FormatError):
+                    fetch(store, row, [(0, out)], store.where(keys.chunk_key(other)))
+                    return store.where(keys.chunk_key(other))
+        return ""
+
+    def _read(self, name: ChunkName, size: int) -> _Found:
+        key = keys.chunk_key(name)
+        try:
+            data, info = self._bare.objects.read(key, OBJECT_BYTES_MAX)
+        except NotFoundError:
+            return _Found(bytearray(), None, None)
+        except CorruptionError:
+            return _Found(bytearray(), self._bare.objects.head(key).version, None)
+        if len(data) != size:
+            return _Found(bytearray(), info.version, None)
+        where = self._bare.where(key)
+        for head in (data[:ENVELOPE_BYTES_MAX], correct_envelope(data)):
+            if head is not None:
+                with contextlib.suppress(CorruptionError, FormatError):
+                    envelope = Envelope.decode(head, where, stored_length=size)
+                    check_envelope(envelope, name, where)
+                    return _Found(bytearray(data), info.version, envelope)
+        return _Found(bytearray(data), info.version, None)
+
+    def _bad_blocks(self, found: _Found) -> Iterator[int]:
+        """The blocks that do not decode to what their digests say."""
+        envelope = found.envelope
+        assert envelope is not None
+        for index, (begin, end) in enumerate(block_places(envelope)):
+            out = memoryview(bytearray(_length_of(envelope, index)))
+            try:
+                base = self._reference(envelope, index)
+                decode_block(envelope.blocks[index].codec, memoryview(found.data)[begin:end], out, base, "")
+            except (CorruptionError, FormatError):
+                yield index
+                continue
+            if digest.hash_bytes(self._kind, out) != envelope.blocks[index].digest:
+                yield index
+
+    def _reference(self, envelope: Envelope, index: int) -> memoryview | None:
+        """What a block is encoded against; ``None`` if against nothing."""
+        factor = Codec(envelope.blocks[index].codec).base_factor
+        if not factor:
+            return None
+        begin = index * BLOCK_BYTES * factor
+        out = memoryview(bytearray(_length_of(envelope, index) * factor))
+        at = 0
+        for base in envelope.bases:
+            low, high = max(begin, at), min(begin + len(out), at + base.length)
+            if low < high:
+                row = Row(base.name, base.raw_length, base.stored_length)
+                where = self._bare.where(keys.chunk_key(base.name))
+                fetch(self._bare, row, [(base.offset + low - at, out[low - begin : high - begin])], where)
+            at += base.length
+        return out
+
+    def _mended(self, found: _Found, bad: Sequence[int], raw: memoryview) -> list[bytes] | None:
+        """The object with its bad blocks encoded again; ``None`` if one of them would not be as long as it was."""
+        envelope, data = found.envelope, found.data
+        assert envelope is not None
+        places = list(block_places(envelope))
+        for index in bad:
+            begin, end = places[index]
+            block = raw[index * BLOCK_BYTES : (index + 1) * BLOCK_BYTES]
+            try:
+                base = self._reference(envelope, index)
+            except (CorruptionError, FormatError):
+                return None
+            encoded = _encoded_like(envelope.blocks[index], block, base)
+            if encoded is None:
+                return None
+            data[begin:end] = encoded
+        return [bytes(data)]
+
+    def _encoded_anew(self, name: ChunkName, size: int, raw: memoryview) -> list[bytes] | None:
+        """An object of this size with these bytes, where nothing is known of the one that was there."""
+        digests = [digest.hash_bytes(self._kind, block) for block in blocks_of(raw)]
+        for coding in (Coding(Codec.STORE), Coding(Codec.ZSTD), *(Coding(Codec.PLANE, width) for width in WIDTHS)):
+            pieces, table = [], []
+            for block, its_digest in zip(blocks_of(raw), digests, strict=True):
+                out = memoryview(bytearray(len(block)))
+                codec, length = encode_block(block, coding, None, out)
+                pieces.append(bytes(block if codec is Codec.STORE else out[:length]))
+                table.append(Block(its_digest, codec, length))
+            envelope = Envelope(self._kind, name.digest, len(raw), tuple(table))
+            if envelope.stored_length == size:
+                return [envelope.encode(), *pieces]
+        return None
+
+    def _is(self, name: ChunkName, raw: memoryview) -> bool:
+        digests = [digest.hash_bytes(self._kind, block) for block in blocks_of(raw)]
+        return digest.combine(self._kind, len(raw), digests) == name.digest
+
+    def _put(self, name: ChunkName, payload: list[bytes], version: Version | None) -> bool:
+        """Put a sound object in the place of the one that was read. Returns whether a sound one is there."""
+        store, key = self._bare, keys.chunk_key(name)
+        checksum = checksum_for(store.objects.capabilities, payload)
+        with contextlib.suppress(AlreadyExistsError, ConflictError):  # somebody else changed it meanwhile
+            store.objects.put(key, payload, mode=CREATE if version is None else Update(version), checksum=checksum)
+        found = examine(store, name, sum(map(len, payload)))
+        if found is None or not found.is_sound:
+            return False
+        store.presence.trust(name)
+        store.presence.see(name, is_whole=True)
+        _logger.warning("%s is sound again", store.where(key))
+        return True
+
+
+def _length_of(envelope: Envelope, index: int) -> int:
+    return min(BLOCK_BYTES, envelope.raw_length - index * BLOCK_BYTES)
+
+
+def _encoded_like(block: Block, raw: memoryview, base: memoryview | None) -> bytes | None:
+    """A block encoded by the same codec to the same length; ``None`` if that does not come about."""
+    if block.codec == Codec.STORE:
+        return bytes(raw) if len(raw) == block.encoded_length else None
+    out = memoryview(bytearray(len(raw)))
+    for width in WIDTHS:
+        codec, length = encode_block(raw, Coding(Codec(block.codec), width), base, out)
+        if (codec, length) == (block.codec, block.encoded_length):
+            return bytes(out[:length])
+    return None
+
+
+def _objects_of(store: Store, content: bytes) -> list[ChunkName]:
+    """The chunk objects of one content."""
+    found = []
+    for item in store.objects.list(keys.chunk_key(ChunkName(content)).removesuffix("0")):
+        if isinstance(item, ObjectInfo):
+            with contextlib.suppress(FormatError):
+                found.append(keys.parse_chunk_key(item.key, store.descriptor.digest_kind))
+    return found
+
+
+def _read_sound(store: Store, name: ChunkName, size: int) -> bytes | None:
+    """The whole object of this name and size in another store, if it is sound."""
+    try:
+        if store.objects.head(keys.chunk_key(name)).size != size:
+            return None
+    except NotFoundError:
+        return None
+    found = examine(store, name, size)
+    if found is None or not found.is_sound:
+        return None
+    return store.objects.read(keys.chunk_key(name), OBJECT_BYTES_MAX)[0]

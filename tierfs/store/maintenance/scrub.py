@@ -1,0 +1,436 @@
+"""Scrubbing: read every chunk object again and again over the years, the least recently verified first, and heal what is damaged.
+
+Work is cut into pieces: some gigabytes of the chunk objects of one prefix. A piece is a function of its arguments, so any
+`concurrent.futures.Executor` can run it on any machine, and run it again. Prefixes take turns and each is read in the
+order of its keys, so what comes next is always what was verified longest ago, but for new objects, which wait for their place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tierfs.clock import Clock
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+)
+from tierfs.format import keys
+from tierfs.format.scrubbed import SCRUB_BYTES_MAX, PrefixState, ScrubRecord
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE, ObjectInfo, Update
+from tierfs.store.maintenance.examine import examine
+from tierfs.store.maintenance.heal import Healer
+from tierfs.store.maintenance.pool import Pool
+from tierfs.store.maintenance.sweep import PREFIXES
+from tierfs.store.store import Store
+
+__all__ = [
+    "Pace",
+    "ScrubDamage",
+    "ScrubOptions",
+    "ScrubPart",
+    "ScrubPiece",
+    "ScrubReport",
+    "read_scrub_record",
+    "scrub",
+    "scrub_piece",
+]
+
+PIECE_BYTES = 4 << 30
+PIECE_S = 20.0
+DAMAGED_MAX = 10_000
+ATTEMPTS = 5
+SAVE_S = 5.0
+_logger = logging.getLogger("tierfs.scrub")
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubOptions:
+    """How to scrub.
+
+    Attributes:
+        max_seconds: Begin nothing after so long; ``None`` for one round over everything.
+        bandwidth: Bytes of objects a second at most, of all workers together; ``None`` for no limit.
+        concurrency: Objects under way at once, of each worker.
+        heal: Whether to put the right bytes back.
+    """
+
+    max_seconds: float | None = None
+    bandwidth: float | None = None
+    concurrency: int = 8
+    heal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubPiece:
+    """Some chunk objects of one prefix: those whose keys sort behind ``after``, as many as can be read in ``seconds``."""
+
+    prefix: str
+    after: str = ""
+    seconds: float = PIECE_S
+    bandwidth: float | None = None
+    concurrency: int = 8
+    heal: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubDamage:
+    """A chunk object that is damaged.
+
+    Attributes:
+        key: Of the object.
+        kind: Category of the error.
+        problem: What is wrong, in words.
+        healed: Where the right bytes came from; empty if it is damaged still.
+    """
+
+    key: str
+    kind: str
+    problem: str
+    healed: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScrubPart:
+    """What came of a piece.
+
+    Attributes:
+        prefix: As of the piece.
+        after: The key of the last object that was verified; empty if the prefix is done.
+        chunks: Objects that were verified.
+        bytes: Of those.
+        keys: The first and last key that were looked at: damage noted between them before does not count any more.
+        damage: What was found.
+    """
+
+    prefix: str
+    after: str
+    chunks: int
+    bytes: int
+    keys: tuple[str, str]
+    damage: tuple[ScrubDamage, ...] = ()
+
+
+@dataclass(slots=True)
+class ScrubReport:
+    """What a run came to.
+
+    Attributes:
+        chunks: Chunk objects that were read.
+        bytes: Of those.
+        prefixes_done: Of 256, those of which a round ended in this run.
+        seconds: How long it took.
+        damage: What was found in this run.
+        known: Objects that earlier runs found damaged, and that were not looked at again.
+        oldest_ns: When the prefix that comes next was verified; 0 if it never was.
+    """
+
+    chunks: int = 0
+    bytes: int = 0
+    prefixes_done: int = 0
+    seconds: float = 0.0
+    damage: list[ScrubDamage] = field(default_factory=list)
+    known: dict[str, str] = field(default_factory=dict)
+    oldest_ns: int = 0
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether no damage is left, as far as it is known."""
+        return not self.known and all(each.healed for each in self.damage)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "sound": self.is_sound}
+
+
+RunPiece = Callable[[ScrubPiece], ScrubPart]
+
+
+def scrub(
+    store: Store,
+    options: ScrubOptions | None = None,
+    *,
+    replicas: Sequence[Store] = (),
+    executor: Executor | None = None,
+    workers: int = 1,
+    run_piece: RunPiece | None = None,
+    progress: Callable[[int], object] = lambda _: None,
+    stop: threading.Event | None = None,
+) -> ScrubReport:
+    """Verify chunk objects of the object tier, and heal those that are damaged.
+
+    Args:
+        store: The store. Its local tiers are where healing looks first.
+        options: How.
+        replicas: Other stores that may hold the same content.
+        executor: Runs the pieces; by default this thread does, one after the other.
+        workers: How many pieces the executor runs at once.
+        run_piece: What the executor runs: it has to open the store by itself, where it runs in another process.
+        progress: Called with bytes as they are verified.
+        stop: Begin no further piece when this is set.
+
+    Raises:
+        StoreError, ReadOnlyError, CapacityError: The object tier failed. What was verified before is noted.
+    """
+    options = options or ScrubOptions()
+    run = run_piece or (lambda piece: scrub_piece(store, piece, replicas=replicas, progress=progress))
+    return _Round(store, options, run, executor, workers, progress if run_piece else lambda _: None, stop).run()
+
+
+def scrub_piece(
+    store: Store,
+    piece: ScrubPiece,
+    *,
+    replicas: Sequence[Store] = (),
+    progress: Callable[[int], object] = lambda _: None,
+) -> ScrubPart:
+    """Verify one piece. Changes nothing but damaged objects that it can heal.
+
+    Raises:
+        StoreError, ReadOnlyError, CapacityError: The object tier failed.
+    """
+    bare = store.without_local_tiers()
+    healer = Healer(store, replicas)
+    ends = bare.clock.monotonic() + piece.seconds
+    pace = Pace(bare.clock, piece.bandwidth)
+    listed = sorted(_listed(bare, piece), key=lambda item: item.key)
+    chunks = total = 0
+    last = piece.after
+    damage: list[ScrubDamage] = []
+
+    def check(item: ObjectInfo) -> ScrubDamage | None:
+        pace.take(item.size)
+        found = _check(bare, item, healer if piece.heal else None)
+        progress(item.size)
+        return found
+
+    with Pool(piece.concurrency) as pool:
+        for start in range(0, len(listed), 2 * piece.concurrency):
+            if chunks and (bare.clock.monotonic() >= ends or total >= PIECE_BYTES):
+                return ScrubPart(piece.prefix, last, chunks, total, (piece.after, last), tuple(damage))
+            batch = listed[start : start + 2 * piece.concurrency]
+            damage += [found for found in pool.map(check, batch) if found is not None]
+            chunks, total, last = chunks + len(batch), total + sum(item.size for item in batch), batch[-1].key
+    return ScrubPart(piece.prefix, "", chunks, total, (piece.after, f"{keys.CHUNKS}{piece.prefix}0"), tuple(damage))
+
+
+def _listed(store: Store, piece: ScrubPiece) -> Iterator[ObjectInfo]:
+    for item in store.objects.list(f"{keys.CHUNKS}{piece.prefix}/"):
+        if isinstance(item, ObjectInfo) and item.key > piece.after:
+            yield item
+
+
+def _check(store: Store, item: ObjectInfo, healer: Healer | None) -> ScrubDamage | None:
+    try:
+        name = keys.parse_chunk_key(item.key, store.descriptor.digest_kind)
+    except FormatError:
+        return None  # it belongs to nothing: repair moves it aside
+    found = examine(store, name, item.size)
+    if found is None or found.is_sound:
+        return None
+    again = examine(store, name, item.size)  # a bit may have flipped on the way
+    if again is None or again.is_sound:
+        return None
+    _logger.error("%s is damaged: %s", store.where(item.key), again.problem)
+    healed = ""
+    if healer is not None:
+        try:
+            healed = healer.heal(name, item.size, again.raw_length)
+        except (StoreError, ReadOnlyError) as error:
+            _logger.warning("%s cannot be healed now: %s", store.where(item.key), error)
+    return ScrubDamage(item.key, again.kind, again.problem, healed)
+
+
+class Pace:
+    """So many bytes a second. Safe for use by many threads."""
+
+    def __init__(self, clock: Clock, bandwidth: float | None) -> None:
+        self._clock, self._bandwidth = clock, bandwidth
+        self._lock = threading.Lock()
+        self._next = clock.monotonic()
+
+    def take(self, count: int) -> None:
+        """Wait for as long as so many bytes take."""
+        if self._bandwidth is None:
+            return
+        with self._lock:
+            now = self._clock.monotonic()
+            self._next = max(now, self._next) + count / self._bandwidth
+            wait_s = self._next - now
+        self._clock.sleep(wait_s)
+
+
+class _Round:
+    """One run."""
+
+    def __init__(
+        self,
+        store: Store,
+        options: ScrubOptions,
+        run: RunPiece,
+        executor: Executor | None,
+        workers: int,
+        progress: Callable[[int], object],
+        stop: threading.Event | None,
+    ) -> None:
+        self._store = store.without_local_tiers()
+        self._options = options
+        self._run = run
+        self._executor = executor
+        self._workers = workers if executor is not None else 1
+        self._progress = progress
+        self._stop = stop or threading.Event()
+        self._report = ScrubReport()
+        self._begun = self._saved = self._store.clock.monotonic()
+        self._unsaved: list[Callable[[ScrubRecord], ScrubRecord]] = []
+
+    def run(self) -> ScrubReport:
+        """Do it."""
+        clock, report = self._store.clock, self._report
+        record = read_scrub_record(self._store)
+        states = {prefix: record.prefixes.get(prefix, PrefixState()) for prefix in PREFIXES}
+        turns = iter(
+            sorted(PREFIXES, key=lambda prefix: (states[prefix].verified_ns, not states[prefix].after, prefix))
+        )
+        again: list[ScrubPiece] = []
+        pending: dict[Future[ScrubPart], ScrubPiece] = {}
+        try:
+            while True:
+                while len(pending) < self._workers and not self._is_over():
+                    piece = (
+                        again.pop() if again else next((self._piece(name, states[name].after) for name in turns), None)
+                    )
+                    if piece is None:
+                        break
+                    pending[self._submit(piece)] = piece
+                if not pending:
+                    break
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    del pending[future]
+                    part = future.result()
+                    self._note(part)
+                    if part.after:
+                        again.append(self._piece(part.prefix, part.after))
+        finally:
+            for future in pending:
+                future.cancel()
+            report.seconds = clock.monotonic() - self._begun
+            self._unsaved.append(lambda record: replace(record, last=self._last()))
+            record = self._save()
+        found = {each.key for each in report.damage}
+        report.known = {key: problem for key, problem in record.damaged.items() if key not in found}
+        report.oldest_ns = min(record.prefixes.get(prefix, PrefixState()).verified_ns for prefix in PREFIXES)
+        return report
+
+    def _piece(self, prefix: str, after: str) -> ScrubPiece:
+        options = self._options
+        seconds = PIECE_S
+        if options.max_seconds is not None:
+            seconds = min(seconds, max(0.0, options.max_seconds - (self._store.clock.monotonic() - self._begun)))
+        bandwidth = None if options.bandwidth is None else options.bandwidth / self._workers
+        return ScrubPiece(prefix, after, seconds, bandwidth, options.concurrency, options.heal)
+
+    def _submit(self, piece: ScrubPiece) -> Future[ScrubPart]:
+        if self._executor is not None:
+            return self._executor.submit(self._run, piece)
+        future: Future[ScrubPart] = Future()
+        future.set_result(self._run(piece))
+        return future
+
+    def _is_over(self) -> bool:
+        elapsed = self._store.clock.monotonic() - self._begun
+        return self._stop.is_set() or (self._options.max_seconds is not None and elapsed >= self._options.max_seconds)
+
+    def _note(self, part: ScrubPart) -> None:
+        report = self._report
+        report.chunks += part.chunks
+        report.bytes += part.bytes
+        report.damage += part.damage
+        report.prefixes_done += not part.after
+        self._progress(part.bytes)
+        now_ns = self._store.clock.now_ns()
+
+        def changed(record: ScrubRecord) -> ScrubRecord:
+            before = record.prefixes.get(part.prefix, PrefixState())
+            state = PrefixState(before.verified_ns, part.after) if part.after else PrefixState(now_ns)
+            low, high = part.keys
+            start = f"{keys.CHUNKS}{part.prefix}/"
+            kept = {
+                key: problem
+                for key, problem in record.damaged.items()
+                if not (key.startswith(start) and low < key <= high)
+            }
+            kept |= {each.key: each.problem for each in part.damage if not each.healed}
+            kept = dict(itertools.islice(kept.items(), DAMAGED_MAX))
+            return replace(record, prefixes={**record.prefixes, part.prefix: state}, damaged=kept)
+
+        self._unsaved.append(changed)
+        if self._store.clock.monotonic() >= self._saved + SAVE_S:
+            self._save()
+
+    def _last(self) -> dict[str, Any]:
+        report = self._report
+        healed = sum(1 for each in report.damage if each.healed)
+        return {
+            "ended_ns": self._store.clock.now_ns(),
+            "seconds": round(report.seconds, 3),
+            "chunks": report.chunks,
+            "bytes": report.bytes,
+            "damaged": len(report.damage) - healed,
+            "healed": healed,
+        }
+
+    def _save(self) -> ScrubRecord:
+        """Note what was done; where others note something as well, theirs stays and this is added. It is advice: it may fail."""
+        store = self._store
+        changes, self._unsaved = self._unsaved, []
+        self._saved = store.clock.monotonic()
+        record = ScrubRecord()
+        for _ in range(ATTEMPTS):
+            record, version = _read(store)
+            for change in changes:
+                record = change(record)
+            data = [record.encode()]
+            mode = CREATE if version is None else Update(version)
+            try:
+                store.objects.put(keys.SCRUB, data, mode=mode, checksum=checksum_for(store.objects.capabilities, data))
+            except (AlreadyExistsError, ConflictError):
+                continue
+            except ReadOnlyError as error:
+                _logger.warning("how far scrubbing has come cannot be noted: %s", error)
+            break
+        return record
+
+
+def read_scrub_record(store: Store) -> ScrubRecord:
+    """What is noted of scrubbing; an empty record where there is none, or a damaged one.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    return _read(store)[0]
+
+
+def _read(store: Store) -> tuple[ScrubRecord, Any]:
+    try:
+        data, info = store.objects.read(keys.SCRUB, SCRUB_BYTES_MAX)
+    except NotFoundError:
+        return ScrubRecord(), None
+    except CorruptionError:
+        return ScrubRecord(), store.objects.head(keys.SCRUB).version
+    try:
+        return ScrubRecord.decode(data, store.where(keys.SCRUB)), info.version
+    except (CorruptionError, FormatError) as error:
+        _logger.warning("the record of scrubbing is made anew: %s", error)
+        return ScrubRecord(), info.version

@@ -1,0 +1,160 @@
+"""Scrubbing of a local tier: every copy that this host has of a chunk, in turns, is read and held to its digests.
+
+A damaged copy is put aside, and the next reader takes the bytes from the next tier. Where nothing else has them, that is said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tierfs.buffers import buffers
+from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Row
+from tierfs.host.slab.table import DATA_STATES, SlotKind
+from tierfs.host.tiers import Tiers
+from tierfs.store.maintenance.scrub import Pace
+from tierfs.store.read.fetch import fetch, find_chunk
+from tierfs.store.store import Store
+
+__all__ = ["LocalDamage", "LocalReport", "scrub_local"]
+
+BATCH = 64
+_logger = logging.getLogger("tierfs.scrub")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalDamage:
+    """A damaged copy.
+
+    Attributes:
+        digest: Of the chunk, as hexadecimal digits.
+        problem: What is wrong, in words.
+        elsewhere: Whether the object tier has the bytes, verified. If it has not, a draft that needs them is lost.
+    """
+
+    digest: str
+    problem: str
+    elsewhere: bool
+
+
+@dataclass(slots=True)
+class LocalReport:
+    """What a run came to."""
+
+    tier: str
+    chunks: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    is_whole_round: bool = False
+    damage: list[LocalDamage] = field(default_factory=list)
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether nothing was lost."""
+        return all(each.elsewhere for each in self.damage)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "sound": self.is_sound}
+
+
+def scrub_local(
+    store: Store,
+    tier: str,
+    *,
+    max_seconds: float | None = None,
+    bandwidth: float | None = None,
+    progress: Callable[[int], object] = lambda _: None,
+) -> LocalReport:
+    """Verify the copies that a local tier of this host has, from where the last run ended.
+
+    Args:
+        store: The store.
+        tier: ``"ram"`` or ``"nvme"``.
+        max_seconds: End after so long; ``None`` for one round.
+        bandwidth: Bytes a second at most; ``None`` for no limit.
+        progress: Called with bytes as they are verified.
+
+    Raises:
+        InvalidInputError: This host has no such tier.
+    """
+    tiers = store.tiers
+    if tiers is None or (tier == "nvme" and not tiers.has_nvme):
+        raise InvalidInputError(f"{store.url} has no {tier} tier on this host: give its budget", path=store.url)
+    place = tiers.nvme.directory / f"scrub-{tier}.json"
+    report, clock = LocalReport(tier), store.clock
+    begun, pace = clock.monotonic(), Pace(clock, bandwidth)
+    first = after = _read_place(place)
+    is_second_lap = not first
+    while True:
+        batch = list(_chunks_after(tiers, tier, after))
+        if is_second_lap and first:
+            batch = [item for item in batch if item[0] <= first]
+        for name, length in batch:
+            if max_seconds is not None and clock.monotonic() - begun >= max_seconds:
+                break
+            pace.take(length)
+            problem = tiers.reader.check_copy(tier, name, length)
+            if problem is not None:
+                report.chunks += 1
+                report.bytes += length
+                progress(length)
+            if problem:
+                report.damage.append(LocalDamage(name[1:].hex(), problem, _is_elsewhere(store, name, length)))
+            after = name
+        else:
+            if batch:
+                continue
+            if is_second_lap:
+                report.is_whole_round = True
+                after = b""
+                break
+            after, is_second_lap = b"", True
+            continue
+        break
+    _write_place(place, after)
+    report.seconds = clock.monotonic() - begun
+    return report
+
+
+def _chunks_after(tiers: Tiers, tier: str, after: bytes) -> Iterator[tuple[bytes, int]]:
+    if tier == "nvme":
+        yield from tiers.nvme.chunks_after(after, BATCH)
+        return
+    found = {
+        slot.name: slot.length
+        for segment in tiers.ram.segments()
+        for slot in segment.slots(kind=SlotKind.CHUNK, states=DATA_STATES)
+        if slot.name > after and not slot.hidden
+    }
+    yield from sorted(found.items())[:BATCH]
+
+
+def _is_elsewhere(store: Store, name: bytes, length: int) -> bool:
+    """Whether the object tier has a chunk."""
+    bare = store.without_local_tiers()
+    try:
+        row = find_chunk(bare, Row(ChunkName(name[1:]), length, 0), store.url)
+        with buffers().lend(length) as out:
+            fetch(bare, row, [(0, out)], store.url)
+    except (CorruptionError, FormatError, StoreError):
+        return False
+    return True
+
+
+def _read_place(place: Path) -> bytes:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bytes.fromhex(json.loads(place.read_text())["after"])
+    return b""
+
+
+def _write_place(place: Path, after: bytes) -> None:
+    with contextlib.suppress(OSError):  # then the next run begins where this one did
+        place.write_text(json.dumps({"after": after.hex()}))
