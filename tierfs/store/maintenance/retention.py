@@ -235,7 +235,7 @@ def decide(saved: Iterable[Saved], keep: Sequence[Rule], now_ns: int) -> list[De
             reasons[each.path].append("not complete: under way, or to be looked at")
         if each.is_pinned:
             reasons[each.path].append("pinned")
-    for level in (Level.OBJECT, Level.LOCAL, Level.NONE):
+    for level in (Level.OBJECT, Level.LOCAL, Level.STAGED, Level.NONE):
         reached = [each for each in complete if each.level is not None and each.level >= level]
         # Newest by steps, and by time: a run that was taken back to an earlier step goes on from there.
         newest = {each.path for each in (reached[-1:] + sorted(reached, key=lambda one: one.created_ns)[-1:])}
