@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
-from tierfs.train import Every, Manager, Preemption
+from tierfs.train import Every, Latest, Manager, Preemption
 from tierfs.train.agree import World
+from tierfs.train.save import RunWriter
 
 WORLD = 2
-OPTIONS: dict[str, Any] = {"ram": "64MiB", "nvme": "0", "timeout": 60.0}
+OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0", "timeout": 60.0}
 STEP_S = 0.002
 
 
@@ -58,7 +59,7 @@ def everybody(value: Any) -> list[Any]:
 
 
 def both_ranks_save_and_restore(root: str, mesh: DeviceMesh) -> None:
-    with manager(root) as run:
+    with manager(root, ram="64MiB") as run:
         saved = [run.step(step, state(mesh, step)) for step in range(1, 6)]
     assert [handle.step for handle in saved if handle is not None] == [2, 4]
     found = state(mesh, -1)
@@ -207,6 +208,37 @@ def steps_that_no_rank_has_in_common_are_no_fresh_start(root: str, mesh: DeviceM
             run.restore(state(mesh, -1))
 
 
+class Full(RunWriter):
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        if dist.get_rank() == 1:
+            raise OSError("rank 1 lost its disk")
+        return super().write_data(plan, planner)
+
+
+def failures_in_a_row_end_the_run_on_both_at_one_step(root: str, mesh: DeviceMesh) -> None:
+    with manager(root, save=[Every(steps=1)], max_failures=2) as run:
+        run._saves._writer = run._writer = Full(root, ram="0", nvme="0")
+        with pytest.raises(TierfsError, match="saves in a row failed"):
+            for step in range(1, 50):
+                time.sleep(STEP_S)
+                run.step(step, state(mesh, step))
+        assert everybody(step) == [step, step]
+        assert len(run.errors) >= 2
+        assert run.latest() is None
+
+
+def one_rank_removes_what_none_keeps(root: str, mesh: DeviceMesh) -> None:
+    with manager(root, keep=[Latest(2)]) as run:
+        for step in (1, 2, 3, 4):
+            run.save(step, state(mesh, step))
+            run.wait(timeout=30)
+            dist.barrier()
+    with manager(root) as run:
+        assert [each.step for each in run.checkpoints] == [3, 4]
+        assert run.restore(state(mesh, -1)).step == 4
+        assert [each["step"] for each in run._run.record_of(4)["known"]] == [2, 3]
+
+
 def the_first_ranks_value_is_everybodys(root: str, mesh: DeviceMesh) -> None:
     world = World(30.0)
     assert world.from_first(f"rank {world.rank}", world.saving) == "rank 0"
@@ -228,6 +260,8 @@ SCENARIOS = {
         what_one_rank_cancels_nobody_saves,
         a_step_that_one_rank_lacks_is_passed_over_by_both,
         steps_that_no_rank_has_in_common_are_no_fresh_start,
+        failures_in_a_row_end_the_run_on_both_at_one_step,
+        one_rank_removes_what_none_keeps,
         the_first_ranks_value_is_everybodys,
     )
 }

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tierfs.store.maintenance.retention import Best, Every, Geometric, Latest, Within
+    from tierfs.train.handle import SaveHandle
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
     from tierfs.train.restore import Restored
-    from tierfs.train.save import SaveHandle
 
 __all__ = [
     "Best",
@@ -41,7 +41,7 @@ _HOMES = {
     "Manager": "tierfs.train.manager",
     "Preemption": "tierfs.train.policies",
     "Restored": "tierfs.train.restore",
-    "SaveHandle": "tierfs.train.save",
+    "SaveHandle": "tierfs.train.handle",
     "SavePolicy": "tierfs.train.policies",
     "Within": _RETENTION,
     "YoungDaly": "tierfs.train.policies",

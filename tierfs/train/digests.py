@@ -14,6 +14,8 @@ from tierfs.digest import CHUNK_BYTES, checksum
 
 __all__ = ["digests_of", "first_difference", "leaves"]
 
+TENSOR, VALUE = "t", "v"
+"""The first letter of a digest says what it is of."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -72,11 +74,13 @@ def _digest(value: Any) -> str | None:
             return None
         plain = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
         data = memoryview(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else memoryview(b"")
-        return _of(repr((plain.dtype, tuple(plain.shape))), data)
+        return TENSOR + _of(repr((plain.dtype, tuple(plain.shape))), data)
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        return _of(repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        return VALUE + _of(
+            repr((value.dtype.str, value.shape)), np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+        )
     if _is_plain(value):
-        return _of(repr(value), memoryview(b""))
+        return VALUE + _of(repr(value), memoryview(b""))
     return None
 
 

@@ -13,18 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tierfs.dcp.address import Address
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.pending.levels import Level
-from tierfs.store.maintenance.retention import Every
+from tierfs.store.maintenance.retention import Best, Every
 from tierfs.train.agree import Agreed, Agreement, World
+from tierfs.train.handle import Order, SaveHandle
+from tierfs.train.health import FailedSave, Health
+from tierfs.train.keep import Retention
 from tierfs.train.policies import Context, Preemption, as_save_policies
 from tierfs.train.restore import Restored, Restorer
 from tierfs.train.run import ABOUT, About, RunDirectory, SavedStep
-from tierfs.train.save import Order, RunWriter, SaveHandle, SaveThread
+from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.signals import Signals
 from tierfs.train.timing import StepTimer
 
@@ -49,7 +51,16 @@ class Manager:
         root: The run's directory: any URL that `TierWriter` takes.
         save: When to save: policies of which any may ask for it.
         light: The same for light checkpoints, without optimizer and data loader.
+        keep: What to keep: policies, of which any may want a checkpoint; or a dict of them by tier, ``object``, ``nvme`` and ``ram``.
+            None keeps everything. Only this run's own checkpoints are removed, never the one that it was restored from, nor the
+            newest at each level.
         ack: The level at which a save is done: ``"staged"``, ``"local"`` or ``"object"``.
+        on_error: ``"warn"``: a failed save is logged, and in `errors`. ``"raise"``: the next step raises.
+        max_failures: After so many failures in a row the next step raises in any case.
+        max_age: So does it when no step has reached the object tier for so long, like ``"2h"``.
+        on_stale: What a save is worth whose tensors are all as they were in the one before, at another step: ``"warn"``, ``"raise"`` for
+            a failed save, or ``"ignore"``.
+        verify_after_save: Whether every save is read back before it counts as done.
         on_corrupt: ``"previous"``: a step that cannot be loaded is passed over. ``"raise"``: it is an error.
         timeout: Seconds that a rank waits for the others, and that leaving waits for saves that are under way.
         planner: Makes a planner for each save, by default torch's.
@@ -66,7 +77,13 @@ class Manager:
         *,
         save: Iterable[Any] = (Every(minutes=20), Preemption()),
         light: Iterable[Any] = (),
+        keep: Iterable[Any] | Mapping[str, Iterable[Any]] = (),
         ack: str = "staged",
+        on_error: str = "warn",
+        max_failures: int = 3,
+        max_age: str | None = None,
+        on_stale: str = "warn",
+        verify_after_save: bool = False,
         on_corrupt: str = "previous",
         timeout: float = 1800.0,
         planner: Callable[[], SavePlanner] | None = None,
@@ -74,7 +91,10 @@ class Manager:
     ) -> None:
         if on_corrupt not in {"previous", "raise"}:
             raise InvalidInputError(f"on_corrupt is 'previous' or 'raise', not {on_corrupt!r}")
+        if on_stale not in {"warn", "raise", "ignore"}:
+            raise InvalidInputError(f"on_stale is 'warn', 'raise' or 'ignore', not {on_stale!r}")
         Level.parse(ack)
+        self._health = Health(on_error, max_failures, max_age)
         self._policies = {FULL: as_save_policies(save), LIGHT: as_save_policies(light)}
         placing = {name: options.pop(name) for name in ("stage", "device") if name in options}
         address = Address.of(root, options)
@@ -84,7 +104,13 @@ class Manager:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._run = RunDirectory(address)
         writer = RunWriter(root, ack=ack, **placing, **options)
-        self._saves = SaveThread(self._run, writer, self._world, planner, self._ended)
+        checks = SaveChecks(on_stale, verify_after_save)
+        self._saves = SaveThread(
+            self._run, writer, self._world, planner, checks, self._noted, self._ended, self._after_save
+        )
+        self._keep = Retention(
+            self._run, keep, removes=self._world.is_first, evicts=os.environ.get("LOCAL_RANK", "0") == "0"
+        )
         self._writer = writer
         self._restorer = Restorer(self._run, options, self._world)
         self._on_corrupt = on_corrupt
@@ -129,14 +155,11 @@ class Manager:
         self._timer.made_step()
         self._last = step, state, metrics
         saved = None
-        mine = self._opinion(step)
-        if self._at_steps.is_due:
-            saved = self._act(self._at_steps.agree(step, mine, self._timer.step_s))
+        # A save costs more than agreeing does, and every rank finds without asking that it has to agree.
+        if self._at_steps.is_due or self._wish(step, uniform=True):
+            saved = self._act(self._at_steps.agree(step, self._opinion(step), self._timer.step_s))
         else:
             self._at_steps.skip()
-            # Every rank finds the same without asking.
-            uniform = self._wish(step, uniform=True)
-            saved = self._act(Agreed(wish=uniform)) if uniform else None
         self._timer.go_on()
         return saved
 
@@ -175,10 +198,13 @@ class Manager:
             signal=self._signals.received,
             wish=self._wish(step),
             stop=any(stop(step, self._steps_saved, context=context) for stop in stops if stop is not None),
+            failures=self._health.in_a_row,
+            is_old=self._world.is_first and self._health.is_old(),
         )
 
     def _act(self, agreed: Agreed) -> SaveHandle | None:
-        """Do what the ranks agreed on."""
+        """Do what the ranks agreed on. Raises as `Health.check` does."""
+        self._health.check(agreed)
         assert self._last is not None, "an agreement follows a step"
         step, state, metrics = self._last
         saved = None
@@ -200,7 +226,7 @@ class Manager:
         left_s = max(0.0, begun_s + self._grace_s - time.monotonic())
         try:
             saved.wait("local", timeout=left_s)
-        except (TierfsError, OSError, CheckpointException) as error:
+        except Exception as error:  # noqa: BLE001 - there is nothing left to do but to say so
             _logger.error("%s is not safe on this host: %s", saved.url, error)  # noqa: TRY400 - a trace says no more
 
     def should_save(self, step: int) -> bool:
@@ -237,7 +263,7 @@ class Manager:
             return last
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
-            self._settle(self._handles[0])
+            self._handles[0].settle(self._timeout_s)
         order = Order(step, kind, metrics=dict(metrics or {}), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
@@ -271,27 +297,42 @@ class Manager:
             raise InvalidInputError(
                 f"the state has an entry called {ABOUT.partition('.')[0]!r}, which is the manager's"
             )
-        about = About(
-            step, kind, world.size, self._run_id, blocked_s=self._timer.blocked_s, save_s=self._timer.save_s, state=said
-        )
+        about = About(step, kind, world.size, self._run_id, self._timer.blocked_s, self._timer.save_s, said)
         section, _, name = ABOUT.partition(".")
         return {**values, section: {name: about.encode()}}
 
-    def _ended(self, handle: SaveHandle, order: Order, digests: Mapping[str, str]) -> None:
-        """Take note of a save's outcome, on the thread that made it."""
-        if handle.error is not None:
-            _logger.error("%s could not be saved: %s", handle.url, handle.error)
-        elif not handle.was_there:
-            self._timer.reached_level(handle.seconds)
+    def _noted(self) -> Mapping[str, Any]:
+        """What a checkpoint that is published now tells whoever goes on from it."""
+        return {"known": self._keep.told()}
 
-    def _settle(self, handle: SaveHandle) -> None:
-        """Wait for a save's end, whatever that is: who asks for its outcome is told."""
+    def _ended(self, handle: SaveHandle, order: Order, error: Exception | None) -> None:
+        """Take note of a save's outcome, on the thread that made it."""
+        self._health.note(handle, error)
+        if error is None:
+            if not handle.was_there:
+                self._timer.reached_level(handle.seconds)
+            self._keep.add(handle.step, time.time_ns(), order.metrics)
+
+    def _after_save(self) -> None:
+        """Apply retention, on the thread that saves."""
         try:
-            handle.wait(timeout=self._timeout_s)
-        except TimeoutError:
-            raise
-        except Exception as error:  # noqa: BLE001 - it was counted where it ended
-            _logger.debug("%s failed: %s", handle.url, error)
+            self._keep.apply(self._context())
+        except TierfsError as error:
+            _logger.warning("%s: retention has to wait: %s", self._run.url, error)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until no save is under way on this rank, and retention has followed.
+
+        Raises:
+            TimeoutError: One is, after that time.
+        """
+        if not self._saves.wait(timeout):
+            raise TimeoutError(f"{self._run.url}: a save has not come to its end within {timeout} s")
+
+    @property
+    def errors(self) -> list[FailedSave]:
+        """The saves of this rank that failed, the oldest first."""
+        return self._health.errors
 
     def _wish(self, step: int, *, uniform: bool = False) -> int:
         """Which kind of save this rank's policies ask for; 0 for none."""
@@ -332,7 +373,7 @@ class Manager:
 
         Raises:
             CorruptionError: No complete step can be loaded, or the newest, with ``on_corrupt="raise"``.
-            TierfsError, CheckpointException: It failed, for a reason that another step does not help with.
+            Exception: It failed, for a reason that another step does not help with.
         """
         found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
         self._timer = StepTimer()
@@ -340,6 +381,7 @@ class Manager:
             self._timer.blocked_s, self._timer.save_s = found.about.blocked_s, found.about.save_s
             if not only:
                 self._run_id = found.about.run
+                self._keep.resume(found.step)
         return found
 
     def latest(self, level: str | None = None) -> int | None:
@@ -359,6 +401,37 @@ class Manager:
     def checkpoints(self) -> list[SavedStep]:
         """All that lies below the root, as this host sees it, the oldest first."""
         return [self._run.describe(step) for step in self._run.steps()]
+
+    def best(self, metric: str, *, mode: str = "min") -> int | None:
+        """The step with the least value of a metric, or with ``mode="max"`` the greatest, of those that can be loaded.
+
+        Raises:
+            InvalidInputError: There is no such mode.
+        """
+        return self._run.best(Best(1, metric, mode))
+
+    def pin(self, step: int) -> None:
+        """Keep a step, whatever the policies say, until `unpin`. Call it on one rank.
+
+        Raises:
+            NotFoundError: It is not there.
+        """
+        self._run.pin(step)
+
+    def unpin(self, step: int) -> None:
+        """Let the policies decide again. Call it on one rank."""
+        self._run.unpin(step)
+
+    def delete(self, step: int) -> None:
+        """Remove a step's checkpoint. Call it on one rank.
+
+        Raises:
+            InvalidInputError: It is pinned.
+            NotFoundError: It is not there.
+            ConflictError: It was saved anew meanwhile.
+        """
+        self._run.remove(step)
+        self._keep.forget(step)
 
     def close(self) -> None:
         """Wait for the saves that are under way, and end. Signals go to the handlers that were there before."""

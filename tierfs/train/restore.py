@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.train.agree import World
+from tierfs.train.reasons import reason_of
 from tierfs.train.run import About, RunDirectory
 
 __all__ = ["Restored", "Restorer"]
@@ -100,7 +101,7 @@ class Restorer:
         Raises:
             NotFoundError: That step is not there.
             CorruptionError: No complete step could be loaded. The state may hold parts of one.
-            TierfsError, CheckpointException: It failed, for a reason that another step does not help with.
+            Exception: It failed, for a reason that another step does not help with.
         """
         passed_over: dict[int, str] = {}
         bound: int | None = None
@@ -116,7 +117,7 @@ class Restorer:
                 except CheckpointException as error:
                     problem = _damage_in(error)
                     if not problem:
-                        raise
+                        raise reason_of(error) from error
                     if self._world.is_first:
                         self._mark(found, problem)
             if step is not None or on_corrupt == "raise":

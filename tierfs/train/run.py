@@ -11,13 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
-from tierfs.checkpoint.prune import DAMAGED, METRICS, PINNED, RECORD, metrics_of
+from tierfs.checkpoint.prune import DAMAGED, METRICS, PINNED, RECORD, metrics_of, remove, roots_of
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.store import Store, delete, list_directory, load, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
+from tierfs.store.maintenance.retention import Best, Saved
+from tierfs.store.transfers import transfers
 
 __all__ = ["ABOUT", "About", "RunDirectory", "SavedStep"]
 
@@ -39,7 +41,6 @@ class About:
         run: Of which run it is: an id drawn at random, kept by those who resume.
         blocked_s: How long a save blocked training then, for the policies of who goes on from here.
         save_s: How long a save took then.
-        known: What retention knows of the run's checkpoints before this one: see `tierfs.train.keep`.
         state: What the saved state says of itself.
     """
 
@@ -49,7 +50,6 @@ class About:
     run: str = ""
     blocked_s: float = 0.0
     save_s: float = 0.0
-    known: tuple[Mapping[str, Any], ...] = ()
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> str:
@@ -72,7 +72,6 @@ class About:
                 run=str(values["run"]),
                 blocked_s=float(values["blocked_s"]),
                 save_s=float(values["save_s"]),
-                known=tuple(dict(each) for each in values["known"]),
                 state=dict(values["state"]),
             )
         except (ValueError, TypeError, KeyError) as error:
@@ -188,15 +187,14 @@ class RunDirectory:
     def describe(self, step: int) -> SavedStep:
         """What is known of a step."""
         found = self.standing(step)
-        store, path = self.path_of(step)
         return SavedStep(
             step=step,
             created_ns=found.created_ns,
             level=found.level.label if found.level is not None else "none",
             is_complete=found.state == "complete",
             length=found.length or 0,
-            metrics=metrics_of(store, path),
-            is_pinned=self.note_of(step, PINNED) is not None,
+            metrics=self.metrics_of(step),
+            is_pinned=self.is_pinned(step),
             problem="; ".join(found.damage + found.missing) or self.damage_of(step),
         )
 
@@ -263,6 +261,53 @@ class RunDirectory:
         """Why a step was marked as damaged; empty where it was not."""
         mark = self.note_of(step, DAMAGED)
         return str(mark.get("why")) if mark and mark.get("save_id") == self._save_id(step) else ""
+
+    def metrics_of(self, step: int) -> dict[str, float]:
+        """The metrics that were noted beside a checkpoint."""
+        return metrics_of(*self.path_of(step))
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """The same of all steps."""
+        steps = self.steps()
+        return dict(zip(steps, transfers().map(self.metrics_of, steps), strict=True))
+
+    def best(self, rule: Best) -> int | None:
+        """The best step by a metric of those that can be loaded, as far as is seen without reading them."""
+        saved = [Saved(str(step), step, step, metrics=metrics) for step, metrics in self.metrics().items()]
+        while found := list(rule.select(saved, 0)):
+            step = found[0].step
+            if step is not None and not self.problem_of(step):
+                return step
+            saved.remove(found[0])
+        return None
+
+    def is_pinned(self, step: int) -> bool:
+        """Whether retention leaves a step."""
+        return self.note_of(step, PINNED) is not None
+
+    def pin(self, step: int) -> None:
+        """Have retention leave a step. Raises as `checkpoint` does."""
+        self.checkpoint(step)
+        self.write_note(step, PINNED, {})
+
+    def unpin(self, step: int) -> None:
+        """Let retention decide on it again."""
+        self.remove_note(step, PINNED)
+
+    def remove(self, step: int) -> None:
+        """Remove a step's checkpoint.
+
+        Raises:
+            InvalidInputError: It is pinned.
+            NotFoundError: It is not there.
+            ConflictError: It was saved anew meanwhile.
+        """
+        if self.is_pinned(step):
+            raise InvalidInputError(f"{self.url_of(step)} is pinned: unpin it first")
+        self.checkpoint(step)
+        store, path = self.path_of(step)
+        candidate = Candidate(path, (None,))
+        remove(store, candidate, roots_of(store, candidate))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note a checkpoint's metrics, for `tierfs prune` too."""

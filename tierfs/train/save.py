@@ -5,33 +5,31 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfs.checkpoint.prune import RECORD
+from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
-from tierfs.dcp.address import inside
-from tierfs.dcp.save.publish import level_reached, wait_for
-from tierfs.errors import AlreadyExistsError, TierfsError
+from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, TierfsError
 from tierfs.format.checkpoint import SaveMark
-from tierfs.host.pending.levels import Level
-from tierfs.store import level_of
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World
-from tierfs.train.digests import digests_of, first_difference
+from tierfs.train.digests import TENSOR, digests_of, first_difference
+from tierfs.train.handle import Order, SaveHandle
+from tierfs.train.reasons import reason_of
 from tierfs.train.run import ABOUT, RunDirectory
 
-__all__ = ["Order", "RunWriter", "SaveHandle", "SaveThread", "reason_of"]
+__all__ = ["RunWriter", "SaveChecks", "SaveThread"]
+
+OWN = "rank_"
+"""Begins the names of what each rank has for itself: random generators, the data loader."""
 
 _logger = logging.getLogger("tierfs.train")
 
@@ -53,128 +51,17 @@ class RunWriter(TierWriter):
         super().finish(metadata, results)
 
 
-@dataclass(slots=True)
-class Order:
-    """A save that was asked for, on one rank.
+@dataclass(frozen=True, slots=True)
+class SaveChecks:
+    """What is checked of each save.
 
     Attributes:
-        step: Of the training.
-        kind: ``full`` or ``light``.
-        staged: The state, safe from training.
-        problem: What kept it from being staged.
-        metrics: By name.
-        overwrite: Whether another content of this step may be replaced.
+        on_stale: ``warn``, ``raise`` or ``ignore``, where all tensors are as they were at the step before.
+        reads_back: Whether it is read back.
     """
 
-    step: int
-    kind: str
-    staged: Mapping[str, Any] = field(default_factory=dict)
-    problem: Exception | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    overwrite: bool = False
-
-
-class SaveHandle:
-    """A save that is under way, or done.
-
-    Attributes:
-        step: Of the training.
-        kind: ``full``, or ``light`` for one without optimizer and data loader.
-        blocked_s: How long it kept this rank's training from going on.
-        was_there: Whether the step was saved already, with the same content, so that nothing had to be done.
-    """
-
-    def __init__(self, run: RunDirectory, order: Order) -> None:
-        self.step = order.step
-        self.kind = order.kind
-        self.blocked_s = 0.0
-        self.was_there = False
-        self._run = run
-        self._order: Order | None = order
-        self._mark: SaveMark | None = None
-        self._cancelled = False
-        self._ended: Future[None] = Future()
-        self._asked_s = time.monotonic()
-        self._seconds = 0.0
-
-    def __repr__(self) -> str:
-        return f"SaveHandle(step={self.step}, kind={self.kind!r}, done={self.done})"
-
-    @property
-    def url(self) -> str:
-        """Where the checkpoint is."""
-        return self._run.url_of(self.step)
-
-    @property
-    def done(self) -> bool:
-        """Whether it came to its end: it failed, or has reached the level that the manager asks for."""
-        return self._ended.done()
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it failed; ``None`` while it is under way, and where it did not."""
-        return self._ended.exception() if self._ended.done() else None
-
-    @property
-    def seconds(self) -> float:
-        """How long it took from being asked for to its end; 0 while it is under way."""
-        return self._seconds
-
-    def wait(self, level: str = "staged", timeout: float | None = None) -> None:
-        """Wait until the checkpoint has reached a level: below ``"object"`` what this host saved, there the whole.
-
-        Raises:
-            TimeoutError: It has not, in time.
-            TierfsError, CheckpointException: The save failed.
-        """
-        begun = time.monotonic()
-        try:
-            self._ended.result(timeout)
-        except FutureTimeoutError:
-            raise TimeoutError(f"{self.url}: the save has not come to its end within {timeout} s") from None
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
-        store, path = self._run.path_of(self.step)
-        wait_for(store, path, inside(path, ".metadata"), self._mark, Level.parse(level), left)
-
-    @property
-    def level(self) -> str:
-        """The level that it has reached, as this host sees it; ``none`` while it is under way, and where it failed."""
-        if not self._ended.done() or self._ended.exception() is not None:
-            return Level.NONE.label
-        store, path = self._run.path_of(self.step)
-        return level_reached(store, path, inside(path, ".metadata"), self._mark).label
-
-    @property
-    def progress(self) -> float:
-        """The share of its bytes that is in the object tier, from 0 to 1, as this host sees it."""
-        if not self._ended.done() or self._ended.exception() is not None:
-            return 0.0
-        checkpoint = self._run.checkpoint(self.step)
-        files = checkpoint.files()
-        there = sum(
-            length
-            for name, length in files.items()
-            if level_of(checkpoint.store, inside(checkpoint.directory, name)) is Level.OBJECT
-        )
-        return there / max(1, sum(files.values()))
-
-    def cancel(self) -> bool:
-        """Have the save not be made, if it has not begun. What one rank cancels no rank saves.
-
-        Returns:
-            Whether it will not be made, as far as this rank knows: it is done if another rank has begun already.
-        """
-        self._cancelled = True
-        return not self._ended.done() and self._order is not None
-
-    def end(self, error: BaseException | None = None, mark: SaveMark | None = None) -> None:
-        """Take note of how it ended."""
-        self._mark, self._order = mark, None
-        self._seconds = time.monotonic() - self._asked_s
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
+    on_stale: str = "warn"
+    reads_back: bool = False
 
 
 class SaveThread:
@@ -185,7 +72,10 @@ class SaveThread:
         writer: Saves.
         world: The ranks.
         planner: Makes a planner for each save; ``None`` for torch's own.
-        ended: Called with each save, on this thread, when its outcome is known, and with the digests of the state that this rank saved.
+        checks: What is checked of each save.
+        noted: What to note beside a checkpoint, on the coordinator.
+        ended: Called on this thread with each save before anybody else hears of its end: with why it failed, or ``None``.
+        after: Called on this thread afterwards.
     """
 
     def __init__(
@@ -194,13 +84,22 @@ class SaveThread:
         writer: RunWriter,
         world: World,
         planner: Callable[[], SavePlanner] | None,
-        ended: Callable[[SaveHandle, Order, Mapping[str, str]], None],
+        checks: SaveChecks,
+        noted: Callable[[], Mapping[str, Any]],
+        ended: Callable[[SaveHandle, Order, Exception | None], None],
+        after: Callable[[], None],
     ) -> None:
         self._run = run
         self._writer = writer
         self._world = world
         self._planner = planner
+        self._checks = checks
+        self._noted = noted
         self._on_end = ended
+        self._after = after
+        self._open = 0
+        self._idle = threading.Condition()
+        self._before: tuple[int, Mapping[str, str]] = (-1, {})  # step and digests of the last save
         self._queue: queue.SimpleQueue[tuple[SaveHandle, Order] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -208,7 +107,14 @@ class SaveThread:
         """Have a save made after those that were asked for before."""
         if self._thread is None:
             self._thread = start_daemon(self._work, name="train-save")
+        with self._idle:
+            self._open += 1
         self._queue.put((handle, order))
+
+    def wait(self, timeout_s: float | None) -> bool:
+        """Wait until all that was asked for is done. Returns whether that was in time."""
+        with self._idle:
+            return self._idle.wait_for(lambda: self._open == 0, timeout_s)
 
     def close(self, timeout_s: float) -> bool:
         """Make what was asked for, and end. Returns whether that came to its end in time."""
@@ -220,26 +126,37 @@ class SaveThread:
 
     def _work(self) -> None:
         while (item := self._queue.get()) is not None:
-            handle, order = item
-            digests: Mapping[str, str] = {}
-            try:
-                digests = {name: digest for name, digest in digests_of(order.staged).items() if name != ABOUT}
-                self._make(handle, order, digests)
-            except BaseException as error:  # noqa: BLE001 - whoever waits for the save has to hear of it
-                handle.end(reason_of(error))
-            self._on_end(handle, order, digests)
-            del item, handle, order
+            self._work_on(*item)
+            del item  # it holds a copy of the state
+            with self._idle:
+                self._open -= 1
+                self._idle.notify_all()
 
-    def _make(self, handle: SaveHandle, order: Order, digests: Mapping[str, str]) -> None:
+    def _work_on(self, handle: SaveHandle, order: Order) -> None:
+        mark: SaveMark | None = None
+        error: Exception | None = None
+        try:
+            mark = self._make(handle, order)
+        except BaseException as failure:  # noqa: BLE001 - whoever waits for the save has to hear of it
+            error = reason_of(failure)
+        self._on_end(handle, order, error)
+        handle.end(error, mark)
+        self._after()
+
+    def _make(self, handle: SaveHandle, order: Order) -> SaveMark | None:
         """Make one, or find out that it need not be made. A collective, in each of its steps."""
+        digests = {name: digest for name, digest in digests_of(order.staged).items() if name != ABOUT}
         world, group = self._world, self._world.saving
-        told = world.gather((digests, None if order.problem is None else str(order.problem), handle._cancelled), group)
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(told) if problem]
+        problem = None if order.problem is None else str(order.problem)
+        told = world.gather((digests, problem, handle.is_cancelled, self._is_stale(order, digests)), group)
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _) in enumerate(told) if problem]
         if problems:
             raise order.problem or TierfsError(f"{handle.url}: another rank could not save: {'; '.join(problems)}")
-        if any(is_cancelled for _, _, is_cancelled in told):
+        if any(is_cancelled for _, _, is_cancelled, _ in told):
             raise TierfsError(f"{handle.url}: the save was cancelled")
-        record = {"ranks": [digests for digests, _, _ in told]}
+        if all(is_stale for _, _, _, is_stale in told):
+            self._say_stale(handle)
+        record = {"ranks": [digests for digests, _, _, _ in told]}
         found = world.from_first(self._look(order, record) if world.is_first else None, group)
         if found == "other":
             raise AlreadyExistsError(
@@ -247,11 +164,10 @@ class SaveThread:
             )
         if found == "same":
             handle.was_there = True
-            handle.end()
-            return
+            return None
 
         def note(save_id: str) -> None:
-            self._run.write_note(order.step, RECORD, {"save_id": save_id, **record})
+            self._run.write_note(order.step, RECORD, {"save_id": save_id, **record, **self._noted()})
             self._run.write_metrics(order.step, order.metrics)
 
         self._writer.notes = note
@@ -264,7 +180,38 @@ class SaveThread:
             no_dist=self._world.size == 1,
         )
         meta: Any = metadata.storage_meta
-        handle.end(mark=SaveMark(meta.sequence, meta.save_id))
+        if self._checks.reads_back:
+            damage = world.from_first(self._damage_in(handle) if world.is_first else "", group)
+            if damage:
+                raise CorruptionError(f"{handle.url} is not what was saved, it is marked as damaged: {damage}")
+        self._before = order.step, digests
+        return SaveMark(meta.sequence, meta.save_id)
+
+    def _is_stale(self, order: Order, digests: Mapping[str, str]) -> bool:
+        """Whether this rank's tensors are all as they were at the step before. Random generators may have gone on."""
+        step, before = self._before
+        tensors = {name for name in digests if digests[name][0] == TENSOR and not name.startswith(OWN)}
+        # Tensors that only one of the two saves has on this rank say nothing.
+        both = tensors & before.keys()
+        return step != order.step and bool(both) and all(digests[name] == before[name] for name in both)
+
+    def _say_stale(self, handle: SaveHandle) -> None:
+        text = f"{handle.url}: every tensor is as it was at step {self._before[0]}: is what is saved what is trained?"
+        if self._checks.on_stale == "raise":
+            raise InvalidInputError(text)
+        if self._checks.on_stale == "warn" and self._world.is_first:
+            _logger.warning(text)
+
+    def _damage_in(self, handle: SaveHandle) -> str:
+        """What is wrong with a save, read back from the tier that has it."""
+        try:
+            report = verify_checkpoint(self._run.checkpoint(handle.step))
+            damage = "; ".join(each.problem for each in report.damage)
+            if damage:
+                self._run.mark_damaged(handle.step, damage)
+        except TierfsError as error:
+            return str(error)
+        return damage
 
     def _look(self, order: Order, record: Mapping[str, Any]) -> str:
         """Whether the step is there already: ``same``, ``other``, or nothing that keeps it from being saved."""
@@ -277,13 +224,3 @@ class SaveThread:
             return ""
         ranks = there.get("ranks") if there is not None else None
         return "other" if not ranks or first_difference(ranks, record["ranks"]) else "same"
-
-
-def reason_of(error: BaseException) -> BaseException:
-    """What torch wrapped, where one rank alone failed."""
-    if isinstance(error, CheckpointException):
-        failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-        for failure in failures.values():
-            if len(failures) == 1 and isinstance(failure, TierfsError):
-                return failure
-    return error

@@ -1,0 +1,150 @@
+"""A failed save does not end the run, and is not silent."""
+
+import logging
+
+import pytest
+import torch
+from support.flipping import flip_shard
+
+from tierfs.errors import CorruptionError, InvalidInputError, StoreError, TierfsError
+from tierfs.train import Every, Manager, health
+from tierfs.train.save import RunWriter
+
+OPTIONS = {"ram": "0", "nvme": "0"}
+
+
+def state(step):
+    return {"model": torch.full((300,), float(step)), "step": step}
+
+
+def manager(root, **arguments):
+    return Manager(root, **{"save": [Every(steps=1)], **OPTIONS, **arguments})
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Steps whose saves fail; others are saved."""
+    steps = set()
+    write = RunWriter.write_data
+
+    def write_data(self, plan, planner):
+        if int(self._here.url.rpartition("_")[2]) in steps:
+            raise StoreError("the disk is full")
+        return write(self, plan, planner)
+
+    monkeypatch.setattr(RunWriter, "write_data", write_data)
+    return steps
+
+
+def make(run, *steps):
+    for step in steps:
+        handle = run.step(step, state(step))
+        run.wait(timeout=30)
+        assert handle.done
+
+
+def test_a_failed_save_is_counted_and_the_run_goes_on(root, failing, caplog):
+    failing.update({2, 3})
+    with manager(root) as run:
+        make(run, 1, 2, 3, 4)
+        assert [each.step for each in run.errors] == [2, 3]
+        assert "the disk is full" in str(run.errors[0].error)
+        assert run.latest() == 4
+    assert "step_2 could not be saved, training goes on" in caplog.text
+
+
+def test_good_steps_stay_known_when_a_save_fails(root, failing):
+    failing.add(2)
+    with manager(root) as run:
+        make(run, 1, 2)
+        assert run.latest() == 1
+        assert run.restore(state(0)).step == 1
+
+
+def test_too_many_failures_in_a_row_end_the_run(root, failing):
+    failing.update({2, 4, 5, 6})
+    with manager(root, max_failures=3) as run:
+        make(run, 1, 2, 3, 4, 5, 6)
+        with pytest.raises(TierfsError, match="3 saves in a row failed, the last one, step 6: the disk is full"):
+            run.step(7, state(7))
+
+
+def test_the_first_failure_ends_the_run_if_that_is_wished(root, failing):
+    failing.add(1)
+    with manager(root, on_error="raise") as run:
+        make(run, 1)
+        with pytest.raises(TierfsError, match="1 saves in a row failed"):
+            run.step(2, state(2))
+
+
+def test_a_newest_durable_step_that_is_too_old_ends_the_run(root, monkeypatch):
+    now_s = [1000.0]
+    monkeypatch.setattr(health.time, "monotonic", lambda: now_s[0])
+    levels = {1: "object", 2: "staged", 3: "staged"}
+    watched = health.Health("warn", 3, "1m")
+
+    class Ended:
+        def __init__(self, step):
+            self.step, self.level = step, levels[step]
+
+    for step in (1, 2, 3):
+        watched.note(Ended(step), None)
+        now_s[0] += 20
+        assert not watched.is_old()
+    now_s[0] += 1
+    assert watched.is_old()
+    with pytest.raises(TierfsError, match="max_age"):
+        watched.check(health.Agreed(is_old=True))
+
+
+def test_max_age_is_asked_for_at_each_step(root):
+    with manager(root, save=(), max_age="0.05s") as run:
+        run.step(1, state(1))
+        with pytest.raises(TierfsError, match="no step reached the object tier"):
+            for step in range(2, 10**9):
+                run.step(step, state(step))
+
+
+def test_a_save_that_is_read_back_damaged_fails_and_is_marked(root, monkeypatch):
+    with manager(root, verify_after_save=True) as run:
+        make(run, 1)
+        assert run.errors == []
+        damage = run._saves._damage_in
+
+        def damage_in(handle):
+            flip_shard(root, handle.step)
+            return damage(handle)
+
+        monkeypatch.setattr(run._saves, "_damage_in", damage_in)
+        make(run, 2)
+        (failed,) = run.errors
+        assert isinstance(failed.error, CorruptionError)
+        assert (run.latest(), run.checkpoints[-1].is_complete) == (1, True)
+
+
+def test_a_step_that_was_not_trained_is_told(root, caplog):
+    with manager(root) as run, caplog.at_level(logging.WARNING, "tierfs.train"):
+        make(run, 1)
+        assert run.errors == []
+        assert "every tensor is as it was" not in caplog.text
+        run.step(2, {**state(1), "step": 2})
+        run.wait(timeout=30)
+        assert "step_2: every tensor is as it was at step 1" in caplog.text
+        assert run.latest() == 2
+
+
+def test_a_stale_save_fails_if_that_is_wished(root):
+    with manager(root, on_stale="raise") as run:
+        make(run, 1)
+        run.step(2, {**state(1), "step": 2})
+        run.wait(timeout=30)
+        assert [each.step for each in run.errors] == [2]
+        assert run.latest() == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"on_error": "ignore"}, {"max_failures": 0}, {"max_age": "soon"}, {"on_stale": "delete"}]
+)
+def test_an_argument_that_makes_no_sense_is_refused(root, wrong):
+    with pytest.raises(InvalidInputError):
+        manager(root, **wrong)

@@ -1,0 +1,142 @@
+"""Retention removes what no policy keeps, of this run alone, and nothing that a restart may need."""
+
+import logging
+
+import pytest
+import torch
+
+from tierfs.errors import InvalidInputError, NotFoundError
+from tierfs.host.pending.levels import Level
+from tierfs.train import Best, Every, Latest, Manager
+
+OPTIONS = {"ram": "0", "nvme": "0"}
+
+
+def state(step):
+    return {"model": torch.full((300,), float(step)), "step": step}
+
+
+def manager(root, **arguments):
+    return Manager(root, **{"save": (), **OPTIONS, **arguments})
+
+
+def save(run, *steps, loss=None):
+    for step in steps:
+        run.save(step, state(step), metrics=None if loss is None else {"loss": loss[step]}).wait(timeout=30)
+        run.wait(timeout=30)
+
+
+def steps(root):
+    with manager(root) as run:
+        return [each.step for each in run.checkpoints]
+
+
+def test_what_no_policy_keeps_is_removed(root, caplog):
+    with caplog.at_level(logging.INFO, "tierfs.train"), manager(root, keep=[Latest(2), Every(steps=4)]) as run:
+        save(run, *range(1, 10))
+    assert steps(root) == [1, 4, 8, 9]
+    assert "step_7 is removed: no policy keeps it" in caplog.text
+
+
+def test_nothing_is_removed_without_policies(root):
+    with manager(root) as run:
+        save(run, 1, 2, 3)
+    assert steps(root) == [1, 2, 3]
+
+
+def test_the_best_ones_stay(root):
+    with manager(root, keep=[Best(2, "loss")]) as run:
+        save(run, 1, 2, 3, 4, 5, loss={1: 5.0, 2: 1.0, 3: 4.0, 4: 2.0, 5: 3.0})
+        assert (run.best("loss"), run.best("loss", mode="max"), run.best("nothing")) == (2, 5, None)
+    assert steps(root) == [2, 4, 5]
+
+
+def test_a_pinned_step_stays_until_it_is_unpinned(root):
+    with manager(root, keep=[Latest(1)]) as run:
+        save(run, 1)
+        run.pin(1)
+        with pytest.raises(InvalidInputError, match="pinned"):
+            run.delete(1)
+        save(run, 2, 3)
+        assert [(each.step, each.is_pinned) for each in run.checkpoints] == [(1, True), (3, False)]
+        run.unpin(1)
+        save(run, 4)
+    assert steps(root) == [4]
+
+
+def test_a_step_can_be_deleted(root):
+    with manager(root) as run:
+        save(run, 1, 2)
+        run.delete(2)
+        assert run.latest() == 1
+        for missing in (run.delete, run.pin):
+            with pytest.raises(NotFoundError):
+                missing(2)
+
+
+def test_another_runs_checkpoints_are_left_alone(root):
+    with manager(root) as run:
+        save(run, 1, 2, 3)
+    with manager(root, keep=[Latest(1)]) as run:  # begins anew, without a restore
+        save(run, 11, 12, 13)
+    assert steps(root) == [1, 2, 3, 13]
+
+
+def test_a_resumed_run_knows_its_own_and_keeps_what_it_was_restored_from(root):
+    with manager(root, keep=[Latest(3)]) as run:
+        save(run, 1, 2, 3)
+    with manager(root, keep=[Latest(1)]) as run:
+        assert run.restore(state(0), step=2).step == 2
+        save(run, 3, 4)
+    assert steps(root) == [2, 4]
+
+
+def test_a_future_that_a_resumed_run_did_not_make_is_left_alone(root):
+    with manager(root) as run:
+        save(run, 1, 2, 3)
+    with manager(root, keep=[Latest(1)]) as run:
+        assert run.restore(state(0), step=2).step == 2
+        save(run, 4, 5)
+    assert steps(root) == [2, 3, 5]
+
+
+def test_what_is_not_in_the_object_tier_yet_does_not_replace_what_is(root, monkeypatch):
+    with manager(root, keep=[Latest(1)]) as run:
+        save(run, 1)
+        durable = run._run.standing
+
+        def standing(step):
+            found = durable(step)
+            if step > 1:
+                found.level = Level.STAGED
+            return found
+
+        monkeypatch.setattr(run._run, "standing", standing)
+        save(run, 2, 3)
+        assert [each.step for each in run.checkpoints] == [1, 3]
+    assert steps(root) == [1, 3]
+
+
+def test_a_damaged_step_does_not_count_as_the_newest(root, monkeypatch):
+    with manager(root, keep=[Latest(1)]) as run:
+        save(run, 1)
+        monkeypatch.setattr(run._run, "damage_of", lambda step: "bad" if step == 2 else "")
+        save(run, 2)
+    assert steps(root) == [1, 2]
+
+
+def test_local_copies_have_policies_of_their_own(root, caplog):
+    keep = {"ram": [Latest(1)]}
+    with caplog.at_level(logging.INFO, "tierfs.train"), manager(root, ram="64MiB", keep=keep) as run:
+        for step in (1, 2, 3):
+            run.save(step, state(step)).wait("object", timeout=30)
+            run._keep.apply(run._context())
+    assert steps(root) == [1, 2, 3]
+    assert "step_1: " in caplog.text
+    assert "step_3: " not in caplog.text
+
+
+@pytest.mark.parametrize("keep", [{"tape": [Latest(1)]}, [7], {"nvme": ["latest"]}])
+def test_what_cannot_be_kept_by_is_refused(root, keep):
+    with pytest.raises(InvalidInputError, match="keep="):
+        manager(root, keep=keep)

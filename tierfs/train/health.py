@@ -1,0 +1,126 @@
+"""Failed saves: counted, kept for whoever asks, and an error when there are too many or the newest durable step is too old."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.store.maintenance.retention import parse_time
+from tierfs.train.agree import Agreed
+from tierfs.train.handle import SaveHandle
+
+__all__ = ["FailedSave", "Health"]
+
+ERRORS_MAX = 100
+WATCHED_MAX = 16
+LOOK_EVERY_S = 5.0
+_logger = logging.getLogger("tierfs.train")
+
+
+@dataclass(frozen=True, slots=True)
+class FailedSave:
+    """A save that failed.
+
+    Attributes:
+        step: Of the training.
+        error: Why.
+    """
+
+    step: int
+    error: Exception
+
+
+class Health:
+    """How the saves of one rank went.
+
+    Args:
+        on_error: ``"warn"``: training goes on after a failed save. ``"raise"``: the next step raises.
+        max_failures: After so many failures in a row the next step raises all the same.
+        max_age: So does it when the newest step in the object tier is older than this, like ``"2h"``; ``None`` for any age.
+
+    Raises:
+        InvalidInputError: An argument is no good.
+    """
+
+    def __init__(self, on_error: str, max_failures: int, max_age: str | None) -> None:
+        if on_error not in {"warn", "raise"}:
+            raise InvalidInputError(f"on_error is 'warn' or 'raise', not {on_error!r}")
+        if max_failures < 1:
+            raise InvalidInputError(f"max_failures={max_failures}: at least 1")
+        self._max_failures = max_failures if on_error == "warn" else 1
+        self._max_age_s = None if max_age is None else parse_time(max_age, "max_age")
+        self._lock = threading.Lock()
+        self._errors: deque[FailedSave] = deque(maxlen=ERRORS_MAX)
+        self._in_a_row = 0
+        self._watched: deque[tuple[float, SaveHandle]] = deque(maxlen=WATCHED_MAX)  # not durable when last looked at
+        self._durable_s = self._looked_s = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"Health({len(self._errors)} failed, {self._in_a_row} in a row)"
+
+    @property
+    def errors(self) -> list[FailedSave]:
+        """The saves that failed, the oldest first: the last hundred."""
+        with self._lock:
+            return list(self._errors)
+
+    @property
+    def in_a_row(self) -> int:
+        """How many failed since the last one that did not."""
+        return self._in_a_row
+
+    def note(self, handle: SaveHandle, error: Exception | None) -> None:
+        """Take note of a save that came to its end, and why it failed."""
+        with self._lock:
+            if error is None:
+                self._in_a_row = 0
+                self._watched.append((time.monotonic(), handle))
+                return
+            self._in_a_row += 1
+            self._errors.append(FailedSave(handle.step, error))
+        _logger.error("%s could not be saved, training goes on: %s", handle.url, error)
+
+    def is_old(self) -> bool:
+        """Whether the newest durable step is older than it may be. Looked at every few seconds."""
+        if self._max_age_s is None:
+            return False
+        now_s = time.monotonic()
+        if now_s - self._looked_s >= min(LOOK_EVERY_S, self._max_age_s / 4):
+            self._looked_s = now_s
+            self._look()
+        return now_s - self._durable_s > self._max_age_s
+
+    def _look(self) -> None:
+        with self._lock:
+            watched = list(self._watched)
+        for saved_s, handle in reversed(watched):
+            try:
+                is_durable = handle.level == "object"
+            except TierfsError:
+                continue
+            if is_durable:
+                self._durable_s = max(self._durable_s, saved_s)
+                with self._lock:
+                    self._watched = deque((each for each in self._watched if each[0] > saved_s), maxlen=WATCHED_MAX)
+                return
+
+    def check(self, agreed: Agreed) -> None:
+        """Raise if it is too bad, as all ranks found.
+
+        Raises:
+            TierfsError: Too many saves failed, or the newest durable step is too old.
+        """
+        if agreed.failures >= self._max_failures:
+            last = self._errors[-1] if self._errors else None
+            why = "on another rank" if last is None else f"the last one, step {last.step}: {last.error}"
+            raise TierfsError(f"{agreed.failures} saves in a row failed, {why}") from (
+                None if last is None else last.error
+            )
+        if agreed.is_old:
+            raise TierfsError(
+                f"no step reached the object tier within the last {self._max_age_s:g} s (max_age): `tierfs status` says what is pending"
+            )

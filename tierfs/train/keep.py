@@ -1,0 +1,181 @@
+"""Retention: removes what no policy keeps, of this run's own checkpoints alone, and drops local copies by policies of their own."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
+from tierfs.host.pending.levels import Level
+from tierfs.store import evict
+from tierfs.store.maintenance.retention import Rule, Saved, decide
+from tierfs.train.policies import Context, as_rules
+from tierfs.train.run import RunDirectory
+
+__all__ = ["Retention"]
+
+KNOWN_MAX = 1000
+"""So many checkpoints are told of: each one takes about 100 bytes in every record."""
+OBJECT = "object"
+LOCAL_TIERS = ("nvme", "ram")
+_logger = logging.getLogger("tierfs.train")
+
+
+class Retention:
+    """What is known of a run's checkpoints, and which of them stay.
+
+    It knows the steps that this run saved, or that the checkpoint it was restored from knew. Each save carries that knowledge on, so
+    checkpoints of another run in the same root are never touched.
+
+    Args:
+        run: Where.
+        keep: Policies; for more than one tier a dict of them. None at all keeps everything.
+        removes: Whether this process removes checkpoints: one of all ranks does.
+        evicts: Whether this process drops local copies: one of each host does.
+
+    Raises:
+        InvalidInputError: A policy or tier is none.
+    """
+
+    def __init__(
+        self, run: RunDirectory, keep: Iterable[Any] | Mapping[str, Iterable[Any]], *, removes: bool, evicts: bool
+    ) -> None:
+        by_tier = keep if isinstance(keep, Mapping) else {OBJECT: keep}
+        if unknown := set(by_tier) - {OBJECT, *LOCAL_TIERS}:
+            raise InvalidInputError(f"keep={{{min(unknown)!r}: ...}}: there are 'object', 'nvme' and 'ram'")
+        self._policies = {tier: list(policies) for tier, policies in by_tier.items()}
+        for policies in self._policies.values():
+            as_rules(policies, Context(now_s=0.0, since_s=0.0))
+        self._run = run
+        self._removes = removes
+        self._evicts = evicts
+        self._lock = threading.Lock()
+        self._known: dict[int, Saved] = {}
+        self._durable: set[int] = set()  # their level is the highest one, which they keep
+        self._evicted: dict[str, set[int]] = {tier: set() for tier in LOCAL_TIERS}
+        self._protected: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"Retention({len(self._known)} known)"
+
+    @property
+    def is_on(self) -> bool:
+        """Whether there is anything to do."""
+        return any(self._policies.values())
+
+    def told(self) -> tuple[Mapping[str, Any], ...]:
+        """What a checkpoint that is saved now tells whoever goes on from it: of the newest ones, where all are kept."""
+        with self._lock:
+            return tuple(
+                {"step": each.step, "created_ns": each.created_ns, "metrics": dict(each.metrics)}
+                for each in list(self._known.values())[-KNOWN_MAX:]
+            )
+
+    def resume(self, step: int) -> None:
+        """Go on from a checkpoint: it stays, and what it knew is known here."""
+        record = self._run.record_of(step) or {}
+        try:
+            for each in record.get("known", ()):
+                self.add(int(each["step"]), int(each["created_ns"]), dict(each["metrics"]))
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            _logger.warning("%s: which checkpoints it follows cannot be read: %s", self._run.url_of(step), error)
+        self.add(step, self._run.standing(step).created_ns, self._run.metrics_of(step))
+        self._protected = {step}
+
+    def add(self, step: int, created_ns: int, metrics: Mapping[str, float]) -> None:
+        """Take note of a checkpoint of this run."""
+        _, path = self._run.path_of(step)
+        with self._lock:
+            self._durable.discard(step)
+            self._known[step] = Saved(path, step, created_ns, Level.STAGED, metrics=metrics)
+
+    def forget(self, step: int) -> None:
+        """Take note that a checkpoint is gone."""
+        with self._lock:
+            self._known.pop(step, None)
+            self._durable.discard(step)
+
+    def apply(self, context: Context) -> list[int]:
+        """Remove what no policy keeps, and drop the local copies that none keeps. Returns the steps that were removed.
+
+        Raises:
+            InvalidInputError: A user's policy answered nonsense.
+            StoreError, ReadOnlyError: The object tier failed.
+        """
+        if not self.is_on or not (self._removes or self._evicts):
+            return []
+        saved = self._looked_at()
+        if self._evicts:
+            for tier in LOCAL_TIERS:
+                if policies := self._policies.get(tier):
+                    self._drop_copies(tier, saved, as_rules(policies, context), context)
+        policies = self._policies.get(OBJECT)
+        if not policies or not self._removes:
+            return []
+        removed = []
+        for decision in decide(saved, as_rules(policies, context), int(context.now_s * 1e9)):
+            step = decision.saved.step
+            assert step is not None, "every one of a run has a step"
+            if decision.is_kept:
+                _logger.debug("%s is kept: %s", self._run.url_of(step), ", ".join(decision.reasons))
+            elif not self._run.is_pinned(step) and self._remove(step):
+                removed.append(step)
+        return removed
+
+    def _looked_at(self) -> list[Saved]:
+        """The known ones as they are now. One that is durable is not looked at again."""
+        with self._lock:
+            known = dict(self._known)
+        found = []
+        for step, each in known.items():
+            level = Level.OBJECT
+            is_complete = True
+            if step not in self._durable:
+                standing = self._run.standing(step)
+                level = standing.level or Level.NONE
+                is_complete = standing.state == "complete" and not standing.waiting and not self._run.damage_of(step)
+                if is_complete and level is Level.OBJECT:
+                    self._durable.add(step)
+            found.append(
+                Saved(
+                    each.path,
+                    step,
+                    each.created_ns,
+                    level,
+                    is_complete=is_complete,
+                    is_pinned=step in self._protected,
+                    metrics=each.metrics,
+                )
+            )
+        return found
+
+    def _remove(self, step: int) -> bool:
+        try:
+            self._run.remove(step)
+        except NotFoundError:
+            self.forget(step)  # somebody else was faster
+            return False
+        except TierfsError as error:
+            _logger.warning("%s could not be removed: %s", self._run.url_of(step), error)
+            return False
+        self.forget(step)
+        _logger.info("%s is removed: no policy keeps it", self._run.url_of(step))
+        return True
+
+    def _drop_copies(self, tier: str, saved: Sequence[Saved], rules: Sequence[Rule], context: Context) -> None:
+        for decision in decide(saved, rules, int(context.now_s * 1e9)):
+            step = decision.saved.step
+            # What is not in the object tier yet is the only copy.
+            if decision.is_kept or step is None or step not in self._durable or step in self._evicted[tier]:
+                continue
+            try:
+                count = evict(*self._run.path_of(step), tier)
+            except (InvalidInputError, NotFoundError) as error:
+                _logger.debug("%s: no copies are dropped from %s: %s", self._run.url_of(step), tier, error)
+                continue
+            self._evicted[tier].add(step)
+            _logger.info(
+                "%s: %d bytes are dropped from %s: no policy keeps it there", self._run.url_of(step), count, tier
+            )

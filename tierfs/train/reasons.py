@@ -1,0 +1,23 @@
+"""Why a save or a load failed on whichever ranks: torch wraps that in a `BaseException`, which few handlers expect."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tierfs.errors import TierfsError
+
+__all__ = ["reason_of"]
+
+
+def reason_of(error: BaseException) -> Exception:
+    """The same as an error that says which rank failed: the rank's own, where one of tierfs's is the only one."""
+    if not isinstance(error, CheckpointException):
+        return error if isinstance(error, Exception) else TierfsError(f"it was interrupted: {error!r}")
+    failures = {rank: failure for rank, (failure, _) in sorted(error.failures.items())}
+    own = {str(failure): failure for failure in failures.values() if isinstance(failure, TierfsError)}
+    if len(own) == 1 and all(isinstance(failure, TierfsError) for failure in failures.values()):
+        return next(iter(own.values()))
+    listed = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items())
+    found = TierfsError(listed)
+    found.__cause__ = error
+    return found
