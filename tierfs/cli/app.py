@@ -43,6 +43,7 @@ COMMANDS = (
     "gc",
     "prune",
     "scrub",
+    "repair",
     "flusher",
     "checkpoint",
     "mount",

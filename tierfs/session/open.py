@@ -34,7 +34,7 @@ from tierfs.store.store import Store
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
 
-__all__ = ["init", "open_bare", "open_store"]
+__all__ = ["init", "known_descriptor", "open_bare", "open_store"]
 
 NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
@@ -322,6 +322,12 @@ def _remember(location: Location, url: str, descriptor: Descriptor, places: tupl
     """Note what the store is, for when its object tier is away. A directory of this host is not away."""
     if not descriptor.endpoint.host_local:
         _known_stores(location).remember(url, descriptor, places)
+
+
+def known_descriptor(location: Location, url: str) -> Descriptor | None:
+    """What this host knows of the store at a root, whatever the object tier says."""
+    found = _known_stores(location).find(url)
+    return None if found is None else found[0]
 
 
 def _known_stores(location: Location) -> KnownStores:

@@ -18,7 +18,15 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple, TypeVar
 
 from tierfs.clock import Clock
-from tierfs.errors import AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError, TierfsError
+from tierfs.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    CorruptionError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    TierfsError,
+)
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
@@ -302,8 +310,8 @@ class Presence:
         if self._version is not None:
             try:
                 self._put_lease(Update(self._version))
-            except (ConflictError, NotFoundError):
-                # Somebody swept it as expired: what was learned under it does not count any more.
+            except (ConflictError, NotFoundError, CorruptionError):
+                # Somebody swept it as expired, or it was damaged: what was learned under it does not count any more.
                 self._version = None
                 self._begin_term(now)
             else:

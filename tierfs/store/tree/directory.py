@@ -12,7 +12,7 @@ from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import list_directory, stat
 from tierfs.store.tree.records import observe_marker, publish
 
-__all__ = ["make_directory", "remove_directory"]
+__all__ = ["make_directory", "new_marker", "remove_directory"]
 
 
 def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
@@ -46,9 +46,21 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
     else:
         _refuse(store, path, exist_ok=exist_ok)
         return
+    marker = new_marker(store, observed.previous)
+    try:
+        publish(store, observed, marker)
+    except ConflictError:
+        # All ranks of a job make the directory they save into: whose marker it is does not matter.
+        if observe_marker(store, path).manifest is None:
+            raise
+        _refuse(store, path, exist_ok=exist_ok)
+
+
+def new_marker(store: Store, previous: str) -> Manifest:
+    """The record that says that a directory is there, to replace a version."""
     now_ns = store.clock.now_ns()
     kind_of_digest = store.descriptor.digest_kind
-    marker = Manifest(
+    return Manifest(
         kind=Kind.DIRECTORY,
         write_id=store.random_bytes(16),
         length=0,
@@ -57,15 +69,8 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
         digest_kind=kind_of_digest,
         digest=inline_digest(kind_of_digest, b""),
         inline=b"",
-        previous=observed.previous,
+        previous=previous,
     )
-    try:
-        publish(store, observed, marker)
-    except ConflictError:
-        # All ranks of a job make the directory they save into: whose marker it is does not matter.
-        if observe_marker(store, path).manifest is None:
-            raise
-        _refuse(store, path, exist_ok=exist_ok)
 
 
 def _refuse(store: Store, path: str, *, exist_ok: bool) -> None:

@@ -383,7 +383,7 @@ def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = 
     settled = list(rows)
     checked: dict[ChunkName, int] = {}  # in which term each one was looked up here
     for _ in range(SETTLE_ATTEMPTS_MAX):
-        table, indirect = _fold_rows(store, settled)
+        table, indirect = fold_rows(store, settled)
         if not settled:
             return Settled(table, indirect, None)
         term = store.presence.ensure()
@@ -436,7 +436,7 @@ def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
     )
 
 
-def _fold_rows(store: Store, rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
+def fold_rows(store: Store, rows: list[Row]) -> tuple[tuple[Row, ...], bool]:
     """The manifest's own table: the chunks, or where they are too many for one object, the chunks of that table."""
     table = memoryview(encode_rows(tuple(rows)))
     if len(table) <= DIRECT_ROW_BYTES_MAX:

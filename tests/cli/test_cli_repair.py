@@ -1,0 +1,95 @@
+"""``tierfs repair``."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tierfs.cli.app import main
+from tierfs.dcp import TierWriter
+
+
+@pytest.fixture
+def root(tmp_path):
+    root = tmp_path / "store"
+    assert main(["init", str(root)]) == 0
+    (tmp_path / "a").write_bytes(os.urandom(100_000))
+    assert main(["cp", str(tmp_path / "a"), f"tierfs::file://{root}/a"]) == 0
+    return root
+
+
+def repair(capsys, *words):
+    capsys.readouterr()
+    code = main(["repair", *map(str, words), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def flip(path, at=-1):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_sound_store_needs_nothing(root, capsys):
+    code, shown = repair(capsys, root)
+    assert (code, shown["whole"], shown["records"], shown["chunks"]) == (0, True, 1, 1)
+
+
+def test_a_descriptor_is_repaired_before_the_store_is_opened(root, capsys):
+    place = root / ".tierfs" / "store.json"
+    sound = place.read_bytes()
+    flip(place, 20)
+    assert main(["repair", str(root), "--dry-run"]) == 0
+    assert "would mend  .tierfs/store.json" in capsys.readouterr().out
+    assert place.read_bytes() != sound
+    code, shown = repair(capsys, root)
+    assert (code, shown["descriptor"], place.read_bytes()) == (0, "its own bytes", sound)
+
+
+def test_data_is_read_where_that_is_asked_for(root, tmp_path, capsys):
+    shutil.copytree(root, tmp_path / "copy")
+    flip(next((root / ".tierfs" / "chunks").rglob("*.0")))
+    assert repair(capsys, root)[0] == 0, "nobody has looked"
+    code, shown = repair(capsys, root, "--read-data", "--dry-run")
+    assert (code, [each["path"] for each in shown["lost"]]) == (6, ["a"])
+    code, shown = repair(capsys, root, "--read-data", "--from", tmp_path / "copy")
+    assert (code, len(shown["mended"])) == (0, 1)
+    assert main(["verify", f"tierfs::file://{root}"]) == 0
+
+
+def test_a_record_is_moved_aside_and_named(root, capsys):
+    record = root / ".tierfs" / "tree" / "a!"
+    flip(record)
+    flip(record, 50)
+    assert main(["repair", str(root)]) == 6
+    out = capsys.readouterr().out
+    assert "lost  a: its record" in out
+    assert list((root / ".tierfs" / "lost").rglob("a!"))
+    assert main(["verify", f"tierfs::file://{root}"]) == 0
+
+
+def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, monkeypatch):
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "0")  # they would have the bytes
+    url = f"tierfs::file://{root}/run"
+    bases = torch.randint(0, 256, (9 << 20,), dtype=torch.uint8)
+    for step in (1, 2):
+        state = {f"layer.{number}": bases + 2 * step + number for number in range(2)}
+        dcp.save(state, storage_writer=TierWriter(f"{url}/step_{step}", ack="object"), no_dist=True)
+    max((root / ".tierfs" / "chunks").rglob("*.0"), key=lambda path: path.stat().st_mtime_ns).unlink()
+    code, found = repair(capsys, root)
+    assert code == 6
+    assert [each["path"] for each in found["checkpoints"]] == ["run/step_2"]
+    (loss,) = found["checkpoints"]
+    assert loss["step"] == 2
+    assert loss["names"]
+    assert set(loss["names"]) <= set(state)
+    main(["repair", str(root)])
+    assert "checkpoint run/step_2 lost" in capsys.readouterr().out
+
+
+def test_a_part_of_a_store_is_refused(root):
+    assert main(["repair", f"{root}/a"]) == 2

@@ -1,0 +1,309 @@
+"""What a repair makes whole, what it moves aside, and what it says is lost."""
+
+import json
+import random
+import uuid
+
+import pytest
+from support.saving import Training
+from support.served import ServedObjects
+
+from tierfs.clock import ManualClock
+from tierfs.digest import DigestKind
+from tierfs.errors import CorruptionError, NotFoundError
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.format.header import Kind
+from tierfs.objects import MemoryObjects
+from tierfs.store import Store, delete, list_directory, load, make_directory, save, stat, verify
+from tierfs.store.encode.codecs import Codecs
+from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.maintenance.repair import repair
+from tierfs.store.maintenance.scrub import ScrubOptions, scrub
+from tierfs.store.tree.records import observe
+from tierfs.testing.damage import flip_bit, remove, truncate
+
+LOOK = ScrubOptions(heal=False, concurrency=1)
+
+
+def make_store(codecs="off", root=None):
+    clock = ManualClock()
+    tier = ServedObjects(root or f"/repair-{uuid.uuid4().hex}", clock)
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=20, grace_s=60)
+    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
+    return Store(tier, descriptor, url=f"store-{tier.root}", clock=clock, codecs=Codecs.parse(codecs))
+
+
+def content(number, size=3000):
+    return random.Random(number).randbytes(size + number)
+
+
+@pytest.fixture
+def store():
+    store = make_store()
+    for number, name in enumerate(("a", "b", "run/c")):
+        save(store, name, content(number))
+    make_directory(store, "empty")
+    save(store, "gone", content(77))
+    delete(store, "gone")
+    return store
+
+
+def middle(store, key):
+    flip_bit(store.objects, key, 8 * (store.objects.head(key).size // 2) + 3)
+
+
+def twice(store, key):
+    middle(store, key)
+    flip_bit(store.objects, key, 8 * (store.objects.head(key).size // 2 + 1))
+
+
+def chunk_of(store, path):
+    (row,) = observe(store, path).manifest.rows
+    return keys.chunk_key(row.name)
+
+
+def lost_keys(store):
+    return [item.key for item in store.objects.list(keys.LOST)]
+
+
+def run(store, **how):
+    return repair(store, concurrency=1, **how)
+
+
+def test_a_sound_store_is_left_as_it_is(store):
+    before = {item.key: item.version for item in store.objects.list("") if not item.key.startswith(keys.LEASES)}
+    report = run(store)
+    assert (report.mended, report.moved, report.left, report.lost, report.is_whole) == ([], [], [], [], True)
+    assert (report.records, report.chunks) == (5, 3)
+    after = {item.key: item.version for item in store.objects.list("") if not item.key.startswith(keys.LEASES)}
+    assert after == before
+
+
+def tombstone(store):
+    return keys.record_key("gone")
+
+
+def record(store):
+    return keys.record_key("a")
+
+
+def marker(store):
+    return keys.marker_key("empty")
+
+
+def lease(store):
+    return next(item.key for item in store.objects.list(keys.LEASES))
+
+
+def condemned(store):
+    save(store, "old", content(88))
+    delete(store, "old")
+    store.clock.sleep(100)
+    collect(store, GcOptions(concurrency=1))
+    return next(item.key for item in store.objects.list(keys.GC) if keys.is_condemned_key(item.key))
+
+
+def collector(store):
+    collect(store, GcOptions(concurrency=1))
+    return keys.COLLECTOR
+
+
+def scrub_record(store):
+    scrub(store, LOOK)
+    return keys.SCRUB
+
+
+OBJECTS = [tombstone, record, marker, lease, condemned, collector, scrub_record]
+
+
+@pytest.mark.parametrize("which", OBJECTS)
+def test_a_bit_that_flipped_is_flipped_back(store, which):
+    key = which(store)
+    sound = store.objects.read(key, 1 << 20)[0]
+    middle(store, key)
+    report = run(store)
+    assert [(each.key, each.how) for each in report.mended] == [(key, "its own bytes")]
+    assert store.objects.read(key, 1 << 20)[0] == sound
+    assert verify(store).damage == []
+
+
+@pytest.mark.parametrize("which", [*OBJECTS, lambda store: chunk_of(store, "a")])
+def test_gc_scrub_and_repair_lose_nothing_that_is_sound(store, which):
+    key = which(store)
+    twice(store, key)
+    store.clock.sleep(100)
+    for _ in range(4):
+        collect(store, GcOptions(concurrency=1))
+        store.clock.sleep(100)
+    scrub(store, ScrubOptions(concurrency=1))
+    report = run(store)
+    for _ in range(4):
+        assert not collect(store, GcOptions(concurrency=1)).is_blocked
+        store.clock.sleep(100)
+    other = Store(store.objects, store.descriptor, url="again", clock=store.clock)
+    assert load(other, "b") == content(1)
+    assert load(other, "run/c") == content(2)
+    assert [entry.path for entry in list_directory(other, "")] == [
+        *(["a"] if which is not record else []),
+        "b",
+        "empty",
+        "run",
+    ]
+    save(other, "new", content(9))
+    if which is record:
+        assert report.lost_files == ["a"]
+        assert len(lost_keys(store)) == 1
+    elif "/chunks/" in key:
+        assert [each.path for each in report.lost] == ["a"]
+    else:
+        assert report.is_whole
+        assert load(other, "a") == content(0)
+
+
+def test_a_record_that_cannot_be_saved_is_moved_aside_and_leaves_a_tombstone(store):
+    key = record(store)
+    twice(store, key)
+    damaged = store.objects.read(key, 1 << 20)[0]
+    report = run(store)
+    assert report.lost_files == ["a"]
+    (kept,) = lost_keys(store)
+    assert (report.moved[0].how, store.objects.read(kept, 1 << 20)[0]) == (kept, damaged)
+    with pytest.raises(NotFoundError):
+        load(Store(store.objects, store.descriptor, url="again"), "a")
+    assert verify(store).damage == []
+
+
+def test_a_record_comes_back_from_another_copy_of_the_store(store):
+    key = record(store)
+    copy = MemoryObjects(f"/copy-{uuid.uuid4().hex}")
+    for item in list(store.objects.list("")):
+        copy.put(item.key, [store.objects.read(item.key, 1 << 20)[0]])
+    truncate(store.objects, key, 100)
+    other = Store(copy, store.descriptor, url="copy")
+    assert [each.how for each in run(store, replicas=[other]).mended] == ["copy"]
+    assert load(Store(store.objects, store.descriptor, url="again"), "a") == content(0)
+
+
+def test_a_record_of_another_write_is_not_taken_from_a_copy(store):
+    copy = make_store()
+    save(copy, "a", b"something else")
+    twice(store, record(store))
+    flip_bit(store.objects, record(store), 8 * 20)
+    report = run(store, replicas=[copy])
+    assert report.lost_files == ["a"]
+
+
+def test_a_missing_chunk_is_named_with_its_file_and_place(store):
+    save(store, "both", content(9) + content(0))
+    save(store, "copy", content(0))
+    remove(store.objects, chunk_of(store, "a"))
+    report = run(store)
+    assert [(each.path, each.ranges) for each in report.lost] == [("a", ((0, 3000),)), ("copy", ((0, 3000),))]
+    assert not report.is_whole
+    json.dumps(report.as_dict())
+
+
+def test_a_chunk_is_made_again_under_its_name_from_a_copy(store):
+    replica = make_store()
+    save(replica, "x", content(2))
+    key = chunk_of(store, "run/c")
+    remove(store.objects, key)
+    report = run(store, replicas=[replica])
+    assert [each.key for each in report.mended] == [key]
+    assert load(store, "run/c") == content(2)
+    assert verify(store).damage == []
+
+
+def test_files_name_another_object_where_the_old_one_cannot_be_made_again():
+    store, replica = make_store("all"), make_store("off")
+    data = Training().file()
+    for target in (store, replica):
+        save(target, "a", data)
+    save(store, "copy", data)
+    written = observe(store, "a").manifest
+    for row in written.rows:
+        remove(store.objects, keys.chunk_key(row.name))
+    report = run(store, replicas=[replica])
+    fresh = Store(store.objects, store.descriptor, url="again")
+    assert load(fresh, "a") == load(fresh, "copy") == data
+    assert report.is_whole
+    assert verify(fresh).damage == []
+    assert set(report.rewritten) <= {"a", "copy"}
+    assert observe(fresh, "a").manifest.write_id == written.write_id
+
+
+def test_a_dry_run_changes_nothing_and_says_the_same(store):
+    twice(store, record(store))
+    middle(store, marker(store))
+    remove(store.objects, chunk_of(store, "run/c"))
+    before = {item.key: item.version for item in store.objects.list("")}
+    would = run(store, dry_run=True)
+    assert {item.key: item.version for item in store.objects.list("")} == before
+    did = run(store)
+    for name in ("mended", "moved", "left"):
+        assert [each.key for each in getattr(would, name)] == [each.key for each in getattr(did, name)]
+    assert would.lost == did.lost
+
+
+def test_a_chunk_with_one_bad_block_stays_because_the_others_can_be_read():
+    store = make_store()
+    data = content(1, 3 << 20)
+    save(store, "a", data)
+    key = chunk_of(store, "a")
+    flip_bit(store.objects, key, 8 * (store.objects.head(key).size - 5))
+    scrub(store, LOOK)
+    report = run(store)
+    assert [each.how for each in report.left] == ["its sound blocks can be read still"]
+    assert store.objects.head(key)
+    with pytest.raises(CorruptionError):
+        load(store, "a")
+
+
+def test_a_chunk_of_which_nothing_can_be_read_makes_way(store):
+    key = chunk_of(store, "run/c")
+    for bit in (100, 200, 333):
+        flip_bit(store.objects, key, bit)
+    scrub(store, LOOK)
+    report = run(store)
+    assert [each.key for each in report.moved] == [key]
+    save(Store(store.objects, store.descriptor, url="again", clock=store.clock), "elsewhere", content(2))
+    assert load(store, "run/c") == content(2), "saving the bytes anywhere heals all that names them"
+
+
+def test_what_is_no_record_and_no_chunk_is_moved_aside(store):
+    strays = [f"{keys.TREE}stray", f"{keys.CHUNKS}ab/stray", f"{keys.CHUNKS}{chunk_of(store, 'a')[15:17]}/x"]
+    for key in strays:
+        store.objects.put(key, [b"not ours"])
+    report = run(store)
+    assert sorted(each.key for each in report.moved) == sorted(strays)
+    assert all(store.objects.read(each.how, 100)[0] == b"not ours" for each in report.moved)
+    assert report.is_whole
+
+
+def test_a_marker_is_made_again_from_its_name(store):
+    twice(store, marker(store))
+    report = run(store)
+    assert [each.how for each in report.mended] == ["its name"]
+    assert stat(store, "empty").is_directory
+    assert observe(store, "b").manifest.kind is Kind.FILE
+
+
+def test_a_condemned_list_that_nobody_can_read_does_not_keep_writers_waiting_for_long(store):
+    key = condemned(store)
+    twice(store, key)
+    with pytest.raises(CorruptionError):
+        save(Store(store.objects, store.descriptor, url="again", clock=store.clock), "new", content(9))
+    assert [each.how for each in run(store).left] == ["gc deletes nothing for it, and removes it after a grace"]
+    store.clock.sleep(100)
+    report = run(store)
+    assert [each.key for each in report.moved] == [key]
+    assert report.is_whole
+    save(Store(store.objects, store.descriptor, url="again", clock=store.clock), "new", content(9))
+
+
+def test_a_writer_whose_lease_was_damaged_takes_a_new_one(store):
+    twice(store, lease(store))
+    store.clock.sleep(15)
+    save(store, "new", content(9))
+    assert load(store, "new") == content(9)

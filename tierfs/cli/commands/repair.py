@@ -1,0 +1,122 @@
+"""``tierfs repair``: make a store whole again from what is sound, and say what is lost."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from tierfs.cli.output import add_json_argument, print_json, printable
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.errors import CorruptionError, InvalidInputError
+from tierfs.session import parse_url
+from tierfs.session.mending import mend_descriptor
+
+if TYPE_CHECKING:
+    from tierfs.checkpoint.losses import CheckpointLoss
+    from tierfs.store.maintenance.repair import RepairReport
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "repair"
+HELP = "make a store whole again from what is sound, move aside what cannot be saved, and say what is lost"
+EXAMPLES = """\
+tierfs repair s3://bucket/run --dry-run
+tierfs repair s3://bucket/run
+tierfs repair s3://bucket/run --read-data --from s3://other-region/run"""
+NAMES_MAX = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument("--dry-run", action="store_true", help="change nothing; say what would be done")
+    parser.add_argument(
+        "--read-data",
+        action="store_true",
+        help="read all chunks first, as `tierfs scrub` does; else what that found counts",
+    )
+    parser.add_argument(
+        "--from",
+        dest="replicas",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="another copy of the store, or one that may hold the same content; may be given several times",
+    )
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Repair, and return the exit code of damage if a file has lost something."""
+    from tierfs.store.maintenance.repair import repair  # noqa: PLC0415 - it loads NumPy
+    from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415
+
+    if arguments.concurrency < 1:
+        raise InvalidInputError("--concurrency must be at least 1")
+    descriptor = mend_descriptor(parse_url(arguments.url), dry_run=arguments.dry_run)
+    place = store_place(arguments.url)
+    if place.path:
+        raise InvalidInputError(f"repair works on a whole store: name its root, {place.store.url}", path=place.url)
+    replicas = [store_place(url).store for url in arguments.replicas]
+    with Progress("repair", total_bytes=None, wanted=arguments.progress) as progress:
+        if arguments.read_data:
+            scrub(place.store, ScrubOptions(heal=False), progress=progress.advance)
+        report = repair(
+            place.store,
+            replicas=replicas,
+            dry_run=arguments.dry_run,
+            concurrency=arguments.concurrency,
+            progress=lambda what, count: progress.note(f"{what} +{count}"),
+        )
+    losses: list[CheckpointLoss] = []
+    if not report.is_whole:
+        from tierfs.checkpoint.losses import checkpoint_losses  # noqa: PLC0415 - it loads torch
+
+        lost = {each.path: each.ranges for each in report.lost}
+        losses = checkpoint_losses(place.store.without_local_tiers(), lost, report.lost_files)
+    if arguments.json:
+        checkpoints = [asdict(each) for each in losses]
+        print_json({"url": place.store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints})
+    else:
+        if descriptor:
+            print(f"{'would mend' if report.dry_run else 'mended'}  .tierfs/store.json ({descriptor})")
+        _print(report, losses)
+    return 0 if report.is_whole else CorruptionError.exit_code
+
+
+def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
+    would = "would be " if report.dry_run else ""
+    for what, items in ((f"{would}mended", report.mended), (f"{would}moved", report.moved), ("left", report.left)):
+        for each in items:
+            print(f"{what}  {printable(each.key)}")
+            print(f"  problem  {printable(each.problem)}")
+            if each.how:
+                print(
+                    f"  {'to' if 'moved' in what else 'from' if 'mended' in what else 'because'}  {printable(each.how)}"
+                )
+    for path in report.rewritten:
+        print(f"rewritten  {printable(path)}")
+    for path in report.lost_files:
+        print(f"lost  {printable(path)}: its record")
+    for loss in report.lost:
+        count = sum(length for _, length in loss.ranges)
+        print(f"lost  {printable(loss.path)}: {count} bytes in {len(loss.ranges)} places")
+    for each_loss in losses:
+        if each_loss.is_whole:
+            print(f"checkpoint {printable(each_loss.path)} is lost: its metadata cannot be read")
+            continue
+        names = ", ".join(map(printable, each_loss.names[:NAMES_MAX]))
+        more = f" and {len(each_loss.names) - NAMES_MAX} more" if len(each_loss.names) > NAMES_MAX else ""
+        print(f"checkpoint {printable(each_loss.path)} lost {len(each_loss.names)} tensors: {names}{more}")
+    state = (
+        "nothing is lost" if report.is_whole else f"{len(report.lost) + len(report.lost_files)} files lost something"
+    )
+    print(
+        f"looked at {report.records} records and {report.chunks} chunks: {len(report.mended)} {would}mended, "
+        f"{len(report.moved)} {would}moved aside, {len(report.left)} left; {state}"
+    )

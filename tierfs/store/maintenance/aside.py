@@ -1,0 +1,49 @@
+"""Move what cannot be saved aside: it is copied below ``.tierfs/lost/``, and only then taken from its place."""
+
+from __future__ import annotations
+
+import logging
+from datetime import datetime, timezone
+
+from tierfs.format import keys
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import CREATE
+from tierfs.store.store import Store
+
+__all__ = ["Aside"]
+
+_logger = logging.getLogger("tierfs.repair")
+
+
+class Aside:
+    """Where one repair moves things.
+
+    Args:
+        store: The store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        moment = datetime.fromtimestamp(store.clock.now_ns() / 1e9, timezone.utc)
+        self._prefix = f"{keys.LOST}{moment:%Y%m%dT%H%M%SZ}-{store.random_bytes(4).hex()}/"
+
+    def copy(self, key: str, data: bytes) -> str:
+        """Keep the bytes of an object; returns where."""
+        target = self._prefix + key.removeprefix(f"{keys.PRIVATE}/")
+        checksum = checksum_for(self._store.objects.capabilities, [data])
+        self._store.objects.put(target, [data], mode=CREATE, checksum=checksum)
+        _logger.warning("%s is kept as %s", self._store.where(key), target)
+        return target
+
+    def move(self, key: str, limit: int) -> str:
+        """Keep an object's bytes, and take it from its place on condition that it has not changed; returns where it is.
+
+        Raises:
+            NotFoundError, ConflictError: It was deleted or changed meanwhile.
+            CorruptionError: It is larger than ``limit`` bytes, and stays.
+            StoreError, ReadOnlyError, CapacityError: The object tier failed.
+        """
+        data, info = self._store.objects.read(key, limit)
+        target = self.copy(key, data)
+        self._store.objects.delete_version(key, info.version)
+        return target

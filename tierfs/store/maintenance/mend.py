@@ -1,0 +1,202 @@
+"""Repair of the objects that end with a checksum: records, markers, leases, condemned lists, and what collector and scrub note."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from tierfs.digest import Buffer
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, TierfsError
+from tierfs.format import keys
+from tierfs.format.collector import COLLECTOR_BYTES_MAX, Collector
+from tierfs.format.correction import correct_sealed
+from tierfs.format.lease import Condemned, Lease
+from tierfs.format.manifest import MANIFEST_BYTES_MAX, TOMBSTONE_BYTES, Record, decode_record
+from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import ObjectInfo, Update, Version
+from tierfs.store.leases import LIST_BYTES_MAX
+from tierfs.store.maintenance.aside import Aside
+from tierfs.store.maintenance.turn import MARGIN_NS, SECOND_NS, server_now
+from tierfs.store.store import Store
+from tierfs.store.tree.delete import bury
+from tierfs.store.tree.directory import new_marker
+from tierfs.store.tree.records import Observed, publish
+
+__all__ = ["RECORD_BYTES_MAX", "Mender"]
+
+RECORD_BYTES_MAX = MANIFEST_BYTES_MAX + 1024
+ALIKE_BYTES_MAX = 32
+_WRITE_ID = slice(16, 32)
+
+Note = Callable[[str, str, str], object]
+
+
+class Mender:
+    """Repairs sealed objects of one store.
+
+    Args:
+        store: The store, without its local tiers.
+        replicas: Other copies of it.
+        aside: Keeps what cannot be repaired; ``None`` to change nothing.
+        mended: Called with a key, what was wrong, and where the right bytes came from.
+        moved: Called with a key, what was wrong, and where the damaged bytes are now.
+        left: Called with a key, what is wrong, and why nothing is done about it.
+    """
+
+    def __init__(
+        self, store: Store, replicas: Sequence[Store], aside: Aside | None, *, mended: Note, moved: Note, left: Note
+    ) -> None:
+        self._store = store
+        self._replicas = replicas
+        self._aside = aside
+        self._mended, self._moved, self._left = mended, moved, left
+
+    def record(self, path: str, info: ObjectInfo) -> Record | None:
+        """Read a record, and repair it if it is damaged.
+
+        Returns:
+            The record; ``None`` if there is none any more.
+
+        Raises:
+            StoreError, ReadOnlyError, CapacityError: The object tier failed.
+        """
+        store, key = self._store, info.key
+        data, version = b"", info.version
+        try:
+            data, read = store.objects.read(key, RECORD_BYTES_MAX)
+            version = read.version
+            return decode_record(data, path, store.where(key))
+        except NotFoundError:
+            return None
+        except FormatError as error:
+            self._left(key, str(error), "it may be of a newer tierfs")
+            return None
+        except CorruptionError as error:
+            problem = str(error)
+        for source, candidate in self._candidates(key, data):
+            with contextlib.suppress(TierfsError):
+                record = decode_record(candidate, path, store.where(key))
+                if self._put(key, candidate, version):
+                    self._mended(key, problem, source)
+                return record
+        try:
+            return self._replace(path, key, data, version, problem)
+        except (ConflictError, NotFoundError):
+            return None  # somebody saved it again
+
+    def others(self) -> None:
+        """Repair leases, condemned lists, and what the collector and scrubbing note."""
+        store = self._store
+        for prefix in (keys.LEASES, keys.GC):
+            for item in list(store.objects.list(prefix)):
+                if isinstance(item, ObjectInfo):
+                    self._other(item.key)
+        self._other(keys.SCRUB)
+
+    def _other(self, key: str) -> None:
+        store, (limit, decode, then) = self._store, _handling(key)
+        if decode is None:
+            return
+        try:
+            data, info = store.objects.read(key, limit)
+        except NotFoundError:
+            return
+        except CorruptionError as error:
+            self._left(key, str(error), then)
+            return
+        try:
+            decode(data, key)
+        except (CorruptionError, FormatError) as error:
+            fixed = correct_sealed(data)
+            if fixed is None:
+                self._give_up(key, str(error), then)
+            elif self._put(key, fixed, info.version):
+                self._mended(key, str(error), "its own bytes")
+
+    def _give_up(self, key: str, problem: str, then: str) -> None:
+        """Leave it to gc; but a condemned list that nobody can read keeps all writers waiting, so it goes as soon as that is safe."""
+        if not keys.is_condemned_key(key) or not self._is_gc_over():
+            self._left(key, problem, then)
+            return
+        target = self._aside.move(key, LIST_BYTES_MAX) if self._aside is not None else ""
+        self._moved(key, problem, target)
+
+    def _is_gc_over(self) -> bool:
+        """Whether the last request of any gc was sent a grace ago or more, so that each has taken effect or never will."""
+        store = self._store
+        try:
+            put_ns = store.objects.head(keys.COLLECTOR).modified_ns
+        except NotFoundError:
+            return False
+        grace_ns = (store.descriptor.grace_s + store.descriptor.lease_s) * SECOND_NS + MARGIN_NS
+        return server_now(store) - put_ns >= grace_ns
+
+    def _candidates(self, key: str, data: bytes) -> Iterator[tuple[str, bytes]]:
+        """What the record may have been, from the surest on."""
+        fixed = correct_sealed(data)
+        if fixed is not None:
+            yield "its own bytes", fixed
+        known = None if self._store.host_records is None else self._store.host_records.newest(key)
+        if known is not None and _is_alike(data, known[1]):
+            yield "what this host has seen of it", known[1]
+        for replica in self._replicas:
+            with contextlib.suppress(NotFoundError, CorruptionError):
+                found, _ = replica.objects.read(key, RECORD_BYTES_MAX)
+                if _is_alike(data, found):
+                    yield replica.url, found
+
+    def _replace(self, path: str, key: str, data: bytes, version: Version, problem: str) -> Record | None:
+        """Put another record in the place of one that is lost."""
+        store = self._store
+        if self._aside is None:
+            is_marked = path.endswith("/") or len(data) == TOMBSTONE_BYTES
+            (self._mended if is_marked else self._moved)(key, problem, "its name" if is_marked else "")
+            return None
+        observed = Observed(path, key, None, version)
+        if path.endswith("/"):  # nothing is in it but that the directory is there
+            marker = new_marker(store, version)
+            publish(store, observed, marker)
+            self._mended(key, problem, "its name")
+            return marker
+        target = self._aside.copy(key, data)
+        bury(store, observed)
+        if len(data) == TOMBSTONE_BYTES:  # no live record is as short
+            self._mended(key, problem, "its size")
+        else:
+            self._moved(key, problem, target)
+        return None
+
+    def _put(self, key: str, data: bytes, version: Version) -> bool:
+        """Replace a damaged object. Returns whether that was done, or would be."""
+        if self._aside is None:
+            return True
+        checksum = checksum_for(self._store.objects.capabilities, [data])
+        try:
+            self._store.objects.put(key, [data], mode=Update(version), checksum=checksum)
+        except ConflictError:
+            return False
+        return True
+
+
+def _handling(key: str) -> tuple[int, Callable[[Buffer, str], Any] | None, str]:
+    """How large an object may be, how it is read, and what becomes of it where it cannot be repaired."""
+    if key == keys.COLLECTOR:
+        return COLLECTOR_BYTES_MAX, Collector.decode, "gc makes it anew"
+    if key == keys.SCRUB:
+        return SCRUB_BYTES_MAX, ScrubRecord.decode, "scrub makes it anew"
+    if key.startswith(keys.LEASES):
+        return 4096, Lease.decode, "gc removes it when the longest lease has run out"
+    if keys.is_condemned_key(key):
+        return LIST_BYTES_MAX, Condemned.decode, "gc deletes nothing for it, and removes it after a grace"
+    return 0, None, ""
+
+
+def _is_alike(damaged: bytes, candidate: bytes) -> bool:
+    """Whether a record is what a damaged one was: it is of the same write, or differs in few bytes."""
+    if len(damaged) > _WRITE_ID.stop and damaged[_WRITE_ID] == candidate[_WRITE_ID]:
+        return True
+    if len(damaged) != len(candidate):
+        return False
+    return sum(a != b for a, b in zip(damaged, candidate, strict=True)) <= ALIKE_BYTES_MAX

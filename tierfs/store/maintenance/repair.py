@@ -1,0 +1,397 @@
+"""Repair: make whole what can be made whole from what is sound, move aside what cannot, and say which files lost what.
+
+Nothing is deleted: what is taken from its place is kept below ``.tierfs/lost/``. A chunk of which one block is damaged stays, because
+the other blocks can be read.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from tierfs.buffers import buffers
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
+from tierfs.format import keys
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.store.chunks import store_chunk
+from tierfs.store.maintenance.aside import Aside
+from tierfs.store.maintenance.examine import OBJECT_BYTES_MAX, examine
+from tierfs.store.maintenance.heal import Healer
+from tierfs.store.maintenance.mend import RECORD_BYTES_MAX, Mender
+from tierfs.store.maintenance.pool import Pool
+from tierfs.store.maintenance.scrub import read_scrub_record
+from tierfs.store.maintenance.sweep import PREFIXES
+from tierfs.store.read.reader import expand_rows
+from tierfs.store.store import Store
+from tierfs.store.tree.records import observe_published, publish
+from tierfs.store.write.writer import fold_rows
+
+__all__ = ["FileLoss", "Fixed", "RepairReport", "repair"]
+
+BATCH = 256
+_logger = logging.getLogger("tierfs.repair")
+
+Sizes = tuple[int, int]
+"""Stored and raw length of a chunk object; 0 where nobody says."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Something that was done, or has to be.
+
+    Attributes:
+        key: The object concerned.
+        problem: What was wrong with it, in words.
+        how: Where the right bytes came from; where the damaged ones are now; or why nothing is done.
+    """
+
+    key: str
+    problem: str
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileLoss:
+    """What a file has lost.
+
+    Attributes:
+        path: Of the file.
+        ranges: Offset and length of each part that cannot be read.
+        keys: The chunk objects that are at fault.
+    """
+
+    path: str
+    ranges: tuple[tuple[int, int], ...]
+    keys: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class RepairReport:
+    """What was found and done.
+
+    Attributes:
+        dry_run: Whether nothing was changed: what is said to be mended or moved would be.
+        records: Records that were read.
+        chunks: Chunk objects that files need.
+        mended: What is whole again.
+        rewritten: Files whose record names another object of the same content now.
+        moved: What could not be saved, and where it is kept.
+        left: What was left as it is, and why.
+        lost: Files of which a part cannot be read. A file whose record was moved is among ``moved``.
+    """
+
+    dry_run: bool = False
+    records: int = 0
+    chunks: int = 0
+    mended: list[Fixed] = field(default_factory=list)
+    rewritten: list[str] = field(default_factory=list)
+    moved: list[Fixed] = field(default_factory=list)
+    left: list[Fixed] = field(default_factory=list)
+    lost: list[FileLoss] = field(default_factory=list)
+
+    @property
+    def lost_files(self) -> list[str]:
+        """Files of which the record was lost."""
+        found = []
+        for each in self.moved:
+            if each.key.startswith(keys.TREE):
+                try:
+                    found.append(keys.parse_record_key(each.key))
+                except FormatError:
+                    continue  # it never was a record
+        return found
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no file has lost anything."""
+        return not self.lost and not self.lost_files
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "lost_files": self.lost_files, "whole": self.is_whole}
+
+
+def repair(
+    store: Store,
+    *,
+    replicas: Sequence[Store] = (),
+    dry_run: bool = False,
+    concurrency: int = 16,
+    progress: Callable[[str, int], object] = lambda *_: None,
+) -> RepairReport:
+    """Repair a store as far as that can be done without reading all chunks: what `scrub` found is what is known to be damaged.
+
+    Args:
+        store: The store. Its local tiers are where bytes are looked for first.
+        replicas: Other stores that may hold the same content.
+        dry_run: Change nothing.
+        concurrency: Requests under way at once.
+        progress: Called with what is counted, and how many more there are.
+
+    Raises:
+        StoreError, ReadOnlyError, CapacityError: The object tier failed. Another run does the rest.
+    """
+    with Pool(concurrency) as pool:
+        return _Repair(store, replicas, dry_run, pool, progress).run()
+
+
+class _Repair:
+    """One run."""
+
+    def __init__(
+        self,
+        store: Store,
+        replicas: Sequence[Store],
+        dry_run: bool,
+        pool: Pool,
+        progress: Callable[[str, int], object],
+    ) -> None:
+        self._store = bare = store.without_local_tiers()
+        self._pool = pool
+        self._progress = progress
+        self._report = report = RepairReport(dry_run)
+        self._aside = None if dry_run else Aside(bare)
+        self._healer = Healer(store, replicas)
+
+        def note(target: list[Fixed]) -> Callable[[str, str, str], None]:
+            return lambda key, problem, how: target.append(Fixed(key, problem, how))
+
+        self._mended, self._moved, self._left = note(report.mended), note(report.moved), note(report.left)
+        self._mender = Mender(
+            bare,
+            [replica.without_local_tiers() for replica in replicas],
+            self._aside,
+            mended=self._mended,
+            moved=self._moved,
+            left=self._left,
+        )
+        self._needs: dict[ChunkName, Sizes] = {}
+        self._beside: dict[ChunkName, Row] = {}  # what took the place of a lost object
+        self._lost: set[ChunkName] = set()
+
+    def run(self) -> RepairReport:
+        """Do it."""
+        self._mender.others()
+        self._read_records()
+        self._report.chunks = len(self._needs)
+        self._check_chunks()
+        if self._beside or self._lost:
+            self._follow_bases()
+            self._rewrite()
+        return self._report
+
+    # -- records -------------------------------------------------------------------------------------------------------
+
+    def _read_records(self) -> None:
+        def read(item: tuple[str, ObjectInfo]) -> tuple[Row, ...]:
+            path, info = item
+            record = self._mender.record(path, info)
+            if not isinstance(record, Manifest):
+                return ()
+            for row in record.rows if record.indirect else ():
+                self._need(row)
+            return self._rows(path, record) or ()
+
+        for batch in self._listed():
+            for rows in self._pool.map(read, batch):
+                for row in rows:
+                    self._need(row)
+            self._report.records += len(batch)
+            self._progress("records", len(batch))
+
+    def _listed(self) -> Iterator[list[tuple[str, ObjectInfo]]]:
+        def parsed() -> Iterator[tuple[str, ObjectInfo]]:
+            for item in self._store.objects.list(keys.TREE):
+                if not isinstance(item, ObjectInfo):
+                    continue
+                try:
+                    yield keys.parse_record_key(item.key), item
+                except FormatError as error:
+                    self._move(item.key, str(error), RECORD_BYTES_MAX)
+
+        found = parsed()
+        while batch := list(itertools.islice(found, BATCH)):
+            yield batch
+
+    def _rows(self, path: str, manifest: Manifest) -> tuple[Row, ...] | None:
+        """The chunks of a file; ``None`` where its table cannot be read."""
+        try:
+            return expand_rows(self._store, manifest, path)
+        except (CorruptionError, FormatError) as error:
+            _logger.warning("the table of %s cannot be read: %s", self._store.where(path), error)
+            return None
+
+    def _need(self, row: Row) -> None:
+        self._needs[row.name] = (row.stored_length, row.raw_length)
+        for base in row.bases:
+            self._needs.setdefault(base, (0, 0))
+
+    # -- chunks --------------------------------------------------------------------------------------------------------
+
+    def _check_chunks(self) -> None:
+        known = read_scrub_record(self._store).damaged
+        needed: dict[str, dict[str, ChunkName]] = defaultdict(dict)
+        for name in self._needs:
+            needed[name.digest.hex()[:2]][keys.chunk_key(name)] = name
+
+        def listed(prefix: str) -> tuple[str, dict[str, int]]:
+            items = self._store.objects.list(f"{keys.CHUNKS}{prefix}/")
+            return prefix, {item.key: item.size for item in items if isinstance(item, ObjectInfo)}
+
+        for prefix, there in self._pool.map(listed, PREFIXES):
+            for key, name in needed[prefix].items():
+                stored, raw = self._needs[name]
+                problem = ""
+                if key not in there:
+                    problem = "it is missing"
+                elif stored and there[key] != stored:
+                    problem = f"it has {there[key]} bytes where files say {stored}"
+                elif key in known:
+                    problem = self._problem(name, there[key])
+                if problem:
+                    self._heal(name, stored or there.get(key, 0), raw, problem, is_there=key in there)
+            for key, size in there.items():
+                if key not in needed[prefix]:
+                    self._look_at_others(key, size, is_known=key in known)
+            self._progress("prefixes", 1)
+
+    def _problem(self, name: ChunkName, size: int) -> str:
+        found = examine(self._store, name, size)
+        return "" if found is None else found.problem
+
+    def _heal(self, name: ChunkName, stored: int, raw_length: int, problem: str, *, is_there: bool) -> None:
+        key = keys.chunk_key(name)
+        if self._report.dry_run:
+            with buffers().lend(max(1, raw_length)) as raw:
+                source = self._healer.find_raw(name, raw) if raw_length else ""
+            (self._mended if source else self._left)(key, problem, source or "nothing has its bytes")
+            if not source:
+                self._lost.add(name)
+            return
+        source = self._healer.heal(name, stored, raw_length)
+        if source:
+            self._mended(key, problem, source)
+            return
+        row = self._store_beside(name, raw_length, key, problem)
+        if row is not None:
+            self._beside[name] = row
+            return
+        self._lost.add(name)
+        if is_there and not self._is_readable_in_part(name):
+            self._move(key, problem, OBJECT_BYTES_MAX)
+        else:
+            self._left(key, problem, "nothing has its bytes" if not is_there else "its sound blocks can be read still")
+
+    def _store_beside(self, name: ChunkName, raw_length: int, key: str, problem: str) -> Row | None:
+        """Store a chunk under another name, where its bytes are to be had but its object cannot be made as it was."""
+        if not raw_length:
+            return None
+        with buffers().lend(raw_length) as raw:
+            source = self._healer.find_raw(name, raw)
+            if not source:
+                return None
+            self._store.presence.distrust(name)
+            row = store_chunk(self._store, raw)
+        self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
+        return row
+
+    def _is_readable_in_part(self, name: ChunkName) -> bool:
+        """Whether an object's envelope is sound, so that its sound blocks can be read."""
+        try:
+            size = self._store.objects.head(keys.chunk_key(name)).size
+        except NotFoundError:
+            return False
+        found = examine(self._store, name, size)
+        return found is not None and bool(found.raw_length)
+
+    def _look_at_others(self, key: str, size: int, *, is_known: bool) -> None:
+        """What no file needs: garbage, which gc deletes, or no chunk at all."""
+        try:
+            name = keys.parse_chunk_key(key, self._store.descriptor.digest_kind)
+        except FormatError as error:
+            self._move(key, str(error), OBJECT_BYTES_MAX)
+            return
+        if is_known and (problem := self._problem(name, size)):
+            self._move(key, problem, OBJECT_BYTES_MAX)
+
+    def _move(self, key: str, problem: str, limit: int) -> None:
+        if self._aside is None:
+            self._moved(key, problem, "")
+            return
+        try:
+            self._moved(key, problem, self._aside.move(key, limit))
+        except CorruptionError as error:
+            self._left(key, problem, str(error))
+        except (NotFoundError, ConflictError):
+            return  # somebody changed it meanwhile
+
+    # -- files that name what was lost ---------------------------------------------------------------------------------
+
+    def _manifests(self) -> Iterator[tuple[str, Manifest, tuple[Row, ...] | None]]:
+        for batch in self._listed():
+            for path, info in batch:
+                if path.endswith("/") or info.size == TOMBSTONE_BYTES:
+                    continue
+                try:
+                    manifest = observe_published(self._store, path).manifest
+                except FormatError:
+                    continue
+                if manifest is not None:
+                    yield path, manifest, self._rows(path, manifest)
+
+    def _follow_bases(self) -> None:
+        """What is encoded against an object that is not there any more cannot be read either."""
+        gone = {*self._beside, *self._lost}
+        for _, _, rows in self._manifests():
+            for row in rows or ():
+                if row.name in self._beside or row.name in self._lost or not gone.intersection(row.bases):
+                    continue
+                key = keys.chunk_key(row.name)
+                problem = "what it is encoded against is lost"
+                found = None if self._report.dry_run else self._store_beside(row.name, row.raw_length, key, problem)
+                if found is not None:
+                    self._beside[row.name] = found
+                else:
+                    self._lost.add(row.name)
+                    self._left(key, problem, "nothing has its bytes")
+
+    def _rewrite(self) -> None:
+        for path, manifest, rows in list(self._manifests()):
+            if rows is None:
+                bad = [keys.chunk_key(row.name) for row in manifest.rows if row.name in {*self._lost, *self._beside}]
+                self._report.lost.append(FileLoss(path, ((0, manifest.length),), tuple(bad)))
+                continue
+            if not self._report.dry_run and any(row.name in self._beside for row in rows):
+                self._rewrite_one(path)
+            starts = itertools.accumulate((row.raw_length for row in rows), initial=0)
+            lost = [(start, row) for start, row in zip(starts, rows, strict=False) if row.name in self._lost]
+            if lost:
+                ranges = tuple((start, row.raw_length) for start, row in lost)
+                at_fault = tuple(dict.fromkeys(keys.chunk_key(row.name) for _, row in lost))
+                self._report.lost.append(FileLoss(path, ranges, at_fault))
+
+    def _rewrite_one(self, path: str) -> None:
+        """Have a file name the objects that took the place of others: its bytes stay the same."""
+        store = self._store
+        term = store.presence.ensure()
+        observed = observe_published(store, path)
+        manifest = observed.manifest
+        rows = None if manifest is None else self._rows(path, manifest)
+        if manifest is None or rows is None:
+            return
+        table, indirect = fold_rows(store, [self._beside.get(row.name, row) for row in rows])
+        changed = replace(manifest, rows=table, indirect=indirect, previous=observed.previous)
+        try:
+            publish(store, observed, changed, term=term)
+        except ConflictError:
+            return  # somebody saved it again
+        except StoreError as error:
+            self._left(keys.record_key(path), "it names an object that is lost", str(error))
+            return
+        self._report.rewritten.append(path)
