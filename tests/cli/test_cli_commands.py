@@ -49,10 +49,10 @@ def test_every_command_has_help_with_examples(name, capsys):
 
 @pytest.mark.parametrize("name", frame.COMMANDS)
 def test_every_example_in_a_help_text_is_accepted_by_the_parser(name):
-    _, parsers = frame.build_parser([name])
+    parser = frame.build_parser(name)
     for line in frame.load_command(name).EXAMPLES.splitlines():
-        words = line.partition(" |")[0].partition("  #")[0].split()
-        parsers[name].parse_intermixed_args(words[2:])
+        words = re.split(r" \||  #| >", line)[0].split()
+        parser.parse_intermixed_args(words[2:])
 
 
 @pytest.mark.parametrize("name", frame.COMMANDS)
@@ -60,10 +60,29 @@ def test_every_command_and_every_option_is_in_the_reference(name):
     text = section(name)
     assert f"\ntierfs {name} " in text
     assert f"[{name}](#tierfs-{name})" in PAGE
-    _, parsers = frame.build_parser([name])
-    for action in parsers[name]._actions:
-        for option in action.option_strings:
-            assert option in ("-h", "--help") or f"`{option}`" in text, option
+    parser = frame.build_parser(name)
+    for one in getattr(parser, "actions", {"": parser}).values():
+        for action in one._actions:
+            for option in action.option_strings:
+                assert option in ("-h", "--help") or f"`{option}`" in text, option
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "flusher"])
+def test_an_action_has_help_with_its_options_alone(name, capsys):
+    for action, parser in frame.build_parser(name).actions.items():
+        assert main([name, action, "--help"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.startswith(f"usage: tierfs {name} {action} ")
+        assert f"tierfs {name} {action} " in shown.partition("examples:")[2]
+        assert ("--force" in shown) == ("--force" in parser._option_string_actions)
+        assert main([name, "--help", action]) == 0  # options may stand before the action
+        assert capsys.readouterr().out == shown
+    assert main([name]) == 2
+
+
+def test_a_misspelt_command_is_answered_with_the_right_one(capsys):
+    assert main(["chekpoint", "ls"]) == 2
+    assert "did you mean checkpoint?" in capsys.readouterr().err
 
 
 def test_the_reference_has_no_command_that_is_not_there():
@@ -139,11 +158,18 @@ def test_wrong_usage_exits_with_2_and_says_where_to_look(words, capsys):
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "invalid-input"
 
 
-def test_without_a_command_the_help_is_shown_on_stderr(capsys):
-    assert main([]) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert all(re.search(rf"^    {name}\s", shown.err, flags=re.MULTILINE) for name in frame.COMMANDS)
+def test_the_help_lists_every_command(capsys):
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"^    {name}\s", shown, flags=re.MULTILINE) for name in frame.COMMANDS)
+
+
+def test_without_a_command_a_new_host_is_told_where_to_begin(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    assert main([]) == 0
+    assert "tierfs init URL" in capsys.readouterr().out
+    assert main(["--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"state_directory": str(tmp_path / "state"), "stores": []}
 
 
 @pytest.mark.parametrize(
@@ -266,6 +292,8 @@ def test_a_command_imports_nothing_heavy():
 import sys
 from tierfs.cli import main
 main(["version"])
+main(["--help"])
+main(["doctor", "--help"])
 light = set(sys.modules)
 main(["ls", "/nothing/there"])
 heavy = {"torch", "numpy", "s3fs", "gcsfs", "adlfs", "aiobotocore", "obstore", "cupy"}

@@ -130,6 +130,18 @@ def until(condition, timeout_s=WAIT_S):
     return found
 
 
+def test_without_a_command_the_stores_of_this_host_are_shown(host, url, tell):
+    stage(url, files=1)
+    told = json.loads(tell("--json"))
+    assert told["state_directory"] == str(host / "state")
+    assert [(one["place"], one["uuid"]) for one in told["stores"]] == [
+        (f"{host}/store", open_bare(parse_url(url))[0].descriptor.uuid)
+    ]
+    tell("wait", url)
+    line = until(lambda: next((line for line in tell().splitlines() if f"{host}/store  -  " in line), None))
+    assert line.startswith(f"{host}/store")
+
+
 @contextlib.contextmanager
 def program(*words, **more):
     """The program itself, in the background, killed if it is still there in the end."""
@@ -604,7 +616,7 @@ from tierfs.cli import app as frame
 from tierfs.cli.commands import flusher
 from tierfs.flusher.server import Service
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
-engine, directory = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
+engine, directory = flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
 engine.start()
 engine.handle("hello", {"options": {}}, None)
 late = {"fsspec", "asyncio", "ssl", "tqdm", "tierfs.store", "tierfs.objects", "tierfs.fs", "torch"} & set(sys.modules)
@@ -636,7 +648,7 @@ from tierfs.cli.commands import flusher
 from tierfs.flusher import priority
 priority.give_way = lambda: sys.argv[2] == "True"
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
-engine, _ = flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
+engine, _ = flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
 engine.start()
 counters = engine.handle("status", {}, None)["counters"]
 engine.stop()
@@ -661,7 +673,7 @@ _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
 words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[1], "--ram", "67108864", "--nvme", "0"]
-flusher._spawned(frame.build_parser(["flusher"])[1]["flusher"].parse_args(words))
+flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, 65536)
 assert len(set(resource.getrlimit(resource.RLIMIT_AS))) == 1
 """

@@ -1,58 +1,88 @@
-"""What is around every command: finding it, parsing its arguments, and turning errors into exit codes.
+"""Find a command, parse its arguments, run it, and turn errors into exit codes.
 
-A command is a module of `tierfs.cli.commands` with ``NAME``, ``HELP``, ``EXAMPLES``, ``add_arguments`` and ``run``. Only the one
-that is asked for is imported, so that a quick command is not slowed down by what another one needs.
+A command is a module of `tierfs.cli.commands`: see `Command` and `CommandWithActions`. Only the requested one is imported,
+and none for ``tierfs --help``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import NoReturn, Protocol, cast
+from collections.abc import Mapping, Sequence
+from typing import NoReturn, Protocol, TypeVar, cast
 
 from tierfs import __version__
 from tierfs.cli.failures import Failure, describe
 from tierfs.cli.log import logging_to_stderr
 from tierfs.cli.output import print_json, printable
+from tierfs.cli.overview import show_stores
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.misplaced import do_not_warn
 
-__all__ = ["COMMANDS", "Command", "build_parser", "load_command", "main"]
+__all__ = [
+    "COMMANDS",
+    "ActionsParser",
+    "Command",
+    "CommandWithActions",
+    "build_parser",
+    "help_text",
+    "load_command",
+    "main",
+]
 
-COMMANDS = (
-    "init",
-    "ls",
-    "stat",
-    "cat",
-    "cp",
-    "mv",
-    "rm",
-    "du",
-    "verify",
-    "status",
-    "wait",
-    "prefetch",
-    "evict",
-    "probe",
-    "gc",
-    "prune",
-    "scrub",
-    "repair",
-    "flusher",
-    "checkpoint",
-    "mount",
-    "umount",
-    "demo",
-    "version",
-)
+_GROUPS = {
+    "files": {
+        "init": "make a store",
+        "ls": "list a directory",
+        "stat": "show one file or directory",
+        "cat": "write a file to stdout",
+        "cp": "copy into a store, out of it, or within it",
+        "mv": "move or rename within a store",
+        "rm": "delete files and directories",
+        "mount": "mount a store as a directory",
+        "umount": "unmount it",
+    },
+    "checkpoints": {
+        "checkpoint": "list, show, verify, compare, export and import checkpoints",
+        "prune": "delete checkpoints by policy",
+    },
+    "this host": {
+        "status": "show a store's tiers, pending files and errors",
+        "wait": "wait until saved files have reached a level",
+        "prefetch": "copy files to this host's disk",
+        "evict": "drop copies from this host",
+        "flusher": "run, stop or inspect the background flusher",
+        "doctor": "check this machine, and say what to change",
+    },
+    "upkeep": {
+        "du": "show stored, shared and freed bytes",
+        "verify": "read everything back, and list damage",
+        "gc": "delete bytes that no file needs",
+        "scrub": "verify chunks in turns, and heal damaged ones",
+        "repair": "mend a store, and say what is lost",
+        "probe": "test what an endpoint promises",
+    },
+    "more": {
+        "demo": "train, kill, resume, compare",
+        "completion": "print a completion script for a shell",
+        "version": "show versions",
+    },
+}
+COMMANDS = {name: line for group in _GROUPS.values() for name, line in group.items()}
+"""Every command, with its line in ``tierfs --help``."""
 
-_DESCRIPTION = "Look at, copy and check what lies in tierfs stores."
+_DESCRIPTION = """\
+usage: tierfs COMMAND [OPTION...] ARGUMENT...
+
+Store, check and convert training checkpoints. `tierfs COMMAND --help` shows a command's options,
+`tierfs` alone the stores of this host.
+"""
 _EPILOG = """\
 URLs:
   tierfs::s3://bucket/path    a path in the store that holds it, on any filesystem that fsspec knows
@@ -67,7 +97,7 @@ Exit codes: 0 done, 1 other error, 2 wrong usage, 3 not found, 4 exists already,
 
 
 class Command(Protocol):
-    """What a command's module offers."""
+    """The interface of a command's module."""
 
     NAME: str
     HELP: str
@@ -80,6 +110,21 @@ class Command(Protocol):
         """Do it, and return the exit code."""
 
 
+class CommandWithActions(Protocol):
+    """The interface of a command with sub-commands: each action has arguments of its own."""
+
+    NAME: str
+    HELP: str
+    EXAMPLES: str
+    ACTIONS: Mapping[str, str]
+
+    def add_action_arguments(self, parser: argparse.ArgumentParser, action: str) -> None:
+        """Declare the arguments of one action."""
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Do what ``arguments.action`` says, and return the exit code."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are errors like all others, so that ``--json`` holds for them too."""
 
@@ -87,36 +132,100 @@ class _Parser(argparse.ArgumentParser):
         raise InvalidInputError(f"{message}; `{self.prog} --help` shows examples")
 
 
-def load_command(name: str) -> Command:
+class ActionsParser(_Parser):
+    """The parser of a command with sub-commands: finds the action, and leaves the rest to its parser.
+
+    Attributes:
+        actions: The parsers of the actions.
+    """
+
+    actions: Mapping[str, argparse.ArgumentParser]
+
+    def parse_intermixed_args(self, args: Sequence[str] | None = None, namespace: object = None) -> argparse.Namespace:  # type: ignore[override]
+        """Parse the words after the command; options may also stand before the action."""
+        words = list(args or ())
+        place = self._place_of_action(words)
+        if place is None:
+            if {"-h", "--help"} & set(words):
+                self.print_help()
+                self.exit()
+            self.error("name an action" if not words else f"{words[0]!r} is no action")
+        action = words.pop(place)
+        parser = self.actions[action]
+        for word in words[: words.index("--")] if "--" in words else words:
+            option = word.partition("=")[0]
+            is_foreign = option.startswith("--") and not self._takes(parser, option)
+            if is_foreign and any(self._takes(other, option) for other in self.actions.values()):
+                raise InvalidInputError(
+                    f"{option} is not for `{parser.prog}`; `{parser.prog} --help` shows its options"
+                )
+        arguments = parser.parse_intermixed_args(words)
+        arguments.action = action
+        return arguments
+
+    def _place_of_action(self, words: Sequence[str]) -> int | None:
+        for place, word in enumerate(words):
+            if word in self.actions:
+                return place
+            is_value = place and words[place - 1].startswith("-")
+            if not word.startswith("-") and not is_value:
+                return None
+        return None
+
+    @staticmethod
+    def _takes(parser: argparse.ArgumentParser, option: str) -> bool:
+        return option in parser._option_string_actions
+
+
+def load_command(name: str) -> Command | CommandWithActions:
     """Import one command."""
-    return cast("Command", importlib.import_module(f"tierfs.cli.commands.{name}"))
+    return cast("Command | CommandWithActions", importlib.import_module(f"tierfs.cli.commands.{name}"))
 
 
-def build_parser(names: Sequence[str] = COMMANDS) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of ``tierfs``, and those of the named commands."""
-    top = _Parser(
-        prog="tierfs",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
+def build_parser(name: str) -> argparse.ArgumentParser:
+    """The parser of one command, for the words after its name."""
+    command = load_command(name)
+    if not hasattr(command, "ACTIONS"):
+        parser = _new_parser(_Parser, f"tierfs {name}", command.HELP, command.EXAMPLES)
+        command.add_arguments(parser)
+        return parser
+    command = cast("CommandWithActions", command)
+    width = max(map(len, command.ACTIONS))
+    listed = "\n".join(f"  {action:{width}}  {line}" for action, line in command.ACTIONS.items())
+    more = f"\n\nactions:\n{listed}\n\n`tierfs {name} ACTION --help` shows an action's options."
+    group = _new_parser(ActionsParser, f"tierfs {name}", command.HELP, command.EXAMPLES, more)
+    group.usage = f"tierfs {name} ACTION [OPTION...] ARGUMENT..."
+    parsers = {}
+    for action, line in command.ACTIONS.items():
+        prog = f"tierfs {name} {action}"
+        examples = "\n".join(one for one in command.EXAMPLES.splitlines() if one.startswith(f"{prog} "))
+        parsers[action] = _new_parser(_Parser, prog, line, examples)
+        command.add_action_arguments(parsers[action], action)
+    group.actions = parsers
+    return group
+
+
+_AParser = TypeVar("_AParser", bound=_Parser)
+
+
+def _new_parser(kind: type[_AParser], prog: str, line: str, examples: str, more: str = "") -> _AParser:
+    return kind(
+        prog=prog,
+        description=f"{line[:1].upper()}{line[1:]}.{more}",
+        epilog=f"examples:\n{textwrap.indent(examples.strip(), '  ')}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    top.add_argument("--version", action="version", version=f"tierfs {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND")
-    parsers: dict[str, argparse.ArgumentParser] = {}
-    for name in names:
-        command = load_command(name)
-        parser = commands.add_parser(
-            command.NAME,
-            help=command.HELP,
-            description=f"{command.HELP[:1].upper()}{command.HELP[1:]}.",
-            epilog=f"examples:\n{textwrap.indent(command.EXAMPLES.strip(), '  ')}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        command.add_arguments(parser)
-        parsers[name] = parser
-    return top, parsers
+
+
+def help_text() -> str:
+    """The text of ``tierfs --help``. It imports no command."""
+    width = max(map(len, COMMANDS))
+    groups = (
+        "\n".join([f"{title}:", *(f"    {name:{width}}  {line}" for name, line in group.items())])
+        for title, group in _GROUPS.items()
+    )
+    return "\n".join([_DESCRIPTION, *groups, "", _EPILOG])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -153,19 +262,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    if not words:
-        build_parser()[0].print_help(sys.stderr)
-        return InvalidInputError.exit_code
+    if not words or words == ["--json"]:
+        return show_stores(as_json=bool(words))
+    name, *rest = words
+    if name in {"-h", "--help"}:
+        print(help_text(), end="")
+        return 0
+    if name == "--version":
+        print(f"tierfs {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, 1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise InvalidInputError(f"there is no command {name!r}{meant}; `tierfs --help` shows examples")
     try:
-        if words[0] not in COMMANDS:
-            build_parser()[0].parse_args(words)
-            raise InvalidInputError("name a command; `tierfs --help` lists them")
-        _, parsers = build_parser([words[0]])
         # Options may stand anywhere, also between the arguments.
-        arguments = parsers[words[0]].parse_intermixed_args(words[1:])
-    except SystemExit as stop:  # --help and --version
+        arguments = build_parser(name).parse_intermixed_args(rest)
+    except SystemExit as stop:  # --help
         return stop.code if isinstance(stop.code, int) else 0
-    return load_command(words[0]).run(arguments)
+    return load_command(name).run(arguments)
 
 
 def _report(failure: Failure, *, as_json: bool) -> int:

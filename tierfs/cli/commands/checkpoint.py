@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-from dataclasses import dataclass
 
 from tierfs.cli.output import add_json_argument
 from tierfs.cli.progress import add_progress_argument
 from tierfs.errors import InvalidInputError
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["ACTIONS", "EXAMPLES", "HELP", "NAME", "add_action_arguments", "run"]
 
 NAME = "checkpoint"
 HELP = "list, show, verify, compare, export, import and commit checkpoints of torch.distributed.checkpoint"
@@ -26,97 +25,68 @@ tierfs checkpoint import /data/step_1000 tierfs::s3://bucket/run/step_1000
 tierfs checkpoint commit tierfs::s3://bucket/run/step_1000 --timeout 600"""
 
 
-@dataclass(frozen=True, slots=True)
-class _Action:
-    """What an action takes beside URL.
-
-    Attributes:
-        other: What the second argument is; empty for none.
-        is_needed: Whether it has to be given.
-        options: Of those that not all actions have.
-    """
-
-    other: str
-    is_needed: bool
-    options: frozenset[str]
-
-
-_ACTIONS = {
-    "ls": _Action("", is_needed=False, options=frozenset({"limit", "usage"})),
-    "show": _Action("PATTERN", is_needed=False, options=frozenset({"shards", "codecs", "rank"})),
-    "verify": _Action("", is_needed=False, options=frozenset({"rank", "progress"})),
-    "diff": _Action("OTHER", is_needed=True, options=frozenset({"rank", "progress"})),
-    "export": _Action(
-        "TARGET", is_needed=True, options=frozenset({"format", "skip_objects", "force", "rank", "progress"})
-    ),
-    "import": _Action("URL", is_needed=True, options=frozenset({"force", "rank", "progress"})),
-    "commit": _Action("", is_needed=False, options=frozenset({"timeout"})),
+ACTIONS = {
+    "ls": "list the checkpoints at or below URL",
+    "show": "show the tensors of a checkpoint, where they are, and how they are encoded",
+    "verify": "read every byte of a checkpoint, and list damaged tensors",
+    "diff": "compare two checkpoints bit for bit; exit code 1 if they differ",
+    "export": "write a checkpoint as a DCP directory, a safetensors file or a torch.save file",
+    "import": "save a DCP directory, a safetensors file or a torch.save file as a checkpoint",
+    "commit": "publish a checkpoint whose parts are all there",
 }
-_OPTIONS = {
-    "limit": None,
-    "usage": False,
-    "shards": False,
-    "codecs": False,
-    "format": None,
-    "skip_objects": False,
-    "force": False,
-    "rank": None,
-    "progress": None,
-    "timeout": None,
+_SECOND = {
+    "show": ("PATTERN", "names to show, like '*.weight' (default: all)"),
+    "diff": ("OTHER", "the other checkpoint"),
+    "export": ("TARGET", "a local path or tierfs:: URL"),
+    "import": ("URL", "the checkpoint to make"),
 }
+_PLACE = "tierfs:: URL, URL of the object tier, or local path"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("action", choices=list(_ACTIONS), help="what to do")
-    parser.add_argument(
-        "url",
-        metavar="URL",
-        help="the checkpoint's directory, for ls one above: tierfs:: URL, URL of the object tier, or local path; for import "
-        "SOURCE: a DCP directory, a safetensors file or one of torch.save, anywhere",
-    )
-    parser.add_argument(
-        "other",
-        metavar="OTHER",
-        nargs="?",
-        help="for show: PATTERN of the names to show, like '*.weight'; for diff: the other checkpoint; for export: TARGET, a "
-        "local path or tierfs:: URL; for import: URL of the checkpoint to make",
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="for ls: only the N of the highest steps")
-    parser.add_argument(
-        "--usage",
-        action="store_true",
-        help="for ls: how many bytes are shared with something else in the store, and how many deleting would free",
-    )
-    parser.add_argument("--shards", action="store_true", help="for show: where each shard of a tensor lies")
-    parser.add_argument(
-        "--codecs", action="store_true", help="for show: how each tensor is encoded in the object tier, and why"
-    )
-    parser.add_argument(
-        "--format",
-        choices=["dcp", "safetensors", "torch"],
-        help="for export: what to make of it (default: by TARGET's name: .safetensors, .pt, .pth, else dcp)",
-    )
-    parser.add_argument("--skip-objects", action="store_true", help="for export: leave out what is no tensor")
-    parser.add_argument("--force", action="store_true", help="for export and import: replace what is there")
-    parser.add_argument(
-        "--rank",
-        type=int,
-        metavar="R",
-        help="where ranks saved on their own (use_collectives=False): which one is meant",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="SECONDS",
-        help="for commit: wait so long for files that are missing (default: 0)",
-    )
-    add_progress_argument(parser)
+def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
+    """Declare the arguments of one action."""
+    if action == "import":
+        parser.add_argument(
+            "url", metavar="SOURCE", help="a DCP directory, a safetensors file or a torch.save file, anywhere"
+        )
+    else:
+        below = ", or a directory above it" if action == "ls" else ""
+        parser.add_argument("url", metavar="URL", help=f"the checkpoint's directory{below}: {_PLACE}")
+    metavar, described = _SECOND.get(action, ("nothing", argparse.SUPPRESS))
+    if action in {"diff", "export", "import"}:
+        parser.add_argument("other", metavar=metavar, help=described)
+    else:
+        parser.add_argument("other", metavar=metavar, nargs="?", help=described)
+    if action == "ls":
+        parser.add_argument("--limit", type=int, metavar="N", help="show only the N highest steps")
+        parser.add_argument("--usage", action="store_true", help="show shared bytes, and the bytes that deleting frees")
+    if action == "show":
+        parser.add_argument("--shards", action="store_true", help="show where each shard of a tensor lies")
+        parser.add_argument("--codecs", action="store_true", help="show how each tensor is encoded, and why")
+    if action == "export":
+        parser.add_argument(
+            "--format",
+            choices=["dcp", "safetensors", "torch"],
+            help="format to write (default: by TARGET's name: .safetensors, .pt, .pth, else dcp)",
+        )
+        parser.add_argument("--skip-objects", action="store_true", help="leave out values that are no tensors")
+    if action in {"export", "import"}:
+        parser.add_argument("--force", action="store_true", help="replace existing files")
+    if action not in {"ls", "commit"}:
+        parser.add_argument(
+            "--rank", type=int, metavar="R", help="rank to read, if ranks saved on their own (use_collectives=False)"
+        )
+    if action in {"verify", "diff", "export", "import"}:
+        add_progress_argument(parser)
+    if action == "commit":
+        parser.add_argument(
+            "--timeout", type=float, metavar="SECONDS", help="wait so long for missing files (default: 0)"
+        )
     add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the action says."""
+    """Run one action."""
     _check(arguments)
     if arguments.action == "commit":
         from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - not for --help
@@ -139,21 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    action = _ACTIONS[arguments.action]
-    if not arguments.url or arguments.other == "":
+    action, other = arguments.action, arguments.other
+    if not arguments.url or other == "":
         raise InvalidInputError("an argument is empty: give a URL or a path")
-    if action.is_needed and arguments.other is None:
-        raise InvalidInputError(
-            f"`tierfs checkpoint {arguments.action}` takes two arguments: the second one is {action.other}"
-        )
-    if not action.other and arguments.other is not None:
-        raise InvalidInputError(
-            f"`tierfs checkpoint {arguments.action}` takes one URL, and nothing else: {arguments.other!r}"
-        )
-    for name, default in _OPTIONS.items():
-        if name not in action.options and getattr(arguments, name) != default:
-            raise InvalidInputError(f"--{name.replace('_', '-')} is not for `tierfs checkpoint {arguments.action}`")
+    if action not in _SECOND and other is not None:
+        raise InvalidInputError(f"`tierfs checkpoint {action}` takes one URL, and nothing else: {other!r}")
     for name in ("limit", "rank"):
-        value = getattr(arguments, name)
+        value = getattr(arguments, name, None)
         if value is not None and value < 0:
             raise InvalidInputError(f"--{name} {value}: give a number from 0 on")

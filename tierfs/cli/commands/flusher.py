@@ -1,4 +1,4 @@
-"""``tierfs flusher``: run a store's flusher here, stop it, or give up what it keeps because of a conflict."""
+"""``tierfs flusher``: run a store's flusher here, stop it, export or discard kept changes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from tierfs.session import Location
     from tierfs.store import Store
 
-__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+__all__ = ["ACTIONS", "EXAMPLES", "HELP", "NAME", "add_action_arguments", "run"]
 
 NAME = "flusher"
-HELP = "run the process that takes what this host wrote to a store down to it, stop it, or deal with what it keeps"
+HELP = "run or stop the background flusher of a store, or handle the changes that it keeps"
 EXAMPLES = """\
 tierfs flusher run tierfs::s3://bucket/run
 tierfs flusher run tierfs::s3://bucket/run --ram 64GiB --log-format json
@@ -56,45 +56,45 @@ STOP_TIMEOUT_S = 60.0
 # A process that may have more than a million descriptors pays for it wherever all are gone through; 256 clients need no more than this.
 DESCRIPTORS_ENOUGH = 65_536
 _MEMORY_LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-_ONLY_RUN = ("uuid", "ram", "nvme", "bandwidth", "codecs", "linger", "log_format")
 _logger = logging.getLogger("tierfs.flush")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument(
-        "action",
-        choices=["run", "stop", "export", "discard"],
-        help="run: until SIGTERM or Ctrl-C; stop: the one that runs, after the steps that are under way; export: write this "
-        "host's own change of URL, where somebody else's stands, to FILE; discard: give it up",
-    )
+ACTIONS = {
+    "run": "run the flusher of a store here, until SIGTERM or Ctrl-C",
+    "stop": "end the running flusher after its current steps",
+    "export": "write this host's kept change of a file to a local file",
+    "discard": "delete this host's kept change of a file; there is no undoing it",
+}
+
+
+def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
+    """Declare the arguments of one action."""
     parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
-    parser.add_argument(
-        "file", metavar="FILE", nargs="?", help="for export: the local file to write, which must be new"
-    )
+    if action == "export":
+        parser.add_argument("file", metavar="FILE", help="the local file to write, which must be new")
     parser.add_argument("--state-dir", metavar="DIRECTORY", help="of this host (default: TIERFS_STATE_DIR)")
-    parser.add_argument("--ram", metavar="BYTES", help="for run: budget of the ram tier, like 64GiB")
-    parser.add_argument("--nvme", metavar="BYTES", help="for run: budget of the nvme tier, like 1TiB")
-    parser.add_argument(
-        "--bandwidth", metavar="BYTES", help="for run: per second to the object tier at most, like 500MB"
-    )
-    parser.add_argument(
-        "--codecs", metavar="CODECS", help="for run: auto, all, off, or names like zstd,plane (default: auto)"
-    )
-    parser.add_argument(
+    if action != "run":
+        parser.set_defaults(ram=None, nvme=None, bandwidth=None, codecs=None)
+        add_json_argument(parser)
+        return
+    tiers = parser.add_argument_group("tiers")
+    tiers.add_argument("--ram", metavar="BYTES", help="budget of the ram tier, like 64GiB")
+    tiers.add_argument("--nvme", metavar="BYTES", help="budget of the nvme tier, like 1TiB")
+    tiers.add_argument("--bandwidth", metavar="BYTES", help="bytes per second to the object tier, like 500MB")
+    tiers.add_argument("--codecs", metavar="CODECS", help="auto, all, off, or names like zstd,plane (default: auto)")
+    process = parser.add_argument_group("process")
+    process.add_argument(
         "--linger",
         type=float,
         metavar="SECONDS",
-        help=f"for run: end after so long with nothing to do (default: never, with --uuid {LINGER_S:g})",
+        help=f"end after so long with nothing to do (default: never, with --uuid {LINGER_S:g})",
     )
-    parser.add_argument(
-        "--uuid",
-        help="for run: the store's id; its first client says how to reach it. This is how clients start one",
+    process.add_argument(
+        "--uuid", help="the store's id; its first client says how to reach it. This is how clients start one"
     )
-    parser.add_argument(
-        "--log-format", choices=list(FORMATS), help="for run: of the log on stderr (default: TIERFS_LOG, else logfmt)"
+    process.add_argument(
+        "--log-format", choices=list(FORMATS), help="of the log on stderr (default: TIERFS_LOG, else logfmt)"
     )
-    add_json_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -102,14 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not arguments.url:
         raise InvalidInputError("an argument is empty: give a URL or a path")
     if arguments.action == "run":
-        if arguments.json:
-            raise InvalidInputError("--json is for stop, export and discard; --log-format json is for run")
         return _run(arguments)
-    for name in _ONLY_RUN:
-        if getattr(arguments, name) is not None:
-            raise InvalidInputError(f"--{name.replace('_', '-')} is for `tierfs flusher run` alone")
-    if (arguments.file is not None) != (arguments.action == "export"):
-        raise InvalidInputError("`tierfs flusher export URL FILE` takes a FILE, and nothing else does")
     if arguments.action == "stop":
         return _stop(arguments)
     if arguments.action == "export":

@@ -1,0 +1,83 @@
+"""`tierfs doctor` names each thing that a machine lacks, and what to do about it."""
+
+import json
+import resource
+
+import pytest
+
+import tierfs
+from tierfs.cli import machine, main
+
+
+def test_it_prints_every_check_and_exits_with_0_where_tierfs_works(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TIERFS_CONFIG", str(tmp_path / "none.toml"))
+    assert main(["doctor", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["ok"]
+    names = [check["name"] for check in told["checks"]]
+    assert {"versions", "shared memory", "state directory", "open files", "mount", "GPU", "S3"} <= set(names)
+    assert all(check["advice"] for check in told["checks"] if check["state"] != "ok" and check["name"] != "S3")
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_problem_exits_with_1_and_says_what_to_change(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TIERFS_STATE_DIR", "relative")
+    (tmp_path / "config.toml").write_text("[tier]\n")
+    monkeypatch.setenv("TIERFS_CONFIG", str(tmp_path / "config.toml"))
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "unknown table 'tier'" in shown
+    assert "-> set TIERFS_STATE_DIR to a directory on a local disk" in shown
+
+
+def test_an_endpoint_is_tested_too(tmp_path, capsys):
+    tierfs.init(str(tmp_path / "store"))
+    main(["doctor", str(tmp_path / "store"), "--json"])
+    endpoint = json.loads(capsys.readouterr().out)["checks"][-1]
+    assert (endpoint["name"], endpoint["state"]) == ("endpoint", "ok")
+    assert main(["doctor", str(tmp_path / "nothing"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["checks"][-1]["state"] == "problem"
+
+
+def test_small_shared_memory_is_noted(tmp_path):
+    memory = 100 * machine.shutil.disk_usage(tmp_path).total
+    assert machine.check_shared_memory(tmp_path, memory).state == "note"
+    assert machine.check_shared_memory(tmp_path / "none", memory).state == "note"
+
+
+@pytest.mark.parametrize(("soft", "state"), [(1024, "note"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")])
+def test_few_descriptors_are_noted(soft, state):
+    assert machine.check_descriptors(soft, 1 << 20).state == state
+
+
+@pytest.mark.parametrize(
+    ("tunables", "threshold", "state"),
+    [("", 182 << 20, "note"), ("glibc.cpu.x86_non_temporal_threshold=1048576", 182 << 20, "ok"), ("", 1 << 20, "ok")],
+)
+def test_copies_through_the_caches_are_noted(tunables, threshold, state):
+    assert machine.check_copies(tunables, threshold).state == state
+
+
+def test_huge_pages_need_a_kernel_that_gives_them(tmp_path):
+    (tmp_path / "enabled").write_text("always within_size advise [never] deny force\n")
+    assert machine.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "ok"
+    assert machine.check_huge_pages(tmp_path / "enabled", "5.10.0").state == "note"
+    (tmp_path / "enabled").write_text("always never [deny] force\n")
+    assert machine.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "note"
+
+
+def test_a_mount_needs_a_device_and_a_helper(tmp_path):
+    device = tmp_path / "fuse"
+    assert machine.check_fuse(device, is_root=True, helper=None).state == "note"
+    device.touch()
+    assert machine.check_fuse(device, is_root=False, helper=None).state == "note"
+    assert machine.check_fuse(device, is_root=True, helper=None).state == "ok"
+
+
+def test_credentials_are_named_and_never_shown(tmp_path):
+    cloud = machine.CLOUDS["S3"]
+    found = machine.check_cloud("S3", cloud, {"AWS_ACCESS_KEY_ID": "secret"}, tmp_path, has_client=True)
+    assert (found.state, found.found) == ("ok", "s3fs; credentials: AWS_ACCESS_KEY_ID")
+    assert machine.check_cloud("S3", cloud, {}, tmp_path, has_client=True).state == "note"
+    assert machine.check_cloud("S3", cloud, {}, tmp_path, has_client=False).state == "ok"

@@ -1,0 +1,43 @@
+"""``tierfs doctor``: check this machine, and say what to change."""
+
+from __future__ import annotations
+
+import argparse
+
+from tierfs.cli.output import add_json_argument, align, print_json, printable
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "doctor"
+HELP = "check this machine, and what an endpoint promises if a URL is given, and say what to change"
+EXAMPLES = """\
+tierfs doctor
+tierfs doctor s3://bucket/run
+tierfs doctor --json"""
+
+PROBLEM_EXIT_CODE = 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("url", metavar="URL", nargs="?", help="also test this endpoint, as `tierfs probe` does")
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, and print what was found; exit code 1 if tierfs cannot work as it is."""
+    from tierfs.cli.machine import check_endpoint, check_machine  # noqa: PLC0415 - not for --help
+
+    checks = list(check_machine())
+    if arguments.url:
+        checks.append(check_endpoint(arguments.url))
+    code = PROBLEM_EXIT_CODE if any(check.state == "problem" for check in checks) else 0
+    if arguments.json:
+        print_json({"ok": not code, "checks": [check._asdict() for check in checks]})
+        return code
+    lines = align([(check.state, check.name, printable(check.found)) for check in checks])
+    for line, check in zip(lines, checks, strict=True):
+        print(line)
+        if check.advice:
+            print(f"      -> {printable(check.advice)}")
+    return code

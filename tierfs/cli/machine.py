@@ -1,0 +1,271 @@
+"""The checks of ``tierfs doctor``. None changes anything, and only `check_endpoint` uses the network."""
+
+from __future__ import annotations
+
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tierfs import __version__
+from tierfs.cli.failures import describe
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.host.filesystems import filesystem_of, is_durable, is_network
+from tierfs.host.host import state_directory
+from tierfs.host.slab.memory import memory_limit
+from tierfs.session.settings import RAM_SHARE, SHARED_MEMORY, from_environment
+from tierfs.session.url import configured_tiers
+from tierfs.units import format_bytes, parse_share
+
+__all__ = ["CLOUDS", "Check", "Cloud", "check_endpoint", "check_machine"]
+
+SHM_BYTES_MIN = 1 << 30  # less holds hardly more than ten segments, and no checkpoint worth a ram tier
+DISK_BYTES_MIN = 10 << 30
+DESCRIPTORS_MIN = 4096  # a process takes one for each segment of the host, a flusher one for each client as well
+THRESHOLD_BYTES_MAX = 8 << 20  # above it, glibc copies most tensors through the caches
+_LOADER = Path("/lib64/ld-linux-x86-64.so.2")
+_TUNABLE = re.compile(r"x86_non_temporal_threshold: (0x[0-9a-f]+)")
+
+
+class Check(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        name: Of the thing.
+        state: ``ok``; ``note``, something is slower or missing; ``problem``, tierfs cannot do what it is for.
+        found: What is there.
+        advice: What to change; empty where nothing is.
+    """
+
+    name: str
+    state: Literal["ok", "note", "problem"]
+    found: str
+    advice: str = ""
+
+
+class Cloud(NamedTuple):
+    """Where a cloud's client looks for credentials, apart from the machine's own role.
+
+    Attributes:
+        package: The client.
+        extra: Of tierfs, which installs it.
+        variables: Of the environment.
+        files: Below the home directory.
+    """
+
+    package: str
+    extra: str
+    variables: tuple[str, ...]
+    files: tuple[str, ...]
+
+
+CLOUDS = {
+    "S3": Cloud(
+        "s3fs",
+        "s3",
+        ("AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_FULL_URI"),
+        (".aws/credentials", ".aws/config"),
+    ),
+    "Google Cloud Storage": Cloud(
+        "gcsfs", "gcs", ("GOOGLE_APPLICATION_CREDENTIALS",), (".config/gcloud/application_default_credentials.json",)
+    ),
+    "Azure Blob Storage": Cloud(
+        "adlfs",
+        "azure",
+        ("AZURE_STORAGE_CONNECTION_STRING", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_CLIENT_ID"),
+        (".azure/msal_token_cache.json",),
+    ),
+}
+
+
+def check_machine() -> Iterator[Check]:
+    """Every check, in the order in which a person reads them."""
+    yield _versions()
+    yield check_configuration()
+    folder = Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
+    yield check_shared_memory(folder, memory_limit())
+    yield check_huge_pages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), platform.release())
+    yield check_state_directory()
+    yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
+    yield check_copies(os.environ.get("GLIBC_TUNABLES", ""), _tunables())
+    yield check_fuse(Path("/dev/fuse"), is_root=os.geteuid() == 0, helper=shutil.which("fusermount3"))
+    yield _gpu()
+    for name, cloud in CLOUDS.items():
+        yield check_cloud(name, cloud, os.environ, Path.home(), has_client=_is_installed(cloud.package))
+
+
+def check_configuration() -> Check:
+    """Whether the configuration file can be read."""
+    path = os.environ.get("TIERFS_CONFIG") or "~/.config/tierfs/config.toml"
+    try:
+        configured_tiers()
+    except InvalidInputError as error:
+        return Check("configuration", "problem", str(error), "correct the file: docs/reference/configuration.md")
+    there = Path(path).expanduser().exists()
+    return Check("configuration", "ok", path if there else "no file: the defaults hold")
+
+
+def check_shared_memory(folder: Path, memory_bytes: int) -> Check:
+    """Whether the ram tier fits into shared memory."""
+    enlarge = "give the container a larger one (docker: --shm-size=64g), or name another tmpfs in TIERFS_SHM_DIR"
+    if not folder.is_dir():
+        return Check("shared memory", "note", f"{folder} is not there: segments go to the disk", enlarge)
+    usage, kind = shutil.disk_usage(folder), filesystem_of(folder)
+    budget = parse_share(from_environment().ram or RAM_SHARE, memory_bytes)
+    found = f"{folder}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
+    if kind not in {"tmpfs", "ramfs", "unknown"}:
+        return Check("shared memory", "note", found, f"a {kind} filesystem is a disk: {enlarge}")
+    if usage.total < max(min(budget, memory_bytes), SHM_BYTES_MIN):
+        wanted = (
+            f"the ram budget is {format_bytes(budget)}: the rest of it goes to the disk, which is slower: {enlarge}"
+        )
+        return Check("shared memory", "note", found, wanted)
+    return Check("shared memory", "ok", f"{found}; ram budget {format_bytes(budget)}")
+
+
+def check_huge_pages(setting: Path, release: str) -> Check:
+    """Whether segments can be made of huge pages, which a process's first save waits less for."""
+    version = tuple(int(part) for part in re.findall(r"\d+", release)[:2])
+    try:
+        denied = "[deny]" in setting.read_text()
+    except OSError:
+        denied = True
+    if version < (6, 1):
+        return Check("huge pages", "note", f"Linux {release}", "Linux 6.1 or newer makes first saves faster")
+    if denied:
+        advice = f"set {setting} to anything but deny: first saves get faster"
+        return Check("huge pages", "note", "not for shared memory", advice)
+    return Check("huge pages", "ok", "for shared memory")
+
+
+def check_state_directory() -> Check:
+    """Whether the nvme tier is on a disk, with room."""
+    elsewhere = "set TIERFS_STATE_DIR to a directory on a local disk"
+    try:
+        directory = state_directory()
+    except InvalidInputError as error:
+        return Check("state directory", "problem", str(error), elsewhere)
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    kind, usage = filesystem_of(directory), shutil.disk_usage(existing)
+    found = f"{directory}: {format_bytes(usage.free)} of {format_bytes(usage.total)} free, {kind}"
+    if not os.access(existing, os.W_OK):
+        return Check("state directory", "problem", f"{found}, may not be written", elsewhere)
+    if is_network(kind):
+        return Check("state directory", "problem", found, f"locks on {kind} do not hold between hosts: {elsewhere}")
+    if not is_durable(kind):
+        return Check("state directory", "note", found, f"{kind} does not survive a crash of the host: {elsewhere}")
+    if usage.free < DISK_BYTES_MIN:
+        return Check("state directory", "note", found, f"little room for the nvme tier: free some, or {elsewhere}")
+    return Check("state directory", "ok", found)
+
+
+def check_descriptors(soft: int, hard: int) -> Check:
+    """Whether a process may open enough files."""
+    if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN:
+        return Check("open files", "note", f"limit {soft}, at most {hard}", "run `ulimit -n 65536` before the job")
+    return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
+
+
+def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
+    """Whether glibc copies tensors past the caches: saves then block for less."""
+    if threshold_bytes is None:
+        return Check("copies", "ok", "glibc does not tell from which size it copies past the caches")
+    found = f"glibc copies past the caches from {format_bytes(threshold_bytes)} on"
+    if threshold_bytes > THRESHOLD_BYTES_MAX and "x86_non_temporal_threshold" not in tunables:
+        setting = "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576"
+        return Check("copies", "note", found, f"start the job with {setting}: saves block for less")
+    return Check("copies", "ok", found)
+
+
+def check_fuse(device: Path, *, is_root: bool, helper: str | None) -> Check:
+    """Whether `tierfs mount` works."""
+    if not device.exists():
+        return Check("mount", "note", f"{device} is not there", "docker: --device /dev/fuse --cap-add SYS_ADMIN")
+    if not os.access(device, os.R_OK | os.W_OK):
+        return Check("mount", "note", f"{device} may not be opened", "give this user the right to open it")
+    if not is_root and helper is None:
+        return Check("mount", "note", "fusermount3 is not there", "install fuse3")
+    return Check("mount", "ok", f"{device}, {'as root' if is_root else helper}")
+
+
+def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: Path, *, has_client: bool) -> Check:
+    """Whether a cloud's client is installed, and where it finds credentials. Their values are never shown."""
+    found = [variable for variable in cloud.variables if environment.get(variable)]
+    found += [f"~/{file}" for file in cloud.files if (home / file).exists()]
+    if not has_client:
+        advice = f"pip install 'tierfs[{cloud.extra}]'" if found else ""
+        return Check(name, "note" if found else "ok", f"{cloud.package} is not installed", advice)
+    if found:
+        return Check(name, "ok", f"{cloud.package}; credentials: {', '.join(found)}")
+    advice = f"set {cloud.variables[0]}, unless this machine has a role or the store's options have them"
+    return Check(name, "note", f"{cloud.package}; no credentials found", advice)
+
+
+def check_endpoint(url: str) -> Check:
+    """What the endpoint at a URL promises, by trying: see ``tierfs probe``."""
+    from tierfs.session import parse_url  # noqa: PLC0415 - it loads the store
+    from tierfs.session.probing import probe_store  # noqa: PLC0415
+
+    try:
+        endpoint = probe_store(parse_url(url)).endpoint
+    except (TierfsError, OSError) as error:
+        return Check("endpoint", "problem", describe(error).message)
+    if endpoint.single_writer:
+        missing = ", ".join(endpoint.missing)
+        return Check("endpoint", "note", f"{url} does not keep: {missing}", "let one process at a time write to it")
+    return Check("endpoint", "ok", f"{url}: any number of writers")
+
+
+def _versions() -> Check:
+    versions = {"tierfs": __version__, "Python": platform.python_version(), "Linux": platform.release()}
+    versions |= {package: _version(package) for package in ("fsspec", "torch", "numpy")}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items())
+    if sys.platform != "linux":
+        return Check("versions", "problem", found, "run tierfs on Linux")
+    if versions["torch"] == "-":
+        return Check("versions", "note", found, "pip install 'tierfs[torch]' for TierWriter and `tierfs checkpoint`")
+    return Check("versions", "ok", found)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "-"
+
+
+def _gpu() -> Check:
+    devices = glob.glob("/dev/nvidia[0-9]*")
+    if not devices:
+        return Check("GPU", "ok", "none")
+    found = f"{len(devices)} of NVIDIA"
+    if not _is_installed("cupy"):
+        advice = "pip install 'tierfs[gpu]': snapshots in GPU memory take one kernel launch"
+        return Check("GPU", "note", f"{found}; CuPy is not installed", advice)
+    return Check("GPU", "ok", f"{found}, CuPy")
+
+
+def _tunables() -> int | None:
+    """From how many bytes on glibc copies past the caches; ``None`` where it does not tell."""
+    if not _LOADER.exists():
+        return None
+    try:
+        command = [str(_LOADER), "--list-tunables"]
+        told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=5).stdout  # noqa: S603
+    except (OSError, subprocess.SubprocessError):
+        return None
+    match = _TUNABLE.search(told)
+    return int(match[1], 16) if match else None
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None

@@ -1,0 +1,100 @@
+"""``tierfs`` alone: the stores that this host keeps local tiers for, and whether something of them is pending."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from tierfs.cli.output import align, print_json, printable
+from tierfs.errors import StoreError
+
+__all__ = ["HostStore", "host_stores", "show_stores"]
+
+ROWS_MAX = 30
+
+
+class HostStore(NamedTuple):
+    """One store of this host.
+
+    Attributes:
+        uuid: The store's id.
+        place: Where it lies: a local path, or an endpoint and a bucket.
+        is_pending: Whether this host has changes that the object tier lacks.
+        has_flusher: Whether its flusher runs now.
+        disk_bytes: Size of its nvme tier.
+    """
+
+    uuid: str
+    place: str
+    is_pending: bool
+    has_flusher: bool
+    disk_bytes: int
+
+
+def show_stores(*, as_json: bool) -> int:
+    """Print the stores of this host, those with pending changes first, and return the exit code."""
+    from tierfs.host.host import state_directory  # noqa: PLC0415 - not for other commands' start
+
+    state = state_directory()
+    stores = sorted(host_stores(state), key=lambda store: (not store.is_pending, not store.has_flusher, store.place))
+    if as_json:
+        print_json({"state_directory": str(state), "stores": [store._asdict() for store in stores]})
+        return 0
+    if not stores:
+        print("No store was opened on this host yet. `tierfs init URL` makes one, `tierfs --help` lists the commands.")
+        return 0
+    from tierfs.units import format_bytes  # noqa: PLC0415
+
+    rows = [("store", "pending", "flusher", "nvme tier")]
+    rows += [
+        (
+            printable(store.place),
+            "yes" if store.is_pending else "-",
+            "running" if store.has_flusher else "-",
+            format_bytes(store.disk_bytes) if store.disk_bytes else "-",
+        )
+        for store in stores[:ROWS_MAX]
+    ]
+    print("\n".join(align(rows)))
+    if len(stores) > ROWS_MAX:
+        print(f"... and {len(stores) - ROWS_MAX} more: `tierfs --json` lists all")
+    print("\n`tierfs status URL` shows one of them, `tierfs --help` lists the commands.")
+    return 0
+
+
+def host_stores(state: Path) -> Iterator[HostStore]:
+    """Every store that has a folder in the state directory."""
+    from tierfs.host.host import ExclusiveLock  # noqa: PLC0415
+    from tierfs.host.identity import PLACE_FILE, places_in  # noqa: PLC0415
+    from tierfs.host.nvme.stored import ARENA_FILE  # noqa: PLC0415
+    from tierfs.host.rpc.protocol import LOCK_NAME  # noqa: PLC0415
+    from tierfs.session.left_behind import is_pending  # noqa: PLC0415
+
+    for folder in sorted((state / "stores").glob("*")):
+        if not (folder / PLACE_FILE).exists():
+            continue
+        try:
+            places = places_in(folder / PLACE_FILE)
+        except StoreError:
+            places = []
+        has_flusher = False
+        if (folder / LOCK_NAME).exists():
+            lock = ExclusiveLock(folder / LOCK_NAME)
+            has_flusher = not lock.acquire()
+            lock.release()
+        yield HostStore(
+            uuid=folder.name,
+            place=places[0].removeprefix("file:") if places else "unknown: place.json is damaged",
+            is_pending=is_pending(state, folder),
+            has_flusher=has_flusher,
+            disk_bytes=_size(folder / ARENA_FILE),
+        )
+
+
+def _size(path: Path) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
