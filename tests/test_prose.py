@@ -33,13 +33,7 @@ TO_REWRITE = {
     "docs/reference/FORMAT.md",
     "docs/reference/checkpoint-format.md",
     "docs/reference/cli.md",
-    "docs/reference/configuration.md",
-    "docs/reference/dcp.md",
-    "docs/reference/errors.md",
-    "docs/reference/levels.md",
     "docs/reference/local-tiers.md",
-    "docs/reference/object-tiers.md",
-    "docs/reference/versions.md",
 }
 
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / ".github").glob("[CS]*.md")])
