@@ -38,6 +38,7 @@ PUBLIC = {
         "Restored",
         "SaveHandle",
         "SavePolicy",
+        "TrainState",
         "Within",
         "YoungDaly",
     ],

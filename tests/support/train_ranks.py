@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
-from tierfs.train import Every, Latest, Manager, Preemption
+from tierfs.train import Every, Latest, Manager, Preemption, TrainState
 from tierfs.train.agree import World
 from tierfs.train.save import RunWriter
 
@@ -227,6 +228,46 @@ def failures_in_a_row_end_the_run_on_both_at_one_step(root: str, mesh: DeviceMes
         assert run.latest() is None
 
 
+def train_state(mesh: DeviceMesh, seed: int) -> TrainState:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Dropout(0.5), torch.nn.Linear(10, 6))
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.manual_seed(seed + dist.get_rank())
+    return TrainState(
+        model=model,
+        optimizer=optimizer,
+        scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        dataloader=None,
+    )
+
+
+def train(state: TrainState) -> str:
+    loss = state.model(torch.randn(3, 6)).square().mean()
+    loss.backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.scheduler.step()
+    return loss.item().hex()
+
+
+def a_sharded_run_goes_on_bit_for_bit_with_each_ranks_randomness(root: str, mesh: DeviceMesh) -> None:
+    straight = train_state(mesh, 1)
+    expected = [train(straight) for _ in range(6)]
+    first, second = train_state(mesh, 1), train_state(mesh, 2)
+    second_seed = torch.get_rng_state()
+    torch.manual_seed(1 + dist.get_rank())
+    losses = [train(first) for _ in range(3)]
+    with manager(root) as run:
+        run.save(2, first)
+        torch.set_rng_state(second_seed)
+        restored = run.restore(second)
+        assert restored.is_exact
+        losses += [train(second) for _ in range(3)]
+    assert losses == expected
+    assert everybody(losses)[0] != everybody(losses)[1]
+
+
 def one_rank_removes_what_none_keeps(root: str, mesh: DeviceMesh) -> None:
     with manager(root, keep=[Latest(2)]) as run:
         for step in (1, 2, 3, 4):
@@ -262,6 +303,7 @@ SCENARIOS = {
         steps_that_no_rank_has_in_common_are_no_fresh_start,
         failures_in_a_row_end_the_run_on_both_at_one_step,
         one_rank_removes_what_none_keeps,
+        a_sharded_run_goes_on_bit_for_bit_with_each_ranks_randomness,
         the_first_ranks_value_is_everybodys,
     )
 }

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
     from tierfs.train.restore import Restored
+    from tierfs.train.state import TrainState
 
 __all__ = [
     "Best",
@@ -25,6 +26,7 @@ __all__ = [
     "Restored",
     "SaveHandle",
     "SavePolicy",
+    "TrainState",
     "Within",
     "YoungDaly",
 ]
@@ -43,6 +45,7 @@ _HOMES = {
     "Restored": "tierfs.train.restore",
     "SaveHandle": "tierfs.train.handle",
     "SavePolicy": "tierfs.train.policies",
+    "TrainState": "tierfs.train.state",
     "Within": _RETENTION,
     "YoungDaly": "tierfs.train.policies",
 }

@@ -375,6 +375,7 @@ class Manager:
             CorruptionError: No complete step can be loaded, or the newest, with ``on_corrupt="raise"``.
             Exception: It failed, for a reason that another step does not help with.
         """
+        self.wait(self._timeout_s)
         found = self._restorer.restore(state, step=step, only=only, on_corrupt=self._on_corrupt)
         self._timer = StepTimer()
         if found is not None and found.about is not None:

@@ -1,0 +1,200 @@
+"""A run that is restored from its complete state goes on as if it had never stopped."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tierfs.errors import FormatError, InvalidInputError
+from tierfs.train import Manager, TrainState
+from tierfs.train.packing import pack, unpack
+
+OPTIONS = {"ram": "0", "nvme": "0", "save": ()}
+
+
+class Shuffled:
+    """A data loader that shuffles, with a position of its own."""
+
+    def __init__(self):
+        self.order, self.at = list(range(64)), 0
+        random.shuffle(self.order)
+
+    def __next__(self):
+        item = self.order[self.at % 64]
+        self.at += 1
+        return torch.full((4,), float(item)) / 64
+
+    def state_dict(self):
+        return {"order": self.order, "at": self.at, "empty": {}}
+
+    def load_state_dict(self, state):
+        assert state["empty"] == {}
+        self.order, self.at = list(state["order"]), state["at"]
+
+
+class Training:
+    """A small run with all that can differ after a restart: dropout, a scheduler, a scaler, shuffling, NumPy, an average of weights."""
+
+    def __init__(self, seed):
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):
+            seeded(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+        self.average = torch.nn.Linear(4, 8)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=4)
+        self.loader = Shuffled()
+        self.state = TrainState(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            dataloader=self.loader,
+            extra={"average": self.average, "note": {"seen": 0}},
+        )
+
+    def step(self):
+        noise = torch.from_numpy(np.random.standard_normal(4).astype(np.float32)) * random.random()  # noqa: NPY002
+        loss = self.model(next(self.loader) + noise).square().mean()
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        with torch.no_grad():
+            self.average.weight.lerp_(self.model[0].weight, 0.1)
+        self.state.extra["note"] = {"seen": self.state.extra["note"]["seen"] + 1}
+        return loss.item().hex()
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(root):
+    straight = Training(1)
+    expected = [straight.step() for _ in range(12)]
+    first = Training(1)
+    with Manager(root, **OPTIONS) as run:
+        losses = [first.step() for _ in range(7)]
+        first.state.epoch = 3
+        run.save(6, first.state)
+        first.step()
+    second = Training(2)
+    with Manager(root, **OPTIONS) as run:
+        restored = run.restore(second.state)
+        assert (restored.step, restored.notes, restored.is_exact) == (6, (), True)
+    assert (second.state.step, second.state.epoch) == (6, 3)
+    assert losses + [second.step() for _ in range(5)] == expected
+    assert second.state.extra["note"] == {"seen": 12}
+    assert torch.equal(second.average.weight, straight.average.weight)
+    assert second.state.learning_rates == straight.state.learning_rates
+
+
+def test_a_light_checkpoint_has_weights_schedule_and_randomness(root):
+    first = Training(1)
+    with Manager(root, **OPTIONS) as run:
+        for _ in range(7):
+            first.step()
+        run.save(6, first.state, kind="light")
+        drawn = torch.get_rng_state()
+    second = Training(2)
+    with Manager(root, **OPTIONS) as run:
+        restored = run.restore(second.state)
+    assert (restored.kind, restored.is_exact) == ("light", False)
+    assert torch.equal(second.model[0].weight, first.model[0].weight)
+    assert second.scheduler.last_epoch == first.scheduler.last_epoch
+    assert torch.equal(torch.get_rng_state(), drawn)
+    assert second.optimizer.state_dict()["state"] == {}
+    assert second.loader.at == 0
+
+
+def test_weights_alone_can_be_restored(root):
+    first, second = Training(1), Training(2)
+    with Manager(root, **OPTIONS) as run:
+        first.step()
+        run.save(0, first.state)
+        before = [torch.get_rng_state(), second.loader.state_dict()]
+        run.restore(second.state, only=["model.*"])
+    assert torch.equal(second.model[0].weight, first.model[0].weight)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert second.loader.state_dict() == before[1]
+
+
+@pytest.mark.parametrize("missing", ["optimizer", "scheduler", "dataloader"])
+def test_a_part_that_was_forgotten_is_an_error_when_it_is_saved(root, missing):
+    given = Training(1).state
+    parts = {name: getattr(given, name) for name in ("optimizer", "scheduler", "dataloader") if name != missing}
+    with Manager(root, **OPTIONS) as run, pytest.raises(InvalidInputError, match=f"{missing}=None"):
+        run.save(1, TrainState(model=given.model, **parts))
+
+
+def test_a_loader_without_a_position_is_an_error(root):
+    given = Training(1).state
+    given.dataloader = torch.utils.data.DataLoader([1, 2])
+    with Manager(root, **OPTIONS) as run, pytest.raises(InvalidInputError, match="StatefulDataLoader"):
+        run.save(1, given)
+
+
+def test_a_scheduler_that_the_optimizer_knows_of_is_missed(root):
+    given = Training(1).state
+    given.scheduler = None
+    with Manager(root, **OPTIONS) as run, pytest.raises(InvalidInputError, match="a scheduler was made"):
+        run.save(1, given)
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.integers() | st.tuples(st.integers()), inner)
+        | st.sets(st.integers())
+    ),
+    max_leaves=8,
+)
+
+
+@given(plain)
+def test_plain_values_come_back(value):
+    found = unpack(pack(value), "it")
+    assert found == value
+    assert type(found) is type(value)
+    assert pack(found) == pack(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 5)])
+def test_tensors_come_back(dtype, shape):
+    value = torch.randint(0, 2, shape).to(dtype)
+    found = unpack(pack([value.t() if len(shape) == 2 else value]), "it")[0]
+    assert found.dtype == dtype
+    assert torch.equal(found, value.t() if len(shape) == 2 else value)
+
+
+def test_arrays_numbers_and_generators_come_back():
+    value = {
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3),
+        "number": np.float32(0.1),
+        "state": random.getstate(),
+    }
+    found = unpack(pack(value), "it")
+    assert np.array_equal(found["array"], value["array"])
+    assert found["array"].dtype == np.uint32
+    assert (found["number"], type(found["number"])) == (np.float32(0.1), np.float32)
+    assert found["state"] == random.getstate()
+
+
+class Bad:
+    def __reduce__(self):
+        return eval, ("1 + 1",)
+
+
+def test_what_a_checkpoint_brings_along_is_not_run():
+    with pytest.raises(InvalidInputError, match="eval"):
+        unpack(pack({"x": Bad()}), "it")
+
+
+@pytest.mark.parametrize("text", ["{", '{"no such": 1}', '{"tensor": ["float33", [1], ""]}', '{"a": 1, "b": 2}'])
+def test_what_is_no_packed_value_is_refused(text):
+    with pytest.raises(FormatError):
+        unpack(text, "it")

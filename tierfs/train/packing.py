@@ -1,0 +1,106 @@
+"""Plain values as text and back: equal values give equal text, and reading runs nothing that a checkpoint brings along."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from tierfs.dcp.planner import unpickle_safely
+from tierfs.errors import FormatError, TierfsError
+
+__all__ = ["pack", "unpack"]
+
+_AS_THEY_ARE = (bool, int, float, str, type(None))
+
+
+def pack(value: Any) -> str:
+    """A value as JSON: plain values, lists, tuples, sets, dicts, bytes, CPU tensors and arrays exactly, anything else pickled by torch."""
+    return json.dumps(_encode(value), separators=(",", ":"))
+
+
+def unpack(text: str, where: str) -> Any:
+    """The value again.
+
+    Args:
+        text: What `pack` gave.
+        where: How to name it in errors.
+
+    Raises:
+        FormatError: It is none.
+        InvalidInputError: It has something in it that a checkpoint may not bring in.
+    """
+    try:
+        return _decode(json.loads(text), where)
+    except TierfsError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{where} cannot be read: {error}") from error
+
+
+def _encode(value: Any) -> Any:
+    kind = type(value)
+    if kind in _AS_THEY_ARE:
+        return value
+    if kind is list:
+        return [_encode(inner) for inner in value]
+    if kind is tuple:
+        return {"tuple": [_encode(inner) for inner in value]}
+    if kind in {set, frozenset}:
+        # A set has no order, and equal ones have to give equal text.
+        return {kind.__name__: sorted((_encode(inner) for inner in value), key=json.dumps)}
+    if isinstance(value, dict):  # subclasses as well: what loads one takes a dict
+        return {"dict": [[_encode(key), _encode(inner)] for key, inner in value.items()]}
+    if kind is bytes:
+        return {"bytes": _text(value)}
+    if kind is torch.Tensor and value.layout is torch.strided and not value.is_quantized:
+        plain = value.detach().cpu().contiguous()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), _text(raw)]}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        name = "array" if isinstance(value, np.ndarray) else "number"
+        return {name: [value.dtype.str, list(value.shape), _text(value.tobytes())]}
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return {"pickle": _text(buffer.getvalue())}
+
+
+def _decode(value: Any, where: str) -> Any:
+    if isinstance(value, list):
+        return [_decode(inner, where) for inner in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "dict":
+        return {_decode(key, where): _decode(inner, where) for key, inner in content}
+    if kind in {"tuple", "set", "frozenset"}:
+        make: Any = {"tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+        return make(_decode(inner, where) for inner in content)
+    if kind == "bytes":
+        return base64.b64decode(content, validate=True)
+    if kind == "tensor":
+        return _tensor(*content)
+    if kind in {"array", "number"}:
+        dtype, shape, text = content
+        array = np.frombuffer(base64.b64decode(text, validate=True), np.dtype(dtype)).reshape(shape).copy()
+        return array if kind == "array" else array[()]
+    if kind == "pickle":
+        return unpickle_safely(where, io.BytesIO(base64.b64decode(content, validate=True)))
+    raise FormatError(f"{where} has a {kind!r}, which this version does not know")
+
+
+def _tensor(name: str, shape: list[int], text: str) -> torch.Tensor:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"there is no dtype {name!r}")
+    raw = bytearray(base64.b64decode(text, validate=True))
+    found = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return found.view(dtype).reshape(shape)
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")

@@ -1,0 +1,211 @@
+"""`TrainState`: all that a training run needs to go on as if it had never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from tierfs.errors import InvalidInputError
+from tierfs.train.packing import pack, unpack
+from tierfs.train.randomness import generators, reseed, set_generators
+from tierfs.train.run import About
+
+__all__ = ["TrainState"]
+
+
+class _Missing:
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+"""Nothing was said, not even ``None``."""
+
+
+class TrainState:
+    """The complete state of a training run on this rank: what `Manager.save` takes, and `Manager.restore` loads in place.
+
+    Each part has to be given, as ``None`` where there is none: one that was forgotten is an error when it is saved, and not a run
+    that goes on a little differently. The random generators of Python, NumPy, torch and each GPU belong to it by themselves. What differs from
+    rank to rank, the generators and the data loader's position, is kept for each rank.
+
+    Args:
+        model: The model, sharded or not.
+        optimizer: Its optimizer, or several of them.
+        scheduler: Of the learning rate, or several of them; anything with ``state_dict`` and ``load_state_dict``.
+        dataloader: Anything with ``state_dict`` and ``load_state_dict``, such as torchdata's ``StatefulDataLoader``.
+        scaler: ``torch.amp.GradScaler``.
+        extra: By name: objects with ``state_dict``, tensors, plain values.
+        epoch: At which it begins.
+
+    Attributes:
+        step: That was saved or restored last; -1 before.
+        epoch: Set it in the training loop; it is saved, and restored.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: Any = MISSING,
+        scheduler: Any = MISSING,
+        dataloader: Any = MISSING,
+        scaler: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        epoch: int = 0,
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.dataloader = dataloader
+        self.scaler = scaler
+        self.extra = dict(extra or {})
+        self.step = -1
+        self.epoch = epoch
+
+    def __repr__(self) -> str:
+        return f"TrainState(step={self.step}, epoch={self.epoch})"
+
+    @property
+    def learning_rates(self) -> list[float]:
+        """Of each group of parameters."""
+        return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return [] if isinstance(self.optimizer, _Missing) else _listed(self.optimizer)
+
+    def check(self) -> None:
+        """Check that nothing is missing.
+
+        Raises:
+            InvalidInputError: Something is, or cannot be saved; says what.
+        """
+        for name in ("optimizer", "scheduler", "dataloader"):
+            part = getattr(self, name)
+            if isinstance(part, _Missing):
+                raise InvalidInputError(
+                    f"TrainState has no {name}: give it, or {name}=None if nothing of it has to be carried on"
+                )
+            for each in _listed(part):
+                if not (hasattr(each, "state_dict") and hasattr(each, "load_state_dict")):
+                    hint = ": use torchdata's StatefulDataLoader" if name == "dataloader" else ""
+                    raise InvalidInputError(f"the {name}, a {type(each).__name__}, has no state to save{hint}")
+        is_scheduled = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
+        if is_scheduled and self.scheduler is None:
+            raise InvalidInputError(
+                "a scheduler was made for the optimizer, and TrainState has scheduler=None: give it"
+            )
+
+    def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What is to be saved, and what the checkpoint says of it. A collective where the model is sharded.
+
+        Raises:
+            InvalidInputError: Something is missing.
+        """
+        self.check()
+        self.step = step
+        values = self._weights(kind)
+        values["scheduler"] = [pack(each.state_dict()) for each in _listed(self.scheduler)]
+        own = {"rng": pack(generators())}
+        if kind == "full":
+            values["scaler"] = pack(None if self.scaler is None else self.scaler.state_dict())
+            values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
+            own["loader"] = pack([each.state_dict() for each in _listed(self.dataloader)])
+        values[f"rank_{_rank()}"] = own
+        return values, {"epoch": self.epoch, "lr": self.learning_rates}
+
+    def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
+        """What is to be loaded into: live tensors, and empty text for what is packed. A collective where the model is sharded."""
+        values = self._weights(kind)
+        values["scheduler"] = ["" for _ in _listed(self.scheduler)]
+        own = {"rng": ""}
+        if kind == "full":
+            values["scaler"] = ""
+            values["extra"] = {name: _state_of(value) for name, value in self.extra.items()}
+            own["loader"] = ""
+        if about is None or about.world_size == _world_size():
+            values[f"rank_{_rank()}"] = own
+        return values
+
+    def loaded(self, values: Mapping[str, Any], about: About | None) -> list[str]:
+        """Take what was loaded. Returns what is only approximately as it was, in words."""
+        if "optimizer" in values:
+            set_state_dict(
+                self.model,
+                self._optimizers,
+                model_state_dict=values["model"],
+                optim_state_dict=values["optimizer"],
+            )
+        else:
+            set_model_state_dict(self.model, values["model"])
+        for scheduler, text in zip(_listed(self.scheduler), values["scheduler"], strict=True):
+            if text:
+                scheduler.load_state_dict(unpack(text, "scheduler"))
+        if self.scaler is not None and values.get("scaler"):
+            state = unpack(values["scaler"], "scaler")
+            if state:
+                self.scaler.load_state_dict(state)
+        for name, value in values.get("extra", {}).items():
+            if hasattr(self.extra[name], "load_state_dict"):
+                self.extra[name].load_state_dict(value)
+            else:
+                self.extra[name] = value
+        if about is not None:
+            self.step, self.epoch = about.step, int(about.state.get("epoch", self.epoch))
+        return self._take_own(values, about)
+
+    def _take_own(self, values: Mapping[str, Any], about: About | None) -> list[str]:
+        """Take what each rank has for itself."""
+        own = values.get(f"rank_{_rank()}")
+        if own is None:
+            assert about is not None, "who saved nothing says how many ranks there were"
+            seed = reseed(about.run, about.step, _rank())
+            ranks = f"{about.world_size} ranks saved it, and {_world_size()} go on"
+            seeded = f"seeded anew from the run, the step and the rank ({seed} on this one)"
+            notes = [f"{ranks}: random generators cannot be carried, and are {seeded}"]
+            if self.dataloader is not None:
+                notes.append("the data loader's position cannot be carried, it begins where it was made to")
+            return notes
+        notes = []
+        if own.get("loader"):
+            states = unpack(own["loader"], "loader")
+            for loader, state in zip(_listed(self.dataloader), states, strict=True):
+                loader.load_state_dict(state)
+        if own["rng"]:
+            # Last of all: what was done before may have drawn from them.
+            notes += set_generators(unpack(own["rng"], "rng"))
+        return notes
+
+    def _weights(self, kind: str) -> dict[str, Any]:
+        if kind == "light" or not self._optimizers:
+            return {"model": get_model_state_dict(self.model)}
+        model, optimizer = get_state_dict(self.model, self._optimizers)
+        return {"model": model, "optimizer": optimizer}
+
+
+def _listed(part: Any) -> list[Any]:
+    """One part, or several."""
+    return [] if part is None else list(part) if isinstance(part, Sequence) else [part]
+
+
+def _state_of(value: Any) -> Any:
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
