@@ -19,8 +19,8 @@ class Ram:
     def evict_ahead(self):
         self.asked.append("evict_ahead")
 
-    def make_room_for_others(self):
-        self.asked.append("make_room_for_others")
+    def give_back_claimed(self):
+        self.asked.append("give_back_claimed")
         if len(self.asked) > 3:
             self.ended.set()
 
@@ -30,4 +30,4 @@ def test_slabs_and_room_in_them_are_made_ahead_and_others_get_theirs(monkeypatch
     ram = Ram()
     Housekeeping(ram, ram.ended).begin()
     assert ram.ended.wait(10)
-    assert ram.asked == ["grow_ahead", "evict_ahead", "make_room_for_others"] * 2
+    assert ram.asked == ["grow_ahead", "evict_ahead", "give_back_claimed"] * 2

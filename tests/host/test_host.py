@@ -428,7 +428,6 @@ def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_t
         (host.directory / "processes", host._bury_the_dead),
         (shares.directory, shares.files),
         (shares.directory, shares.paths),
-        (shares.directory, shares.others_wanting),
         (shares.directory.parent, lambda: drop_copies(shares.directory)),
         (host.directory / "processes", lambda: host.is_alive("0" * 16)),
     ]

@@ -622,7 +622,6 @@ def test_a_writer_waits_until_another_process_has_cleaned_something(open_tier, h
     usage = tier.usage()
     assert usage.waits == 1
     assert 0.1 < usage.waited_s < 5
-    assert not list(host.segments.glob("*.want"))
     assert (slot.segment, slot.index) == (slots[0].segment, slots[0].index)
 
 
@@ -640,13 +639,11 @@ def test_a_writer_gives_up_after_its_timeout_and_says_what_to_do(open_tier):
     assert all(slot.segment.is_still(slot) for slot in slots)
 
 
-def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_says_why(
-    open_tier, host, monkeypatch, caplog
-):
+def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_says_why(open_tier, monkeypatch):
     opened, tried = os.open, []
 
     def refuse(path, flags, *mode):
-        if flags & os.O_CREAT and str(path).endswith((".slab.new", ".want")) and len(tried) < limit:
+        if flags & os.O_CREAT and str(path).endswith(".slab.new") and len(tried) < limit:
             tried.append(path)
             raise OSError(errno.ENOSPC, "No space left on device")
         return opened(path, flags, *mode)
@@ -657,7 +654,6 @@ def test_where_the_folder_takes_no_more_files_room_is_waited_for_and_the_error_s
         CapacityError, match=r"within 0\.05 s: .*\.slab\.new cannot be made: No space .*: free some room"
     ):
         put(tier, b"a", timeout_s=0.05)
-    assert "cannot be told" in caplog.text
     limit = len(tried) + 4
     assert content(put(tier, b"a", timeout_s=60)) == b"data"
     assert len(tried) == limit
@@ -684,79 +680,68 @@ def test_a_writer_that_has_more_than_its_share_gives_some_to_those_who_wait(open
     deadline = time.monotonic() + 20
     while os.waitpid(child, os.WNOHANG) == (0, 0):
         assert time.monotonic() < deadline
-        first.make_room_for_others()
+        first.give_back_claimed()
         time.sleep(0.01)
     assert first.find(b"second-7") is not None
     assert first.usage().host_bytes <= 8 * MIB
-    assert first.make_room_for_others() == 0
+    assert first.give_back_claimed() == 0
 
 
 def test_dirty_segments_that_others_wait_for_take_nothing_more_and_go_when_they_are_clean(open_tier, host):
     first = open_tier(budget=4 * MIB)
     slots = fill(first)
-    other = Host(host.directory, host.segments.parent)
-    with contextlib.ExitStack() as stack:
-        (host.segments / f"{other.owner()}.want").touch()  # and has not said yet how much all may take
-        stack.callback((host.segments / f"{other.owner()}.want").unlink, missing_ok=True)
-        other_is_another_process = other.owner() != host.owner()
-        assert other_is_another_process
-        spare = [next(slot for slot in slots if slot.segment is segment) for segment in first.own_segments()]
-        for slot in spare:
-            slot.segment.give(slot)
-            slots.remove(slot)
-        # Only what was not taken: two of them are beyond its share.
-        assert 2 * 256 * KIB <= first.make_room_for_others() < 3 * 256 * KIB
-        assert all(content(slot)[:4] == b"data" for slot in slots)
-        used = {put(first, b"x%d" % number, length=4 * KIB, clean=True).segment for number in range(64)}
-        assert sum(segment.size for segment in used) <= 2 * MIB
-        for slot in slots:
-            slot.segment.mark(slot, SlotState.CLEAN)
-        # Back to its share: half of the budget.
-        assert first.make_room_for_others() > 0
-        assert sum(segment.size for segment in first.own_segments()) <= 2 * MIB
+    spare = [next(slot for slot in slots if slot.segment is segment) for segment in first.own_segments()]
+    for slot in spare:
+        slot.segment.give(slot)
+        slots.remove(slot)
+    another_claims(host, 4 * MIB, 0)
+    # Only what was not taken: two of them are beyond its share.
+    assert 2 * 256 * KIB <= first.give_back_claimed() < 3 * 256 * KIB
+    assert all(content(slot)[:4] == b"data" for slot in slots)
+    used = {put(first, b"x%d" % number, length=4 * KIB, clean=True).segment for number in range(64)}
+    assert sum(segment.size for segment in used) <= 2 * MIB
+    for slot in slots:
+        slot.segment.mark(slot, SlotState.CLEAN)
+    # Back to its share: half of the budget.
+    assert first.give_back_claimed() > 0
+    assert sum(segment.size for segment in first.own_segments()) <= 2 * MIB
     put(first, b"a")
 
 
-@contextlib.contextmanager
-def another_waits(host):
+def another_claims(host, budget, now_s):
+    """What another process does while it waits for room."""
     other = Host(host.directory, host.segments.parent)
-    path = host.segments / f"{other.owner()}.want"
-    path.touch()
-    time.sleep(0.06)
-    try:
-        yield other
-    finally:
-        path.unlink()
+    assert other.owner() != host.owner()
+    Shares(other).claim(budget, now_s)
 
 
 def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
-    clock = ManualClock()
-    idle = open_tier(budget=64 * MIB, segment=8 * MIB, clock=clock)
-    kept = put(idle, b"kept", b"dirty")
-    idle.take(SlotKind.CHUNK, 100, timeout_s=0)
-    put(idle, b"copy", b"clean", clean=True)
+    idle = open_tier(budget=64 * MIB, segment=8 * MIB)
+    kept = put(idle, b"kept", b"dirty", stamp_ns=1)
+    filling = idle.take(SlotKind.CHUNK, 100, timeout_s=0)
+    put(idle, b"copy", b"clean", clean=True, stamp_ns=2)
     kept.segment.mark(kept, SlotState.CONFLICT)
-    with another_waits(host):
-        assert idle.make_room_for_others() == 0  # within its share
-        clock.sleep(supply.IDLE_S + 1)
-        assert idle.make_room_for_others() > 7 * MIB
-        assert idle.usage().host_bytes < 100 * KIB
-        assert content(idle.find(b"kept")) == b"dirty"
-        assert idle.find(b"copy") is None
-        assert idle.make_room_for_others() == 0
-        idle.grow_ahead()
-        assert idle._supply._ahead is None
-        assert put(idle, b"new").segment is not kept.segment
-    assert put(idle, b"newer").segment is not kept.segment
+    another_claims(host, 64 * MIB, 100)
+    assert idle.give_back_claimed() == 0  # it fills something, and is within its share
+    kept.segment.give(filling)
+    another_claims(host, 64 * MIB, 1)
+    assert idle.give_back_claimed() == 0  # it sealed something just now
+    another_claims(host, 64 * MIB, 100)
+    assert idle.give_back_claimed() > 7 * MIB
+    assert idle.usage().host_bytes < 100 * KIB
+    assert content(idle.find(b"kept")) == b"dirty"
+    assert idle.find(b"copy") is None
+    assert idle.give_back_claimed() == 0
+    idle.grow_ahead()
+    assert idle._supply._ahead is None
+    assert put(idle, b"new").segment is not kept.segment
 
 
 def test_a_segment_that_was_given_back_but_for_what_is_dirty_goes_when_that_is_clean(open_tier, host):
-    clock = ManualClock()
-    idle = open_tier(clock=clock)
-    dirty = put(idle, b"dirty")
-    with another_waits(host):
-        clock.sleep(supply.IDLE_S + 1)
-        assert idle.make_room_for_others()
+    idle = open_tier()
+    dirty = put(idle, b"dirty", stamp_ns=1)
+    another_claims(host, BUDGET, 100)
+    assert idle.give_back_claimed()
     dirty.segment.mark(dirty, SlotState.CLEAN)
     while dirty.segment in idle.own_segments():
         put(idle, b"more", length=256 * KIB)
@@ -773,7 +758,7 @@ class SharedClock(ManualClock):
     def sleep(self, seconds):
         super().sleep(seconds)
         for tier in self.tiers:
-            tier.make_room_for_others()
+            tier.give_back_claimed()
 
 
 @pytest.mark.parametrize("how", ["killed", "closed", "idle"])
@@ -901,16 +886,6 @@ def test_what_others_have_is_waited_for(open_tier, host):
     with pytest.raises(CapacityError, match="within 5 s"):
         tier.take(SlotKind.CHUNK, 3 * MIB, timeout_s=5)
     assert clock.monotonic() - before == pytest.approx(5)
-
-
-def test_a_process_that_died_waiting_is_waited_for_by_nobody(open_tier, host):
-    first = open_tier(budget=4 * MIB)
-    fill(first, clean=True)
-    before = first.own_segments()
-    (host.segments / "00000000000000dd.want").touch()
-    assert first.make_room_for_others() == 0
-    put(first, b"a")
-    assert first.own_segments() == before
 
 
 # -- what the dead left ------------------------------------------------------------------------------------------------
@@ -1189,37 +1164,9 @@ def test_who_was_told_of_a_larger_budget_makes_room_for_one_with_a_smaller(open_
     first = open_tier(budget=16 * MIB)
     fill(first, clean=True)
     assert first.usage().host_bytes > 8 * MIB
-    failures = []
-
-    def work():
-        second = RamTier(host, STORE, budget_bytes=4 * MIB, clock=SystemClock(), segment_bytes_max=MIB)
-        put(second, b"a", length=4 * KIB, timeout_s=20)
-
-    child = os.fork()
-    if not child:
-        try:
-            work()
-        except BaseException as error:
-            failures.append(error)
-        os._exit(len(failures))
-    deadline = time.monotonic() + 30
-    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        assert time.monotonic() < deadline
-        first.make_room_for_others()
-        time.sleep(0.01)
-    assert ended[1] == 0
+    another_claims(host, 4 * MIB, 0)
+    first.give_back_claimed()
     assert 0 < sum(segment.size for segment in first.own_segments()) <= 2 * MIB
-
-
-def test_waiting_for_room_needs_none(tmp_path, small_shm):
-    host, other = Host(tmp_path / "state", small_shm), Host(tmp_path / "state", small_shm)
-    waits, sees = Shares(host), Shares(other)
-    with open(small_shm / "all", "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4 * KIB))
-    with waits.wanting(100 * MIB):
-        assert list(sees.others_wanting().values()) == [100 * MIB]
-    assert not sees.others_wanting()
 
 
 def test_threads_that_take_what_others_give_back_wait_for_it(open_tier):

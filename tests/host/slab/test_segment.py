@@ -684,20 +684,23 @@ def test_a_forked_child_has_nothing_of_its_parents_segment(segment):
 
 def test_a_forked_child_does_not_keep_the_lock_of_its_dead_parent(segment):
     reading, writing = os.pipe()
+    began, begin = os.pipe()
     parent = os.fork()
     if not parent:
         other = Segment.attach(segment.path)
         with other._lock.held():
             if not os.fork():
                 os.close(writing)
+                os.write(begin, b"!")
                 os.read(reading, 1)
                 os._exit(0)
             os._exit(0)
     os.waitpid(parent, 0)
+    os.read(began, 1)
     with open(segment.path, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(writing)
-    os.close(reading)
+    for fd in (reading, writing, began, begin):
+        os.close(fd)
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,6 @@ class Places:
 
     Args:
         layout: Of the segment, which is taken to be empty.
-
-    Attributes:
-        retired: Whether `retire` was called.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -30,7 +27,6 @@ class Places:
         self._extents = Extents(layout.data_bytes)
         self._free = list(range(layout.slots))
         self._capacity: dict[int, int] = {}
-        self.retired = False
         self._serial = 0
 
     @classmethod
@@ -62,8 +58,6 @@ class Places:
         Returns:
             For each the slot's index, a new serial and the offset in the segment; None if there is no room.
         """
-        if self.retired:
-            return None
         sizes = [padded(max(length, 1)) for length in lengths]
         length = sum(sizes)
         # What is much smaller than a chunk lies at the end, where it leaves room for whole chunks in one piece.
@@ -90,7 +84,3 @@ class Places:
         """Free a slot and its bytes."""
         self._extents.give(offset - self._data_at, self._capacity.pop(index))
         heapq.heappush(self._free, index)
-
-    def retire(self) -> None:
-        """Give no slot away from now on."""
-        self.retired = True

@@ -2,25 +2,22 @@
 
 Every segment, of whatever process and store, is there with its size from before it has memory: so the sum of the sizes, less
 what was given back of them, is what is taken, and who looks and makes a file under the host's lock cannot take more than
-there is. A process that waits for room says so with a file ``<id>.want``, so that those who have more than their share give
-some back.
+there is. A process that waits for room marks the segments of those who have more than their share, so that they give these back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
-import re
-import sys
-import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from tierfs.errors import TierfsError
 from tierfs.host.host import Host
-from tierfs.host.private import NO_ROOM, entries_of, make_private
+from tierfs.host.private import entries_of, make_private
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
 
@@ -33,7 +30,8 @@ LOCK = "ram"
 DISK_SPARED = 16
 DISK_SPARED_BYTES_MAX = 1 << 30
 
-_WANT = re.compile(r"([0-9a-f]{16})\.want")
+# A process that fills nothing and sealed nothing for so long has no use for its share while others wait.
+IDLE_S = 2.0
 _logger = logging.getLogger("tierfs.local")
 
 
@@ -69,8 +67,6 @@ class Shares:
         self.folders = host.folders
         self.directory = self.folders[0]
         make_private(self.directory)
-        self._lock = threading.Lock()
-        self._wanting = 0
 
     def __repr__(self) -> str:
         return f"Shares({str(self.directory)!r})"
@@ -108,31 +104,14 @@ class Shares:
         for file in self.files():
             if file.name.suffix == "slab.new" and not self._host.is_alive(file.name.owner):
                 file.path.unlink(missing_ok=True)
-        for entry in entries_of(self.directory):
-            match = _WANT.fullmatch(entry.name)
-            if match and not self._host.is_alive(match[1]):
-                os.unlink(entry.path)
 
     def orphans(self) -> list[Segment]:
         """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
 
-        Of those in which something is, the rest is given back. Those that an earlier run of the kernel left are removed: memory
-        does not outlive that, though a file may.
+        Of those in which something is, the rest is given back.
         """
         found = []
-        for file in self.files():
-            if file.name.suffix != "slab":
-                continue
-            try:
-                segment = Segment.attach(file.path)
-            except OldSegmentError:
-                if not self._host.is_alive(file.name.owner):
-                    file.path.unlink(missing_ok=True)
-                continue
-            except (TierfsError, OSError, MemoryError) as error:
-                # What cannot be read may be another version's, and dirty: it stays, and is in the way.
-                _logger.debug("%s is left alone: %s", file.path, error)
-                continue
+        for segment in self._segments():
             if self._host.is_alive(segment.owner):
                 segment.close()
             elif segment.is_dirty():
@@ -142,49 +121,48 @@ class Shares:
                 found.append(segment)
         return found
 
-    def others_wanting(self) -> dict[str, int]:
-        """The live processes, without this one, that wait for room; with the budget that each has for all, in bytes."""
-        found = {}
-        for entry in entries_of(self.directory):
-            match = _WANT.fullmatch(entry.name)
-            if match and self._is_other(match[1]):
-                with contextlib.suppress(FileNotFoundError):  # it has its room
-                    found[match[1]] = entry.stat().st_size or sys.maxsize  # or has not said it yet
-        return found
+    def claim(self, budget_bytes: int, now_s: float) -> None:
+        """Have the other live processes give back what they have beyond their share of so many bytes. Under the host's lock.
 
-    def others_having(self) -> set[str]:
-        """The live processes, without this one, that made segments."""
-        return {file.name.owner for file in self.files() if self._is_other(file.name.owner)}
+        Their owners put nothing more into those segments, and remove them once nothing in them is needed. A process that fills
+        nothing now, and sealed nothing for some seconds, has no share.
+        """
+        others: dict[str, list[Segment]] = {}
+        for segment in self._segments():
+            if segment.owner != self._host.owner() and self._host.is_alive(segment.owner):
+                others.setdefault(segment.owner, []).append(segment)
+        for segments in others.values():
+            is_idle = all(segment.is_idle(now_s - IDLE_S) for segment in segments)
+            share = 0 if is_idle else budget_bytes // (len(others) + 1)
+            # What can still be written into comes first.
+            segments.sort(key=lambda segment: (segment.retired, segment.memory_bytes))
+            for segment, bytes_ in zip(
+                segments, itertools.accumulate(one.memory_bytes for one in segments), strict=True
+            ):
+                if bytes_ > share:
+                    segment.claim()
 
-    @contextlib.contextmanager
-    def wanting(self, budget_bytes: int) -> Iterator[None]:
-        """Tell the other processes that this one waits for room, where all of them together may take so much."""
-        path = self.directory / f"{self._host.owner()}.want"
-        with self._lock:
-            self._wanting += 1
+    def _segments(self) -> Iterator[Segment]:
+        """All that can be opened, of any store. Under the host's lock.
+
+        Those that an earlier run of the kernel left are removed: memory does not outlive that, though a file may.
+        """
+        for file in self.files():
+            if file.name.suffix != "slab":
+                continue
             try:
-                path.touch(mode=0o600)
-                os.truncate(path, budget_bytes)  # its length says it: a byte in it would need room
-            except OSError as error:
-                if error.errno not in NO_ROOM:
-                    raise
-                # What is waited for comes from what is flushed, too.
-                _logger.warning("the other processes cannot be told that this one waits for room: %s", error)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._wanting -= 1
-                if not self._wanting:
-                    path.unlink(missing_ok=True)
+                yield Segment.attach(file.path)
+            except OldSegmentError:
+                if not self._host.is_alive(file.name.owner):
+                    file.path.unlink(missing_ok=True)
+            except (TierfsError, OSError, MemoryError) as error:
+                # What cannot be read may be another version's, and dirty: it stays, and is in the way.
+                _logger.debug("%s is left alone: %s", file.path, error)
 
     def _entries(self) -> list[tuple[FileName, os.DirEntry[str]]]:
         entries = [entry for folder in self.folders for entry in entries_of(folder)]
         named = [(FileName.parse(entry.name), entry) for entry in entries]
         return sorted(((name, entry) for name, entry in named if name is not None), key=lambda found: found[1].name)
-
-    def _is_other(self, owner: str) -> bool:
-        return owner != self._host.owner() and self._host.is_alive(owner)
 
 
 def _changed_ns(folder: Path) -> int:

@@ -99,7 +99,7 @@ def adopt(path: Path, owner: str) -> Segment:
     table = segment._table
     with segment._lock.held():
         places = Places.of(table, str(path))
-        table.owner[0] = int(owner, 16)
+        table.owner[0], table.retired[0] = int(owner, 16), 0
         with changing(table):
             table.state[table.state == SlotState.FILLING] = SlotState.FREE
         segment.start(places)

@@ -35,7 +35,6 @@ class Neighbours:
         own: Says which segments are this process's own.
 
     Attributes:
-        wanted: Whether other processes wait for room, as of the last look.
         unread: Names of those of its segments that could not be opened, for want of descriptors or memory: as of then, and at
             each look it is tried again. Nobody knows what is in them.
         why_unread: What came up with the last of these.
@@ -44,7 +43,6 @@ class Neighbours:
     """
 
     def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
-        self.wanted = False
         self.unread: frozenset[str] = frozenset()
         self.why_unread: BaseException | None = None
         self.damaged: dict[str, Exception] = {}
@@ -58,7 +56,7 @@ class Neighbours:
         self._seen_ns: list[int] = []
 
     def __repr__(self) -> str:
-        return f"Neighbours({len(self._files)} segments, wanted={self.wanted})"
+        return f"Neighbours({len(self._files)} segments)"
 
     def segments(self) -> list[Segment]:
         """All of them. Looks into the folder if that changed."""
@@ -67,12 +65,6 @@ class Neighbours:
             # One of our own may have been found in the moment before it became our own.
             ids = {segment.id for segment in self._own()}
             return [segment for segment in (*self._files.values(), *self._removed.values()) if segment.id not in ids]
-
-    def is_wanted(self) -> bool:
-        """Whether other processes wait for room."""
-        with self._lock:
-            self._look()
-            return self.wanted
 
     def drop(self, segment: Segment) -> None:
         """Remove one; its owner is dead. Its memory goes when the last slot or view of it does."""
@@ -98,7 +90,6 @@ class Neighbours:
         own = {segment.path.name for segment in self._own()}
         found = [(name, path) for name, path in self._shares.paths() if name.store == self._store[:8]]
         names = {str(name): path for name, path in found if name.suffix == "slab" and str(name) not in own}
-        self.wanted = bool(self._shares.others_wanting())
         self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
         for name in [name for name in self._files if name not in names]:
             segment = self._files.pop(name)

@@ -32,8 +32,6 @@ __all__ = ["Supply", "give_back"]
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
 WORTHWHILE = 32
-# Who has asked for no slot for so long has no use for its share while others wait.
-IDLE_S = 2.0
 # The part of memory, one in so many, that is never taken however large the budget is.
 MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
@@ -71,11 +69,10 @@ class Supply:
         self._clock = clock
         self._lock = threading.Lock()  # for the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
-        self._draining: frozenset[Segment] = frozenset()
         self._ahead: threading.Thread | None = None
         self._closed = False
+        self._is_claimed = False  # whether others claimed a segment since somebody took a slot here
         self._small_said = self._removed_said = False
-        self._asked_s = clock.monotonic()
         self.waits = 0
         self.waited_s = 0.0
         self.eviction = Eviction()
@@ -92,7 +89,6 @@ class Supply:
         *,
         timeout_s: float | None,
         on_wait: Callable[[], None] | None,
-        wanted: bool,
         spares_copies: bool,
     ) -> list[list[Slot] | None]:
         """Take runs of slots; see `RamTier.take_runs`.
@@ -102,18 +98,16 @@ class Supply:
             runs: For each how many bytes its slots will hold.
             timeout_s: How long to wait for room for a run; None for as long as it takes.
             on_wait: Called once for each for which it comes to that.
-            wanted: Whether other processes wait for room.
             spares_copies: See `RamTier.take`.
 
         Returns:
             For each its slots; None from the first on for which there was no room in that time.
         """
         found: list[list[Slot] | None] = [None] * len(runs)
-        self._asked_s = self._clock.monotonic()
+        asked_s = self._clock.monotonic()
         self._leave_removed()
         try:
-            if not wanted:
-                self._fit_all(kind, runs, found)
+            self._fit_all(kind, runs, found)
             for number, lengths in enumerate(runs):
                 if found[number] is not None:
                     continue
@@ -132,8 +126,9 @@ class Supply:
         except BaseException:
             give_back(found)
             raise
+        self._is_claimed = False
         if len(runs) > 1 and not spares_copies and None not in found:
-            self.eviction.note_save(_size(itertools.chain.from_iterable(runs)), self._asked_s)
+            self.eviction.note_save(_size(itertools.chain.from_iterable(runs)), asked_s)
         return found
 
     def grow_ahead(self) -> None:
@@ -141,7 +136,7 @@ class Supply:
 
         The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
         """
-        if self._is_idle():
+        if self._is_claimed:
             return
         own = self._in_use()
         if own:
@@ -176,25 +171,11 @@ class Supply:
                             segment.path,
                         )
 
-    def make_room_for_others(self) -> int:
-        """If other processes wait for room, and this one has more than its share, give some of it back.
-
-        See `RamTier.make_room_for_others`.
-        """
-        wanting = self._shares.others_wanting()
-        self._draining = frozenset(self._beyond_share(wanting) if wanting else ())
-        return sum(self._give_back(segment) for segment in self.own if segment in self._draining or segment.retired)
-
-    def _beyond_share(self, wanting: Mapping[str, int]) -> list[Segment]:
-        # Who waits may have been told of a smaller budget, and counts what all of us take against that.
-        budget_bytes = min(self._budget_bytes, *wanting.values())
-        parts = len(wanting.keys() | self._shares.others_having()) + 1
-        share = 0 if self._is_idle() else budget_bytes // parts
-        sizes = {segment: segment.memory_bytes for segment in self.own}
-        # What can still be written into comes first.
-        ordered = sorted(sizes, key=lambda segment: (segment.retired, sizes[segment]))
-        kept = itertools.accumulate(sizes[segment] for segment in ordered)
-        return [segment for segment, bytes_ in zip(ordered, kept, strict=True) if bytes_ > share]
+    def give_back_claimed(self) -> int:
+        """See `RamTier.give_back_claimed`."""
+        claimed = [segment for segment in self.own if segment.retired]
+        self._is_claimed = self._is_claimed or bool(claimed)
+        return sum(map(self._give_back, claimed))
 
     def _give_back(self, segment: Segment) -> int:
         """Remove an own segment; or if something is dirty in it, give back the rest. Returns the bytes that are free by that."""
@@ -240,17 +221,16 @@ class Supply:
             left = [number for number, slots in enumerate(found) if slots is None]
             if not left:
                 break
-            if segment not in self._draining:
-                with contextlib.suppress(ReadOnlyError):  # dropped meanwhile
-                    taken = segment.take_runs(kind, [runs[number] for number in left])
-                    for number, slots in zip(left, taken, strict=True):
-                        found[number] = slots
+            with contextlib.suppress(ReadOnlyError):  # dropped meanwhile
+                taken = segment.take_runs(kind, [runs[number] for number in left])
+                for number, slots in zip(left, taken, strict=True):
+                    found[number] = slots
 
     def _make_room(
         self, kind: SlotKind, lengths: Sequence[int], known: int = 0, *, spares_copies: bool = False
     ) -> list[Slot] | None:
         """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
-        self.make_room_for_others()
+        self.give_back_claimed()
         if not spares_copies:
             self.eviction.to_watermark(self._in_use())
         slots = self._fit(kind, lengths)
@@ -284,16 +264,16 @@ class Supply:
             on_wait()
         waited_s = 0.0
         try:
-            with self._shares.wanting(self._budget_bytes):
-                while timeout_s is None or waited_s < timeout_s:
-                    self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
-                    delay_s = min(2 * delay_s, POLL_S_MAX)
-                    is_last = not self._may_come(_size(lengths), held)
-                    slots = self._make_room(kind, lengths)
-                    self._asked_s = self._clock.monotonic()
-                    waited_s = self._asked_s - started
-                    if slots is not None or is_last:
-                        return slots
+            while timeout_s is None or waited_s < timeout_s:
+                with self._host.locked(LOCK):
+                    self._shares.claim(self._budget_bytes, self._clock.monotonic())
+                self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
+                delay_s = min(2 * delay_s, POLL_S_MAX)
+                is_last = not self._may_come(_size(lengths), held)
+                slots = self._make_room(kind, lengths)
+                waited_s = self._clock.monotonic() - started
+                if slots is not None or is_last:
+                    return slots
         finally:
             with self._lock:
                 self.waited_s += waited_s
@@ -322,9 +302,6 @@ class Supply:
     def _in_use(self) -> list[Segment]:
         """Those into which something may still be put."""
         return [segment for segment in self.own if not segment.retired]
-
-    def _is_idle(self) -> bool:
-        return self._clock.monotonic() - self._asked_s > IDLE_S
 
     def _evict_until(self, kind: SlotKind, lengths: Sequence[int], known: int) -> list[Slot] | None:
         freed = 0
@@ -461,7 +438,6 @@ class Supply:
     def _forget(self, segment: Segment) -> None:
         with self._lock:
             self.own = tuple(own for own in self.own if own is not segment)
-            self._draining -= {segment}
 
 
 def _is_needed(segment: Segment) -> bool:

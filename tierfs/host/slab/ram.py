@@ -152,11 +152,8 @@ class RamTier:
                 f"{format_bytes(Layout.for_data(longest).size)} at least",
                 tier="ram",
             )
-        wanted = self._neighbours.is_wanted()
         started = self._clock.monotonic()
-        found = self._supply.take(
-            kind, runs, timeout_s=timeout_s, on_wait=on_wait, wanted=wanted, spares_copies=spares_copies
-        )
+        found = self._supply.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
         taken = [slots for slots in found if slots is not None]
         if len(taken) < len(runs):
             give_back(taken)
@@ -183,17 +180,16 @@ class RamTier:
         """Those whose file somebody removed while something in them is needed: no process finds it that did not have it open."""
         return self._supply.removed()
 
-    def make_room_for_others(self) -> int:
-        """If other processes wait for room, and this one has more than its share, give some of it back.
+    def give_back_claimed(self) -> int:
+        """Give back the segments of this process that others claimed while they waited for room: see `Shares.claim`.
 
-        Happens with every `take`; a process that takes nothing for long does it from time to time, and has no share after some
-        seconds.
+        Happens with every `take` that needs room; a process that takes nothing for long does it from time to time.
 
         Returns:
             Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
             something dirty in a segment, what is not goes alone.
         """
-        return self._supply.make_room_for_others() if self._neighbours.is_wanted() else 0
+        return self._supply.give_back_claimed()
 
     def segments(self) -> list[Segment]:
         """All segments of this store on this host: our own first."""

@@ -157,9 +157,8 @@ class Segment:
 
     @property
     def retired(self) -> bool:
-        """Whether we own it and give no slots of it away any more."""
-        places = self._places
-        return places is not None and places.retired
+        """Whether no slots of it are given away any more."""
+        return bool(self._table.retired[0])
 
     @property
     def memory_bytes(self) -> int:
@@ -200,7 +199,8 @@ class Segment:
             For each run its slots; None for one that does not fit, whether those behind it do or not.
         """
         with self._lock.held():
-            found = [self._own().take(lengths) for lengths in runs]
+            places = self._own()
+            found = [None if self.retired else places.take(lengths) for lengths in runs]
             taken = [
                 [
                     Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, 0, hidden=False)
@@ -322,10 +322,21 @@ class Segment:
             Whether nothing is in it that may not go.
         """
         with self._lock.held():
+            self._own()
             is_needed = self._table.has({*DIRTY_STATES, SlotState.FILLING})
             if although_needed or not is_needed:
-                self._own().retire()
+                self._table.retired[0] = 1
             return not is_needed
+
+    def claim(self) -> None:
+        """Have its owner put nothing more into it, and remove it once nothing in it is needed: another process waits for room."""
+        with self._lock.held():
+            self._table.retired[0] = 1
+
+    def is_idle(self, since_s: float) -> bool:
+        """Whether nothing is being filled, and nothing was sealed since then on the host's monotonic clock."""
+        table = self._table
+        return not table.has({SlotState.FILLING}) and int(table.stamp_ns.max(initial=0)) <= since_s * 1e9
 
     def shed(self) -> None:
         """Give back the memory of all that is not dirty or being filled, and no more slots away: there is no memory for them.
@@ -337,8 +348,7 @@ class Segment:
         with self._lock.held():
             if self._shed_at == int(table.changes[0]):
                 return
-            if self._places is not None:
-                self._places.retire()
+            table.retired[0] = 1
             clean = table.state == SlotState.CLEAN
             if clean.any():
                 with changing(table):

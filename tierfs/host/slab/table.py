@@ -38,6 +38,7 @@ META_BYTES_MAX = 900
 
 CHANGES_AT = 512  # in the header page, after the part that never changes
 OWNER_AT = 520
+RETIRED_AT = 528
 
 # One slot for so much of a segment: smaller files lie in their manifests, so this is about what the smallest slots take
 # together with their drafts.
@@ -189,11 +190,13 @@ class Table:
         )
         self.changes: npt.NDArray[np.uint64] = np.ndarray((1,), np.uint64, buffer=memory, offset=CHANGES_AT)
         self.owner: npt.NDArray[np.uint64] = np.ndarray((1,), np.uint64, buffer=memory, offset=OWNER_AT)
+        self.retired: npt.NDArray[np.uint8] = np.ndarray((1,), np.uint8, buffer=memory, offset=RETIRED_AT)
         self.state: npt.NDArray[np.uint8] = self.heads["state"]
         self.kind: npt.NDArray[np.uint8] = self.heads["kind"]
         self.hidden: npt.NDArray[np.uint8] = self.heads["hidden"]
         self.serial: npt.NDArray[np.uint64] = self.heads["serial"]
         self.length: npt.NDArray[np.uint64] = self.heads["length"]
+        self.stamp_ns: npt.NDArray[np.uint64] = self.heads["stamp_ns"]
         self.used_s: npt.NDArray[np.uint32] = self.heads["used_s"]
 
     @classmethod

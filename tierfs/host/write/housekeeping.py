@@ -1,4 +1,4 @@
-"""The thread of a process that writes: makes slabs and room in them ahead of need, and gives others their share."""
+"""The thread of a process that writes: makes slabs and room in them ahead of need, and gives back what others claimed."""
 
 from __future__ import annotations
 
@@ -45,5 +45,5 @@ def _run(ram: weakref.ref[RamTier], ended: threading.Event) -> None:
             return
         tier.grow_ahead()
         tier.evict_ahead()
-        tier.make_room_for_others()
+        tier.give_back_claimed()
         del tier
