@@ -36,6 +36,7 @@ PUBLIC = {
         "Manager",
         "Preemption",
         "Restored",
+        "ResumeReport",
         "SaveHandle",
         "SavePolicy",
         "TrainState",

@@ -263,6 +263,14 @@ def a_sharded_run_goes_on_bit_for_bit_with_each_ranks_randomness(root: str, mesh
         torch.set_rng_state(second_seed)
         restored = run.restore(second)
         assert restored.is_exact
+        report = run.verify_resume(second)
+        assert report.is_proven, str(report)
+        with torch.no_grad():
+            second.model[0].weight.to_local().add_(dist.get_rank())
+        report = run.verify_resume(second)
+        assert report.first_difference.part == "model"
+        assert report.first_difference.detail.endswith("of rank 1")
+        run.restore(second)
         losses += [train(second) for _ in range(3)]
     assert losses == expected
     assert everybody(losses)[0] != everybody(losses)[1]

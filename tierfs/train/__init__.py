@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tierfs.train.handle import SaveHandle
     from tierfs.train.manager import Manager
     from tierfs.train.policies import Context, Deadline, KeepPolicy, Preemption, SavePolicy, YoungDaly
+    from tierfs.train.proof import ResumeReport
     from tierfs.train.restore import Restored
     from tierfs.train.state import TrainState
 
@@ -24,6 +25,7 @@ __all__ = [
     "Manager",
     "Preemption",
     "Restored",
+    "ResumeReport",
     "SaveHandle",
     "SavePolicy",
     "TrainState",
@@ -43,6 +45,7 @@ _HOMES = {
     "Manager": "tierfs.train.manager",
     "Preemption": "tierfs.train.policies",
     "Restored": "tierfs.train.restore",
+    "ResumeReport": "tierfs.train.proof",
     "SaveHandle": "tierfs.train.handle",
     "SavePolicy": "tierfs.train.policies",
     "TrainState": "tierfs.train.state",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ class Order:
         staged: The state, safe from training.
         problem: What kept it from being staged.
         metrics: By name.
+        history: The metrics of the steps before, and of this one.
         overwrite: Whether another content of this step may be replaced.
     """
 
@@ -38,6 +39,7 @@ class Order:
     staged: Mapping[str, Any] = field(default_factory=dict)
     problem: Exception | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    history: Sequence[tuple[int, Mapping[str, Any]]] = ()
     overwrite: bool = False
 
 

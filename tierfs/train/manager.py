@@ -16,16 +16,19 @@ from typing import Any
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from tierfs.dcp.address import Address
-from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store.maintenance.retention import Best, Every
 from tierfs.train.agree import Agreed, Agreement, World
+from tierfs.train.contents import learning_rates, step_of_state, to_save, with_about
+from tierfs.train.digests import digests_of
 from tierfs.train.handle import Order, SaveHandle
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.keep import Retention
 from tierfs.train.policies import Context, Preemption, as_save_policies
+from tierfs.train.proof import UNKNOWN, PartCheck, Prover, ResumeReport, history_in
 from tierfs.train.restore import Restored, Restorer
-from tierfs.train.run import ABOUT, About, RunDirectory, SavedStep
+from tierfs.train.run import About, RunDirectory, SavedStep
 from tierfs.train.save import RunWriter, SaveChecks, SaveThread
 from tierfs.train.signals import Signals
 from tierfs.train.timing import StepTimer
@@ -36,6 +39,8 @@ LIGHT, FULL = 1, 2
 KINDS = {"light": LIGHT, "full": FULL}
 WAITING_MAX = 2
 """Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
+HISTORY_STEPS = 256
+"""Of so many steps before a save the metrics are noted with it, for a proof of resume."""
 DEADLINE_GRACE_S = 120.0
 """How long the last save may take where no `Preemption` says it."""
 _logger = logging.getLogger("tierfs.train")
@@ -120,6 +125,8 @@ class Manager:
         self._at_steps, self._at_checks = Agreement(self._world, 0), Agreement(self._world, 1)
         self._timer, self._checks = StepTimer(), StepTimer()
         self._last: tuple[int, Any, Mapping[str, float] | None] | None = None
+        self._history: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=HISTORY_STEPS)
+        self._restored: Restored | None = None  # while no step was made since
         self._is_stopping = False
         self._signal = 0
         preemptions = [policy for policy in self._policies[FULL] if isinstance(policy, Preemption)]
@@ -154,6 +161,9 @@ class Manager:
         """
         self._timer.made_step()
         self._last = step, state, metrics
+        self._restored = None
+        if metrics:
+            self._history.append((step, metrics))
         saved = None
         # A save costs more than agreeing does, and every rank finds without asking that it has to agree.
         if self._at_steps.is_due or self._wish(step, uniform=True):
@@ -264,11 +274,13 @@ class Manager:
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)
-        order = Order(step, kind, metrics=dict(metrics or {}), overwrite=overwrite)
+        order = Order(step, kind, metrics=dict(metrics or {}), history=tuple(self._history), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
-            values = self._values(step, state, kind)
-            staged: Any = self._writer.stage(values)
+            values, said = to_save(state, step, kind)
+            timer = self._timer
+            about = About(step, kind, self._world.size, self._run_id, timer.blocked_s, timer.save_s, said)
+            staged: Any = self._writer.stage(with_about(values, about))
             order.staged = staged
         except Exception as error:  # noqa: BLE001 - the other ranks have to hear of it
             order.problem = error
@@ -281,25 +293,6 @@ class Manager:
         if not self._steps_saved or step > self._steps_saved[-1]:
             self._steps_saved.append(step)
         return handle
-
-    def _values(self, step: int, state: Any, kind: str) -> dict[str, Any]:
-        world = self._world
-        if isinstance(state, Mapping):
-            values = {
-                name: value.state_dict() if hasattr(value, "state_dict") else value
-                for name, value in state.items()
-                if kind == "full" or name != "optimizer"
-            }
-            said: Mapping[str, Any] = {}
-        else:
-            values, said = state.to_save(step, kind)
-        if ABOUT.partition(".")[0] in values:
-            raise InvalidInputError(
-                f"the state has an entry called {ABOUT.partition('.')[0]!r}, which is the manager's"
-            )
-        about = About(step, kind, world.size, self._run_id, self._timer.blocked_s, self._timer.save_s, said)
-        section, _, name = ABOUT.partition(".")
-        return {**values, section: {name: about.encode()}}
 
     def _noted(self) -> Mapping[str, Any]:
         """What a checkpoint that is published now tells whoever goes on from it."""
@@ -383,6 +376,10 @@ class Manager:
             if not only:
                 self._run_id = found.about.run
                 self._keep.resume(found.step)
+                self._history.clear()
+                record = self._run.record_of(found.step)
+                self._history.extend(history_in(record, self._world.rank))
+        self._restored = found if not only else None
         return found
 
     def latest(self, level: str | None = None) -> int | None:
@@ -402,6 +399,50 @@ class Manager:
     def checkpoints(self) -> list[SavedStep]:
         """All that lies below the root, as this host sees it, the oldest first."""
         return [self._run.describe(step) for step in self._run.steps()]
+
+    def verify_resume(
+        self,
+        state: Any,
+        train: Callable[[int], float] | None = None,
+        *,
+        steps: int = 8,
+        metric: str = "loss",
+        tolerance: float = 0.0,
+    ) -> ResumeReport:
+        """Prove that training goes on as if it had never stopped. A collective.
+
+        The newest step is restored, unless that was just done, and compared with the digests noted when it was saved: weights, optimizer,
+        schedule, random generators, data loader. Then an earlier checkpoint is restored, and the steps after it are made again: their losses
+        have to be those that `step` was told. In the end the newest step is restored once more, and training goes on from there.
+
+        Args:
+            state: As for `step`.
+            train: Makes one step of training without calling `step`, and returns its loss as `step` got it. ``None`` for no replay.
+            steps: How many steps to make again at most.
+            metric: Name of the loss among the metrics. Those of the last 256 steps are noted with each save.
+            tolerance: How far losses may lie apart, as a share; 0 for not a bit. On a GPU, bits differ where kernels are not deterministic.
+
+        Raises:
+            NotFoundError: There is no complete checkpoint.
+            Exception: As for `restore`.
+        """
+        restored = self._restored or self.restore(state)
+        if restored is None:
+            raise NotFoundError(f"{self._run.url} has no complete checkpoint: there is nothing to resume from")
+        values, _ = to_save(state, restored.step, restored.kind)
+        prover = Prover(self._run, self._world, restored)
+        checks = prover.compare(digests_of(values), step_of_state(state, restored.step), learning_rates(state))
+        if train is None:
+            return ResumeReport(restored.step, (), tuple(checks))
+        begin, replayed, recorded = prover.plan(metric, steps)
+        if replayed:
+            self.restore(state, step=begin)
+            checks.append(prover.replay(train, replayed, recorded, tolerance))
+            self.restore(state, step=restored.step)
+        else:
+            why = f"no earlier checkpoint has steps after it of which {metric!r} was noted"
+            checks.append(PartCheck("losses", UNKNOWN, why))
+        return ResumeReport(restored.step, replayed, tuple(checks))
 
     def best(self, metric: str, *, mode: str = "min") -> int | None:
         """The step with the least value of a metric, or with ``mode="max"`` the greatest, of those that can be loaded.

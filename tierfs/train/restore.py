@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.errors import CorruptionError, FormatError, NotFoundError, TierfsError
 from tierfs.train.agree import World
+from tierfs.train.contents import put_back, to_load
 from tierfs.train.reasons import reason_of
 from tierfs.train.run import About, RunDirectory
 
@@ -176,7 +177,7 @@ class Restorer:
         run, world = self._run, self._world
         about = self._about(step)
         kind = about.kind if about is not None else "full"
-        values = state_of(state, kind, about)
+        values = to_load(state, kind, about)
         dcp.load(
             values,
             storage_reader=TierReader(run.url_of(step), **self._options),
@@ -218,31 +219,6 @@ class Restorer:
             f"{self._run.url}: no checkpoint can be loaded, and there are some: {listed}; `tierfs checkpoint verify` says more, and "
             "`tierfs repair` may help. Training does not begin anew by itself"
         )
-
-
-def state_of(state: Any, kind: str, about: About | None) -> dict[str, Any]:
-    """What of a state is to be loaded into: by name, with live tensors."""
-    if isinstance(state, Mapping):
-        values = {name: _values_of(value) for name, value in state.items()}
-        return {name: value for name, value in values.items() if kind == "full" or name != "optimizer"}
-    values = state.to_load(kind, about)
-    return dict(values)
-
-
-def put_back(state: Any, values: Mapping[str, Any], about: About | None) -> list[str]:
-    """Give a state what was loaded. Returns what is only approximately as it was."""
-    if not isinstance(state, Mapping):
-        return list(state.loaded(values, about))
-    for name, value in values.items():
-        if hasattr(state[name], "load_state_dict"):
-            state[name].load_state_dict(value)
-        elif isinstance(state, dict):
-            state[name] = value
-    return []
-
-
-def _values_of(value: Any) -> Any:
-    return value.state_dict() if hasattr(value, "state_dict") else value
 
 
 def _damage_in(error: CheckpointException) -> str:

@@ -23,6 +23,7 @@ from tierfs.threads import start_daemon
 from tierfs.train.agree import World
 from tierfs.train.digests import TENSOR, digests_of, first_difference
 from tierfs.train.handle import Order, SaveHandle
+from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
 from tierfs.train.run import ABOUT, RunDirectory
 
@@ -148,15 +149,16 @@ class SaveThread:
         digests = {name: digest for name, digest in digests_of(order.staged).items() if name != ABOUT}
         world, group = self._world, self._world.saving
         problem = None if order.problem is None else str(order.problem)
-        told = world.gather((digests, problem, handle.is_cancelled, self._is_stale(order, digests)), group)
-        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _) in enumerate(told) if problem]
+        history = encode_history(order.history)
+        told = world.gather((digests, problem, handle.is_cancelled, self._is_stale(order, digests), history), group)
+        problems = [f"rank {rank}: {problem}" for rank, (_, problem, _, _, _) in enumerate(told) if problem]
         if problems:
             raise order.problem or TierfsError(f"{handle.url}: another rank could not save: {'; '.join(problems)}")
-        if any(is_cancelled for _, _, is_cancelled, _ in told):
+        if any(is_cancelled for _, _, is_cancelled, _, _ in told):
             raise TierfsError(f"{handle.url}: the save was cancelled")
-        if all(is_stale for _, _, _, is_stale in told):
+        if all(is_stale for _, _, _, is_stale, _ in told):
             self._say_stale(handle)
-        record = {"ranks": [digests for digests, _, _, _ in told]}
+        record = {"ranks": [each for each, _, _, _, _ in told], "history": [each for _, _, _, _, each in told]}
         found = world.from_first(self._look(order, record) if world.is_first else None, group)
         if found == "other":
             raise AlreadyExistsError(

@@ -1,0 +1,144 @@
+"""A resume is proven only if every part is the same, and made-again steps have the losses that were noted."""
+
+import random
+
+import pytest
+import torch
+from support.small_training import Training
+
+from tierfs.errors import NotFoundError
+from tierfs.train import Manager
+
+OPTIONS = {"ram": "0", "nvme": "0", "save": ()}
+
+
+def train(run, training, steps, save_at=()):
+    for step in steps:
+        loss = float.fromhex(training.step())
+        run.step(step, training.state, metrics={"loss": loss})
+        if step in save_at:
+            run.save(step, training.state).wait(timeout=30)
+
+
+def again(training):
+    return lambda _step: float.fromhex(training.step())
+
+
+@pytest.fixture
+def trained(root):
+    """A run of twelve steps that was saved at 3, 7 and 10."""
+    with Manager(root, **OPTIONS) as run:
+        train(run, Training(1), range(12), save_at=(3, 7, 10))
+    return root
+
+
+def outcomes(report):
+    return {check.part: check.outcome for check in report.checks}
+
+
+def test_a_resume_is_proven_part_by_part(trained):
+    straight = Training(1)
+    expected = [straight.step() for _ in range(14)]
+    second = Training(2)
+    with Manager(trained, **OPTIONS) as run:
+        assert run.restore(second.state).step == 10
+        report = run.verify_resume(second.state, again(second))
+        assert report.is_proven
+        assert report.replayed == (8, 9, 10)
+        assert report.first_difference is None
+        assert list(outcomes(report)) == [
+            "step",
+            "learning rate",
+            "model",
+            "optimizer",
+            "scheduler",
+            "scaler",
+            "random generators",
+            "data loader",
+            "extra",
+            "losses",
+        ]
+        assert str(report).startswith("step 10: PROVEN, 3 steps were made again\n  step: same\n")
+    # It goes on from the newest step, as if nothing had been made again.
+    assert [second.step() for _ in range(3)] == expected[11:]
+
+
+def test_losses_that_were_noted_before_a_restart_count_after_it(trained):
+    second, third = Training(2), Training(3)
+    with Manager(trained, **OPTIONS) as run:
+        run.restore(second.state)
+        train(run, second, range(11, 14), save_at=(13,))
+    with Manager(trained, **OPTIONS) as run:
+        assert run.verify_resume(third.state, again(third), steps=2).replayed == (11, 12)
+        run.delete(10)
+        assert run.verify_resume(third.state, again(third)).replayed == tuple(range(8, 14))
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("step", lambda training: setattr(training.state, "step", 9)),
+        ("learning rate", lambda training: training.optimizer.param_groups[0].update(lr=0.3)),
+        ("model", lambda training: training.model[0].weight.data.mul_(1 + 2**-20)),
+        ("optimizer", lambda training: next(iter(training.optimizer.state.values()))["exp_avg"].add_(1e-9)),
+        ("random generators", lambda training: random.random()),
+        ("data loader", lambda training: next(training.loader)),
+    ],
+)
+def test_the_first_part_that_differs_is_named(trained, part, change):
+    second = Training(2)
+    with Manager(trained, **OPTIONS) as run:
+        restored = run.restore(second.state)
+        step = restored.step
+        change(second)
+        if part == "step":
+            # Saving a state says which step it is of, so look before that.
+            from tierfs.train.proof import Prover
+
+            (check, *_) = Prover(run._run, run._world, restored).compare({}, second.state.step, None)
+            assert (check.part, check.outcome, check.detail) == ("step", "different", f"9, not {step}")
+            return
+        report = run.verify_resume(second.state)
+    assert not report.is_proven
+    assert report.first_difference.part == part
+    assert "NOT PROVEN" in str(report)
+
+
+def test_a_loss_that_differs_in_its_last_bit_is_a_difference_without_a_tolerance(trained):
+    second = Training(2)
+
+    def slightly_off(_step):
+        return float.fromhex(second.step()) * (1 + 2**-50)
+
+    with Manager(trained, **OPTIONS) as run:
+        report = run.verify_resume(second.state, slightly_off)
+        assert report.first_difference.part == "losses"
+        assert "step 8 on rank 0" in report.first_difference.detail
+        assert run.verify_resume(second.state, slightly_off, tolerance=1e-12).is_proven
+
+
+def test_what_was_not_noted_is_not_said_to_be_the_same(root):
+    first = Training(1)
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, first.state)
+        report = run.verify_resume(first.state, again(first))
+        assert outcomes(report)["losses"] == "not recorded"
+        assert report.is_proven
+        run._run.remove_note(1, ".record")
+        report = run.verify_resume(first.state, again(first))
+        assert outcomes(report)["model"] == "not recorded"
+        assert not report.is_proven
+
+
+def test_a_dict_can_be_proven_too(root):
+    state = {"weight": torch.ones(3), "count": 1}
+    with Manager(root, **OPTIONS) as run:
+        run.save(1, state)
+        other = {"weight": torch.zeros(3), "count": 0}
+        assert run.restore(other).step == 1
+        assert outcomes(run.verify_resume(other)) == {"step": "same", "weight": "same", "count": "same"}
+
+
+def test_without_a_checkpoint_there_is_nothing_to_prove(root):
+    with Manager(root, **OPTIONS) as run, pytest.raises(NotFoundError, match="nothing to resume from"):
+        run.verify_resume(Training(1).state)

@@ -1,0 +1,185 @@
+"""Proof of resume: a restored state is compared with what was noted when it was saved, and steps are made again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tierfs.train.agree import World
+from tierfs.train.digests import first_difference
+from tierfs.train.restore import Restored
+from tierfs.train.run import RunDirectory
+
+__all__ = ["DIFFERENT", "SAME", "UNKNOWN", "PartCheck", "Prover", "ResumeReport", "encode_history", "history_in"]
+
+SAME, DIFFERENT, UNKNOWN = "same", "different", "not recorded"
+_OWN_PARTS = {"rng": "random generators", "loader": "data loader"}
+_ORDER = ("step", "learning rate", "model", "optimizer", "scheduler", "scaler", "random generators", "data loader")
+
+
+@dataclass(frozen=True, slots=True)
+class PartCheck:
+    """What was found of one part.
+
+    Attributes:
+        part: ``step``, ``learning rate``, a part of the state, or ``losses``.
+        outcome: ``same``, ``different`` or ``not recorded``.
+        detail: The first thing that differs, or why nothing can be said.
+    """
+
+    part: str
+    outcome: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.part}: {self.outcome}{f': {self.detail}' if self.detail else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeReport:
+    """Whether a run goes on as if it had never stopped. The same on every rank.
+
+    Attributes:
+        step: Which one was restored.
+        replayed: Steps that were made again, and whose losses were compared.
+        checks: In the order in which parts follow from each other.
+    """
+
+    step: int
+    replayed: tuple[int, ...]
+    checks: tuple[PartCheck, ...]
+
+    @property
+    def first_difference(self) -> PartCheck | None:
+        """The first part that differs; ``None`` if none does."""
+        return next((check for check in self.checks if check.outcome == DIFFERENT), None)
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether all that was recorded is the same, and something of the state was recorded."""
+        known = {check.part for check in self.checks if check.outcome == SAME} - {"step", "learning rate", "losses"}
+        return bool(known) and self.first_difference is None
+
+    def __str__(self) -> str:
+        head = f"step {self.step}: {'PROVEN' if self.is_proven else 'NOT PROVEN'}"
+        replayed = f", {len(self.replayed)} steps were made again" if self.replayed else ""
+        return "\n".join([head + replayed, *(f"  {check}" for check in self.checks)])
+
+
+class Prover:
+    """Compares what ranks have with what was noted when a step was saved. Each call is a collective.
+
+    Args:
+        run: Where the checkpoints are.
+        world: The ranks.
+        restored: What was restored.
+    """
+
+    def __init__(self, run: RunDirectory, world: World, restored: Restored) -> None:
+        self._run = run
+        self._world = world
+        self._restored = restored
+        self._record: Mapping[str, Any] = run.record_of(restored.step) or {}
+
+    def compare(self, digests: Mapping[str, str], step: int, learning_rates: Sequence[float] | None) -> list[PartCheck]:
+        """Compare the restored state, part by part.
+
+        Args:
+            digests: Of this rank's state.
+            step: That the state says.
+            learning_rates: Those that it has; ``None`` where it does not say.
+        """
+        expected, about = self._restored.step, self._restored.about
+        checks = [_equal("step", expected, step)]
+        if learning_rates is not None and about is not None and "lr" in about.state:
+            checks.append(_equal("learning rate", about.state["lr"], list(learning_rates)))
+        saved: Sequence[Mapping[str, str]] = self._record.get("ranks") or []
+        told: list[dict[str, str]] = self._world.gather(dict(digests), self._world.training)
+        if len(saved) != len(told):
+            why = f"{len(saved)} ranks saved it, and {len(told)} have it now" if saved else "nothing was noted with it"
+            return [*checks, PartCheck("model", UNKNOWN, why)]
+        for part in sorted({_part_of(name) for each in saved for name in each}, key=_place):
+            mine = [_of_part(each, part) for each in saved]
+            # What ranks have, and did not save since another one did, is no difference.
+            names = {name for each in mine for name in each}
+            theirs = [{name: digest for name, digest in _of_part(each, part).items() if name in names} for each in told]
+            difference = first_difference(mine, theirs)
+            checks.append(PartCheck(part, DIFFERENT if difference else SAME, difference))
+        return checks
+
+    def plan(self, metric: str, count: int) -> tuple[int, tuple[int, ...], dict[int, float]]:
+        """What to make again: the checkpoint to begin from, the steps after it, and what was noted of each; no steps if nothing was."""
+        step = self._restored.step
+        recorded = {at: values[metric] for at, values in history_in(self._record, self._world.rank) if metric in values}
+        begin, steps = -1, tuple[int, ...]()
+        for earlier in self._run.complete():
+            if earlier >= step:
+                continue
+            wanted = tuple(range(earlier + 1, min(earlier + count, step) + 1))
+            if all(at in recorded for at in wanted):
+                begin, steps = earlier, wanted
+            if steps or earlier < min(recorded, default=step) - 1:
+                break
+        # Ranks may see different checkpoints: what the first one sees counts, where all of them noted losses.
+        begin, steps = self._world.from_first((begin, steps), self._world.training)
+        is_known = all(self._world.gather(all(at in recorded for at in steps), self._world.training))
+        return (begin, steps, recorded) if is_known else (-1, (), {})
+
+    def replay(
+        self, train: Callable[[int], float], steps: Sequence[int], recorded: Mapping[int, float], tolerance: float
+    ) -> PartCheck:
+        """Make steps again, and compare their losses with those that were noted.
+
+        Args:
+            train: Makes a step, and returns its loss.
+            steps: Which ones.
+            recorded: Losses by step.
+            tolerance: How far losses may lie apart, as a share of the recorded one; 0 for not a bit.
+        """
+        problem = ""
+        for step in steps:
+            loss = float(train(step))  # all of them, whatever differs: the other ranks take part in each
+            expected = recorded[step]
+            if tolerance:
+                is_same = math.isclose(loss, expected, rel_tol=tolerance, abs_tol=0.0)
+            else:
+                is_same = loss.hex() == expected.hex()
+            if not is_same and not problem:
+                where = f"step {step} on rank {self._world.rank}"
+                problem = f"{where}: {loss!r} ({loss.hex()}), and {expected!r} ({expected.hex()}) was noted"
+        found = [each for each in self._world.gather(problem, self._world.training) if each]
+        return PartCheck("losses", DIFFERENT if found else SAME, found[0] if found else "")
+
+
+def history_in(record: Mapping[str, Any] | None, rank: int) -> list[tuple[int, dict[str, float]]]:
+    """The metrics that a rank noted at the steps up to a save, the oldest first."""
+    history = (record or {}).get("history") or []
+    if rank >= len(history):
+        return []
+    return [
+        (int(step), {name: float.fromhex(value) for name, value in values.items()}) for step, values in history[rank]
+    ]
+
+
+def encode_history(history: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, dict[str, str]]]:
+    """Metrics of steps as they are noted: every bit of them."""
+    return [(step, {name: float(value).hex() for name, value in values.items()}) for step, values in history]
+
+
+def _equal(part: str, expected: Any, found: Any) -> PartCheck:
+    return PartCheck(part, SAME) if expected == found else PartCheck(part, DIFFERENT, f"{found}, not {expected}")
+
+
+def _part_of(name: str) -> str:
+    first, _, rest = name.partition(".")
+    return _OWN_PARTS.get(rest, rest or first) if first.startswith("rank_") else first
+
+
+def _of_part(digests: Mapping[str, str], part: str) -> dict[str, str]:
+    return {name: digest for name, digest in digests.items() if _part_of(name) == part}
+
+
+def _place(part: str) -> tuple[int, str]:
+    return (_ORDER.index(part) if part in _ORDER else len(_ORDER), part)
