@@ -8,9 +8,10 @@ import time
 import pytest
 
 from tierfs import store as verbs
-from tierfs.errors import ConflictError
+from tierfs.errors import CapacityError, ConflictError, ReadOnlyError
 from tierfs.mount import reading
 from tierfs.mount.wire import SetAttr, Valid
+from tierfs.store import Writer
 
 MIB = 1 << 20
 
@@ -186,3 +187,49 @@ def test_sequential_reads_give_their_memory_back(hand):
             break
         time.sleep(0.05)
     assert reading._buffers._taken <= taken
+
+
+def test_a_file_that_tierfs_did_not_write_cannot_be_changed_by_its_path(hand, tmp_path):
+    (tmp_path / "store" / "theirs").write_bytes(b"abc")
+    hand.write_file("ours", b"x")
+    node, root = hand.node("theirs"), hand.state.nodes.root
+    for change in (
+        lambda: set_attributes(hand, node, Valid.SIZE, size=0),
+        lambda: set_attributes(hand, hand.node("theirs"), Valid.MODE, mode=0o600),
+        lambda: hand.tree.remove_file(root, "theirs"),
+        lambda: hand.tree.rename(root, "theirs", root, "new", 0),
+        lambda: hand.tree.rename(root, "ours", root, "theirs", 0),
+    ):
+        with pytest.raises((PermissionError, ReadOnlyError)):
+            change()
+    assert hand.read_file("theirs") == b"abc"
+    assert hand.names() == ["ours", "theirs"]
+
+
+def test_what_could_not_be_stored_is_not_shown_as_the_file(hand, monkeypatch):
+    hand.write_file("a", b"stands")
+    handle = hand.open("a", os.O_RDWR)
+    hand.files.write(handle, 0, memoryview(b"cannot"))
+    monkeypatch.setattr(Writer, "commit", lambda self: (self.abort(), raise_full())[1])
+    for end in (hand.files.flush, hand.files.release):
+        with pytest.raises(CapacityError):
+            end(handle)
+    monkeypatch.undo()
+    assert hand.read_file("a") == b"stands"
+    # The kernel has pages of the old inode that nobody stored.
+    assert hand.node("a") is not handle.node
+
+
+def raise_full():
+    raise CapacityError("no room")
+
+
+def test_a_file_without_a_name_has_no_links(hand):
+    handle = hand.create("a")
+    hand.files.write(handle, 0, memoryview(b"x"))
+    assert not handle.node.attributes.is_gone
+    hand.tree.remove_file(hand.state.nodes.root, "a")
+    assert handle.node.attributes.is_gone
+    hand.files.write(handle, 1, memoryview(b"x"))
+    assert handle.node.attributes.is_gone
+    hand.close(handle)

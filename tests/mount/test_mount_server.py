@@ -8,10 +8,19 @@ import threading
 
 import pytest
 
-from tierfs.errors import CapacityError, ConflictError, CorruptionError, NotFoundError, ReadOnlyError, StoreError
+from tierfs.errors import (
+    CapacityError,
+    ConflictError,
+    CorruptionError,
+    InvalidInputError,
+    NotFoundError,
+    ReadOnlyError,
+    StoreError,
+)
 from tierfs.mount import wire
 from tierfs.mount.errnos import errno_of
 from tierfs.mount.server import Server
+from tierfs.mount.serving import _refuse_own_places
 from tierfs.mount.wire import Opcode
 
 
@@ -165,5 +174,32 @@ def test_requests_of_the_kernel_are_understood(hand):
             ask(opcode, 1, b"a\0b\0")
         assert caught.value.errno == errno.EPERM
     with pytest.raises(OSError) as caught:
+        ask(Opcode.LOOKUP, 1, b"\xff\0")
+    assert caught.value.errno == errno.EILSEQ
+    with pytest.raises(OSError) as caught:
         ask(47, 1)  # COPY_FILE_RANGE
     assert caught.value.errno == errno.ENOSYS
+
+
+def test_a_request_for_a_file_that_is_being_stored_has_as_much_time(kernel_for):
+    stored = threading.Event()
+
+    def serve(header, body):
+        if header.node == 5 and header.opcode != Opcode.GETATTR:
+            stored.wait(30)
+        return b"fine"
+
+    kernel = kernel_for(serve, timeout_s=0.2, slow_timeout_s=20)
+    kernel.send(Opcode.FSYNC, node=5)
+    kernel.send(Opcode.WRITE, node=5)
+    other = kernel.send(Opcode.READ, node=6)
+    assert kernel.answer() == (other, 0, b"fine")
+    threading.Timer(1.2, stored.set).start()
+    assert [kernel.answer()[1] for _ in range(2)] == [0, 0]
+
+
+def test_a_mount_does_not_hide_what_it_reads_itself(hand, tmp_path):
+    for place in ("store", "store/below", "staging", "."):
+        with pytest.raises(InvalidInputError, match="cannot be mounted on"):
+            _refuse_own_places(hand.state, tmp_path / place)
+    _refuse_own_places(hand.state, tmp_path / "mnt")

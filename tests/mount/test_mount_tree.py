@@ -2,12 +2,16 @@
 
 import errno
 import os
+import struct
+import time
 
 import pytest
 from support.mount_hand import Hand
 
 from tierfs import store as verbs
 from tierfs.errors import AlreadyExistsError
+from tierfs.mount import wire
+from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
 
 
@@ -19,6 +23,17 @@ def test_an_exclusive_create_finds_what_is_there(hand):
     hand.write_file("a", b"x")
     with pytest.raises(FileExistsError):
         hand.create("a", flags=os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+def test_a_create_finds_what_another_host_made_since_the_name_was_missing(hand, other):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    assert not hand.exists("a")
+    verbs.save(other, "a", b"theirs")
+    time.sleep(MISSING_S)
+    handle = hand.create("a")
+    assert hand.read(handle) == b"theirs"
+    hand.close(handle)
 
 
 def test_a_rename_replaces_what_has_the_name(hand):
@@ -101,6 +116,15 @@ def test_what_the_store_keeps_for_itself_is_not_shown(hand):
     assert hand.names() == []
     with pytest.raises(FileNotFoundError):
         hand.node(".tierfs")
+    for make in (
+        lambda: hand.create(".tierfs"),
+        lambda: hand.tree.make_directory(hand.state.nodes.root, ".tierfs", 0o755),
+        lambda: rename(hand, "a", ".tierfs"),
+    ):
+        hand.write_file("a", b"x")
+        with pytest.raises(PermissionError):
+            make()
+    assert hand.names() == ["a"]
 
 
 def test_files_of_a_complete_checkpoint_are_trusted_for_longer(hand):
@@ -126,3 +150,28 @@ def test_inodes_that_nobody_needs_are_dropped(hand):
     hand.state.nodes.forget(node.id, node.lookups)
     assert hand.state.nodes.get(node.id) is None
     assert hand.read_file("a") == b"x"
+
+
+def test_a_listing_that_was_closed_leaves_no_inodes(hand):
+    for number in range(3):
+        verbs.save(hand.state.store, f"d/{number}", b"x")
+    known = len(hand.state.nodes)
+    header = wire.Header(0, wire.Opcode.OPENDIR, 1, hand.node("d").id, 0, 0, 0, 0)
+    number = hand.requests(header, memoryview(bytes(8)))[:8]
+    page = hand.requests(
+        header._replace(opcode=wire.Opcode.READDIR), memoryview(number + struct.pack("<QIIQII", 0, 4096, 0, 0, 0, 0))
+    )
+    assert page.count(b"\x08\0\0\0") >= 3
+    hand.requests(header._replace(opcode=wire.Opcode.RELEASEDIR), memoryview(number + bytes(16)))
+    assert len(hand.state.nodes) <= known + 1
+
+
+def test_an_inode_that_is_forgotten_while_it_is_looked_up_can_be_used(hand):
+    hand.write_file("a", b"x")
+    node = hand.node("a")
+    hand.state.nodes.told(node)
+    found = hand.node("a")
+    hand.state.nodes.forget(node.id, node.lookups)
+    hand.state.nodes.told(found)
+    assert hand.state.nodes.get(found.id) is found
+    assert hand.node("a") is found

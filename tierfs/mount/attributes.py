@@ -23,7 +23,12 @@ _TIME_NS_MAX = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Attributes:
-    """The fields of ``struct stat`` that differ from file to file. ``mode`` has the type's bits, too."""
+    """The fields of ``struct stat`` that differ from file to file.
+
+    Attributes:
+        mode: With the type's bits.
+        is_gone: Whether no name leads to it any more, which programs see as no links.
+    """
 
     ino: int
     mode: int
@@ -32,6 +37,7 @@ class Attributes:
     ctime_ns: int
     uid: int
     gid: int
+    is_gone: bool = False
 
     def at(
         self, *, size: int | None = None, mode: int | None = None, mtime_ns: int | None = None, now_ns: int

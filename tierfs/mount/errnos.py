@@ -29,6 +29,7 @@ _BY_TYPE: tuple[tuple[type[TierfsError], int], ...] = (
 # What programs cause and handle every day.
 _ORDINARY = {errno.ENOENT, errno.EEXIST, errno.ENOTEMPTY, errno.ENODATA, errno.EOPNOTSUPP, errno.ESTALE, errno.EPERM}
 _ORDINARY |= {errno.EISDIR, errno.ENOTDIR, errno.EINVAL, errno.EACCES, errno.ENAMETOOLONG, errno.ENOSYS}
+_ORDINARY |= {errno.EILSEQ, errno.ERANGE, errno.EBADF, errno.EBUSY}
 _logger = logging.getLogger("tierfs.mount")
 
 

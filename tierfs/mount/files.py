@@ -223,7 +223,9 @@ class Files:
         staged.close()
         node.staged, node.has_new_attributes = None, False
         if is_lost and node.entry is not None:
+            # The kernel's pages of this inode have what is lost: another inode has the version that stands.
             node.attributes = attributes_of(node.entry, node.attributes.ino, started_ns=0)
+            self._state.nodes.replaced(node)
         elif is_lost:
             self._state.nodes.remove(node)
 

@@ -228,9 +228,12 @@ class Nodes:
         return self._change
 
     def told(self, node: Node) -> None:
-        """Note that the kernel is told of an inode."""
+        """Note that the kernel is told of an inode, which may have been dropped since it was found."""
         with self._lock:
             node.lookups += 1
+            if self._by_id.setdefault(node.id, node) is node and node.path is not None:
+                self._numbers.add(node.attributes.ino)
+                self._by_path.setdefault(node.path, node)
 
     def forget(self, node_id: int, count: int) -> None:
         """Note that the kernel forgot about it so many times."""
@@ -266,6 +269,7 @@ class Nodes:
         if node.path is not None and self._by_path.get(node.path) is node:
             del self._by_path[node.path]
         node.path = None
+        node.attributes = replace(node.attributes, is_gone=True)
         node.is_replaced = is_replaced
         self.drop(node)
 

@@ -206,7 +206,9 @@ class Requests:
         return self._page(body, plus=True)
 
     def _releasedir(self, header: Header, body: memoryview) -> Answer:
-        self._listings.pop(_U64.unpack_from(body)[0], None)
+        listed = self._listings.pop(_U64.unpack_from(body)[0], None)
+        for _, node in listed[1] if listed is not None else ():
+            self.state.nodes.drop(node)
         return b""
 
     def _fsyncdir(self, header: Header, body: memoryview) -> Answer:
@@ -255,9 +257,16 @@ class Requests:
 
 
 def _text(body: memoryview, at: int = 0) -> tuple[str, int]:
-    """A name, and where what follows begins. One that is no UTF-8 is a `UnicodeError`."""
+    """A name, and where what follows begins.
+
+    Raises:
+        OSError: EILSEQ for a name that is not UTF-8, which a store cannot have.
+    """
     name, end = wire.name_and_rest(body, at)
-    return name.decode(), end
+    try:
+        return name.decode(), end
+    except UnicodeDecodeError:
+        raise refusal(errno.EILSEQ) from None
 
 
 def _sized(value: bytes, size: int) -> bytes:

@@ -166,9 +166,11 @@ class Server:
     def _watch(self) -> None:
         while not self.ended.wait(LOOK_S):
             now_s = time.monotonic()
-            for underway in list(self._underway.values()):
-                opcode = underway.header.opcode
-                limit_s = self._slow_timeout_s if opcode in SLOW else self._timeout_s
+            requests = list(self._underway.values())
+            # Who reads or writes a file that is being stored waits for that.
+            slow_nodes = {underway.header.node for underway in requests if underway.header.opcode in SLOW}
+            for underway in requests:
+                limit_s = self._slow_timeout_s if underway.header.node in slow_nodes else self._timeout_s
                 if now_s - underway.begun_s > limit_s:
                     self._give_up(underway, limit_s)
 

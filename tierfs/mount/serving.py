@@ -82,6 +82,7 @@ def serve(url: str, directory: Path, options: MountOptions, ready: Callable[[], 
         TierfsError: It could not be mounted.
     """
     state = _open(url, options)
+    _refuse_own_places(state, directory)
     requests = Requests(state, lambda seconds: _flush(requests, seconds, with_open=False))
     device = connection.attach(
         f"tierfs::{state.store.url}", directory, read_only=options.read_only, allow_other=options.allow_other
@@ -142,6 +143,26 @@ def _open(url: str, options: MountOptions) -> MountState:
     make_private(staging.parent)
     make_private(staging)
     return MountState(store, path, staging, level, options.read_only)
+
+
+def _refuse_own_places(state: MountState, directory: Path) -> None:
+    """Refuse to mount where this process itself has to read or write: it would wait for itself.
+
+    Raises:
+        InvalidInputError: The directory holds the state directory, or holds the store or lies in it.
+    """
+    mounted = os.path.realpath(directory)
+    places = {"the state directory": os.path.realpath(state.staging)}
+    kind, _, root = state.store.url.partition("://")
+    if kind == "file":
+        places["the store"] = os.path.realpath(root)
+    for what, place in places.items():
+        shared = os.path.commonpath([mounted, place])
+        if shared == mounted or (shared == place and what == "the store"):
+            raise InvalidInputError(
+                f"{directory} cannot be mounted on: {what} is {place}; mount on a directory outside of it",
+                path=str(directory),
+            )
 
 
 def _flush(requests: Requests, timeout_s: float, *, with_open: bool) -> list[str]:

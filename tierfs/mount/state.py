@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +20,9 @@ __all__ = ["VALID_S", "VALID_SETTLED_S", "MountState", "look_up"]
 VALID_S = 1.0
 VALID_SETTLED_S = 60.0
 ATTEMPTS_MAX = 20
+# The kernel looks a name up and makes the file at once, unless it remembers from before that there is none.
+MISSING_S = 0.02
+MISSING_MAX = 256
 
 
 @dataclass(slots=True)
@@ -39,6 +44,8 @@ class MountState:
     read_only: bool = False
     nodes: Nodes = field(init=False)
     _handle_ids: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
+    _missing: OrderedDict[str, float] = field(init=False, default_factory=OrderedDict)
+    _missing_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.root, time.time_ns())
@@ -46,6 +53,19 @@ class MountState:
     def next_handle(self) -> int:
         """A number for a handle, never used before."""
         return next(self._handle_ids)
+
+    def note_missing(self, path: str) -> None:
+        """Note that the store was asked for a path just now and has nothing there."""
+        with self._missing_lock:
+            self._missing[path] = time.monotonic()
+            self._missing.move_to_end(path)
+            while len(self._missing) > MISSING_MAX:
+                self._missing.popitem(last=False)
+
+    def was_just_missing(self, path: str) -> bool:
+        """Whether that was so recently that the store need not be asked again. Says so once."""
+        with self._missing_lock:
+            return time.monotonic() - self._missing.pop(path, -MISSING_S) < MISSING_S
 
     def valid_s(self, node: Node) -> float:
         """How long the kernel may show what it was told of an inode without asking again."""

@@ -46,7 +46,12 @@ class Tree:
 
     def look_up(self, parent: Node, name: str) -> Node:
         """The inode of a name."""
-        return look_up(self._state, self._path(parent, name))
+        path = self._path(parent, name)
+        try:
+            return look_up(self._state, path)
+        except NotFoundError:
+            self._state.note_missing(path)
+            raise
 
     def list_directory(self, node: Node) -> list[tuple[str, Node]]:
         """What lies in a directory, by name, without ``.`` and ``..``."""
@@ -81,14 +86,15 @@ class Tree:
 
         The store has it once it is published.
         """
-        path = self._path(parent, name)
+        path = self._path(parent, name, is_new=True)
+        is_missing = self._state.was_just_missing(path)
         for _ in range(ATTEMPTS_MAX):
-            node = self._state.nodes.at(path)
+            if is_missing and self._state.nodes.at(path) is None:
+                break
+            is_missing = False
             try:
-                node = look_up(self._state, path) if node is not None or flags & os.O_EXCL else None
+                node = look_up(self._state, path)
             except NotFoundError:
-                node = None
-            if node is None:
                 break
             if flags & os.O_EXCL:
                 raise refusal(errno.EEXIST)
@@ -104,7 +110,7 @@ class Tree:
 
     def make_directory(self, parent: Node, name: str, mode: int) -> Node:
         """Make a directory."""
-        path = self._path(parent, name)
+        path = self._path(parent, name, is_new=True)
         there = self._state.nodes.at(path)
         if there is not None and there.is_unpublished:
             raise refusal(errno.EEXIST)
@@ -154,7 +160,7 @@ class Tree:
         if flags & ~NO_REPLACE:
             raise refusal(errno.EINVAL)
         node = self.look_up(parent, name)
-        target = self._path(new_parent, new_name)
+        target = self._path(new_parent, new_name, is_new=True)
         if target == node.path:
             return
         try:
@@ -280,11 +286,11 @@ class Tree:
         now_ns = time.time_ns()
         node.attributes = node.attributes.at(mtime_ns=now_ns, now_ns=now_ns)
 
-    def _path(self, parent: Node, name: str) -> str:
+    def _path(self, parent: Node, name: str, *, is_new: bool = False) -> str:
         if len(name.encode()) > NAME_MAX:
             raise refusal(errno.ENAMETOOLONG)
         if name == keys.PRIVATE:
-            raise refusal(errno.ENOENT)
+            raise refusal(errno.EPERM if is_new else errno.ENOENT, f"{name} is what the store keeps for itself")
         self._alive(parent)
         path = child_path(parent, name)
         if len(path.encode()) > keys.PATH_BYTES_MAX:

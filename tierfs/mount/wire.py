@@ -181,7 +181,7 @@ def _attr(attributes: Attributes) -> bytes:
         mtime_rest,
         ctime_rest,
         attributes.mode,
-        2 if stat.S_ISDIR(attributes.mode) else 1,
+        0 if attributes.is_gone else 2 if stat.S_ISDIR(attributes.mode) else 1,
         attributes.uid,
         attributes.gid,
         0,
