@@ -1,4 +1,4 @@
-"""Do the same random things in two directories, and see that they stay the same: `fsx`, with names and several threads.
+"""Do the same random operations in two directories and compare every result: `fsx`, with names and several threads.
 
 python integration/mount/differ.py DIRECTORY REFERENCE [--operations 20000] [--seed 1] [--threads 8]
 """
@@ -15,6 +15,15 @@ import threading
 SIZE_MAX = 3 << 20
 NAMES = 12
 OPEN_MAX = 6
+KINDS = [
+    *["open"] * 2,
+    *["pwrite"] * 3,
+    *["pread"] * 3,
+    *["close"] * 2,
+    *["truncate", "append", "allocate", "fsync", "mmap_read", "mmap_write"],
+    *["whole", "exclusive", "path_truncate", "emptied", "chmod", "utime", "stat"],
+    *["rename", "unlink", "mkdir", "rmdir", "rename_directory", "list"],
+]
 
 
 class Differ:
@@ -51,51 +60,20 @@ class Differ:
         return name if self.random.random() < 0.7 else f"s{self.random.randrange(3)}/{name}"
 
     def size(self):
-        return self.random.choice(
-            [self.random.randrange(200), self.random.randrange(70_000), self.random.randrange(SIZE_MAX)]
-        )
+        return self.random.randrange(self.random.choice([200, 200, 70_000, 70_000, SIZE_MAX]))
 
     def data(self, size):
         return self.random.randbytes(min(size, 300_000))
 
     def step(self):
         self.done += 1
-        kinds = [
-            "open",
-            "open",
-            "pwrite",
-            "pwrite",
-            "pwrite",
-            "pread",
-            "pread",
-            "pread",
-            "truncate",
-            "append",
-            "close",
-            "close",
-        ]
-        kinds += [
-            "rename",
-            "unlink",
-            "mkdir",
-            "rmdir",
-            "chmod",
-            "utime",
-            "list",
-            "fsync",
-            "mmap_read",
-            "mmap_write",
-            "whole",
-            "exclusive",
-        ]
-        kinds += ["stat", "path_truncate", "allocate", "rename_directory"]
-        getattr(self, self.random.choice(kinds))()
+        getattr(self, self.random.choice(KINDS))()
 
     def open(self):
         if len(self.open_files) >= OPEN_MAX:
             self.close()
         name = self.name()
-        # Not O_TRUNC: who has the file open for reading keeps its bytes in a mount of tierfs, by design.
+        # Without O_TRUNC: a program that has the file open keeps its bytes in a mount of tierfs, by design.
         flags = self.random.choice(
             [os.O_RDONLY, os.O_RDWR, os.O_RDWR | os.O_CREAT, os.O_RDWR | os.O_CREAT | os.O_APPEND]
         )
@@ -155,7 +133,7 @@ class Differ:
             size = os.fstat(fd).st_size
             if not size:
                 return b""
-            with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as mapped:
+            with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapped:
                 return bytes(mapped)
 
         self.on_open("mmap read", act)
@@ -198,6 +176,18 @@ class Differ:
             os.close(os.open(os.path.join(place, name), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
 
         self.both(f"exclusive {name}", act)
+
+    def emptied(self):
+        """Open with O_TRUNC and write, unless somebody may have the file open."""
+        name, data = self.name(), self.data(self.size())
+        if self.open_files:
+            return
+
+        def act(_, place):
+            with open(os.path.join(place, name), "wb") as file:
+                file.write(data)
+
+        self.both(f"emptied {name} {len(data)}", act)
 
     def rename(self):
         old, new = self.name(), self.name()
@@ -260,10 +250,9 @@ class Differ:
         self.both("compare", act)
 
 
-def run(places, operations, seed, threads=1, remount=None):
-    """Do it. ``remount`` is called now and then, with all files closed."""
+def run(places, operations, seed, threads=1, remount=None, rounds=3):
+    """Do it. ``remount`` is called after each round, with all files closed."""
     differs = [Differ(places, seed + number, f"d{number}") for number in range(threads)]
-    rounds = 5 if remount is not None else 1
     for _ in range(rounds):
         errors = []
 

@@ -1,0 +1,60 @@
+"""Stores to mount: one in a directory of this host, one in S3 with a ram and an nvme tier before it."""
+
+import tempfile
+
+import pytest
+from mounts import Host
+from servers import ministack
+
+from tierfs.session import init
+
+
+@pytest.fixture
+def hosts(tmp_path):
+    """Makes hosts; each is unmounted at the end."""
+    made = []
+
+    def make(url, **options):
+        made.append(Host(tmp_path / f"host{len(made)}", url, **options))
+        return made[-1]
+
+    yield make
+    for host in made:
+        host.end()
+
+
+@pytest.fixture
+def local():
+    """The URL of a store in a directory, of tmpfs: no time goes by for a disk."""
+    with tempfile.TemporaryDirectory(prefix="tierfs-store-", dir="/dev/shm") as directory:
+        url = f"file://{directory}/store"
+        init(url)
+        yield url
+
+
+@pytest.fixture(scope="session")
+def s3():
+    ministack.require()
+    with ministack.running() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(s3):
+    """A new store in S3: its URL, and the options of its filesystem."""
+    url = f"s3://{s3.new_root()}"
+    init(url, options=s3.options)
+    return url, s3.options
+
+
+@pytest.fixture
+def mounted(hosts, local):
+    """The path of a mount of a store in a directory."""
+    return hosts(local).start()
+
+
+@pytest.fixture
+def mounted_s3(hosts, bucket):
+    """The path of a mount of a store in S3, with local tiers."""
+    url, options = bucket
+    return hosts(f"tierfs::{url}", options=options, ack="staged").start()

@@ -1,0 +1,102 @@
+"""Mount stores for tests: over /dev/fuse, with a state directory that plays the host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from leftovers import flushers
+from servers.server import find_program
+
+import tierfs
+from tierfs.mount.connection import KIND, detach, mounted_at
+
+PROGRAM = [sys.executable, "-m", "tierfs.cli"]
+
+
+def require():
+    """Skip a module where nothing can be mounted."""
+    try:
+        os.close(os.open("/dev/fuse", os.O_RDWR))
+    except OSError as error:
+        pytest.skip(f"/dev/fuse: {error.strerror}", allow_module_level=True)
+    if os.geteuid() and shutil.which("fusermount3") is None:
+        pytest.skip("fusermount3 is missing, and this is not root", allow_module_level=True)
+
+
+def require_program(name, package=None):
+    """Where a program is; skip the test where it is missing."""
+    found = find_program(name)
+    if found is None:
+        pytest.skip(f"{name} is missing: apt-get install {package or name}")
+    return found
+
+
+def run(*command, cwd=None, timeout=120, environment=None):
+    """Run a program; its output, or an error with what it said."""
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        env={**os.environ, **(environment or {})},
+    )
+    assert not done.returncode, f"{command}: {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+class Host:
+    """A host with one store mounted: its own state directory and its own mount point.
+
+    Args:
+        base: A directory of its own.
+        url: The store.
+        **options: As for `tierfs.mount`.
+    """
+
+    def __init__(self, base: Path, url: str, **options) -> None:
+        self.state, self.path = base / "state", base / "mnt"
+        self.path.mkdir(parents=True)
+        self.url = url
+        self.options = {"ram": "96MiB", "nvme": "256MiB", **options, "state_dir": str(self.state)}
+        self.mount = None
+
+    @property
+    def log(self):
+        """What the mount's process said."""
+        return (self.state / "mount" / "mount.log").read_text()
+
+    def start(self, **options):
+        """Mount it."""
+        self.mount = tierfs.mount(self.url, self.path, **{**self.options, **options})
+        return self.path
+
+    def remount(self):
+        """Unmount in good order, and mount again."""
+        self.mount.close()
+        self.start()
+
+    def end(self):
+        """Unmount, whatever state it is in, and let nothing of it run on."""
+        if mounted_at(self.path) == KIND:
+            detach(self.path, lazy=True)
+        if self.mount is not None:
+            self.kill()
+        for pid in flushers(self.state):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def kill(self):
+        """Kill the process that serves the mount."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.mount.pid, signal.SIGKILL)
+        self.mount._process.wait(10)
+        self.mount = None
