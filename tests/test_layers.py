@@ -20,6 +20,8 @@ GROUND = {
     "gc_pause",
     "misplaced",
     "repeats",
+    "kernels",
+    "_kernels",
     "_fork",
 }
 FORMATS = GROUND | {"format", "codec"}
@@ -36,6 +38,7 @@ ALLOWED = {
     "localfile": set(),
     "misplaced": set(),
     "repeats": set(),
+    "kernels": {"_kernels"},
     "digest": {"errors"},
     "clock": {"errors"},
     "units": {"errors"},

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from tierfs import kernels
 from tierfs.errors import StoreError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
@@ -46,6 +47,7 @@ def status(store: Store) -> dict[str, Any]:
         "counters": {},
         "misplaced": misplaced(),
         "unused_folders": [],
+        "kernels": kernels.status(),
     }
     if tiers is None:
         if store.unused:

@@ -1,20 +1,32 @@
 """Large tensors are copied byte for byte, in a few long pieces, and nothing beside them is."""
 
+import types
+
 import pytest
 import torch
 
+from tierfs import kernels
 from tierfs.dcp.save import copy as copying
 from tierfs.dcp.save.copy import LARGE_BYTES, copy_large
 
 GUARD = 64
 
 
-@pytest.fixture
-def pieces(monkeypatch):
+@pytest.fixture(params=["kernels", "memcpy"])
+def pieces(request, monkeypatch):
     """The lengths of what is copied at once."""
+    if request.param == "kernels" and kernels.active is None:
+        pytest.skip(f"kernels: {kernels.status()}")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    lengths, real = [], copying._memcpy
-    monkeypatch.setattr(copying, "_memcpy", lambda to, begin, length: lengths.append(length) or real(to, begin, length))
+    real = kernels.active.copy if request.param == "kernels" else copying._memcpy
+    lengths = []
+
+    def copy(to, begin, length):
+        lengths.append(length)
+        real(to, begin, length)
+
+    monkeypatch.setattr(copying, "_memcpy", copy)
+    monkeypatch.setattr(kernels, "active", types.SimpleNamespace(copy=copy) if request.param == "kernels" else None)
     return lengths
 
 
@@ -45,9 +57,12 @@ def test_all_is_copied_and_nothing_beside_it(pieces, lengths):
     assert sum(pieces) == sum(lengths)
 
 
-def test_each_of_three_threads_has_two_pieces_of_what_is_in_one(pieces):
+def test_the_kernels_copy_16_mib_at_a_time_and_memcpy_a_sixth_on_three_threads(pieces, request):
     copied([60 * LARGE_BYTES])
-    assert sorted(pieces) == [10 * LARGE_BYTES] * 6
+    if "kernels" in request.node.name.partition("[")[2]:
+        assert sorted(pieces) == [12 * LARGE_BYTES, *[16 * LARGE_BYTES] * 3]
+    else:
+        assert sorted(pieces) == [10 * LARGE_BYTES] * 6
 
 
 def test_what_lies_apart_is_one_piece_each_where_a_thread_has_several(pieces):

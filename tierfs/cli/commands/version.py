@@ -6,7 +6,7 @@ import argparse
 import importlib.metadata
 import platform
 
-from tierfs import __version__
+from tierfs import __version__, kernels
 from tierfs.cli.output import add_json_argument, align, print_json
 from tierfs.format.header import VERSION
 
@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
         "python": platform.python_version(),
         "fsspec": _installed("fsspec"),
         "torch": _installed("torch"),
+        "kernels": kernels.status(),
     }
     if arguments.json:
         print_json(versions)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tierfs import kernels
 from tierfs.codec.planes.packing import Look, Mode
 from tierfs.codec.planes.planes import Order, decode_elements, decode_head, encode_elements, looks_of, pairs_of
 from tierfs.codec.planes.zigzag import unzigzag, zigzag
@@ -29,6 +30,10 @@ def encode_differences(
     order, looks = _order_of(pairs - references)
     lengths = []
     for raw, base, out in zip(raws, bases, outs, strict=True):
+        if kernels.active is not None:
+            elements, reference = elements_of(raw, width), elements_of(base, width)
+            lengths.append(encode_elements(raw, elements, order, looks, out, reference))
+            continue
         numbers = difference(raw, width, base)
         if order is Order.AS_IT_IS:
             zigzag(numbers)
@@ -44,6 +49,9 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
     """
     width, order = decode_head(encoded, Order.ZIGZAG)
     elements = elements_of(out, width)
+    if kernels.active is not None:
+        decode_elements(encoded, elements, out, order, elements_of(base, width))
+        return
     decode_elements(encoded, elements, out, order)
     if order is Order.AS_IT_IS:
         unzigzag(elements)

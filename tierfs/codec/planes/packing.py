@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import enum
 import struct
+from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tierfs import kernels
 from tierfs.codec.damage import DamageError
 from tierfs.codec.planes import frames
 from tierfs.codec.planes.gaps import check_gaps, gaps_of, positions_of, rare_positions
@@ -121,8 +123,8 @@ def pack(plane: Elements, seen: Look) -> Kept:
     return _frame(plane)
 
 
-def unpack(mode: int, data: memoryview, size: int) -> Elements:
-    """A plane of ``size`` bytes: a view of ``data``, or this thread's until it asks for another.
+def unpack(mode: int, data: memoryview, size: int, place: Elements | None = None) -> Elements:
+    """A plane of ``size`` bytes: a view of ``data``, or in ``place``; by default that is this thread's until it asks for another.
 
     Raises:
         DamageError: It is none.
@@ -131,7 +133,7 @@ def unpack(mode: int, data: memoryview, size: int) -> Elements:
         return elements_of(data, 1)
     if mode == Mode.FRAME and len(data) < size:
         return elements_of(memoryview(frames.decompress(data, size)), 1)
-    plane = scratch("plane", 1, size)
+    plane = scratch("plane", 1, size) if place is None else place
     if mode == Mode.CONSTANT and len(data) == 1 and size:
         plane.fill(data[0])
     elif mode == Mode.CODES and _CODES_HEAD.size < len(data) < size:
@@ -169,6 +171,15 @@ def _frame(plane: Elements) -> Kept:
 
 def _codes(plane: Elements, first: int) -> Kept:
     size = plane.size
+    if kernels.active is not None:
+        limit = int(2 * _OUTSIDE_MAX * size)
+        packed = scratch("codes", 1, (size + 1) // 2)
+        where, values = scratch("flags", 4, limit), scratch("rest", 1, limit)
+        count = kernels.active.pack_codes(plane, first, limit, where, values, packed)
+        if count < 0:
+            return _frame(plane)
+        head = _CODES_HEAD.pack(first, count)
+        return Mode.CODES, (head, where[:count].tobytes(), values[:count].tobytes(), frames.pack_plane(packed.data))
     whole = (size + 7) // 8 * 8
     codes = scratch("codes", 1, whole)
     codes[size:] = 0
@@ -197,6 +208,10 @@ def _from_codes(data: memoryview, out: Elements, shift: int = 0) -> None:
     if start >= len(data):
         raise DamageError(f"{count} bytes outside of a window, in {len(data)}")
     positions = elements_of(data[_CODES_HEAD.size : values], 4)
+    if kernels.active is not None and out.itemsize == 1:
+        frame = frames.decompress(data[start:], (out.size + 1) // 2)
+        _call(kernels.active.unpack_codes, frame, first, positions, data[values:start], out)
+        return
     if count and int(positions.max()) >= out.size:
         raise DamageError(f"a byte at {positions.max()} of a plane of {out.size}")
     half, width = (out.size + 1) // 2, out.itemsize
@@ -217,6 +232,16 @@ def _from_codes(data: memoryview, out: Elements, shift: int = 0) -> None:
 
 
 def _mostly(plane: Elements, most: int) -> Kept:
+    if kernels.active is not None:
+        limit = int(1.5 * _OTHERS_MAX * plane.size)
+        room, others = scratch("codes", 1, limit + plane.size // 255), scratch("flags", 1, limit)
+        count, gap_bytes = kernels.active.pack_mostly(plane, most, limit, room, others)
+        if not count:
+            return Mode.CONSTANT, (bytes([most]),)
+        if count < 0:
+            return _frame(plane)
+        head = _MOSTLY_HEAD.pack(most, count, gap_bytes)
+        return Mode.MOSTLY, (head, room[:gap_bytes].tobytes(), others[:count].tobytes())
     whole = (plane.size + 7) // 8 * 8
     flags = scratch("flags", 1, whole)
     flags[plane.size :] = 0
@@ -238,12 +263,19 @@ def _from_mostly(data: memoryview, out: Elements, shift: int = 0) -> None:
     values = _MOSTLY_HEAD.size + gap_bytes
     if values + count != len(data):
         raise DamageError(f"{count} bytes that are others and {gap_bytes} gaps, in {len(data)}")
+    if kernels.active is not None and out.itemsize == 1:
+        _call(kernels.active.unpack_mostly, data[_MOSTLY_HEAD.size : values], data[values:], most, out)
+        return
     positions = positions_of(elements_of(data[_MOSTLY_HEAD.size : values], 1), count, out.size)
     out.fill(most << shift)
     out[positions] = elements_of(data[values:], 1).astype(out.dtype) << shift
 
 
 def _seven(plane: Elements) -> Kept:
+    if kernels.active is not None:
+        packed = scratch("codes", 1, plane.size - plane.size // _SEVEN_PART * 8)
+        is_seven = kernels.active.pack_seven(plane, packed)
+        return (Mode.SEVEN, (packed.data,)) if is_seven else (Mode.RAW, (plane.data,))
     if plane.max() > 0x7F:  # noqa: PLR2004 - bits
         return Mode.RAW, (plane.data,)
     part = plane.size // _SEVEN_PART * 8
@@ -258,6 +290,9 @@ def _seven(plane: Elements) -> Kept:
 
 
 def _from_seven(data: memoryview, plane: Elements) -> None:
+    if kernels.active is not None:
+        kernels.active.unpack_seven(data, plane)
+        return
     part = plane.size // _SEVEN_PART * 8
     bits = elements_of(data[: 7 * part], 8).reshape(7, -1)
     whole = plane[: 8 * part].view("<u8").reshape(8, -1)
@@ -266,3 +301,10 @@ def _from_seven(data: memoryview, plane: Elements) -> None:
     np.bitwise_or.reduce(whole[:7], axis=0, out=whole[7])
     np.bitwise_and(bits, ~_HIGHEST, out=whole[:7])
     plane[8 * part :] = elements_of(data[7 * part :], 1)
+
+
+def _call(function: Callable[..., object], *arguments: object) -> None:
+    try:
+        function(*arguments)
+    except ValueError as error:
+        raise DamageError(str(error)) from None

@@ -12,9 +12,11 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 
+from tierfs import kernels
 from tierfs.codec.damage import DamageError
 from tierfs.codec.planes.packing import WORTH, Look, Mode, look, pack, unpack, unpack_wide
 from tierfs.codec.planes.zigzag import unzigzag, zigzag
@@ -58,6 +60,10 @@ class Order(enum.IntEnum):
     """They are zigzagged by themselves: what is below them is noise, whatever the sign."""
 
 
+# What `tierfs._kernels` calls differences that are zigzagged whole.
+_ZIGZAG_WHOLE = 3
+
+
 class PlaneWriter:
     """Planes on their way into an encoded block: the heads of all, then their bytes.
 
@@ -91,6 +97,10 @@ class PlaneWriter:
         place = self._out[self._end : end]
         self._at, self._end = self._at + PLANE_HEAD_BYTES, end
         return place
+
+    def since(self, length: int) -> memoryview:
+        """What was placed last, of so many bytes in all."""
+        return self._out[self._end - length : self._end]
 
     def put(self, mode: Mode, parts: Sequence[Buffer]) -> None:
         """Append a plane."""
@@ -140,9 +150,20 @@ class PlaneReader:
         """The next plane; it counts until another is asked for. Raises `DamageError`."""
         return unpack(*self._left.pop(0))
 
-    def merge(self, target: Elements, order: Order = Order.AS_IT_IS) -> None:
-        """Put elements together from all planes that are left. Raises `DamageError`."""
+    def merge(self, target: Elements, order: Order = Order.AS_IT_IS, base: Elements | None = None) -> None:
+        """Put elements together from all planes that are left. Raises `DamageError`.
+
+        Args:
+            target: For the elements.
+            order: Of their upper 16 bits.
+            base: What to add them to as differences; for the kernels only.
+        """
         width, count = target.itemsize, target.size
+        if kernels.active is not None:
+            planes, woven = self._planes(width, order)
+            how = _ZIGZAG_WHOLE if base is not None and order is Order.AS_IT_IS else order
+            kernels.active.merge(target, base, width, int(how), woven, planes)
+            return
         if width == 1:
             np.copyto(target, self.take())
             return
@@ -164,16 +185,37 @@ class PlaneReader:
         """Fill in the bytes of the block that are behind its last whole element."""
         out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
+    def _planes(self, width: int, order: Order) -> tuple[tuple[Buffer | Elements, ...], int]:
+        """All planes that are left, as the kernels take them, and which pairs of them are woven."""
+        found: list[Buffer | Elements] = []
+        woven = 0
+        if width == 1:
+            return (self.take(),), 0
+        for number in range(width // _LANE):
+            if self._left[0][0] == Mode.WOVEN:
+                found += [self._woven(Order.AS_IT_IS if number else order), b""]
+                woven |= 1 << number
+                continue
+            for side in range(_LANE):
+                mode, data, size = self._left.pop(0)
+                at = (_LANE * number + side) * size
+                found.append(unpack(mode, data, size, scratch("planes", 1, width * size)[at : at + size]))
+        return tuple(found), woven
+
+    def _woven(self, order: Order) -> memoryview:
+        """The next two planes, which are together."""
+        (_, data, size), low = self._left.pop(0), self._left.pop(0)
+        if order is not Order.AS_IT_IS:
+            raise DamageError("planes that are together, and changed")
+        if len(data) != _LANE * size or low[0] != Mode.WOVEN or len(low[1]):
+            raise DamageError(f"two planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
+        return data
+
     def _lane(self, out: Elements, order: Order = Order.AS_IT_IS) -> Elements:
         """The numbers of the next two planes, in ``out`` or elsewhere."""
-        high, low = self._left.pop(0), self._left.pop(0)
-        mode, data, size = high
-        if mode == Mode.WOVEN:
-            if order is not Order.AS_IT_IS:
-                raise DamageError("planes that are together, and changed")
-            if len(data) != _LANE * size or low[0] != Mode.WOVEN or len(low[1]):
-                raise DamageError(f"two planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
-            return elements_of(data, _LANE)
+        if self._left[0][0] == Mode.WOVEN:
+            return elements_of(self._woven(order), _LANE)
+        (mode, data, size), low = self._left.pop(0), self._left.pop(0)
         unpack_wide(mode, data, out, 7 if order is Order.SIGN_LAST else 8)
         rest = scratch("rest", _LANE, size)
         if order is Order.SIGN_LAST:
@@ -209,14 +251,22 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
 
 
 def encode_elements(
-    raw: memoryview, elements: Elements, order: Order, looks: Sequence[Look], out: memoryview
+    raw: memoryview,
+    elements: Elements,
+    order: Order,
+    looks: Sequence[Look],
+    out: memoryview,
+    base: Elements | None = None,
 ) -> int | None:
-    """Write a block of ``elements``, perhaps not those of ``raw``; return its length, ``None`` where it does not pay."""
+    """Write a block of ``elements``, perhaps not those of ``raw``; return its length, ``None`` where it does not pay.
+
+    ``base``: see `put_planes`.
+    """
     width = elements.itemsize
     writer = PlaneWriter(raw, width, out, _HEAD.size, width)
     if writer.fits:
         _HEAD.pack_into(out, 0, width, order)
-        put_planes(writer, elements, looks, order)
+        put_planes(writer, elements, looks, order, base)
     return writer.finish()
 
 
@@ -230,11 +280,13 @@ def decode_head(encoded: memoryview, upper: Order) -> tuple[int, Order]:
     return width, Order(order)
 
 
-def decode_elements(encoded: memoryview, elements: Elements, out: memoryview, order: Order) -> None:
+def decode_elements(
+    encoded: memoryview, elements: Elements, out: memoryview, order: Order, base: Elements | None = None
+) -> None:
     """Read back what `encode_elements` wrote: the planes into ``elements``, what is behind the last of them into ``out``."""
     width = elements.itemsize
     planes = PlaneReader(encoded, _HEAD.size, [elements.size] * width, len(out) % width)
-    planes.merge(elements, order)
+    planes.merge(elements, order, base)
     planes.finish(out)
 
 
@@ -264,10 +316,20 @@ def looks_of(pairs: Elements, order: Order = Order.AS_IT_IS) -> list[Look]:
 
 
 def put_planes(
-    writer: PlaneWriter, elements: Elements, looks: Sequence[Look] | None = None, order: Order = Order.AS_IT_IS
+    writer: PlaneWriter,
+    elements: Elements,
+    looks: Sequence[Look] | None = None,
+    order: Order = Order.AS_IT_IS,
+    base: Elements | None = None,
 ) -> None:
-    """Write the planes of ``elements``, their upper 16 bits in an order that `looks_of` was asked for as well."""
+    """Write the planes of ``elements``, their upper 16 bits in an order that `looks_of` was asked for as well.
+
+    ``base`` is for the kernels only: the planes are those of the differences to it, zigzagged.
+    """
     looks = looks_of(pairs_of([elements]), order) if looks is None else looks
+    if kernels.active is not None:
+        _put_split(kernels.active, writer, elements, looks, order, base)
+        return
     width, count = elements.itemsize, elements.size
     if width == 1:
         _put_plane(writer, elements, 0, looks[0])
@@ -292,6 +354,47 @@ def put_planes(
             zigzag(lane)
         _put_plane(writer, lane, 8, high)
         _put_plane(writer, lane, 0, low)
+
+
+def _put_split(
+    compiled: ModuleType,
+    writer: PlaneWriter,
+    elements: Elements,
+    looks: Sequence[Look],
+    order: Order,
+    base: Elements | None,
+) -> None:
+    """The same as `put_planes`: planes that shrink in one pass over the elements, and each row of others in one more, to where they stay."""
+    width, count = elements.itemsize, elements.size
+    modes = [seen.mode for seen in reversed(looks)]
+    woven = 0
+    for number in range(width // _LANE):
+        if modes[2 * number] == modes[2 * number + 1] == Mode.RAW and (number or order is Order.AS_IT_IS):
+            woven |= 1 << number
+    how = int(_ZIGZAG_WHOLE if base is not None and order is Order.AS_IT_IS else order)
+    shrinking = [number for number in range(width) if modes[number] != Mode.RAW]
+    planes = scratch("planes", 1, len(shrinking) * count)
+    if shrinking:
+        compiled.split(elements, base, width, how, woven, sum(1 << number for number in shrinking), planes)
+    number = 0
+    while number < width:
+        if modes[number] != Mode.RAW:
+            at = shrinking.index(number) * count
+            writer.put(*pack(planes[at : at + count], looks[width - 1 - number]))
+            number += 1
+            continue
+        length = wanted = 0
+        while number < width and modes[number] == Mode.RAW:
+            is_pair = woven >> number // _LANE & 1
+            writer.place(Mode.WOVEN if is_pair else Mode.RAW, (1 + is_pair) * count)
+            if is_pair:
+                writer.place(Mode.WOVEN, 0)
+            length += (1 + is_pair) * count
+            wanted |= (1 + 2 * is_pair) << number
+            number += 1 + is_pair
+        if writer.fits:
+            # They follow each other, since the heads of all planes come before.
+            compiled.split(elements, base, width, how, woven, wanted, writer.since(length))
 
 
 def _put_plane(writer: PlaneWriter, elements: Elements, shift: int, seen: Look) -> None:

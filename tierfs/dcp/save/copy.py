@@ -1,8 +1,9 @@
-"""Tensors are copied bit for bit: large ones by the C library, which goes past the caches where that pays, as torch never does.
+"""Copies tensors bit for bit: small ones with torch, large ones with stores that bypass the caches, as torch never does.
 
-Who stores to memory that is in no cache has its lines read first, in case not all of a line is written. Of a copy that nobody
-reads soon that is in vain: it takes a third of what memory moves, and pushes out of the caches what others work on. ``memcpy`` avoids
-both from a length on that the C library derives from the size of the caches (glibc's tunable ``x86_non_temporal_threshold``).
+An ordinary store to memory that is in no cache reads the line first, in case only a part of it is written. A save's copy writes all
+of it, and nothing reads it soon: the read takes a third of the memory's bandwidth, and pushes training's data out of the caches. The
+kernels bypass the caches (docs/decisions/0044-large-tensors-by-memcpy.md). Without them ``memcpy`` does so too, from a length on that
+glibc derives from the size of the caches (its tunable ``x86_non_temporal_threshold``).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from tierfs import kernels
 from tierfs.dcp.tensorbytes import lies_nowhere
 from tierfs.processors import processors
 
@@ -35,7 +37,9 @@ _COPIED_AS_THEY_ARE = frozenset(
 
 LARGE_BYTES = 1 << 20
 """From here on it is `copy_large` that copies. Each piece costs a turn of the interpreter's lock, which others may be slow to give."""
-# For each thread, so that one that is held up does not hold up the rest. The fewer, the longer, and the likelier past the caches.
+# Short enough that a thread that is held up does not hold up the rest.
+_PIECE_BYTES = 16 << 20
+# Of `memcpy`, for each thread: the fewer, the longer, and the likelier past the caches.
 _PIECES = 2
 
 
@@ -86,13 +90,18 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Args:
         pairs: Targets, each with its source, of the same length; contiguous, in this process's memory, and without overlaps.
     """
-    total = sum(target.nbytes for target, _ in pairs)
-    most = max(total // (_PIECES * processors().count), LARGE_BYTES)
+    if kernels.active is not None:
+        copy, most = kernels.active.copy, _PIECE_BYTES
+    else:
+        copy, most = (
+            _memcpy,
+            max(sum(target.nbytes for target, _ in pairs) // (_PIECES * processors().count), LARGE_BYTES),
+        )
     pieces = []
     for target, source in pairs:
         to, begin, length = target.data_ptr(), source.data_ptr(), target.nbytes
         pieces += [(to + at, begin + at, min(most, length - at)) for at in range(0, length, most)]
-    processors().share_out(_copy, pieces)
+    processors().share_out(lambda piece: copy(*piece), pieces)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -103,10 +112,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _is_its_memory(tensor: torch.Tensor) -> bool:
     """Whether it shows what lies there: a subclass may show anything, and some tensors of zeros, and wrappers, lie nowhere."""
     return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
-
-
-def _copy(piece: tuple[int, int, int]) -> None:
-    _memcpy(*piece)
 
 
 _memcpy = ctypes.CDLL(None).memcpy  # releases the interpreter's lock, which ctypes.memmove does not

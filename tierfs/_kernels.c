@@ -1,0 +1,508 @@
+/* The loops of the codecs and of a save's copy that numpy and ctypes cannot run in one pass.
+ *
+ * Every function works on buffers of the caller, checks all lengths before it touches them, and releases the interpreter's
+ * lock while it works. tierfs/codec says the same in numpy, and the tests compare the two byte for byte; docs/reference/FORMAT.md,
+ * "Codecs", defines the bytes. Elements are little-endian, as on every machine that this file is built for.
+ */
+#define PY_SSIZE_T_CLEAN
+#include <patchlevel.h>
+#if PY_VERSION_HEX >= 0x030B0000 && !defined(Py_GIL_DISABLED)
+#define Py_LIMITED_API 0x030B0000 /* the first one with buffers in it */
+#endif
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "the kernels are for little-endian machines: tierfs works without them"
+#endif
+
+/* One version of a loop for each width of vectors; the loader picks the one that the processor has. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
+#define VECTORS __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
+#else
+#define VECTORS
+#endif
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+enum { TILE = 2048, WORD = 8, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
+/* What is done to elements before they are taken apart: numbers of tierfs.codec.planes.planes.Order, and one more. */
+enum { AS_IT_IS, SIGN_LAST, ZIGZAG_UPPER, ZIGZAG_WHOLE, ORDERS };
+
+/* ---- copies ------------------------------------------------------------------------------------------------------- */
+
+#if defined(__SSE2__)
+enum { LINE = 64, PAGE = 4096, PAGES = 4 };
+
+static inline void stream_line(uint8_t *to, const uint8_t *from)
+{
+    __m128i a = _mm_loadu_si128((const __m128i *)from), b = _mm_loadu_si128((const __m128i *)from + 1);
+    __m128i c = _mm_loadu_si128((const __m128i *)from + 2), d = _mm_loadu_si128((const __m128i *)from + 3);
+    _mm_stream_si128((__m128i *)to, a), _mm_stream_si128((__m128i *)to + 1, b);
+    _mm_stream_si128((__m128i *)to + 2, c), _mm_stream_si128((__m128i *)to + 3, d);
+}
+#endif
+
+/* Copy with stores that go past the caches: nothing reads the target's lines first, and nothing is pushed out.
+ * Four pages are copied side by side, as glibc does, so that more of the memory's banks are at work. */
+static void stream(uint8_t *to, const uint8_t *from, size_t length)
+{
+#if defined(__SSE2__)
+    size_t head = (size_t)(-(uintptr_t)to & (LINE - 1));
+    if (length < head + PAGES * PAGE) {
+        memcpy(to, from, length);
+        return;
+    }
+    memcpy(to, from, head);
+    to += head, from += head, length -= head;
+    for (; length >= PAGES * PAGE; to += PAGES * PAGE, from += PAGES * PAGE, length -= PAGES * PAGE)
+        for (size_t at = 0; at < PAGE; at += LINE)
+            for (size_t page = at; page < PAGES * PAGE; page += PAGE) {
+                _mm_prefetch((const char *)from + page + PAGES * PAGE, _MM_HINT_T0);
+                stream_line(to + page, from + page);
+            }
+    for (; length >= LINE; to += LINE, from += LINE, length -= LINE) stream_line(to, from);
+    _mm_sfence();
+#endif
+    memcpy(to, from, length);
+}
+
+/* ---- elements to planes, and back --------------------------------------------------------------------------------- */
+
+typedef struct {
+    const uint8_t *elements, *base; /* base: NULL for none */
+    uint8_t *planes[PLANES_MAX];    /* the most significant first, NULL if not wanted; of a woven pair the first */
+    uint8_t woven;                  /* bit n: lane n, from the top, is 2 bytes an element */
+    size_t count;
+    int order;
+} Cut;
+
+typedef struct {
+    uint8_t *elements;
+    const uint8_t *base;
+    const uint8_t *planes[PLANES_MAX];
+    uint8_t woven;
+    size_t count;
+    int order;
+} Join;
+
+/* With shifts that are constants, loops work on elements of their own width. */
+#define UNROLLED _Pragma("GCC unroll 8")
+#define UPPER(T) (sizeof(T) * 8 - 16)
+#define REPLACE_UPPER(T, x, upper) (T)(((x) & (T)(((T)1 << UPPER(T)) - 1)) | (T)((T)(uint16_t)(upper) << UPPER(T)))
+
+/* The sign of a float goes behind its exponent, which then fills a byte. */
+#define SIGN_TO_END(u) ((((u) & 0x7F80) << 1) | ((u) & 0x7F) | (((u) >> 8) & 0x80))
+#define SIGN_TO_FRONT(u) ((((u) >> 1) & 0x7F80) | ((u) & 0x7F) | (((u) & 0x80) << 8))
+#define ZIGZAG(T, x) (T)((T)((x) << 1) ^ (T)(0 - (T)((x) >> (sizeof(T) * 8 - 1))))
+#define UNZIGZAG(T, x) (T)((T)((x) >> 1) ^ (T)(0 - (T)((x) & 1)))
+
+#define CUT_AND_JOIN(T, NAME)                                                                                          \
+    VECTORS static void cut_##NAME(const Cut *cut)                                                                     \
+    {                                                                                                                  \
+        T tile[TILE], other[TILE];                                                                                     \
+        uint16_t lane[TILE];                                                                                           \
+        for (size_t at = 0; at < cut->count; at += TILE) {                                                             \
+            size_t n = cut->count - at < TILE ? cut->count - at : TILE;                                                \
+            memcpy(tile, cut->elements + at * sizeof(T), n * sizeof(T));                                               \
+            if (cut->base) {                                                                                           \
+                memcpy(other, cut->base + at * sizeof(T), n * sizeof(T));                                              \
+                for (size_t i = 0; i < n; i++) tile[i] = (T)(tile[i] - other[i]);                                      \
+            }                                                                                                          \
+            if (cut->order == ZIGZAG_WHOLE)                                                                            \
+                for (size_t i = 0; i < n; i++) tile[i] = ZIGZAG(T, tile[i]);                                           \
+            else if (sizeof(T) > 1 && cut->order == SIGN_LAST)                                                         \
+                for (size_t i = 0; i < n; i++) {                                                                       \
+                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
+                    tile[i] = REPLACE_UPPER(T, tile[i], SIGN_TO_END(u));                                               \
+                }                                                                                                      \
+            else if (sizeof(T) > 1 && cut->order == ZIGZAG_UPPER)                                                      \
+                for (size_t i = 0; i < n; i++) {                                                                       \
+                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
+                    tile[i] = REPLACE_UPPER(T, tile[i], ZIGZAG(uint16_t, u));                                          \
+                }                                                                                                      \
+            UNROLLED for (size_t p = 0; p < sizeof(T); p++) {                                                          \
+                size_t shift = 8 * (sizeof(T) - 1 - p);                                                                \
+                if (!cut->planes[p]) continue;                                                                         \
+                if (cut->woven >> (p / 2) & 1) {                                                                       \
+                    for (size_t i = 0; i < n; i++) lane[i] = (uint16_t)(tile[i] >> (shift - 8));                       \
+                    memcpy(cut->planes[p] + 2 * at, lane, 2 * n);                                                      \
+                } else {                                                                                               \
+                    uint8_t *plane = cut->planes[p] + at;                                                              \
+                    for (size_t i = 0; i < n; i++) plane[i] = (uint8_t)(tile[i] >> shift);                             \
+                }                                                                                                      \
+            }                                                                                                          \
+        }                                                                                                              \
+    }                                                                                                                  \
+    VECTORS static void join_##NAME(const Join *join)                                                                  \
+    {                                                                                                                  \
+        T tile[TILE], other[TILE];                                                                                     \
+        uint16_t lane[TILE];                                                                                           \
+        for (size_t at = 0; at < join->count; at += TILE) {                                                            \
+            size_t n = join->count - at < TILE ? join->count - at : TILE;                                              \
+            memset(tile, 0, n * sizeof(T));                                                                            \
+            UNROLLED for (size_t p = 0; p < sizeof(T); p++) {                                                          \
+                size_t shift = 8 * (sizeof(T) - 1 - p);                                                                \
+                if (join->woven >> (p / 2) & 1) {                                                                      \
+                    if (p % 2) continue;                                                                               \
+                    memcpy(lane, join->planes[p] + 2 * at, 2 * n);                                                     \
+                    for (size_t i = 0; i < n; i++) tile[i] |= (T)((T)lane[i] << (shift - 8));                          \
+                } else {                                                                                               \
+                    const uint8_t *plane = join->planes[p] + at;                                                       \
+                    for (size_t i = 0; i < n; i++) tile[i] |= (T)((T)plane[i] << shift);                               \
+                }                                                                                                      \
+            }                                                                                                          \
+            if (join->order == ZIGZAG_WHOLE)                                                                           \
+                for (size_t i = 0; i < n; i++) tile[i] = UNZIGZAG(T, tile[i]);                                         \
+            else if (sizeof(T) > 1 && join->order == SIGN_LAST)                                                        \
+                for (size_t i = 0; i < n; i++) {                                                                       \
+                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
+                    tile[i] = REPLACE_UPPER(T, tile[i], SIGN_TO_FRONT(u));                                             \
+                }                                                                                                      \
+            else if (sizeof(T) > 1 && join->order == ZIGZAG_UPPER)                                                     \
+                for (size_t i = 0; i < n; i++) {                                                                       \
+                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
+                    tile[i] = REPLACE_UPPER(T, tile[i], UNZIGZAG(uint16_t, u));                                        \
+                }                                                                                                      \
+            if (join->base) {                                                                                          \
+                memcpy(other, join->base + at * sizeof(T), n * sizeof(T));                                             \
+                for (size_t i = 0; i < n; i++) tile[i] = (T)(tile[i] + other[i]);                                      \
+            }                                                                                                          \
+            memcpy(join->elements + at * sizeof(T), tile, n * sizeof(T));                                              \
+        }                                                                                                              \
+    }
+
+/* One byte has no upper lane: its shifts above would be negative, and are never reached. */
+#undef UPPER
+#define UPPER(T) (sizeof(T) > 1 ? sizeof(T) * 8 - 16 : 0)
+CUT_AND_JOIN(uint8_t, 1)
+CUT_AND_JOIN(uint16_t, 2)
+CUT_AND_JOIN(uint32_t, 4)
+CUT_AND_JOIN(uint64_t, 8)
+
+/* ---- planes ------------------------------------------------------------------------------------------------------- */
+
+typedef uint8_t Bytes64 __attribute__((vector_size(64)));
+typedef uint16_t Pairs32 __attribute__((vector_size(64)));
+typedef uint64_t Words8 __attribute__((vector_size(64)));
+typedef uint8_t Bytes32 __attribute__((vector_size(32)));
+
+/* 64 bytes less `first`, and half as many with two codes each. Returns whether any is outside of the window. */
+static inline int codes_of(const uint8_t *plane, uint8_t first, uint8_t *codes, uint8_t *packed)
+{
+    Bytes64 bytes;
+    memcpy(&bytes, plane, 64);
+    bytes -= first;
+    memcpy(codes, &bytes, 64);
+    Pairs32 pairs = (Pairs32)bytes;
+    Bytes32 both = __builtin_convertvector(pairs | pairs >> 4, Bytes32);
+    memcpy(packed, &both, 32);
+    Words8 words = (Words8)bytes;
+    uint64_t any = (words[0] | words[1]) | (words[2] | words[3]) | (words[4] | words[5]) | (words[6] | words[7]);
+    return (any & 0xF0F0F0F0F0F0F0F0u) != 0;
+}
+
+/* Returns how many bytes are outside of the window, or -1 for more than `limit`. */
+VECTORS static Py_ssize_t pack_codes(const uint8_t *plane, size_t size, uint8_t first, Py_ssize_t limit, uint8_t *positions,
+                             uint8_t *values, uint8_t *packed)
+{
+    uint8_t codes[64], padded[64], pair[32];
+    Py_ssize_t outside = 0;
+    for (size_t at = 0; at < size; at += 64) {
+        size_t n = size - at < 64 ? size - at : 64;
+        const uint8_t *source = plane + at;
+        if (n < 64) {
+            memset(padded, first, 64); /* what is behind the end is code 0 */
+            memcpy(padded, source, n);
+            source = padded;
+        }
+        if (codes_of(source, first, codes, pair)) {
+            for (size_t i = 0; i < n; i++) {
+                if (codes[i] < WINDOW) continue;
+                if (outside == limit) return -1;
+                uint32_t position = (uint32_t)(at + i);
+                memcpy(positions + 4 * outside, &position, 4);
+                values[outside++] = source[i];
+                codes[i] = 0;
+            }
+            for (int i = 0; i < 32; i++) pair[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
+        }
+        if (n == 64) memcpy(packed + at / 2, pair, 32);
+        else memcpy(packed + at / 2, pair, (n + 1) / 2);
+    }
+    return outside;
+}
+
+VECTORS static void unpack_codes(const uint8_t *packed, uint8_t first, uint8_t *plane, size_t size)
+{
+    for (size_t i = 0; i < size / 2; i++) {
+        uint16_t both = (uint16_t)((packed[i] | packed[i] << 4) & 0x0F0F);
+        plane[2 * i] = (uint8_t)((both & 0xFF) + first), plane[2 * i + 1] = (uint8_t)((both >> 8) + first);
+    }
+    if (size % 2) plane[size - 1] = (uint8_t)((packed[size / 2] & 0x0F) + first);
+}
+
+/* Where bytes differ from `most`, as gaps. Returns how many, or -1 for more than `limit`; `gap_bytes` of gaps. */
+static Py_ssize_t pack_mostly(const uint8_t *plane, size_t size, uint8_t most, Py_ssize_t limit, uint8_t *gaps,
+                              size_t *gap_bytes, uint8_t *values)
+{
+    uint64_t all = 0x0101010101010101u * most, word;
+    Py_ssize_t others = 0;
+    size_t next = 0, used = 0;
+    for (size_t at = 0; at < size; at += WORD) {
+        size_t n = size - at < WORD ? size - at : WORD;
+        if (n == WORD) {
+            memcpy(&word, plane + at, WORD);
+            if (word == all) continue;
+        }
+        for (size_t i = at; i < at + n; i++) {
+            if (plane[i] == most) continue;
+            if (others == limit) return -1;
+            size_t gap = i - next;
+            memset(gaps + used, SKIP, gap / SKIP);
+            used += gap / SKIP;
+            gaps[used++] = (uint8_t)(gap % SKIP);
+            values[others++] = plane[i];
+            next = i + 1;
+        }
+    }
+    *gap_bytes = used;
+    return others;
+}
+
+/* The inverse; false where gaps and count do not fit. */
+static int unpack_mostly(const uint8_t *gaps, size_t gap_bytes, const uint8_t *values, size_t count, uint8_t most,
+                         uint8_t *plane, size_t size)
+{
+    size_t at = 0, used = 0;
+    memset(plane, most, size);
+    for (size_t i = 0; i < gap_bytes; i++) {
+        at += gaps[i];
+        if (gaps[i] == SKIP) continue;
+        if (at >= size || used == count) return 0;
+        plane[at++] = values[used++];
+    }
+    return used == count && (!gap_bytes || gaps[gap_bytes - 1] != SKIP);
+}
+
+/* Seven bits of seven bytes, and in their highest bits an eighth byte. Returns false where a byte has eight bits. */
+VECTORS static int pack_seven(const uint8_t *plane, size_t size, uint8_t *packed)
+{
+    size_t part = size / SEVEN_PART * 8;
+    const uint8_t *last = plane + 7 * part;
+    uint8_t any = 0;
+    for (size_t i = 0; i < size; i++) any |= plane[i];
+    if (any & 0x80) return 0;
+    UNROLLED for (size_t row = 0; row < 7; row++)
+        for (size_t i = 0; i < part; i++)
+            packed[row * part + i] = (uint8_t)(plane[row * part + i] | ((last[i] << (7 - row)) & 0x80));
+    memcpy(packed + 7 * part, plane + 8 * part, size - 8 * part);
+    return 1;
+}
+
+VECTORS static void unpack_seven(const uint8_t *packed, uint8_t *plane, size_t size)
+{
+    size_t part = size / SEVEN_PART * 8;
+    uint8_t *last = plane + 7 * part;
+    memset(last, 0, part);
+    UNROLLED for (size_t row = 0; row < 7; row++)
+        for (size_t i = 0; i < part; i++) {
+            uint8_t byte = packed[row * part + i];
+            plane[row * part + i] = byte & 0x7F;
+            last[i] |= (uint8_t)((byte & 0x80) >> (7 - row));
+        }
+    memcpy(plane + 8 * part, packed + 7 * part, size - 8 * part);
+}
+
+/* ---- what Python calls -------------------------------------------------------------------------------------------- */
+
+static PyObject *refuse(const char *why)
+{
+    PyErr_SetString(PyExc_ValueError, why);
+    return NULL;
+}
+
+static PyObject *py_copy(PyObject *self, PyObject *args)
+{
+    unsigned long long to, from;
+    Py_ssize_t length;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KKn", &to, &from, &length)) return NULL;
+    if (length < 0 || (length && (!to || !from))) return refuse("no memory to copy");
+    Py_BEGIN_ALLOW_THREADS
+    stream((uint8_t *)(uintptr_t)to, (const uint8_t *)(uintptr_t)from, (size_t)length);
+    Py_END_ALLOW_THREADS
+    Py_RETURN_NONE;
+}
+
+static int is_width(int width) { return width == 1 || width == 2 || width == 4 || width == 8; }
+
+static PyObject *py_split(PyObject *self, PyObject *args)
+{
+    Py_buffer elements, base, out;
+    int width, order, woven, wanted;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*z*iiiiw*", &elements, &base, &width, &order, &woven, &wanted, &out)) return NULL;
+    int is_right = is_width(width) && order >= 0 && order < ORDERS && woven >= 0 && woven < 16 && !(width == 1 && woven);
+    Cut cut = {.elements = elements.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
+    cut.count = is_right ? (size_t)elements.len / (size_t)width : 0;
+    size_t used = 0;
+    for (int p = 0; is_right && p < width; p++) {
+        int is_pair = woven >> (p / 2) & 1;
+        if (!(wanted >> p & 1) || (is_pair && p % 2)) continue;
+        cut.planes[p] = (uint8_t *)out.buf + used;
+        used += (is_pair ? 2 : 1) * cut.count;
+    }
+    is_right = is_right && used <= (size_t)out.len && (!base.buf || base.len >= elements.len);
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        (width == 1 ? cut_1 : width == 2 ? cut_2 : width == 4 ? cut_4 : cut_8)(&cut);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&elements), PyBuffer_Release(&out);
+    if (base.buf) PyBuffer_Release(&base);
+    if (!is_right) return refuse("elements that cannot be split like this");
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_merge(PyObject *self, PyObject *args)
+{
+    Py_buffer out, base, views[PLANES_MAX];
+    PyObject *planes;
+    int width, order, woven, got = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "w*z*iiiO!", &out, &base, &width, &order, &woven, &PyTuple_Type, &planes)) return NULL;
+    int is_right = is_width(width) && order >= 0 && order < ORDERS && woven >= 0 && woven < 16 && !(width == 1 && woven);
+    is_right = is_right && PyTuple_Size(planes) == width && (!base.buf || base.len >= out.len);
+    Join join = {.elements = out.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
+    join.count = is_right ? (size_t)out.len / (size_t)width : 0;
+    for (; is_right && got < width; got++) {
+        if (PyObject_GetBuffer(PyTuple_GetItem(planes, got), &views[got], PyBUF_SIMPLE)) break;
+        size_t bytes = !(woven >> (got / 2) & 1) ? 1 : got % 2 ? 0 : 2;
+        if ((size_t)views[got].len < bytes * join.count) is_right = 0;
+        join.planes[got] = views[got].buf;
+    }
+    int is_whole = is_right && got == width;
+    if (is_whole) {
+        Py_BEGIN_ALLOW_THREADS
+        (width == 1 ? join_1 : width == 2 ? join_2 : width == 4 ? join_4 : join_8)(&join);
+        Py_END_ALLOW_THREADS
+    }
+    while (got--) PyBuffer_Release(&views[got]);
+    PyBuffer_Release(&out);
+    if (base.buf) PyBuffer_Release(&base);
+    if (PyErr_Occurred()) return NULL;
+    if (!is_whole) return refuse("planes that cannot be merged like this");
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_pack_codes(PyObject *self, PyObject *args)
+{
+    Py_buffer plane, positions, values, packed;
+    unsigned char first;
+    Py_ssize_t limit, outside = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*bnw*w*w*", &plane, &first, &limit, &positions, &values, &packed)) return NULL;
+    int is_right = limit >= 0 && positions.len / 4 >= limit && values.len >= limit && packed.len >= (plane.len + 1) / 2;
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        outside = pack_codes(plane.buf, (size_t)plane.len, first, limit, positions.buf, values.buf, packed.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&plane), PyBuffer_Release(&positions), PyBuffer_Release(&values), PyBuffer_Release(&packed);
+    return is_right ? PyLong_FromSsize_t(outside) : refuse("no room for codes");
+}
+
+static PyObject *py_unpack_codes(PyObject *self, PyObject *args)
+{
+    Py_buffer packed, positions, values, plane;
+    unsigned char first;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*by*y*w*", &packed, &first, &positions, &values, &plane)) return NULL;
+    int is_right = packed.len >= (plane.len + 1) / 2 && positions.len / 4 == values.len;
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        unpack_codes(packed.buf, first, plane.buf, (size_t)plane.len);
+        for (Py_ssize_t i = 0; is_right && i < values.len; i++) {
+            uint32_t position;
+            memcpy(&position, (const uint8_t *)positions.buf + 4 * i, 4);
+            is_right = position < (size_t)plane.len;
+            if (is_right) ((uint8_t *)plane.buf)[position] = ((const uint8_t *)values.buf)[i];
+        }
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&packed), PyBuffer_Release(&positions), PyBuffer_Release(&values), PyBuffer_Release(&plane);
+    if (!is_right) return refuse("codes that do not fit the plane");
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_pack_mostly(PyObject *self, PyObject *args)
+{
+    Py_buffer plane, gaps, values;
+    unsigned char most;
+    Py_ssize_t limit, others = 0;
+    size_t gap_bytes = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*bnw*w*", &plane, &most, &limit, &gaps, &values)) return NULL;
+    int is_right = limit >= 0 && values.len >= limit && gaps.len >= limit + plane.len / SKIP;
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        others = pack_mostly(plane.buf, (size_t)plane.len, most, limit, gaps.buf, &gap_bytes, values.buf);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&plane), PyBuffer_Release(&gaps), PyBuffer_Release(&values);
+    return is_right ? Py_BuildValue("nn", others, (Py_ssize_t)gap_bytes) : refuse("no room for gaps");
+}
+
+static PyObject *py_unpack_mostly(PyObject *self, PyObject *args)
+{
+    Py_buffer gaps, values, plane;
+    unsigned char most;
+    int is_right;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "y*y*bw*", &gaps, &values, &most, &plane)) return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    is_right = unpack_mostly(gaps.buf, (size_t)gaps.len, values.buf, (size_t)values.len, most, plane.buf, (size_t)plane.len);
+    Py_END_ALLOW_THREADS
+    PyBuffer_Release(&gaps), PyBuffer_Release(&values), PyBuffer_Release(&plane);
+    if (!is_right) return refuse("gaps that do not fit");
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_seven(PyObject *args, int packs)
+{
+    Py_buffer from, to;
+    if (!PyArg_ParseTuple(args, "y*w*", &from, &to)) return NULL;
+    Py_ssize_t size = packs ? from.len : to.len;
+    int is_right = (packs ? to.len : from.len) >= size - size / SEVEN_PART * 8, is_seven = 1;
+    if (is_right) {
+        Py_BEGIN_ALLOW_THREADS
+        if (packs) is_seven = pack_seven(from.buf, (size_t)size, to.buf);
+        else unpack_seven(from.buf, to.buf, (size_t)size);
+        Py_END_ALLOW_THREADS
+    }
+    PyBuffer_Release(&from), PyBuffer_Release(&to);
+    return is_right ? PyBool_FromLong(is_seven) : refuse("no room for seven bits");
+}
+
+static PyObject *py_pack_seven(PyObject *self, PyObject *args) { return (void)self, py_seven(args, 1); }
+static PyObject *py_unpack_seven(PyObject *self, PyObject *args) { return (void)self, py_seven(args, 0); }
+
+static PyMethodDef methods[] = {
+    {"copy", py_copy, METH_VARARGS, "copy(to, from, length): bytes from one address to another, past the caches."},
+    {"split", py_split, METH_VARARGS, "split(elements, base, width, order, woven, wanted, out): the planes wanted, one after the other."},
+    {"merge", py_merge, METH_VARARGS, "merge(out, base, width, order, woven, planes): the inverse of split."},
+    {"pack_codes", py_pack_codes, METH_VARARGS, "pack_codes(plane, first, limit, positions, values, packed) -> outside, or -1."},
+    {"unpack_codes", py_unpack_codes, METH_VARARGS, "unpack_codes(packed, first, positions, values, plane)."},
+    {"pack_mostly", py_pack_mostly, METH_VARARGS, "pack_mostly(plane, most, limit, gaps, values) -> (others or -1, gap bytes)."},
+    {"unpack_mostly", py_unpack_mostly, METH_VARARGS, "unpack_mostly(gaps, values, most, plane)."},
+    {"pack_seven", py_pack_seven, METH_VARARGS, "pack_seven(plane, packed) -> whether no byte has eight bits."},
+    {"unpack_seven", py_unpack_seven, METH_VARARGS, "unpack_seven(packed, plane)."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "tierfs._kernels", "Loops in C: see _kernels.c.", 0, methods, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__kernels(void) { return PyModule_Create(&module); }

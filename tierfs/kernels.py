@@ -1,0 +1,30 @@
+"""The compiled loops of ``_kernels.c``, where they were built; numpy does the same without them, more slowly.
+
+They are used wherever they can be imported; ``TIERFS_KERNELS=0`` switches them off.
+"""
+
+from __future__ import annotations
+
+import os
+from types import ModuleType
+
+__all__ = ["active", "status"]
+
+
+def _load() -> tuple[ModuleType | None, str]:
+    if os.environ.get("TIERFS_KERNELS") == "0":
+        return None, "off (TIERFS_KERNELS=0)"
+    try:
+        from tierfs import _kernels  # noqa: PLC0415 - may be missing
+    except ImportError as error:
+        return None, f"not built: {error}"
+    return _kernels, "compiled"
+
+
+active, _how = _load()
+"""The extension module; ``None`` where it was not built, or is switched off. Tests set it."""
+
+
+def status() -> str:
+    """``compiled``, or why numpy is used instead."""
+    return _how
