@@ -240,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     do_not_warn()
     if sys.stdout is None:
-        # What is opened next would take its number, and what is printed would go there.
+        # The next file to be opened would take its number, and the output would go there.
         print("tierfs: stdout is closed: send it to /dev/null if it is not wanted", file=sys.stderr)
         return InvalidInputError.exit_code
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -251,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = _dispatch(words)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read the output has seen enough.
+        # The reader of the output has seen enough.
         _drop_stdout()
         return 141
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""What went wrong, as the command line says it: a category, a message, a path, an exit code."""
+"""An error as the command line reports it: a category, a message, a path, an exit code."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _LEVELS = {
     "warning": logging.WARNING,
     "error": logging.ERROR,
 }
-# What every record has; the rest is what was given as ``extra``.
+# Every record has these; all others were given as ``extra``.
 _ORDINARY = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 
 
@@ -53,7 +53,7 @@ class _Json(logging.Formatter):
 
 
 FORMATS: dict[str, type[logging.Formatter]] = {"text": _Text, "logfmt": _KeyValue, "json": _Json}
-"""What a log may look like, by name."""
+"""The formats of a log, by name."""
 
 
 class _Handler(logging.Handler):

@@ -211,7 +211,7 @@ def check_cloud(name: str, cloud: Cloud, environment: Mapping[str, str], home: P
 
 
 def check_endpoint(url: str) -> Check:
-    """What the endpoint at a URL promises, by trying: see ``tierfs probe``."""
+    """Test the promises of the endpoint at a URL: see ``tierfs probe``."""
     from tierfs.session import parse_url  # noqa: PLC0415 - it loads the store
     from tierfs.session.probing import probe_store  # noqa: PLC0415
 

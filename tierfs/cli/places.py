@@ -1,4 +1,4 @@
-"""What an argument points at: a path in a store, or a local path. The only module that takes URLs apart."""
+"""Arguments as places: a path in a store, or a local path. The only module that takes URLs apart."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class StorePlace:
 
     @property
     def name(self) -> str:
-        """What it is called in the directory that holds it."""
+        """Its name in its directory."""
         return self.url.rpartition("/")[2]
 
     def child(self, relative: str) -> StorePlace:
@@ -91,7 +91,7 @@ class StorePlace:
         return not self.path or other.path.startswith(f"{self.path}/")
 
     def entry(self) -> Entry:
-        """What is there.
+        """The file or directory there.
 
         Raises:
             NotFoundError: Nothing. The message says what to do next.
@@ -116,7 +116,7 @@ class StorePlace:
             return None
 
     def taken(self) -> dict[str, Kind]:
-        """What lies below, by relative path."""
+        """Kinds of everything below, by relative path."""
         entries = find(self.store, self.path, detail=False)
         return {self.relative(entry.path): kind_of(entry) for entry in entries}
 
@@ -153,7 +153,7 @@ class LocalPlace:
 
     @property
     def name(self) -> str:
-        """What it is called in the directory that holds it; nothing for ``.``, ``..`` and ``/``."""
+        """Its name in its directory; empty for ``.``, ``..`` and ``/``."""
         name = os.path.basename(self.url.rstrip("/"))
         return "" if name in (".", "..") else name
 
@@ -204,7 +204,7 @@ class LocalPlace:
 
 
 def kind_of(entry: Entry) -> Kind:
-    """What an entry of a store is."""
+    """The kind of an entry of a store."""
     return "directory" if entry.is_directory else "file"
 
 
@@ -239,7 +239,7 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False) 
 
 
 def any_place(text: str, *, write: bool = False) -> Place:
-    """What an argument names that may be local: only what starts with ``tierfs`` is in a store.
+    """The place of an argument that may be local: only those that start with ``tierfs`` are in a store.
 
     Raises:
         InvalidInputError, StoreNotFoundError, TierfsError: As `store_place` does.

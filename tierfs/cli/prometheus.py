@@ -18,7 +18,7 @@ __all__ = ["exposition"]
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _SECONDS = re.compile(r"_s$")
 
-# What is said of the whole store: key of the status, name, help.
+# For the whole store: key of the status, name, help.
 _STORE_GAUGES = (
     ("queue_files", "queue_files", "Files that are not in the object tier yet."),
     ("queue_bytes", "queue_bytes", "Bytes of the files that are not in the object tier yet."),
@@ -36,7 +36,7 @@ _STORE_COUNTS = (
     ("conflict_files", "conflicts", "Files that somebody else changed before they were flushed; kept until discarded."),
     ("failing_files", "errors", "Files whose last way down failed; it is tried again."),
 )
-# What is said of a tier: what grows only, then what it holds now.
+# For a tier: counters, then gauges.
 _TIER_COUNTERS = {
     "evicted_bytes": "Bytes of clean copies that were dropped for room.",
     "drained_bytes": "Bytes that went from GPU memory to the ram tier.",
@@ -63,7 +63,7 @@ _TIER_GAUGES = {
     "unpinned": "Regions of shared memory that could not be registered with a GPU.",
     "used_bytes": "Bytes that the tier holds.",
 }
-# What is said of what a tier was asked, by who asked and by method.
+# For the requests to a tier, by process and by method.
 _REQUEST_COUNTERS = {
     "requests": ("requests", "Requests to the tier."),
     "errors": ("request_errors", "Requests that failed after all attempts."),
@@ -83,8 +83,7 @@ def exposition(report: Mapping[str, Any]) -> str:
     """Write a store's status in Prometheus's text format.
 
     Args:
-        report: What `tierfs.store.status` returns. What a status may lack, and what it has of another kind than is known
-            here, is left out.
+        report: From `tierfs.store.status`. Missing values, and values of an unexpected kind, are left out.
     """
     families: dict[str, _Family] = {}
     store = {"store": str(report["store"])}
@@ -137,6 +136,6 @@ def _lines(name: str, family: _Family) -> str:
 
 
 def _escape(value: str) -> str:
-    # What is no valid Unicode (names of files may be) cannot be sent.
+    # Names of files may be invalid Unicode, which cannot be sent.
     value = value.encode(errors="backslashreplace").decode()
     return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

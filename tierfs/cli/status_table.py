@@ -14,7 +14,7 @@ __all__ = ["UploadRate", "one_line", "table"]
 LISTED_MAX = 20
 _TIERS = ("ram", "nvme", "object")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
-# What a tier says of itself that is worth a line only if it happened.
+# Counters of a tier that get a line only if they are not zero.
 _NOTABLE = ("waits", "waited_s", "evicted_bytes", "damaged")
 
 
@@ -68,7 +68,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
 
 
 def one_line(report: Mapping[str, Any], rate: float | None) -> str:
-    """What changes from moment to moment, as one line for a log."""
+    """The quantities that change all the time, as one line for a log."""
     words = [
         format_time(time.time_ns()),
         f"queue {report['queue_files']} files {format_bytes(report['queue_bytes'])}",
@@ -117,7 +117,7 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _snapshots(values: Mapping[str, Any]) -> str:
-    """Of the device tier: how many snapshots, how old the newest is, how fast they drain."""
+    """The device tier: number of snapshots, age of the newest, speed of the drain."""
     age = values.get("newest_age_s")
     words = [
         f"{values['snapshots']} of {values['generations']} snapshots"

@@ -38,14 +38,14 @@ class ContentSource(Protocol):
 
     @property
     def metadata(self) -> Mapping[str, object] | None:
-        """What the user had kept with it."""
+        """The metadata that the user gave."""
 
     def pieces(self) -> Iterator[memoryview]:
         """The content in order. Each piece is valid until the next one is asked for."""
 
 
 class RawInput(Protocol):
-    """What a binary file offers that is read."""
+    """A binary file that is read."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
         """Fill the buffer from its start, and say how far; 0 at the end."""

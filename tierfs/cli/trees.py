@@ -14,7 +14,7 @@ __all__ = ["Tree", "read_tree", "refuse_foreign_files", "remove_directories"]
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """What is below a directory.
+    """Everything below a directory.
 
     Attributes:
         path: The directory.

@@ -16,7 +16,7 @@ def open_at(place: StorePlace, rank: int | None) -> Checkpoint:
 
 
 def source_of(text: str) -> StorePlace:
-    """What an argument names, also outside of any store where it does not begin with ``tierfs``.
+    """The place that an argument names, also outside of any store if it does not begin with ``tierfs``.
 
     Raises:
         InvalidInputError: The argument is no good.

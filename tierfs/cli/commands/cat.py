@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("--offset", type=_size, default=0, metavar="N", help="first byte, counted from 0 (default: 0)")
-    parser.add_argument("--length", type=_size, metavar="N", help="how many bytes at most (default: to the end)")
+    parser.add_argument("--length", type=_size, metavar="N", help="number of bytes at most (default: to the end)")
 
 
 def run(arguments: argparse.Namespace) -> int:

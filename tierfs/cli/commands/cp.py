@@ -54,7 +54,7 @@ class _CopyPlan:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_target_arguments(
-        parser, described="tierfs:: URL for what lies in a store; everything else is a local path, - is stdin"
+        parser, described="tierfs:: URL for a path in a store; everything else is a local path, - is stdin"
     )
     parser.add_argument("-r", "--recursive", action="store_true", help="copy directories, with everything in them")
     add_progress_argument(parser)
@@ -107,7 +107,7 @@ def _plan(arguments: argparse.Namespace) -> _CopyPlan:
 def _plan_directory(plan: _CopyPlan, source: Place, final: Place) -> None:
     taken = final.taken()
     contents = list(source.contents())
-    # What a file lies in comes into being with the file.
+    # The directories above a file appear with it.
     implied = {relative.rpartition("/")[0] for relative, _ in contents}
     if not contents:
         plan.directories.append(final)

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=30, help="steps of the uninterrupted run (default: %(default)s)")
     parser.add_argument("--every", type=int, default=6, help="steps from one save to the next (default: %(default)s)")
     parser.add_argument("--params", default="10M", help="size of the model, roughly (default: %(default)s)")
-    parser.add_argument("--keep", action="store_true", help="leave the temporary directory, and say where it is")
+    parser.add_argument("--keep", action="store_true", help="leave the temporary directory, and print its path")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds a phase may take (default: %(default)g)")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -116,7 +116,7 @@ def _checked(arguments: argparse.Namespace) -> _DemoPlan:
 
 @dataclass(slots=True)
 class _DemoRun:
-    """What the phases of one run told."""
+    """The reports of one run's phases."""
 
     losses: dict[int, str] = field(default_factory=dict)
     blocked_s: dict[int, float] = field(default_factory=dict)

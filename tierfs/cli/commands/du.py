@@ -1,4 +1,4 @@
-"""``tierfs du``: how much a store or a part of it holds, and what deleting it would free."""
+"""``tierfs du``: logical, stored and shared bytes, and the bytes that deleting frees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "du"
-HELP = "show how many bytes are held, how many of them are stored or shared, and what deleting would free"
+HELP = "show logical, stored and shared bytes, and the bytes that deleting frees"
 EXAMPLES = """\
 tierfs du tierfs::s3://bucket/run
 tierfs du /data/checkpoints --json"""

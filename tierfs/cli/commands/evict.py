@@ -15,7 +15,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "evict"
-HELP = "drop clean copies of a file, or of all that lies below a directory, from a local tier"
+HELP = "drop clean copies of a file, or of everything below a directory, from a local tier"
 EXAMPLES = """\
 tierfs evict tierfs::s3://bucket/run/step_1000
 tierfs evict tierfs::s3://bucket/run --tier ram"""

@@ -327,5 +327,5 @@ def _discard(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"discarded": count})
     else:
-        print(f"gave up {count} changes of {store.where(path)}: what somebody else wrote stands")
+        print(f"discarded {count} changes of {store.where(path)}: the other writer's version stands")
     return 0

@@ -12,7 +12,7 @@ from tierfs.session import init
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "init"
-HELP = "make a store at a URL, or find the one that is there"
+HELP = "make a store at a URL, or find the existing one"
 EXAMPLES = """\
 tierfs init s3://bucket/run
 tierfs init /data/checkpoints
@@ -26,19 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--digest",
         choices=("xxh3-128", "blake3"),
         default="xxh3-128",
-        help="how contents are named; blake3 where writers are not trusted (default: %(default)s)",
+        help="digest that names contents; blake3 for writers that are not trusted (default: %(default)s)",
     )
     parser.add_argument(
         "--lease",
         type=int,
         metavar="S",
-        help="how long a writer's lease lasts, in seconds (default: 60); fixed from then on",
+        help="seconds of a writer's lease (default: 60); fixed for good",
     )
     parser.add_argument(
         "--grace",
         type=int,
         metavar="S",
-        help="how long what was replaced or deleted stays readable, and gc waits (default: an hour, or six leases); fixed from then on",
+        help="seconds that replaced or deleted bytes stay readable, and that gc waits (default: an hour, or six leases); fixed for good",
     )
     add_json_argument(parser)
 
@@ -74,6 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
         ("writers", "one process at a time" if descriptor.single_writer else "any number"),
     ]
     if descriptor.endpoint.host_local:
-        rows.append(("place", "this host: what is stored is lost with it"))
+        rows.append(("place", "this host: the store is lost with it"))
     print("\n".join(align(rows)))
     return 0

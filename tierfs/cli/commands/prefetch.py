@@ -15,7 +15,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "prefetch"
-HELP = "copy a file, or all that lies below a directory, to this host's disk before it is read"
+HELP = "copy a file, or everything below a directory, to this host's disk"
 EXAMPLES = """\
 tierfs prefetch tierfs::s3://bucket/run/step_1000
 tierfs prefetch tierfs::s3://bucket/data --progress"""
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _size(place: StorePlace) -> int:
-    """What a prefetch brings: not files that lie in their manifests."""
+    """The bytes that a prefetch copies; files in their manifests need none."""
     top = place.entry()
     entries = find(place.store, place.path) if top.is_directory else [top]
     files = (entry for entry in entries if not entry.is_directory)

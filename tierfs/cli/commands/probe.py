@@ -1,4 +1,4 @@
-"""``tierfs probe``: try what the endpoint of a store keeps of what its kind promises."""
+"""``tierfs probe``: test the promises of an endpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierfs.session.probing import ProbeReport, probe_store
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "probe"
-HELP = "try which conditions and checksums an endpoint heeds, and note it in the store that is there"
+HELP = "test which conditions and checksums an endpoint supports, and note it in its store"
 EXAMPLES = """\
 tierfs probe s3://bucket/run
 tierfs probe tierfs://NAME --json"""

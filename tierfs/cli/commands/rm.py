@@ -16,7 +16,7 @@ from tierfs.store import Store, delete, find
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "rm"
-HELP = "delete files, and with -r directories; nothing is deleted unless all of it can be"
+HELP = "delete files, and with -r directories; all of them, or nothing"
 EXAMPLES = """\
 tierfs rm tierfs::s3://bucket/run/a.bin
 tierfs rm -r s3://bucket/run/step_1000 s3://bucket/run/step_2000"""

@@ -17,7 +17,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "stat"
-HELP = "show all that is known of a file or directory"
+HELP = "show size, times, digest, chunks and metadata of a file or directory"
 EXAMPLES = """\
 tierfs stat tierfs::s3://bucket/run/model.safetensors
 tierfs stat --chunks /data/checkpoints/run/model.safetensors

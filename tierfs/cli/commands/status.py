@@ -19,7 +19,7 @@ from tierfs.store import Store, status
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "status"
-HELP = "show a store's tiers on this host, what is on its way to the object tier, conflicts and errors"
+HELP = "show a store's tiers, pending files, conflicts and errors on this host"
 EXAMPLES = """\
 tierfs status tierfs::s3://bucket/run
 tierfs status tierfs::s3://bucket/run --watch
@@ -99,7 +99,7 @@ def _painting() -> Iterator[Callable[[Mapping[str, Any], float | None], None]]:
 
 
 def _paint(report: Mapping[str, Any], rate: float | None) -> None:
-    # What is wider or longer than the terminal would scroll, and leave a second copy behind.
+    # A wider or longer table would scroll the terminal, and leave a second copy behind.
     width, height = shutil.get_terminal_size()
     lines = [line[:width] for line in table(report, rate)[: height - 1]]
     sys.stdout.write(_HOME + "".join(f"{line}{_ERASE_LINE}\n" for line in lines) + _ERASE_BELOW)

@@ -15,7 +15,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "verify"
-HELP = "read every byte of a file, a directory or a store back, and list what is damaged"
+HELP = "read every byte of a file, a directory or a store back, and list damage"
 EXAMPLES = """\
 tierfs verify tierfs::s3://bucket/run/step_1000
 tierfs verify /data/checkpoints --json"""

@@ -17,7 +17,7 @@ from tierfs.units import format_bytes
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
 NAME = "wait"
-HELP = "wait until what this host wrote at or below a path has reached a level"
+HELP = "wait until everything that this host wrote at or below a path has reached a level"
 EXAMPLES = """\
 tierfs wait tierfs::s3://bucket/run
 tierfs wait tierfs::s3://bucket/run/step_1000 --level local
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=[level.label for level in LEVELS],
         default=Level.OBJECT.label,
-        help="how safe it is to be: in this host's memory, on its disk, or (default) in the object tier",
+        help="this host's memory, its disk, or (default) the object tier",
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
     add_progress_argument(parser)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
         waiting = _WaitThread(place, level, timeout_s)
         waiting.start()
         while not waiting.ended.wait(LOOK_S):
-            # What was written since is not waited for.
+            # It does not wait for later writes.
             left = _pending(place, level)
             still = {name: size for name, size in pending.items() if name in left}
             _show(progress, total, still)
