@@ -65,6 +65,14 @@ def test_the_top_level_holds_only_what_belongs_there():
     assert {name for name in top if not name.startswith(".")} <= allowed
 
 
+def test_the_change_log_is_one_page_that_says_nothing_twice():
+    # Branches are merged line by line there: a line that was changed on one side comes back from the other.
+    lines = (ROOT / "docs" / "changelog.md").read_text().splitlines()
+    said = [line for line in lines if line.startswith(("- ", "  "))]
+    assert len(lines) < 160
+    assert sorted(set(said)) == sorted(said)
+
+
 def test_every_picture_is_what_its_text_says():
     import runpy
 
