@@ -59,6 +59,11 @@ def test_copies_through_the_caches_are_noted(tunables, threshold, state):
     assert machine.check_copies(tunables, threshold).state == state
 
 
+def test_kernels_that_were_not_built_are_noted():
+    assert machine.check_kernels("compiled").state == "ok"
+    assert machine.check_kernels("not built: no compiler").state == "note"
+
+
 def test_huge_pages_need_a_kernel_that_gives_them(tmp_path):
     (tmp_path / "enabled").write_text("always within_size advise [never] deny force\n")
     assert machine.check_huge_pages(tmp_path / "enabled", "6.18.4-x").state == "ok"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tierfs import __version__
+from tierfs import __version__, kernels
 from tierfs.cli.failures import describe
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable, is_network
@@ -96,7 +96,9 @@ def check_machine() -> Iterator[Check]:
     yield check_huge_pages(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled"), platform.release())
     yield check_state_directory()
     yield check_descriptors(*resource.getrlimit(resource.RLIMIT_NOFILE))
-    yield check_copies(os.environ.get("GLIBC_TUNABLES", ""), _tunables())
+    yield check_kernels(kernels.status())
+    if kernels.active is None:  # else they copy past the caches, whatever glibc does
+        yield check_copies(os.environ.get("GLIBC_TUNABLES", ""), _tunables())
     yield check_fuse(Path("/dev/fuse"), is_root=os.geteuid() == 0, helper=shutil.which("fusermount3"))
     yield _gpu()
     for name, cloud in CLOUDS.items():
@@ -173,6 +175,13 @@ def check_descriptors(soft: int, hard: int) -> Check:
     if soft != resource.RLIM_INFINITY and soft < DESCRIPTORS_MIN:
         return Check("open files", "note", f"limit {soft}, at most {hard}", "run `ulimit -n 65536` before the job")
     return Check("open files", "ok", "no limit" if soft == resource.RLIM_INFINITY else f"limit {soft}")
+
+
+def check_kernels(status: str) -> Check:
+    """Whether the compiled loops are used: copies and codecs take several passes over memory without them."""
+    if status == "compiled":
+        return Check("kernels", "ok", status)
+    return Check("kernels", "note", status, "install a C compiler, and tierfs again: saves and codecs get faster")
 
 
 def check_copies(tunables: str, threshold_bytes: int | None) -> Check:
