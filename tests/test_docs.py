@@ -65,6 +65,26 @@ def test_the_top_level_holds_only_what_belongs_there():
     assert {name for name in top if not name.startswith(".")} <= allowed
 
 
+def test_every_error_is_in_the_reference_with_its_kind_and_exit_code():
+    from tierfs import errors
+
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if kind is not errors.TierfsError:
+            assert re.search(
+                rf"^\| `{name}` \|[^|]*\| `{kind.kind}` \| {kind.exit_code} \|", page, flags=re.MULTILINE
+            ), name
+
+
+def test_every_setting_of_the_local_tiers_is_in_the_reference():
+    from tierfs.session import TierOptions
+
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+    for name in TierOptions.names():
+        assert f"`.{name}`" in page or f"`tiers.{name}`" in page, name
+
+
 def test_the_change_log_is_one_page_that_says_nothing_twice():
     # Branches are merged line by line there: a line that was changed on one side comes back from the other.
     lines = (ROOT / "docs" / "changelog.md").read_text().splitlines()
