@@ -10,9 +10,10 @@ import tierfs
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.store import copy, delete, find, rename, save
 from tierfs.store.maintenance.gc import GcOptions, collect
+from tierfs.store.tree.references import write_references
 
 CONTENTS = 10
-PATHS = [f"d{number % 3}/f{number}" for number in range(20)]
+PATHS = [*(f"d{number % 3}/f{number}" for number in range(20)), *(f"d{number}/.metadata" for number in range(3))]
 
 
 def content(number: int) -> bytes:
@@ -24,7 +25,10 @@ def write(store, draw: random.Random) -> None:
     if draw.random() < 0.3:
         copy(store, draw.choice(PATHS), draw.choice(PATHS))
     else:
-        save(store, draw.choice(PATHS), content(draw.randrange(CONTENTS)))
+        path = draw.choice(PATHS)
+        save(store, path, content(draw.randrange(CONTENTS)))
+        if path.endswith(".metadata"):
+            write_references(store, path.rpartition("/")[0])
 
 
 def remove(store, draw: random.Random) -> None:

@@ -75,7 +75,8 @@ def test_gc_frees_to_the_byte_what_usage_said(run, capsys):
     store = open_store(parse_url(run))[0]
 
     def stored():
-        return sum(item.size for prefix in (".tierfs/chunks/", ".tierfs/tree/") for item in store.objects.list(prefix))
+        prefixes = (".tierfs/chunks/", ".tierfs/tree/", ".tierfs/references/")
+        return sum(item.size for prefix in prefixes for item in store.objects.list(prefix))
 
     said, before = usage(store, "run/step_100").freed_bytes, stored()
     assert prune(capsys, run, "--keep", "latest:3")[0] == 0

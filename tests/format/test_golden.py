@@ -12,7 +12,8 @@ from support.independent_reader import StoreReader
 from tierfs.codec import Codec
 from tierfs.errors import TierfsError
 from tierfs.format.collector import Collector, EpochState
-from tierfs.format.keys import chunk_key, parse_record_key
+from tierfs.format.keys import chunk_key, parse_record_key, references_key
+from tierfs.format.references import ReferenceList
 from tierfs.format.scrubbed import PrefixState, ScrubRecord
 from tierfs.objects import LocalObjects
 from tierfs.store import Store, find, load, verify
@@ -121,3 +122,14 @@ def test_the_golden_record_of_scrubbing_reads_as_it_was_written():
     assert record.encode() == data
     theirs = StoreReader(GOLDEN / "store").scrub()
     assert (theirs["prefixes"]["04"]["after"], theirs["last"]) == (record.prefixes["04"].after, {"chunks": 2})
+
+
+def test_the_golden_reference_list_reads_as_it_was_written():
+    data = (GOLDEN / "store" / references_key("run/step_1")).read_bytes()
+    found = ReferenceList.decode(data, "reference list")
+    assert found.path == "run/step_1"
+    assert (len(found.records), len(found.names)) == (2 * 16, 2 * 28)
+    assert found.encode() == data
+    checks, names = StoreReader(GOLDEN / "store").references("run/step_1")
+    assert (b"".join(checks), b"".join(names)) == (found.records, found.names)
+    assert names[0][:16].hex() == "04cec85e9cdd2ca1e866465b043aff51"

@@ -21,18 +21,9 @@ import zstandard
 
 MAGIC, BLOCK, CHUNK, MANIFEST, TEXT = b"\x89TIERFS\n", 1 << 20, 16 << 20, 16 << 20, 1 << 16
 STORED, TABLE, BASES = CHUNK + TEXT, 1 << 30, 64
-KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE, KIND_COLLECTOR, KIND_SCRUB = (
-    KINDS
-) = (
-    1,
-    2,
-    3,
-    4,
-    6,
-    7,
-    8,
-    9,
-)
+KINDS = (1, 2, 3, 4, 6, 7, 8, 9, 10)
+KIND_CHUNK, KIND_FILE, KIND_TOMBSTONE, KIND_DIRECTORY, KIND_CONDEMNED, KIND_LEASE, *KINDS_OF_UPKEEP = KINDS
+KIND_COLLECTOR, KIND_SCRUB, KIND_REFERENCES = KINDS_OF_UPKEEP
 INLINE, INDIRECT = 1, 2
 STORE, ZSTD, CONST, PLANE, DPLANE, SPARSE, DERIVE = range(7)
 REFERENCES = {DPLANE: 1, SPARSE: 1, DERIVE: 2}  # codec: how many bytes of reference it needs for one of its block
@@ -485,6 +476,26 @@ class StoreReader:
         notes = _json(fields.take(fields.number("I", 0, 4 << 20, "the length of the notes")), "format", "scrub record")
         fields.end()
         return notes
+
+    def references(self, path: str) -> tuple[list[bytes], list[bytes]]:
+        """Checks of records, and names of chunk objects, that a checkpoint's list has; FileNotFoundError if there is none."""
+        key = f".tierfs/references/{_checksum(f'{path}/'.encode()).hex()}"
+        _, word, fields = self._open(key, (KIND_REFERENCES,), 1 << 26)
+        _known(word == 0, f"{key}: reserved bytes that are not zero")
+        kind, reserved = fields.unpack("BB")
+        _known(
+            (kind, reserved) == (self._number, 0),
+            f"{key}: digests of another kind, or reserved bytes that are not zero",
+        )
+        length = fields.number("H", 0, 4096, "the length of the path")
+        records = fields.number("I", 0, 1_000_000, "the number of records")
+        names = fields.number("I", 0, 1_000_000, "the number of names")
+        _known(bytes(fields.take(length)) == path.encode(), f"{key}: the list of another directory")
+        checks = [bytes(fields.take(16)) for _ in range(records)]
+        found = [bytes(fields.take(self._size + 12)) for _ in range(names)]
+        fields.end()
+        _known(checks == sorted(checks) and found == sorted(set(found)), f"{key}: not in order")
+        return checks, found
 
     def record(self, path: str) -> Manifest | Tombstone:
         """The record of a path; with a ``/`` behind it, of the directory's marker. FileNotFoundError if it has none."""

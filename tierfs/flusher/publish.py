@@ -29,6 +29,7 @@ from tierfs.store.request_metrics import asked
 from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
+from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.writer import settle
 
 __all__ = ["PLANS_MAX", "StorePublisher"]
@@ -146,6 +147,8 @@ class StorePublisher:
             plan = self._plans.pop(draft.write_id, None)
         if plan is not None and self._lineages is not None:
             self._lineages.note(draft, plan, rows)
+        if isinstance(draft.record, Manifest) and is_root(draft.path):
+            write_references(store, draft.path.rpartition("/")[0])
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             self._commit(store, draft.path.rpartition("/")[0])
 

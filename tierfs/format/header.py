@@ -33,6 +33,7 @@ class Kind(enum.IntEnum):
     LEASE = 7
     COLLECTOR = 8
     SCRUB = 9
+    REFERENCES = 10
 
 
 def header(kind: Kind, word: int) -> bytes:

@@ -10,6 +10,7 @@ import functools
 import re
 from typing import NamedTuple
 
+from tierfs import digest
 from tierfs.digest import DigestKind
 from tierfs.errors import FormatError, InvalidInputError
 
@@ -22,6 +23,7 @@ __all__ = [
     "LOST",
     "PRIVATE",
     "PROBE",
+    "REFERENCES",
     "SCRUB",
     "TREE",
     "ChunkName",
@@ -35,6 +37,7 @@ __all__ = [
     "parse_component",
     "parse_record_key",
     "record_key",
+    "references_key",
     "validate_path",
 ]
 
@@ -47,6 +50,7 @@ COLLECTOR = f"{GC}collector"
 LEASES = f"{PRIVATE}/leases/"
 LOST = f"{PRIVATE}/lost/"
 PROBE = f"{PRIVATE}/probe/"
+REFERENCES = f"{PRIVATE}/references/"
 SCRUB = f"{PRIVATE}/scrub/record"
 
 PATH_BYTES_MAX = 800
@@ -212,6 +216,11 @@ def parse_chunk_key(key: str, kind: DigestKind) -> ChunkName:
 def lease_key(holder: bytes) -> str:
     """The key of the lease of the writer with this id."""
     return f"{LEASES}{holder.hex()}"
+
+
+def references_key(path: str) -> str:
+    """The key of the reference list of the checkpoint in the directory ``path``; ``""`` is the root."""
+    return f"{REFERENCES}{digest.checksum(f'{path}/'.encode()).hex()}"
 
 
 def is_condemned_key(key: str) -> bool:

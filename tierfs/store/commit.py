@@ -34,6 +34,7 @@ from tierfs.store.tree.records import (
     observe_to_replace,
     publish,
 )
+from tierfs.store.tree.references import write_references
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.writer import WriteMode, Writer, learn_rows, refuse_foreign, settle
 
@@ -280,6 +281,7 @@ class Commits:
                 waiting.append(Waiting(mark, tuple(sorted(missing)), len(named)))
                 continue
             self._forget(found)
+            write_references(self._store, directory)
             root = self._root(directory)
         return waiting
 

@@ -117,6 +117,7 @@ def _print(report: GcReport) -> None:
         (f"{would}tidied", report.tombstones, "tombstones"),
         (f"{would}tidied", report.leases, "leases that ran out"),
         (f"{would}tidied", report.probes, "probes"),
+        (f"{would}tidied", report.references, "reference lists of checkpoints that are gone"),
     ]
     shown = [(what, tally, why) for what, tally, why in rows if tally.count or what == "kept"]
     cells = [(what, str(tally.count), format_bytes(tally.bytes), why) for what, tally, why in shown]

@@ -15,6 +15,8 @@ from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
 from tierfs.store.commit import Commits
+from tierfs.store.tree.references import is_root, write_references
+from tierfs.store.write.staging import is_staged
 
 __all__ = [
     "Parts",
@@ -93,7 +95,7 @@ def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) ->
     if checkpoint.spans_hosts(parts):
         Commits(store).announce(checkpoint.path, document, mark)
     else:
-        Commits(store).publish(checkpoint.root, document, mark, is_new=checkpoint.is_new)
+        _publish(checkpoint, document)
 
 
 def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
@@ -109,7 +111,15 @@ def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) 
         )
     meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=checkpoint.mark.save_id)
     document = encode_pickle(metadata, parts.places, meta)
-    Commits(checkpoint.store).publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
+    _publish(checkpoint, document)
+
+
+def _publish(checkpoint: Publication, document: bytes) -> None:
+    store = checkpoint.store
+    leaves_to_flusher = is_staged(store, checkpoint.root, store.ack)
+    Commits(store).publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
+    if is_root(checkpoint.root) and not leaves_to_flusher:
+        write_references(store, checkpoint.path)
 
 
 def wait_for(store: Store, path: str, root: str, mark: SaveMark | None, level: Level, timeout_s: float | None) -> None:

@@ -86,12 +86,14 @@ class GcReport:
     Attributes:
         dry_run: Whether nothing was changed.
         files: Live records.
+        by_list: Of those, the ones that a reference list speaks for: they were not read.
+        made_lists: Reference lists that were made again.
         reached: Chunk objects that something needs.
         deleted: Chunk objects that were condemned a grace ago and are unreached still.
         condemned: Those that this run found unreached.
         waiting: Those that were condemned, and wait until a grace has passed.
         young: Those that are unreached and younger than a grace.
-        tombstones, leases, probes, lists: What was tidied up: expired ones of each.
+        tombstones, leases, probes, lists, references: What was tidied up: expired ones of each. The last are reference lists.
         unreadable: Records that cannot be read. If there are any nothing was condemned or deleted.
         passed_over: Those that were to be done without.
         next_s: In how many seconds another run can delete what is condemned now; ``None`` if there is nothing.
@@ -99,6 +101,8 @@ class GcReport:
 
     dry_run: bool = False
     files: int = 0
+    by_list: int = 0
+    made_lists: int = 0
     reached: Tally = field(default_factory=Tally)
     deleted: Tally = field(default_factory=Tally)
     condemned: Tally = field(default_factory=Tally)
@@ -108,6 +112,7 @@ class GcReport:
     leases: Tally = field(default_factory=Tally)
     probes: Tally = field(default_factory=Tally)
     lists: Tally = field(default_factory=Tally)
+    references: Tally = field(default_factory=Tally)
     unreadable: list[Unreadable] = field(default_factory=list)
     passed_over: list[Unreadable] = field(default_factory=list)
     next_s: int | None = None
@@ -180,9 +185,17 @@ class _Run:
             epochs = dict(turn.record.epochs)
             ripe = {epoch: self._is_over(state.seen_ns, interval_ns) for epoch, state in epochs.items()}
             lists = read_lists(store, ripe)
-            marked = mark(store, self._pool, without=self._options.without, alive=self._hold, progress=self._progress)
+            marked = mark(
+                store,
+                self._pool,
+                without=self._options.without,
+                remake=not self._options.dry_run,
+                alive=self._hold,
+                progress=self._progress,
+            )
             report = self._report
             report.files, report.unreadable, report.passed_over = marked.files, marked.unreadable, marked.passed_over
+            report.by_list, report.made_lists = marked.by_list, marked.made_lists
             if not marked.unreadable:
                 self._sweep(marked, lists)
                 self._publish()
@@ -359,7 +372,7 @@ class _Run:
     # -- what else is left over ----------------------------------------------------------------------------------------
 
     def _tidy(self, marked: Marked) -> None:
-        """Tombstones, leases and probes that are of no use any more; each on condition that it has not changed."""
+        """Tombstones, leases, probes and reference lists that are of no use any more; each on condition that it has not changed."""
         grace_ns, lease_ns = self._grace_ns, self._store.descriptor.lease_s * SECOND_NS
         old = [item for item in marked.tombstones if self._is_over(item.modified_ns, grace_ns)]
         self._remove(old, self._report.tombstones)
@@ -368,6 +381,7 @@ class _Run:
         probes = [item for item in self._store.objects.list(keys.PROBE) if isinstance(item, ObjectInfo)]
         probes = [item for item in probes if self._is_over(item.modified_ns, PROBE_AGE_S * SECOND_NS)]
         self._remove(probes, self._report.probes)
+        self._remove(marked.stale_lists, self._report.references)
 
     def _remove(self, items: Sequence[ObjectInfo], tally: Tally) -> None:
         def remove(item: ObjectInfo) -> int | None:

@@ -1,4 +1,4 @@
-"""Sets of chunk names of any size, as sorted numpy arrays: eight bytes a name.
+"""Sets of chunk names of any size, as sorted numpy arrays: eight bytes a name, beyond a bound in files.
 
 A name is known by 64 bits of it. Two names may have the same, one time in some 10^5 stores of ten million chunks: then one that
 nothing reaches is taken for reached and kept. The other way round there is no mistake, and what is deleted is compared whole.
@@ -6,6 +6,8 @@ nothing reaches is taken for reached and kept. The other way round there is no m
 
 from __future__ import annotations
 
+import mmap
+import tempfile
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,6 +19,7 @@ from tierfs.format.keys import ChunkName
 __all__ = ["NameSet", "encode_names", "fingerprints"]
 
 PENDING_MIN = 1 << 18
+NAMES_MAX = 8 << 20
 _LOW = np.uint64((1 << 56) - 1)
 _GENERATION_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 _RECIPE_FACTOR = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -40,20 +43,24 @@ def fingerprints(data: Buffer, width: int) -> npt.NDArray[np.uint64]:
 
 
 class NameSet:
-    """A set that grows by many names at a time.
+    """A set that grows by many names at a time. What is over a bound lies in temporary files, and is looked up there.
 
     Args:
         width: Bytes of an encoded name.
+        names_max: Names in memory, each with eight bytes.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, names_max: int = NAMES_MAX) -> None:
         self._width = width
+        self._names_max = names_max
         self._sorted: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
         self._pending: list[npt.NDArray[np.uint64]] = []
         self._pending_count = 0
+        self._runs: list[npt.NDArray[np.uint64]] = []
 
     def __len__(self) -> int:
-        return len(self._settled())
+        """How many there are; where some lie in files, at most."""
+        return len(self._settled()) + sum(map(len, self._runs))
 
     def add(self, data: Buffer) -> None:
         """Add names, laid end to end."""
@@ -65,15 +72,27 @@ class NameSet:
 
     def contains(self, data: Buffer) -> npt.NDArray[np.bool_]:
         """Which of these names are in it."""
-        known, wanted = self._settled(), fingerprints(data, self._width)
-        if not len(known):
-            return np.zeros(len(wanted), np.bool_)
-        places = np.minimum(np.searchsorted(known, wanted), len(known) - 1)
-        found: npt.NDArray[np.bool_] = known[places] == wanted
+        wanted = fingerprints(data, self._width)
+        found = np.zeros(len(wanted), np.bool_)
+        for run in (self._settled(), *self._runs):
+            if len(run) and len(wanted):
+                places = np.minimum(np.searchsorted(run, wanted), len(run) - 1)
+                found |= run[places] == wanted
         return found
 
     def _settled(self) -> npt.NDArray[np.uint64]:
         if self._pending:
             self._sorted = np.unique(np.concatenate([self._sorted, *self._pending]))
             self._pending, self._pending_count = [], 0
+        if len(self._sorted) > self._names_max:
+            self._spill()
         return self._sorted
+
+    def _spill(self) -> None:
+        """Move what is in memory to a file that has no name, and goes with the process."""
+        with tempfile.TemporaryFile(prefix="tierfs-gc-") as file:
+            self._sorted.tofile(file)
+            file.flush()
+            mapped = mmap.mmap(file.fileno(), self._sorted.nbytes, access=mmap.ACCESS_READ)
+        self._runs.append(np.frombuffer(mapped, np.uint64))
+        self._sorted = np.empty(0, np.uint64)

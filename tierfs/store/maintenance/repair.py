@@ -18,6 +18,7 @@ from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundE
 from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Row
+from tierfs.format.references import REFERENCES_BYTES_MAX, ReferenceList
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.chunks import store_chunk
 from tierfs.store.maintenance.aside import Aside
@@ -30,6 +31,7 @@ from tierfs.store.maintenance.sweep import PREFIXES
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_published, publish
+from tierfs.store.tree.references import is_root, write_references
 from tierfs.store.write.writer import fold_rows
 
 __all__ = ["FileLoss", "Fixed", "RepairReport", "repair"]
@@ -174,6 +176,7 @@ class _Repair:
         self._needs: dict[ChunkName, Sizes] = {}
         self._beside: dict[ChunkName, Row] = {}  # what took the place of a lost object
         self._lost: set[ChunkName] = set()
+        self._checkpoints: list[str] = []
 
     def run(self) -> RepairReport:
         """Do it."""
@@ -184,6 +187,7 @@ class _Repair:
         if self._beside or self._lost:
             self._follow_bases()
             self._rewrite()
+        self._write_lists()
         return self._report
 
     # -- records -------------------------------------------------------------------------------------------------------
@@ -194,6 +198,8 @@ class _Repair:
             record = self._mender.record(path, info)
             if not isinstance(record, Manifest):
                 return ()
+            if is_root(path):
+                self._checkpoints.append(path.rpartition("/")[0])
             for row in record.rows if record.indirect else ():
                 self._need(row)
             return self._rows(path, record) or ()
@@ -231,6 +237,22 @@ class _Repair:
         self._needs[row.name] = (row.stored_length, row.raw_length)
         for base in row.bases:
             self._needs.setdefault(base, (0, 0))
+
+    def _write_lists(self) -> None:
+        """Make reference lists again where they are missing or damaged. gc sees to those that are stale."""
+        listed = self._store.objects.list(keys.REFERENCES)
+        there = {item.key for item in listed if isinstance(item, ObjectInfo)}
+        for directory in sorted(self._checkpoints):
+            key = keys.references_key(directory)
+            problem = "" if key in there else "it is missing"
+            if not problem:
+                try:
+                    data, _ = self._store.objects.read(key, REFERENCES_BYTES_MAX)
+                    ReferenceList.decode(data, self._store.where(key))
+                except (NotFoundError, CorruptionError, FormatError) as error:
+                    problem = str(error)
+            if problem and (self._report.dry_run or write_references(self._store, directory)):
+                self._mended(key, problem, "the records of the checkpoint")
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.lease import Condemned, Lease
 from tierfs.format.manifest import MANIFEST_BYTES_MAX, Manifest, Row, decode_record
+from tierfs.format.references import ReferenceList
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.fetch import fetch
 from tierfs.store.read.reader import expand_rows
@@ -185,7 +186,7 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
 
 
 def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> None:
-    """What belongs to no file: the descriptor, leases, condemned lists, chunks that no file names, strays."""
+    """What belongs to no file: the descriptor, leases, condemned and reference lists, chunks that no file names, strays."""
 
     def check(key: str) -> None:
         try:
@@ -195,7 +196,7 @@ def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> Non
         except TierfsError as error:
             report.damage.append(Damage(key, key, error.kind, f"{store.where(key)}: {error}"))
 
-    prefixes = (keys.CHUNKS, keys.LEASES, keys.GC)
+    prefixes = (keys.CHUNKS, keys.LEASES, keys.GC, keys.REFERENCES)
     listed = [item.key for prefix in prefixes for item in store.objects.list(prefix) if isinstance(item, ObjectInfo)]
     transfers().map(check, [keys.DESCRIPTOR, *listed])
 
@@ -224,5 +225,8 @@ def _check_object(store: Store, key: str, seen: set[ChunkName]) -> None:
             raise FormatError(f"{key}: the lease of another holder", path=key)
     elif key == keys.COLLECTOR:
         Collector.decode(data, key)
+    elif key.startswith(keys.REFERENCES):
+        if keys.references_key(ReferenceList.decode(data, key).path) != key:
+            raise FormatError(f"{key}: the reference list of another directory", path=key)
     elif keys.is_condemned_key(key) and keys.condemned_key(Condemned.decode(data, key).epoch) != key:
         raise FormatError(f"{key}: the list of another epoch", path=key)

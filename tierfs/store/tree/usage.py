@@ -23,6 +23,7 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import foreign_objects, live_records, read_manifests, stat
+from tierfs.store.tree.references import is_root
 
 __all__ = ["Usage", "usage", "usages"]
 
@@ -39,7 +40,8 @@ class Usage:
     Attributes:
         files: Files that tierfs wrote.
         logical_bytes: Sum of their lengths.
-        stored_bytes: Bytes of the objects they need: each chunk object once, bases included, and the manifests.
+        stored_bytes: Bytes of the objects they need: each chunk object once, bases included, the manifests and
+            the reference lists of checkpoints.
         shared_bytes: Of those, the bytes of chunk objects that something else in the store needs too; ``None`` where that was
             not asked for.
         freed_bytes: What deleting the files would free: all other stored bytes, and ``foreign_bytes``; ``None`` likewise.
@@ -68,7 +70,7 @@ class _Group:
         paths: Of those that tierfs wrote.
         logical_bytes: Sum of their lengths.
         raw_bytes: Sum of their chunks' raw lengths.
-        record_bytes: Of the manifests.
+        record_bytes: Of the manifests and reference lists.
         chunks: The chunk objects they need, each with its raw length; 0 for one that is needed as a base alone.
         foreign: Sizes of files that tierfs did not write.
         damage: Of records that could not be read.
@@ -141,6 +143,7 @@ class _Counts:
         while batch := list(itertools.islice(listed, BATCH)):
             for path, info, manifest in read_manifests(store, batch, damaged=self._note_damage):
                 self._add(path, info, manifest)
+        self._add_lists()
         for info in foreign_objects(store, top):
             group = self._group(info.key)
             if info.key not in group.paths:
@@ -173,6 +176,18 @@ class _Counts:
         for group in (*self.groups.values(), self.others):
             for error in group.damage:
                 _logger.warning("a file is not counted: %s", error)
+
+    def _add_lists(self) -> None:
+        """Count the reference lists of checkpoints as records: they go when these do."""
+        owners = {
+            keys.references_key(path.rpartition("/")[0]): group
+            for group in self.groups.values()
+            for path in group.paths
+            if is_root(path)
+        }
+        for item in self._store.objects.list(keys.REFERENCES) if owners else ():
+            if isinstance(item, ObjectInfo) and item.key in owners:
+                owners[item.key].record_bytes += item.size
 
     def _group(self, path: str) -> _Group:
         """The innermost of the groups that a file is in."""

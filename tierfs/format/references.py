@@ -1,0 +1,90 @@
+"""The reference list of a checkpoint: every chunk object that its files need, so that a mark reads one object for all of them.
+
+FORMAT.md, "Reference list". It says for which versions of which records it speaks. Where these are no longer all that is there, it
+counts for nothing, and the records are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tierfs import digest
+from tierfs.digest import Buffer, DigestKind
+from tierfs.errors import CorruptionError
+from tierfs.format.header import Kind, check_writable, header, open_sealed, peek_kind, seal
+
+__all__ = ["CHECK_BYTES", "RECORDS_MAX", "REFERENCED_MAX", "REFERENCES_BYTES_MAX", "ReferenceList", "record_check"]
+
+RECORDS_MAX = 1_000_000
+REFERENCED_MAX = 1_000_000
+CHECK_BYTES = 16
+PATH_BYTES_MAX = 4096
+REFERENCES_BYTES_MAX = RECORDS_MAX * CHECK_BYTES + REFERENCED_MAX * 44 + PATH_BYTES_MAX + 256
+
+
+def record_check(key: str, version: str) -> bytes:
+    """What stands in a list for one version of one record."""
+    return digest.checksum(f"{key}\0{version}".encode())
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceList:
+    """See the module.
+
+    Attributes:
+        path: The directory.
+        digest_kind: Kind of the digests.
+        records: Checks of the records that the list speaks for, sorted, laid end to end.
+        names: The chunk objects that these need, as condemned lists have them, sorted, each once, laid end to end.
+    """
+
+    path: str
+    digest_kind: DigestKind
+    records: bytes
+    names: bytes
+
+    @classmethod
+    def of(cls, path: str, kind: DigestKind, checks: Iterable[bytes], names: Iterable[bytes]) -> ReferenceList:
+        """The list of some records and of the encoded names that they need, in any order."""
+        return cls(path, kind, b"".join(sorted(checks)), b"".join(sorted(set(names))))
+
+    def encode(self) -> bytes:
+        """The bytes of the object.
+
+        Raises:
+            InvalidInputError: More records or names than fit: such a checkpoint has no list.
+        """
+        width, path = self.digest_kind.size + 12, self.path.encode()
+        records, names = len(self.records) // CHECK_BYTES, len(self.names) // width
+        check_writable(len(path), PATH_BYTES_MAX, "length of the path")
+        check_writable(records, RECORDS_MAX, "records in a reference list")
+        check_writable(names, REFERENCED_MAX, "chunks in a reference list")
+        out = header(Kind.REFERENCES, 0) + bytes((self.digest_kind, 0)) + len(path).to_bytes(2, "little")
+        out += records.to_bytes(4, "little") + names.to_bytes(4, "little")
+        return seal(b"".join((out, path, self.records, self.names)))
+
+    @classmethod
+    def decode(cls, data: Buffer, where: str) -> ReferenceList:
+        """Read a reference list.
+
+        Raises:
+            CorruptionError: Damaged, cut short, or something else.
+            FormatError: Another version, or a field over its limit.
+        """
+        kind, word = peek_kind(data, where)
+        if kind is not Kind.REFERENCES:
+            raise CorruptionError(f"{where}: a {kind.name.lower()} where a reference list belongs", path=where)
+        cursor = open_sealed(data, where)
+        if word:
+            raise cursor.malformed(f"unknown flags {word:#x}")
+        digest_kind = cursor.digest_kind()
+        cursor.zeros(1)
+        path_length = cursor.bounded(2, PATH_BYTES_MAX, "length of the path")
+        records = cursor.bounded(4, RECORDS_MAX, "number of records")
+        names = cursor.bounded(4, REFERENCED_MAX, "number of chunks")
+        path = cursor.text(path_length, "path")
+        checks = cursor.bytes(records * CHECK_BYTES)
+        found = cls(path, digest_kind, checks, cursor.bytes(names * (digest_kind.size + 12)))
+        cursor.finish()
+        return found

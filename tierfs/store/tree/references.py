@@ -1,0 +1,97 @@
+"""Reference lists: written when a checkpoint is published, and made again by whoever finds that one is missing.
+
+FORMAT.md, "Reference list". A list is a saving and never the truth: nothing fails where it cannot be written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+
+from tierfs.errors import InvalidInputError, TierfsError
+from tierfs.format import keys
+from tierfs.format.header import Kind
+from tierfs.format.manifest import Manifest
+from tierfs.format.references import ReferenceList, record_check
+from tierfs.objects.checksums import checksum_for
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.store.read.reader import expand_rows
+from tierfs.store.store import Store
+from tierfs.store.tree.listing import live_records, read_manifests
+
+__all__ = ["ROOT_NAME", "is_root", "names_of", "owned_records", "parents_of", "put_references", "write_references"]
+
+ROOT_NAME = ".metadata"
+_logger = logging.getLogger("tierfs.store")
+
+
+def is_root(path: str) -> bool:
+    """Whether a file of this path makes its directory a checkpoint, which has a reference list."""
+    return path.rpartition("/")[2] == ROOT_NAME
+
+
+def names_of(store: Store, path: str, manifest: Manifest) -> Iterator[bytes]:
+    """The encoded names of all chunk objects that a file needs; one may come several times.
+
+    Raises:
+        CorruptionError, FormatError: Its table of chunks cannot be read.
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    if manifest.kind is not Kind.FILE:
+        return
+    for row in (*(manifest.rows if manifest.indirect else ()), *expand_rows(store, manifest, path)):
+        for name in (row.name, *row.bases):
+            yield name.digest + name.generation.to_bytes(4, "little") + name.recipe
+
+
+def owned_records(store: Store, directory: str) -> list[tuple[str, ObjectInfo]]:
+    """The live records that the list of a directory speaks for: all below it, but for those below another checkpoint in it."""
+    listed = list(live_records(store, directory))
+    inner = {path.rpartition("/")[0] for path, _ in listed if is_root(path)} - {directory}
+    if not inner:
+        return listed
+    return [item for item in listed if not any(parent in inner for parent in parents_of(item[0], directory))]
+
+
+def parents_of(path: str, top: str) -> Iterator[str]:
+    """The directories that a file, or a marker, lies in, from the innermost on, without ``top`` and what is above that."""
+    parent = path.rstrip("/") if path.endswith("/") else path.rpartition("/")[0]
+    while len(parent) > len(top):
+        yield parent
+        parent = parent.rpartition("/")[0]
+
+
+def write_references(store: Store, directory: str) -> bool:
+    """Write the reference list of a checkpoint that was published just now.
+
+    That takes a listing, the records in it that this host does not know, and a put. Returns whether it was done.
+    """
+    try:
+        listed = owned_records(store, directory)
+        checks: list[bytes] = []
+        names: set[bytes] = set()
+        found = read_manifests(store, listed)
+        if len(found) != len(listed):
+            return False  # it changes: whoever changes it writes the list
+        for path, info, manifest in found:
+            checks.append(record_check(info.key, info.version))
+            names.update(names_of(store, path, manifest))
+        return put_references(store, directory, checks, names)
+    except (TierfsError, OSError) as error:
+        _logger.debug("%s gets its reference list from the next gc: %s", store.where(directory), error)
+        return False
+
+
+def put_references(store: Store, directory: str, checks: Iterable[bytes], names: Iterable[bytes]) -> bool:
+    """Put a reference list. Returns whether it fits into one object.
+
+    Raises:
+        StoreError, ReadOnlyError, CapacityError: The object tier failed.
+    """
+    try:
+        data = [ReferenceList.of(directory, store.descriptor.digest_kind, checks, names).encode()]
+    except InvalidInputError as error:
+        _logger.info("%s has no reference list: %s", store.where(directory), error)
+        return False
+    store.objects.put(keys.references_key(directory), data, checksum=checksum_for(store.objects.capabilities, data))
+    return True
