@@ -47,6 +47,8 @@ _GROUPS = {
         "rm": "delete files and directories",
         "mount": "mount a store as a directory",
         "umount": "unmount it",
+        "materialize": "copy a directory out of a store, as far as it differs",
+        "sync": "copy a directory into a store, as far as it differs",
     },
     "checkpoints": {
         "checkpoint": "list, show, verify, compare, export and import checkpoints",

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 from tierfs.clock import Clock, SystemClock
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, StoreError, TierfsError
 from tierfs.host.filesystems import filesystem_of, is_durable
+from tierfs.host.host import PAGE_BYTES
 from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.extent_page import ExtentKind
 from tierfs.host.nvme.index import IndexReader
 from tierfs.host.nvme.last_used import LastUsed
 from tierfs.host.nvme.stored import ARENA_FILE, DRAFT_COLUMNS, INDEX_FILE, USED_FILE, NvmeUsage, StoredDraft
 
-__all__ = ["FoundChunk", "NvmeReader"]
+__all__ = ["ChunkPlace", "FoundChunk", "NvmeReader"]
 
 BUSY_S = 2.0
 DRAFT_BUSY_S = 30.0
@@ -45,6 +46,14 @@ class FoundChunk(NamedTuple):
     length: int
     offset: int
     serial: int
+
+
+class ChunkPlace(NamedTuple):
+    """Where a chunk's raw bytes lie in a file; only until the chunk is evicted."""
+
+    path: Path
+    offset: int
+    length: int
 
 
 class NvmeReader:
@@ -87,6 +96,16 @@ class NvmeReader:
         """What the index says of a chunk; None if it is not there."""
         found = self._find(name)
         return found[1] if found is not None else None
+
+    def place_of(self, name: bytes) -> ChunkPlace | None:
+        """Where a chunk's bytes lie in the arena; None if it is not there.
+
+        Whoever reads them there verifies them: the extent may be given to another chunk at any time.
+        """
+        found = self.find(name)
+        if found is None:
+            return None
+        return ChunkPlace(self.directory / ARENA_FILE, found.offset + PAGE_BYTES, found.length)
 
     def read(self, name: bytes, start: int, out: memoryview) -> bytes | None:
         """Copy a part of a chunk. The bytes are not verified: whoever reads them does, by the meta.

@@ -1,0 +1,273 @@
+"""``materialize`` and ``sync``: what differs is copied, what went is deleted, and an interrupted run goes on."""
+
+import json
+import os
+import random
+import stat
+
+import pytest
+
+import tierfs
+from tierfs.cli import main
+from tierfs.cli.mirror import down
+from tierfs.cli.mirror.local import PART_PREFIX
+from tierfs.session import open_store, parse_url
+from tierfs.store import Writer, delete, find, load, save
+from tierfs.store import stat as stat_stored
+
+RANDOM = random.Random(5)
+BIG = RANDOM.randbytes((32 << 20) + 5)
+FILES = {"a": b"small", "zero": b"", "d/big": BIG, "d/e/deep é": RANDOM.randbytes(100_000)}
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def url(tmp_path):
+    tierfs.init(str(tmp_path / "store"))
+    return f"tierfs::file://{tmp_path}/store/run"
+
+
+@pytest.fixture
+def store(url):
+    return open_store(parse_url(url))[0]
+
+
+@pytest.fixture
+def stored(url, store):
+    for name, content in FILES.items():
+        save(store, f"run/{name}", content)
+    return url
+
+
+@pytest.fixture
+def tree(tmp_path):
+    root = tmp_path / "tree"
+    for name, content in FILES.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    (root / "empty").mkdir()
+    return root
+
+
+def below(root):
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def in_store(store):
+    return {one.path[4:]: load(store, one.path) for one in find(store, "run") if not one.is_directory}
+
+
+def run(capsys, *words):
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_directory_is_materialized_and_then_left_as_it_is(stored, tmp_path, capsys):
+    root = tmp_path / "out"
+    total = sum(map(len, FILES.values()))
+    assert run(capsys, "materialize", stored, root) == {
+        "files": 4,
+        "unchanged": 0,
+        "deleted": 0,
+        "read_bytes": total,
+        "shared_bytes": 0,
+        "kept_bytes": 0,
+    }
+    assert below(root) == FILES
+    done = run(capsys, "materialize", stored, root)
+    assert (done["files"], done["unchanged"], done["read_bytes"]) == (0, 4, 0)
+
+
+def test_a_file_that_changed_on_either_side_is_written_and_chunks_that_did_not_are_kept(
+    stored, store, tmp_path, capsys
+):
+    root = tmp_path / "out"
+    run(capsys, "materialize", stored, root)
+    changed = BIG[:-5] + b"other"
+    save(store, "run/d/big", changed)
+    kept_times = os.stat(root / "a")
+    (root / "a").write_bytes(b"SMALL")
+    os.utime(root / "a", ns=(kept_times.st_atime_ns, kept_times.st_mtime_ns))
+    done = run(capsys, "materialize", stored, root)
+    assert below(root) == {**FILES, "d/big": changed}
+    assert done["files"] == 2
+    assert done["kept_bytes"] == 32 << 20
+    assert done["read_bytes"] == 10
+
+
+def test_without_a_record_files_are_compared_and_not_copied(stored, tmp_path, capsys):
+    root = tmp_path / "out"
+    run(capsys, "materialize", stored, root)
+    for path in (tmp_path / "state" / "mirrors").iterdir():
+        path.unlink()
+    done = run(capsys, "materialize", stored, root)
+    assert (done["files"], done["unchanged"], done["read_bytes"]) == (0, 4, 0)
+
+
+def test_an_interrupted_file_goes_on_where_it_was(stored, tmp_path, capsys, monkeypatch):
+    root = tmp_path / "out"
+    monkeypatch.setattr(down, "WINDOW_BYTES", 16 << 20)
+    real, count = down._write, [0]
+
+    def write(fd, data, offset):
+        if len(data) == 16 << 20:
+            count[0] += 1
+            if count[0] == 2:
+                raise OSError(5, "broken")
+        real(fd, data, offset)
+
+    monkeypatch.setattr(down, "_write", write)
+    assert main(["materialize", stored, str(root)]) != 0
+    capsys.readouterr()
+    assert not (root / "d/big").exists()
+    monkeypatch.setattr(down, "_write", real)
+    done = run(capsys, "materialize", stored, root)
+    assert below(root) == FILES
+    assert done["kept_bytes"] == 16 << 20
+
+
+def test_delete_removes_what_the_store_does_not_have(stored, store, tmp_path, capsys):
+    root = tmp_path / "out"
+    run(capsys, "materialize", stored, root)
+    delete(store, "run/d/e/deep é")
+    (root / "mine" / "too").mkdir(parents=True)
+    (root / "mine" / "file").write_bytes(b"x")
+    (root / "link").symlink_to("a")
+    (root / f"{PART_PREFIX}old").write_bytes(b"x")
+    assert run(capsys, "materialize", stored, root)["deleted"] == 0
+    assert (root / "mine" / "file").exists()
+    assert run(capsys, "materialize", stored, root, "--delete")["deleted"] == 3
+    assert below(root) == {name: content for name, content in FILES.items() if "deep" not in name}
+    assert sorted(path.name for path in root.iterdir()) == ["a", "d", "zero"]
+
+
+def test_a_file_in_place_of_a_directory_needs_delete(stored, tmp_path, capsys):
+    root = tmp_path / "out"
+    (root / "a").mkdir(parents=True)
+    (root / "d").write_bytes(b"x")
+    assert main(["materialize", stored, str(root)]) == 2
+    assert "--delete" in capsys.readouterr().err
+    run(capsys, "materialize", stored, root, "--delete")
+    assert below(root) == FILES
+
+
+def test_a_link_is_replaced_and_not_followed(stored, tmp_path, capsys):
+    root, outside = tmp_path / "out", tmp_path / "outside"
+    root.mkdir()
+    outside.write_bytes(b"small")
+    (root / "a").symlink_to(outside)
+    run(capsys, "materialize", stored, root)
+    assert not (root / "a").is_symlink()
+    assert outside.read_bytes() == b"small"
+
+
+def test_a_directory_goes_into_a_store_with_modes_and_times(url, store, tree, tmp_path, capsys):
+    (tree / "a").chmod(0o700)
+    os.utime(tree / "a", ns=(10**18, 10**18 + 7))
+    done = run(capsys, "sync", tree, url)
+    assert done == {"files": 4, "unchanged": 0, "deleted": 0, "read_bytes": sum(map(len, FILES.values()))}
+    assert in_store(store) == FILES
+    assert stat_stored(store, "run/empty").is_directory
+    run(capsys, "materialize", url, tmp_path / "back")
+    assert below(tmp_path / "back") == FILES
+    assert (tmp_path / "back" / "empty").is_dir()
+    status = os.stat(tmp_path / "back" / "a")
+    assert (stat.S_IMODE(status.st_mode), status.st_mtime_ns) == (0o700, 10**18 + 7)
+    done = run(capsys, "sync", tmp_path / "back", url)
+    assert (done["files"], done["unchanged"]) == (0, 4)
+
+
+def test_what_changed_is_stored_and_delete_removes_what_went(url, store, tree, capsys):
+    run(capsys, "sync", tree, url)
+    (tree / "a").write_bytes(b"longer than before")
+    (tree / "zero").unlink()
+    (tree / "empty").rmdir()
+    done = run(capsys, "sync", tree, url)
+    assert (done["files"], done["unchanged"], done["deleted"]) == (1, 2, 0)
+    assert "zero" in in_store(store)
+    assert run(capsys, "sync", tree, url, "--delete")["deleted"] == 1
+    assert in_store(store) == below(tree)
+    assert [one.path for one in find(store, "run") if one.is_directory] == ["run/d", "run/d/e"]
+
+
+def test_a_time_that_changed_alone_stores_no_bytes(url, store, tree, capsys):
+    run(capsys, "sync", tree, url)
+    os.utime(tree / "d/big", ns=(10**18, 10**18))
+    assert run(capsys, "sync", tree, url)["read_bytes"] == 0
+    assert stat_stored(store, "run/d/big").manifest.metadata["posix"]["mtime_ns"] == 10**18
+    assert load(store, "run/d/big") == BIG
+
+
+def test_a_directory_in_place_of_a_file_needs_delete(url, store, tree, capsys):
+    run(capsys, "sync", tree, url)
+    (tree / "a").unlink()
+    (tree / "a").mkdir()
+    (tree / "a" / "inside").write_bytes(b"x")
+    for path in (tree / "d/e/deep é", tree / "d/big"):
+        path.unlink()
+    (tree / "d/e").rmdir()
+    (tree / "d").rmdir()
+    (tree / "d").write_bytes(b"a file now")
+    assert main(["sync", str(tree), url]) == 2
+    assert "--delete" in capsys.readouterr().err
+    run(capsys, "sync", tree, url, "--delete")
+    assert in_store(store) == below(tree)
+
+
+def test_a_file_that_tierfs_did_not_write_is_not_deleted(url, tree, tmp_path, capsys):
+    run(capsys, "sync", tree, url)
+    (tmp_path / "store" / "run").mkdir(exist_ok=True)
+    (tmp_path / "store" / "run" / "theirs").write_bytes(b"abc")
+    assert main(["sync", str(tree), url, "--delete"]) == 10
+    assert "theirs" in capsys.readouterr().err
+    assert run(capsys, "materialize", url, tmp_path / "out")["files"] == 5
+    assert (tmp_path / "out" / "theirs").read_bytes() == b"abc"
+    assert run(capsys, "materialize", url, tmp_path / "out")["unchanged"] == 5
+
+
+def test_a_file_that_changes_while_it_is_stored_is_stored_again(url, store, tree, capsys, monkeypatch):
+    real, left = Writer.commit, [2]
+
+    def commit(self, *arguments, **options):
+        found = real(self, *arguments, **options)
+        if left[0]:
+            left[0] -= 1
+            (tree / "a").write_bytes(b"changed" * (3 - left[0]))
+        return found
+
+    monkeypatch.setattr(Writer, "commit", commit)
+    run(capsys, "sync", tree, url)
+    assert in_store(store) == below(tree)
+
+
+def test_a_file_that_never_stands_still_is_an_error(url, tree, capsys, monkeypatch):
+    real = Writer.commit
+
+    def commit(self, *arguments, **options):
+        found = real(self, *arguments, **options)
+        with open(tree / "a", "ab") as file:
+            file.write(b"x")
+        return found
+
+    monkeypatch.setattr(Writer, "commit", commit)
+    for name in ("zero", "d/big", "d/e/deep é"):
+        (tree / name).unlink()
+    assert main(["sync", str(tree), url]) == 8
+    assert "changes all the time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["materialize", "{url}/a", "{tmp}/out"], ["sync", "{tmp}/tree/a", "{url}"]])
+def test_a_file_is_refused_with_the_command_that_copies_it(stored, tree, tmp_path, words, capsys):
+    assert main([word.format(url=stored, tmp=tmp_path) for word in words]) == 2
+    assert "tierfs cp" in capsys.readouterr().err
+
+
+def test_what_is_missing_is_not_found(url, tmp_path, capsys):
+    assert main(["materialize", f"{url}/missing", str(tmp_path / "out")]) == 3
+    assert main(["sync", str(tmp_path / "missing"), url]) == 3
+    assert "not there" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""``tierfs materialize``: make a local directory equal to one in a store."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from tierfs.cli.mirror.down import materialize
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.errors import InvalidInputError
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "materialize"
+HELP = "make a local directory equal to one in a store, for programs that want a path"
+EXAMPLES = """\
+tierfs materialize tierfs::s3://bucket/run/step_1000 /data/model
+tierfs materialize tierfs://NAME/model /data/model --delete"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_url_argument(parser)
+    parser.add_argument("directory", metavar="DIR", help="a directory of this host; made where it is missing")
+    parser.add_argument("--delete", action="store_true", help="delete files in DIR that the store does not have")
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Copy what differs, and with ``--json`` print how much."""
+    place = store_place(arguments.url)
+    if not place.entry().is_directory:
+        raise InvalidInputError(f"{place.url} is a file: `tierfs cp` copies it", path=place.url)
+    with Progress("materialize", total_bytes=None, wanted=arguments.progress) as progress:
+        done = materialize(
+            place.store,
+            place.path,
+            arguments.directory,
+            deletes=arguments.delete,
+            advance=progress.advance,
+            expect=progress.expect,
+        )
+    if arguments.json:
+        print_json(dataclasses.asdict(done))
+    return 0

@@ -1,0 +1,54 @@
+"""``tierfs sync``: make a directory in a store equal to a local one."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+
+from tierfs.cli.mirror.up import sync
+from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress, add_progress_argument
+from tierfs.errors import InvalidInputError, NotFoundError
+
+__all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
+
+NAME = "sync"
+HELP = "make a directory in a store equal to a local one; what the store has is not stored again"
+EXAMPLES = """\
+tierfs sync /data/model tierfs::s3://bucket/models/first
+tierfs sync /data/model tierfs://NAME/models/first --delete"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("directory", metavar="DIR", help="a directory of this host")
+    add_url_argument(parser)
+    parser.add_argument("--delete", action="store_true", help="delete files in the store that DIR does not have")
+    add_progress_argument(parser)
+    add_json_argument(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Store what differs, and with ``--json`` print how much."""
+    directory = arguments.directory
+    if not os.path.exists(directory):
+        raise NotFoundError(f"{directory} is not there, on this host", path=directory)
+    if not os.path.isdir(directory):
+        raise InvalidInputError(f"{directory} is no directory: `tierfs cp` copies a file", path=directory)
+    place = store_place(arguments.url, write=True)
+    if place.kind() == "file":
+        raise InvalidInputError(f"{place.url} is a file: name a directory", path=place.url)
+    with Progress("sync", total_bytes=None, wanted=arguments.progress) as progress:
+        done = sync(
+            place.store,
+            place.path,
+            directory,
+            deletes=arguments.delete,
+            advance=progress.advance,
+            expect=progress.expect,
+        )
+    if arguments.json:
+        print_json(dataclasses.asdict(done))
+    return 0

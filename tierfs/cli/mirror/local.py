@@ -1,0 +1,75 @@
+"""The local side of a mirror: what lies in a directory, and what is removed from it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tierfs.cli.local_files import walk
+
+__all__ = ["PART_PREFIX", "LocalTree", "remove", "scan", "scan_source"]
+
+PART_PREFIX = ".tierfs-part-"
+"""How a file is called that is not complete: it is found again by the next run."""
+
+
+@dataclass(slots=True)
+class LocalTree:
+    """Relative paths."""
+
+    files: dict[str, os.stat_result] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
+
+
+def scan(root: str) -> LocalTree:
+    """What lies in a directory; links are not followed but counted among ``others``. Nothing where there is none."""
+    tree = LocalTree()
+    todo = [""]
+    while todo:
+        inside = todo.pop()
+        try:
+            entries = list(os.scandir(os.path.join(root, inside)))
+        except FileNotFoundError:
+            continue
+        for entry in entries:
+            relative = f"{inside}/{entry.name}" if inside else entry.name
+            status = entry.stat(follow_symlinks=False)
+            if entry.name.startswith(PART_PREFIX):
+                tree.parts.add(relative)
+            elif stat.S_ISDIR(status.st_mode):
+                tree.directories.add(relative)
+                todo.append(relative)
+            elif stat.S_ISREG(status.st_mode):
+                tree.files[relative] = status
+            else:
+                tree.others.add(relative)
+    return tree
+
+
+def scan_source(root: str) -> LocalTree:
+    """What is to be stored: links are followed. Raises as `walk` does."""
+    tree = LocalTree()
+    for relative, size in walk(root):
+        if size is None:
+            tree.directories.add(relative)
+        elif not os.path.basename(relative).startswith(PART_PREFIX):
+            tree.files[relative] = os.stat(os.path.join(root, relative))
+    return tree
+
+
+def remove(root: str, files: Iterable[str], directories: Iterable[str]) -> int:
+    """Remove files, and then directories as far as they are empty. Returns how many files went."""
+    count = 0
+    for relative in files:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(os.path.join(root, relative))
+            count += 1
+    for relative in sorted(directories, key=len, reverse=True):
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(root, relative))
+    return count
