@@ -9,7 +9,6 @@ from collections.abc import Iterator
 
 from tierfs._fork import PerProcess
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
-from tierfs.sharedmemory import shared_memory
 
 __all__ = ["KEPT_MAX", "Buffers", "block_buffers", "buffers", "fresh"]
 
@@ -73,8 +72,6 @@ class Buffers:
 
 def fresh(length: int) -> memoryview:
     """So many zero bytes, of which this process has only those pages in memory that it writes to."""
-    if shared_memory().is_on and (shared := shared_memory().allocate(length)) is not None:
-        return shared
     # Mapped, not allocated: that would be cleared at once, and no other thread could run meanwhile.
     return memoryview(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 

@@ -11,7 +11,7 @@ Speeds: blocks of 1 MiB of these states, of which there are more than the caches
 "memcpy" is ``numpy.copyto`` between two warm buffers of 256 MiB, in the same rounds. Two threads share out the same blocks.
 A round counts when zstd's Huffman coder, which needs a core and no interpreter, gained 1.8 from two threads before and after it, so that nobody else had
 them; where that is too rare, as where two processors are one core's hyperthreads, all rounds count, and the report says so. What two processes make
-of one, each with half of the blocks, is as much as two threads could; and two threads are timed that have the flusher's processes encode.
+of one, each with half of the blocks, is as much as two threads could.
 
 Links: several late states, as one, are staged, and the time goes from when the file is closed until the flusher, a process of its own, has it in
 the object tier, with codecs and with ``codecs="off"``, in turns. The server is nginx on tmpfs (``apt-get install nginx-light``), the link a loopback that
@@ -69,8 +69,6 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
         found.at_least(f"{name}: two threads over one", row["2 threads over 1"], THREADS_GAIN)
         both = report["speed"]["processes"][name]["over 2 threads"]
         found.at_least(f"{name}: two threads, of what two processes make", 1 / both, THREADS_GAIN / 2)
-    for name, gain in report["speed"].get("workers", {}).items():
-        found.at_least(f"{name} encode: two threads with processes that encode, over one", gain, THREADS_GAIN)
     for limit, ways in report["links"].get("rows", {}).items():
         for way in ("file", "checkpoint"):
             gain = ways[f"{way}, raw"]["seconds"] / ways[way]["seconds"]
@@ -111,10 +109,6 @@ def show(report: dict[str, Any]) -> None:
             print(
                 f"{name:28} {row['GB/s']:6.2f} {row['where memcpy makes 10']:22.2f} {row['2 threads over 1']:14.2f}"
                 + ("" if ratio is None else f" {ratio:6.3f}")
-            )
-        for name, gain in speed["workers"].items():
-            print(
-                f"{name} encode: two threads with the flusher's processes that encode {gain:.2f} times as fast as one thread without"
             )
         for name, row in speed["processes"].items():
             print(
@@ -158,8 +152,7 @@ def main() -> None:
         if "speed" in options.only:
             cases = codec_speed.cases(options.snapshots)
             processes = codec_processes.report(cases, options.rounds)
-            workers = codec_processes.report_workers(cases, options.rounds)
-            report["speed"] = codec_speed.report(cases, options.rounds) | {"processes": processes, "workers": workers}
+            report["speed"] = codec_speed.report(cases, options.rounds) | {"processes": processes}
         if "sets" in options.only:
             report["sets"] = codec_sets.report(options.snapshots, Path(root), options.set)
         if "links" in options.only:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tierfs.codec.workers import encode_workers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.keys import NO_RECIPE, ChunkName
@@ -169,7 +168,7 @@ class StorePublisher:
         lineages = self._lineages
         if store is None or lineages is None:
             return {}
-        codecs = {**store.encoder.status(), **lineages.fallbacks(), **encode_workers().status()}
+        codecs = {**store.encoder.status(), **lineages.fallbacks()}
         return {**asked(store.objects), "codecs": codecs}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:

@@ -1,4 +1,4 @@
-"""fsspec's transactions: files are published when one ends, in the order in which they were opened."""
+"""What fsspec's transactions do here: files are published when the transaction ends, in the order they were opened in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TierTransaction"]
 
 
 class TierTransaction(Transaction):
-    """Files written, not yet published. Several writes to one path publish only the last one.
+    """Files written, not yet published. Of several writes to one path only the last one is.
 
     Each file is published whole, one after the other; where one cannot be, those after it are discarded.
     """

@@ -1,4 +1,4 @@
-"""Test which promises of its kind an endpoint keeps.
+"""What an endpoint really keeps of what its kind promises, found out by trying.
 
 Servers that speak a cloud's protocol differ in what they heed: many take a condition or a checksum without a word and
 pass over it. So each promise is put to a test that only a server which keeps it can pass, on a few small objects beside
@@ -30,12 +30,12 @@ _logger = logging.getLogger("tierfs.objects")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one test.
+    """What one test has shown.
 
     Attributes:
-        name: The tested promise, in words for a person.
+        name: What was tried, in words for a person.
         kept: Whether the endpoint heeds it.
-        detail: The endpoint's other behaviour, or why nothing was tested.
+        detail: What it did instead, or what was not tried and why.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The results of all tests.
+    """What all of them have shown.
 
     Attributes:
-        capabilities: The promises that the endpoint keeps.
+        capabilities: What the endpoint keeps.
         tests: One each.
     """
 

@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 
 class Fault(enum.Enum):
-    """The kinds of faults."""
+    """What goes wrong."""
 
     REFUSED = "refused"
     """Nothing happens, then a transient `StoreError`."""
@@ -77,7 +77,7 @@ class PlannedFault:
     """One fault, and the call that it is to strike.
 
     Attributes:
-        fault: The kind.
+        fault: What goes wrong.
         method: Which method it waits for; ``None`` for any that it can strike.
         after: How many calls that it might strike it lets pass first.
         key_part: Only calls with this in their key, prefix, or one of their keys.
@@ -117,10 +117,10 @@ class FaultyObjects:
         inner: The tier to hand on to.
         plan: Faults to begin with.
         seed: Decides where bits flip and writes tear; shown by ``repr``.
-        clock: For the waits of slow calls.
+        clock: What slow calls wait with.
 
     Attributes:
-        fired: The faults that struck: fault, method and key.
+        fired: What has struck: the fault, the method, and the key.
     """
 
     def __init__(

@@ -301,7 +301,7 @@ def test_chunks_that_are_tried_at_the_same_time_count_once(host):
     def wait_for_the_others(row, start, out):
         if not together.broken:
             with contextlib.suppress(threading.BrokenBarrierError):
-                together.wait(5)
+                together.wait(1)
             together.abort()
         return read(row, start, out)
 

@@ -128,8 +128,6 @@ def _location(arguments: argparse.Namespace) -> Location:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from tierfs.codec.workers import encode_workers  # noqa: PLC0415 - only what a command needs
-
     spawned = arguments.uuid is not None
     if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
         raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")
@@ -142,9 +140,8 @@ def _run(arguments: argparse.Namespace) -> int:
     level = "warning" if spawned else "info"
     with logging_to_stderr(level=level, format="logfmt", wanted_format=arguments.log_format):
         try:
-            with encode_workers().allowed():
-                engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
-                return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
+            engine, directory = _spawned(arguments) if spawned else _sidecar(arguments)
+            return _serve(engine, directory, arguments.url, linger_s, spawned=spawned)
         except (TierfsError, OSError) as error:
             failure = describe(error)
             _logger.error("%s", failure.message, extra={"kind": failure.kind, "exit_code": failure.exit_code})  # noqa: TRY400 - for people

@@ -25,7 +25,7 @@ WINDOW_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Materialized:
-    """The result of a run.
+    """What was done.
 
     Attributes:
         files: How many files were written.

@@ -28,7 +28,7 @@ ATTEMPTS_MAX = 3
 
 @dataclass(slots=True)
 class Synced:
-    """The result of a run.
+    """What was done.
 
     Attributes:
         files: How many files were stored.

@@ -2,7 +2,7 @@
 
 An ordinary store to memory that is in no cache reads the line first, in case only a part of it is written. A save's copy writes all
 of it, and nothing reads it soon: the read takes a third of the memory's bandwidth, and pushes training's data out of the caches. The
-kernels bypass the caches (docs/decisions/0044-large-tensors-by-memcpy.md). Without them ``memcpy`` does so too, from a length on that
+kernels bypass the caches (docs/decisions/0059-one-compiled-file.md). Without them ``memcpy`` does so too, from a length on that
 glibc derives from the size of the caches (its tunable ``x86_non_temporal_threshold``).
 """
 

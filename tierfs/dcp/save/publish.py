@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(slots=True)
 class Parts:
-    """The results of the ranks.
+    """What the ranks stored.
 
     Attributes:
-        places: Each item's.
+        places: Of each item.
         files: The length of each file, in bytes.
         hosts: Where they were written: see `host_of`.
     """
@@ -62,7 +62,7 @@ class Publication:
 
     Attributes:
         store: Where.
-        url: Its name in messages.
+        url: What messages call it.
         path: Its directory, relative to the store.
         root: The path of its metadata.
         mark: Which save it is.

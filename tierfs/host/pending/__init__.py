@@ -1,1 +1,1 @@
-"""Files that were saved on this host and are not in the object tier yet."""
+"""What was saved on this host and is not in the object tier yet."""

@@ -25,7 +25,7 @@ class Reference(Protocol):
         """At most a sample's bytes. They count until the next ones are asked for. Raises `AbsentError`."""
 
     def block(self, number: int) -> memoryview:
-        """One block. It counts until eight others were asked for, one behind the other. Raises `AbsentError`."""
+        """One block. It counts until four others were asked for, one behind the other. Raises `AbsentError`."""
 
 
 class FetchedBase:

@@ -16,8 +16,8 @@ from tierfs.store.encode.room import Room
 
 __all__ = ["BASES_HELD", "Desk", "Desks", "desks"]
 
-# As many blocks as are encoded together, and as many that another process encodes meanwhile.
-BASES_HELD = 8
+# As many blocks as are encoded together.
+BASES_HELD = 4
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Memory:
 
     Attributes:
         out: A chunk's memory, for what comes of its blocks; exchanged for another one's when it is to stay there.
-        bases: That of eight blocks, for those that others are encoded against.
+        bases: That of four blocks, for those that others are encoded against.
         sample: For what comes of a part of a block that is tried.
         base_sample: For the part of another chunk that it is tried against.
     """

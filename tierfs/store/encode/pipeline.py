@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
-from tierfs.codec.workers import Job, Worker, encode_workers
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.format.envelope import Base
 from tierfs.format.keys import ChunkName
@@ -86,19 +83,24 @@ def encode_chunk(
     Args:
         raw: The chunk.
         plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for up to three that
-            might be encoded together with it, and what is encoded meanwhile: the bases of eight count at the same time.
+            might be encoded together with it: the bases of four count at the same time.
         desk: Where what is encoded lies then.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
     """
     blocks: list[EncodedBlock] = []
-    with contextlib.ExitStack() as lent:
-        for group, found in _encoded(_together(zip(plans, _places(raw), strict=True)), raw, desk, lent):
-            for (codec, length), (plan, place) in zip(found, group, strict=True):
-                if codec is Codec.STORE or codec not in allowed:
-                    blocks.append(EncodedBlock(Codec.STORE, plan.reason, raw[place]))
-                else:
-                    blocks.append(EncodedBlock(codec, plan.reason, desk.take().out[place][:length]))
+    for group in _together(zip(plans, _places(raw), strict=True)):
+        coding = group[0][0].coding
+        if coding.codec is Codec.STORE:
+            blocks += [EncodedBlock(Codec.STORE, plan.reason, raw[place]) for plan, place in group]
+            continue
+        out = desk.take().out
+        bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
+        found = encode_blocks([raw[place] for _, place in group], coding, bases, [out[place] for _, place in group])
+        for (codec, length), (plan, place) in zip(found, group, strict=True):
+            is_stored = codec is Codec.STORE or codec not in allowed
+            data = raw[place] if is_stored else out[place][:length]
+            blocks.append(EncodedBlock(Codec.STORE if is_stored else codec, plan.reason, data))
     return blocks
 
 
@@ -133,44 +135,8 @@ def keep(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room
     return found
 
 
-def _worker(size: int, lent: contextlib.ExitStack) -> Worker | None:
-    """A process that encodes a chunk; of a small one it would take as long to tell it."""
-    return lent.enter_context(encode_workers().lend(size)) if size >= BLOCK_BYTES else None
-
-
 _Group: TypeAlias = list[tuple[Plan, slice]]
 """Blocks that are to be encoded in the same way, each with its place in the chunk."""
-
-
-def _encoded(
-    groups: Iterable[_Group], raw: memoryview, desk: Desk, lent: contextlib.ExitStack
-) -> Iterator[tuple[_Group, list[tuple[Codec, int]]]]:
-    """Groups with what came of them: by a process that encodes, where there is one, which has its next job when it is done with the last."""
-    worker: Worker | None = None
-    is_asked = False
-    begun: deque[tuple[_Group, Job | None, bool]] = deque()
-
-    def finish() -> tuple[_Group, list[tuple[Codec, int]]]:
-        group, job, is_begun = begun.popleft()
-        if job is None:
-            return group, [(Codec.STORE, 0)] * len(group)
-        found = worker.finish() if worker is not None and is_begun else None
-        return group, encode_blocks(job.raws, job.coding, job.bases, job.outs) if found is None else found
-
-    for group in groups:
-        coding = group[0][0].coding
-        job = None
-        if coding.codec is not Codec.STORE:
-            out = desk.take().out
-            if not is_asked:
-                worker, is_asked = _worker(len(raw), lent), True
-            bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
-            job = Job([raw[place] for _, place in group], coding, bases, [out[place] for _, place in group])
-        begun.append((group, job, job is not None and worker is not None and worker.begin(job)))
-        if len(begun) > (worker is not None):
-            yield finish()
-    while begun:
-        yield finish()
 
 
 def _together(planned: Iterable[tuple[Plan, slice]]) -> Iterator[_Group]:
