@@ -201,6 +201,15 @@ def test_status_shows_the_flusher_and_what_it_counted(url, tell):
     assert f'tierfs_flusher_published_files_total{{store="{url.removeprefix("tierfs::")}"}} 2\n' in metrics
 
 
+def test_a_sidecar_collects_and_scrubs_and_status_says_so(host, url, tell):
+    with sidecar(host, url, "--gc-every", "1h", "--scrub-bandwidth", "100MB"):
+        until(lambda: set(json.loads(tell("status", url, "--json")).get("upkeep", {})) == {"gc", "scrub"})
+        shown = tell("status", url)
+        assert re.search(r"^last gc +20.*Z, deleted 0 chunks", shown, flags=re.MULTILINE)
+        assert re.search(r"^last scrub +20.*Z, verified 0 chunks", shown, flags=re.MULTILINE)
+        assert "tierfs_flusher_gc_runs_total{" in tell("status", url, "--prometheus")
+
+
 def test_status_of_a_store_without_local_tiers_shows_the_object_tier_alone(url, tell, monkeypatch):
     opening._stores.clear()
     monkeypatch.setenv("TIERFS_RAM", "0")

@@ -9,7 +9,7 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,15 @@ _STORE_COUNTS = (
     ("failing_files", "errors", "Files whose last way down failed; it is tried again."),
 )
 # For a tier: counters, then gauges.
+# What is said of the last gc and the last scrub: keys of the status, name, help.
+_UPKEEP_GAUGES = (
+    (("gc", "unreadable_count"), "gc_unreadable_records", "Records that kept the last gc from deleting anything."),
+    (("gc", "deleted", "bytes"), "gc_last_deleted_bytes", "Bytes of chunk objects that the last gc deleted."),
+    (("gc", "condemned", "bytes"), "gc_last_condemned_bytes", "Bytes that the last gc found to be of no use any more."),
+    (("gc", "reached", "bytes"), "gc_reached_bytes", "Bytes of chunk objects that files needed at the last gc."),
+    (("scrub", "known_damaged"), "scrub_damaged_chunks", "Chunk objects that are known to be damaged."),
+    (("scrub", "bytes"), "scrub_last_bytes", "Bytes that the last scrub verified."),
+)
 _TIER_COUNTERS = {
     "evicted_bytes": "Bytes of clean copies that were dropped for room.",
     "drained_bytes": "Bytes that went from GPU memory to the ram tier.",
@@ -113,12 +122,27 @@ def exposition(report: Mapping[str, Any]) -> str:
             who, _, method = asked.partition("_")
             for key, (name, text) in _REQUEST_COUNTERS.items():
                 add(f"tier_{name}_total", "counter", text, counts.get(key), tier=tier, by=who, method=method)
+    upkeep = report.get("upkeep", {})
+    for keys, name, text in _UPKEEP_GAUGES:
+        add(name, "gauge", text, _at(upkeep, keys))
+    for what in ("gc", "scrub"):
+        ended_ns = _at(upkeep, (what, "ended_ns"))
+        if isinstance(ended_ns, int):
+            text = f"When the last {what} of the store ended, whoever ran it."
+            add(f"{what}_last_end_timestamp_seconds", "gauge", text, ended_ns / 1e9)
     for key, count in report.get("counters", {}).items():
         who, _, what = key.partition("_")
         by = "the flusher" if who == "flusher" else f"the {who} that was asked"
         name, text = f"{_base(key)}_total", f"Counted by {by} since it began: {what.replace('_', ' ')}."
         add(name, "counter", text, count)
     return "".join(_lines(name, family) for name, family in families.items())
+
+
+def _at(values: Any, keys: Sequence[str]) -> object:
+    """A value some levels down; ``None`` if it is not there."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, Mapping) else None
+    return values
 
 
 def _base(key: str) -> str:

@@ -64,6 +64,7 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
+    facts += _upkeep(report.get("upkeep", {}))
     return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
 
 
@@ -91,6 +92,24 @@ def _flusher(flusher: Mapping[str, Any]) -> str:
     if "silent" in flusher:
         return f"runs, but does not answer: {printable(flusher['silent'])}"
     return f"runs, pid {flusher['pid']}"
+
+
+def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """What the last gc and the last scrub came to, whoever ran them."""
+    gc, scrub = upkeep.get("gc"), upkeep.get("scrub")
+    if gc:
+        deleted, waiting = gc["deleted"], gc["waiting"]["bytes"] + gc["condemned"]["bytes"]
+        text = f"{format_time(gc['ended_ns'])}, deleted {deleted['count']} chunks, {format_bytes(deleted['bytes'])}; "
+        text += f"{format_bytes(waiting)} to go"
+        if gc["unreadable_count"]:
+            named = ", ".join(map(printable, gc["unreadable"][:3]))
+            text = f"{format_time(gc['ended_ns'])}, BLOCKED: {gc['unreadable_count']} records cannot be read: {named}"
+        yield "last gc", text
+    if scrub:
+        text = f"{format_time(scrub['ended_ns'])}, verified {scrub['chunks']} chunks, {format_bytes(scrub['bytes'])}"
+        if scrub["known_damaged"]:
+            text += f"; {scrub['known_damaged']} are DAMAGED: `tierfs repair`"
+        yield "last scrub", text
 
 
 def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:

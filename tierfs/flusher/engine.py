@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierfs.errors import InvalidInputError
 from tierfs.flusher.access import Way
 from tierfs.flusher.flusher import Flusher
 from tierfs.flusher.queue import Entry
 from tierfs.flusher.server import Peer
+from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Slot
+
+if TYPE_CHECKING:
+    from tierfs.store.store import Store
 
 __all__ = ["FlushEngine"]
 
@@ -29,6 +33,7 @@ class FlushEngine:
     def __init__(self, build: Callable[[], Flusher], own: Way | None = None) -> None:
         self._build = build
         self._own = own
+        self._upkeep: Upkeep | None = None
         self._started: Flusher | None = None
 
     def __repr__(self) -> str:
@@ -38,6 +43,14 @@ class FlushEngine:
     def _flusher(self) -> Flusher:
         assert self._started is not None, "not started"
         return self._started
+
+    def keep_up(self, connect: Callable[[], Store], policy: UpkeepPolicy) -> None:
+        """Collect garbage and scrub in the background as well, from `start` on. Called before that."""
+
+        def count(name: str, more: int) -> None:
+            self._flusher.note(name, more)  # which is made when it starts
+
+        self._upkeep = Upkeep(connect, policy, count)
 
     def start(self) -> None:
         """Begin to work.
@@ -50,6 +63,8 @@ class FlushEngine:
             if self._own is not None:
                 self._started.hand_over(self._own)
             self._started.start()
+            if self._upkeep is not None:
+                self._upkeep.start()
         except BaseException:
             self._started.stop()
             self._started.close()
@@ -57,6 +72,8 @@ class FlushEngine:
 
     def stop(self) -> None:
         """End; see `Flusher.stop`."""
+        if self._upkeep is not None:
+            self._upkeep.stop()
         self._flusher.stop()
 
     def close(self) -> None:

@@ -154,9 +154,9 @@ class Flusher:
             self._state.nudged = True
             self._state.changed.notify_all()
 
-    def note(self, what: str) -> None:
-        """Count something that was done in a lesser way than it is meant to be."""
-        self._state.counters[what] += 1
+    def note(self, what: str, count: int = 1) -> None:
+        """Count something, such as what was done in a lesser way than it is meant to be."""
+        self._state.counters[what] += count
 
     def _keep_on(self, step: Callable[[], None]) -> None:
         """Do one step after the other."""

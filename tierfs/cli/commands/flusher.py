@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tierfs.flusher.engine import FlushEngine
     from tierfs.flusher.publish import StorePublisher
     from tierfs.flusher.server import Service
+    from tierfs.flusher.upkeep import UpkeepPolicy
     from tierfs.session import Location
     from tierfs.store import Store
 
@@ -82,6 +83,17 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     tiers.add_argument("--nvme", metavar="BYTES", help="budget of the nvme tier, like 1TiB")
     tiers.add_argument("--bandwidth", metavar="BYTES", help="bytes per second to the object tier, like 500MB")
     tiers.add_argument("--codecs", metavar="CODECS", help="auto, all, off, or names like zstd,plane (default: auto)")
+    upkeep = parser.add_argument_group("upkeep")
+    upkeep.add_argument(
+        "--gc-every",
+        metavar="TIME",
+        help="collect garbage in the background, so long after anybody did last, like 6h (default: never)",
+    )
+    upkeep.add_argument(
+        "--scrub-bandwidth",
+        metavar="BYTES",
+        help="verify chunks in the background, so many bytes a second, like 50MB (default: none)",
+    )
     process = parser.add_argument_group("process")
     process.add_argument(
         "--linger",
@@ -129,6 +141,10 @@ def _location(arguments: argparse.Namespace) -> Location:
 
 def _run(arguments: argparse.Namespace) -> int:
     spawned = arguments.uuid is not None
+    if spawned and (arguments.gc_every or arguments.scrub_bandwidth):
+        raise InvalidInputError(
+            "--gc-every and --scrub-bandwidth are for a flusher that you run yourself, without --uuid"
+        )
     if spawned and not re.fullmatch("[0-9a-f]{32}", arguments.uuid):
         raise InvalidInputError(f"--uuid {arguments.uuid!r}: give the 32 hex digits that `tierfs status --json` shows")
     linger_s = arguments.linger
@@ -264,12 +280,31 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     directory = claim(host, uuid, store.objects.places(), store.url)
     publisher = publisher_of(lambda: open_bare(location)[0], host)
     engine = build_engine(host, uuid, settings, None, publisher=publisher)
+    policy = _policy(arguments)
+    if not policy.is_off:
+        engine.keep_up(lambda: open_bare(location)[0], policy)
     ram, nvme = settings.ram_bytes, settings.nvme_bytes
     words = "budgets: ram %s, nvme %s"
     _logger.info(
         words, format_bytes(ram), format_bytes(nvme), extra={"uuid": uuid, "ram_bytes": ram, "nvme_bytes": nvme}
     )
     return engine, directory
+
+
+def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
+    """What is to be done in the background.
+
+    Raises:
+        InvalidInputError: A time or size that is none.
+    """
+    from tierfs.flusher.upkeep import UpkeepPolicy  # noqa: PLC0415 - only what a command needs
+    from tierfs.store.maintenance.retention import parse_time  # noqa: PLC0415
+
+    every = arguments.gc_every
+    return UpkeepPolicy(
+        gc_every_s=None if every is None else parse_time(every, "--gc-every"),
+        scrub_bandwidth=parse_size(arguments.scrub_bandwidth or 0),
+    )
 
 
 # -- stop, discard -----------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tierfs.cli.places import add_url_argument, store_place
 from tierfs.cli.prometheus import exposition
 from tierfs.cli.status_table import UploadRate, one_line, table
 from tierfs.store import Store, status
+from tierfs.store.maintenance.last import last_upkeep
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -56,6 +57,9 @@ def run(arguments: argparse.Namespace) -> int:
             _watch(store, arguments.watch)
         return 0
     report = status(store)
+    upkeep = last_upkeep(store)
+    if upkeep:
+        report["upkeep"] = upkeep
     if arguments.json:
         print_json(report)
     elif arguments.prometheus:

@@ -64,12 +64,14 @@ class ScrubOptions:
         bandwidth: Bytes of objects a second at most, of all workers together; ``None`` for no limit.
         concurrency: Objects under way at once, of each worker.
         heal: Whether to put the right bytes back.
+        min_age_s: Leave out prefixes of which a round ended within so long.
     """
 
     max_seconds: float | None = None
     bandwidth: float | None = None
     concurrency: int = 8
     heal: bool = True
+    min_age_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,9 +302,9 @@ class _Round:
         clock, report = self._store.clock, self._report
         record = read_scrub_record(self._store)
         states = {prefix: record.prefixes.get(prefix, PrefixState()) for prefix in PREFIXES}
-        turns = iter(
-            sorted(PREFIXES, key=lambda prefix: (states[prefix].verified_ns, not states[prefix].after, prefix))
-        )
+        before_ns = clock.now_ns() - int(self._options.min_age_s * 1e9)
+        due = [prefix for prefix in PREFIXES if not self._options.min_age_s or states[prefix].verified_ns <= before_ns]
+        turns = iter(sorted(due, key=lambda prefix: (states[prefix].verified_ns, not states[prefix].after, prefix)))
         again: list[ScrubPiece] = []
         pending: dict[Future[ScrubPart], ScrubPiece] = {}
         try:
@@ -326,8 +328,9 @@ class _Round:
             for future in pending:
                 future.cancel()
             report.seconds = clock.monotonic() - self._begun
-            self._unsaved.append(lambda record: replace(record, last=self._last()))
-            record = self._save()
+            if report.chunks or report.prefixes_done:
+                self._unsaved.append(lambda record: replace(record, last=self._last()))
+            record = self._save() if self._unsaved else record
         found = {each.key for each in report.damage}
         report.known = {key: problem for key, problem in record.damaged.items() if key not in found}
         report.oldest_ns = min(record.prefixes.get(prefix, PrefixState()).verified_ns for prefix in PREFIXES)

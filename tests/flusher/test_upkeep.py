@@ -1,0 +1,125 @@
+"""gc and scrub as policies of a flusher: when they run, what they count, and that they end with it."""
+
+import threading
+import time
+import uuid
+from collections import Counter
+
+import pytest
+from support.served import ServedObjects
+
+from tierfs.cli.prometheus import exposition
+from tierfs.cli.status_table import table
+from tierfs.clock import ManualClock
+from tierfs.digest import DigestKind
+from tierfs.errors import StoreError
+from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
+from tierfs.format import keys
+from tierfs.format.descriptor import Descriptor
+from tierfs.store import Store, delete, save, status
+from tierfs.store.maintenance.last import last_upkeep
+from tierfs.testing.damage import flip_bit
+
+HOUR = 3600
+
+
+@pytest.fixture
+def store():
+    clock = ManualClock()
+    tier = ServedObjects(f"/upkeep-{uuid.uuid4().hex}", clock)
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, tier.capabilities, inline_bytes=0, lease_s=20, grace_s=60)
+    tier.put(keys.DESCRIPTOR, [descriptor.encode()])
+    store = Store(tier, descriptor, url="store", clock=clock)
+    save(store, "a", b"a" * 3000)
+    save(store, "b", bytes(range(256)) * 20)
+    return store
+
+
+class Counted(Counter):
+    def __call__(self, name, count):
+        self[name] += count
+
+
+def make(store, **policy):
+    counts = Counted()
+    return Upkeep(lambda: store, UpkeepPolicy(**policy), counts, turn_s=1), counts
+
+
+def test_nothing_is_asked_for_by_default():
+    assert UpkeepPolicy().is_off
+    assert not UpkeepPolicy(gc_every_s=1).is_off
+    assert not UpkeepPolicy(scrub_bandwidth=1).is_off
+
+
+def test_gc_runs_when_nobody_has_for_so_long(store):
+    upkeep, counts = make(store, gc_every_s=6 * HOUR)
+    other, others = make(store, gc_every_s=6 * HOUR)
+    delete(store, "a")
+    for _ in range(24):
+        upkeep.turn()
+        other.turn()
+        store.clock.sleep(HOUR)
+    assert counts["gc_runs"] + others["gc_runs"] == 4, "they share a schedule"
+    assert counts["gc_deleted_bytes"] + others["gc_deleted_bytes"] > 0
+
+
+def test_a_blocked_gc_is_counted_and_shown(store, caplog):
+    flip_bit(store.objects, keys.record_key("a"), 300)
+    upkeep, counts = make(store, gc_every_s=HOUR)
+    upkeep.turn()
+    assert (counts["gc_runs"], counts["gc_blocked"]) == (1, 1)
+    assert "gc deletes nothing" in caplog.text
+    report = {**status(store), "upkeep": last_upkeep(store)}
+    assert any("BLOCKED: 1 records cannot be read: a" in line for line in table(report, None))
+    assert 'tierfs_gc_unreadable_records{store="store"} 1\n' in exposition(report)
+
+
+def test_chunks_are_verified_at_a_bandwidth_and_not_again_for_a_while(store):
+    upkeep, counts = make(store, scrub_bandwidth=2000)
+    for _ in range(300):
+        upkeep.turn()
+        store.clock.sleep(60)
+    assert counts["scrubbed_chunks"] == 2
+    store.clock.sleep(8 * 24 * HOUR)
+    for _ in range(300):
+        upkeep.turn()
+    assert counts["scrubbed_chunks"] == 4
+    (key, *_) = [item.key for item in store.objects.list(keys.CHUNKS)]
+    flip_bit(store.objects, key, 8 * (store.objects.head(key).size - 3))
+    store.clock.sleep(8 * 24 * HOUR)
+    for _ in range(300):
+        upkeep.turn()
+    assert counts["scrub_damaged"] == 1
+    report = {**status(store), "upkeep": last_upkeep(store)}
+    assert 'tierfs_scrub_damaged_chunks{store="store"} 1\n' in exposition(report)
+    assert any("1 are DAMAGED" in line for line in table(report, None))
+
+
+def test_it_goes_on_after_an_error_and_ends_when_it_is_told_to(store):
+    failures = []
+
+    def connect():
+        failures.append(1)
+        raise StoreError("away", transient=True)
+
+    counts = Counted()
+    upkeep = Upkeep(connect, UpkeepPolicy(gc_every_s=1), counts, turn_s=0.01)
+    upkeep.start()
+    ends = time.monotonic() + 5
+    while counts["upkeep_failures"] < 3 and time.monotonic() < ends:
+        time.sleep(0.01)
+    begun = time.monotonic()
+    upkeep.stop()
+    assert time.monotonic() - begun < 1
+    assert counts["upkeep_failures"] >= 3
+    assert "tierfs-upkeep" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_gc_under_way_ends_with_the_flusher(store):
+    upkeep, counts = make(store, gc_every_s=1)
+    upkeep.stop()
+    upkeep.turn()
+    assert counts["gc_runs"] == 0
+    other, others = make(store, gc_every_s=1)
+    other.turn()
+    assert others["gc_runs"] == 1, "it has given its turn back"

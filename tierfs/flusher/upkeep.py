@@ -1,0 +1,147 @@
+"""Garbage collection and scrubbing as policies of a flusher that runs by itself. Both are off unless they are asked for.
+
+Several flushers of one store share a schedule: the store notes when each of the two ended last, whoever did it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tierfs.errors import ConflictError, TierfsError
+from tierfs.threads import start_daemon
+
+if TYPE_CHECKING:
+    from tierfs.store.store import Store  # a flusher answers before that is loaded
+
+__all__ = ["Upkeep", "UpkeepPolicy"]
+
+# How often it is seen whether something is due, and how long scrubbing goes on before that.
+TURN_S = 60.0
+SCRUB_AGE_S = 7 * 86400.0
+"""What was verified within so long is not read again: a bucket's reads cost money."""
+STOP_S = 30.0
+_logger = logging.getLogger("tierfs.flush")
+
+
+@dataclass(frozen=True, slots=True)
+class UpkeepPolicy:
+    """What is to be done in the background.
+
+    Attributes:
+        gc_every_s: Collect garbage when so much time has passed since that was done; ``None`` for never.
+        scrub_bandwidth: Bytes that are verified in a second; 0 for none.
+        scrub_age_s: Verify what was not verified for so long.
+    """
+
+    gc_every_s: float | None = None
+    scrub_bandwidth: int = 0
+    scrub_age_s: float = SCRUB_AGE_S
+
+    @property
+    def is_off(self) -> bool:
+        """Whether there is nothing to do, ever."""
+        return self.gc_every_s is None and not self.scrub_bandwidth
+
+
+class Upkeep:
+    """One thread that does what a policy says.
+
+    Args:
+        connect: Opens the store, without local tiers, when it is needed first.
+        policy: What to do.
+        count: Called with the name of a counter, and how much it grows.
+        turn_s: How often it is seen whether something is due.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        policy: UpkeepPolicy,
+        count: Callable[[str, int], object],
+        *,
+        turn_s: float = TURN_S,
+    ) -> None:
+        self._connect = connect
+        self._policy = policy
+        self._count = count
+        self._turn_s = turn_s
+        self._ended = threading.Event()
+        self._store: Store | None = None
+        self._thread: threading.Thread | None = None
+
+    def __repr__(self) -> str:
+        return f"Upkeep({self._policy})"
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread = start_daemon(self._run, name="upkeep")
+
+    def stop(self) -> None:
+        """End soon. A gc that is under way then is as one that was killed: the next one goes on."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(STOP_S)
+
+    def turn(self) -> None:
+        """Do what is due now."""
+        if self._store is None:
+            self._store = self._connect()
+        if self._policy.gc_every_s is not None:
+            self._collect(self._store, self._policy.gc_every_s)
+        if self._policy.scrub_bandwidth:
+            self._scrub(self._store)
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                self.turn()
+            except TierfsError as error:
+                self._count("upkeep_failures", 1)
+                _logger.warning("upkeep is tried again later: %s", error)
+            self._ended.wait(self._turn_s)
+
+    def _collect(self, store: Store, every_s: float) -> None:
+        from tierfs.store.maintenance.gc import GcOptions, collect  # noqa: PLC0415 - only where it is asked for
+        from tierfs.store.maintenance.turn import read_collector  # noqa: PLC0415
+
+        ended_ns = int(read_collector(store)[0].last.get("ended_ns", 0))
+        if store.clock.now_ns() - ended_ns < every_s * 1e9:
+            return
+        try:
+            report = collect(store, GcOptions(), lambda *_: self._check())
+        except ConflictError as error:
+            _logger.info("no gc now: %s", error)  # somebody else's is at work
+            return
+        self._count("gc_runs", 1)
+        self._count("gc_deleted_bytes", report.deleted.bytes)
+        if report.is_blocked:
+            self._count("gc_blocked", 1)
+            first = report.unreadable[0]
+            _logger.error(
+                "gc deletes nothing, because %d records cannot be read: %s", len(report.unreadable), first.problem
+            )
+
+    def _scrub(self, store: Store) -> None:
+        from tierfs.store.maintenance.scrub import ScrubOptions, scrub  # noqa: PLC0415 - only where it is asked for
+
+        options = ScrubOptions(
+            max_seconds=self._turn_s,
+            bandwidth=self._policy.scrub_bandwidth,
+            concurrency=2,
+            min_age_s=self._policy.scrub_age_s,
+        )
+        report = scrub(store, options, stop=self._ended)
+        healed = sum(1 for each in report.damage if each.healed)
+        self._count("scrubbed_chunks", report.chunks)
+        self._count("scrubbed_bytes", report.bytes)
+        self._count("scrub_healed", healed)
+        self._count("scrub_damaged", len(report.damage) - healed)
+
+    def _check(self) -> None:
+        """End a gc that is under way, if the flusher is to end."""
+        if self._ended.is_set():
+            raise ConflictError("the flusher ends")

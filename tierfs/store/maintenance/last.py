@@ -1,0 +1,39 @@
+"""What the last gc and the last scrub of a store came to, whoever ran them: for people, and for monitoring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tierfs.errors import TierfsError
+from tierfs.format import keys
+from tierfs.format.scrubbed import SCRUB_BYTES_MAX, ScrubRecord
+from tierfs.store.maintenance.turn import read_collector
+from tierfs.store.offline import ask_briefly
+from tierfs.store.store import Store
+
+__all__ = ["last_upkeep"]
+
+
+def last_upkeep(store: Store) -> dict[str, Any]:
+    """``gc`` and ``scrub``, each as its record has it; without one that never ran, or cannot be read in a moment."""
+    bare = store.without_local_tiers()
+
+    def scrubbed() -> dict[str, Any]:
+        data, _ = bare.objects.read(keys.SCRUB, SCRUB_BYTES_MAX)
+        record = ScrubRecord.decode(data, bare.where(keys.SCRUB))
+        return {**record.last, "known_damaged": len(record.damaged)}
+
+    def collected() -> dict[str, Any]:
+        return dict(read_collector(bare)[0].last)
+
+    found: dict[str, Any] = {}
+    looks: dict[str, Callable[[], dict[str, Any]]] = {"gc": collected, "scrub": scrubbed}
+    for name, look in looks.items():
+        try:
+            values = ask_briefly(store, look) if store.tiers is not None else look()
+        except TierfsError:
+            continue
+        if values:
+            found[name] = values
+    return found
