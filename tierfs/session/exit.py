@@ -133,7 +133,7 @@ def _put_away_all() -> None:
                 tiers.close()
             except (TierfsError, OSError) as error:
                 # Nothing is lost by it: what is sealed is found by whoever opens the store next.
-                _logger.warning("the local tiers of %s were not put away in order: %s", url, error)
+                _logger.warning("the local tiers of %s were not closed in order: %s", url, error)
 
 
 def _opened() -> list[tuple[Tiers, StartedFlusher]]:

@@ -304,7 +304,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
         kept = _known_stores(location).find(url) if error.transient else None
         if kept is None:
             raise
-        _logger.warning("%s is opened as this host knows it, because its object tier is away: %s", url, error)
+        _logger.warning("%s is opened as this host knows it, because its object tier is unreachable: %s", url, error)
         descriptor, places = kept
     else:
         kept = None

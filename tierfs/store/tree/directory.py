@@ -33,7 +33,7 @@ def make_directory(store: Store, path: str, *, exist_ok: bool = False) -> None:
             raise
         # A directory is there with the first file in it; only one that stays empty needs its marker.
         store.tiers.counters.fall_back(
-            "unmarked_directories", "the object tier is away, so no directory is marked there: %s", error
+            "unmarked_directories", "the object tier is unreachable, so no directory is marked there: %s", error
         )
         return
     if observed.manifest is None:
