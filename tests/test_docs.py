@@ -24,11 +24,11 @@ def test_every_link_in_a_page_leads_somewhere(page):
     for target in LINK.findall(page.read_text()):
         if target.startswith(("http://", "https://")):
             continue
-        file, _, anchor = target.partition("#")
+        file, _, base_offset = target.partition("#")
         there = (page.parent / file).resolve() if file else page
         assert there.exists(), f"{page}: {target}"
-        if anchor:
-            assert anchor in headings(there), f"{page}: {target}"
+        if base_offset:
+            assert base_offset in headings(there), f"{page}: {target}"
 
 
 def test_every_page_is_reached_from_the_index():

@@ -54,7 +54,7 @@ class Buffers:
         with self._lock:
             self._taken -= 1
             self._free.append(buffer)
-            # Of those that are never given back, since a write was given up, none keeps more than one.
+            # Of those that are never given back, since a write was discarded, none keeps more than one.
             del self._free[max(self._kept_max, self._taken) :]
 
     @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Small:
 
     def planes(self) -> dict[str, Any]:
         """Bytes of blocks per second, by what is done; each byte is read once and written once."""
-        from tierfs.codec.planes.planes import Order
+        from tierfs.codec.planes.planes import PlaneOrder
         from tierfs.device import planes
 
         count = 4 if self._dry else 1024
@@ -75,9 +75,9 @@ class Small:
         cut = [tensor.split(BLOCK_BYTES) for tensor in (raw, base, out)]
         found: dict[str, Any] = {}
         for name, width, order, has_base in (
-            ("bf16", 2, Order.SIGN_LAST, False),
-            ("fp32", 4, Order.SIGN_LAST, False),
-            ("fp32 delta", 4, Order.ZIGZAG, True),
+            ("bf16", 2, PlaneOrder.SIGN_LAST, False),
+            ("fp32", 4, PlaneOrder.SIGN_LAST, False),
+            ("fp32 delta", 4, PlaneOrder.ZIGZAG, True),
         ):
             blocks = [
                 planes.PlaneBlock(one, to, width, order, other if has_base else None)

@@ -16,7 +16,7 @@ from tierfs.checkpoint.plain_store import plain_store
 from tierfs.checkpoint.verify import verify_checkpoint
 from tierfs.dcp import TierWriter
 from tierfs.dcp.checkpoint import open_checkpoint
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.format.keys import chunk_key, record_key
 from tierfs.session import parse_url
 from tierfs.store import Store, delete, load, save, stat
@@ -139,7 +139,9 @@ def saying(store, change):
 def moved(metadata, fqn, by, length=None):
     for index, place in metadata.storage_data.items():
         if index.fqn == fqn:
-            metadata.storage_data[index] = Place(place.file, place.at + by, place.length if length is None else length)
+            metadata.storage_data[index] = BytesPlace(
+                place.file, place.at + by, place.length if length is None else length
+            )
     return metadata
 
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from tierfs import digest
 from tierfs.dcp import TierLoadPlanner, TierReader
 from tierfs.dcp.load.coverage import Absent, gaps_of, mark_absent, problem_of
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.store import load as read
 from tierfs.store import save
@@ -289,7 +289,7 @@ def test_a_tensor_with_too_many_gaps_is_refused_as_a_whole(monkeypatch):
     monkeypatch.setattr("tierfs.dcp.load.coverage.WORK_PER_BOX", 1)
     chunks = [ChunkStorageMetadata(torch.Size([at]), torch.Size([1])) for at in range(0, 10, 2)]
     item = TensorStorageMetadata(TensorProperties(), torch.Size([10]), chunks)
-    places = {MetadataIndex("w", chunk.offsets): Place("f", 0, 4) for chunk in chunks}
+    places = {MetadataIndex("w", chunk.offsets): BytesPlace("f", 0, 4) for chunk in chunks}
     marked = mark_absent(Metadata({"w": item}, {}, places))
     [only] = marked.state_dict_metadata["w"].chunks
     assert (only.offsets, only.sizes) == (torch.Size([0]), torch.Size([10]))

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs import digest
-from tierfs.dcp.metadata import CheckpointNote, Place, decode, encode
+from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode, encode
 from tierfs.dcp.torch_format.names import DTYPES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
@@ -33,14 +33,14 @@ def tensor_of(dtype, shape, boxes, places, fqn, at=0):
     chunks = []
     for offsets, sizes in boxes:
         length = torch.Size(sizes).numel() * dtype.itemsize
-        places[MetadataIndex(fqn, offsets)] = Place(FILE, at, length)
+        places[MetadataIndex(fqn, offsets)] = BytesPlace(FILE, at, length)
         at += length
         chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), chunks)
 
 
 def metadata():
-    places = {MetadataIndex("step"): Place(FILE, 10, 100)}
+    places = {MetadataIndex("step"): BytesPlace(FILE, 10, 100)}
     items = {
         "w": tensor_of(torch.bfloat16, (4, 6), [((0, 0), (2, 6)), ((2, 0), (2, 6))], places, "w"),
         "scalar": tensor_of(torch.float32, (), [((), ())], places, "scalar"),
@@ -114,10 +114,10 @@ def test_a_path_that_json_would_change_is_refused_by_name(path):
 
 def test_what_could_not_be_read_again_is_not_written():
     broken = metadata()
-    broken.storage_data[MetadataIndex("w", (0, 0))] = Place(FILE, 0, 5)
+    broken.storage_data[MetadataIndex("w", (0, 0))] = BytesPlace(FILE, 0, 5)
     with pytest.raises(InvalidInputError, match=r"'w': chunks\[0\]: 5 bytes"):
         encode(broken, NOTE)
-    broken.storage_data[MetadataIndex("w", (0, 0))] = Place("other", 0, 24)
+    broken.storage_data[MetadataIndex("w", (0, 0))] = BytesPlace("other", 0, 24)
     with pytest.raises(InvalidInputError, match="not inside a file"):
         encode(broken, NOTE)
     del broken.storage_data[MetadataIndex("w", (0, 0))]
@@ -128,7 +128,7 @@ def test_what_could_not_be_read_again_is_not_written():
 def test_names_that_are_no_text_are_refused():
     for name in (5, "a\ud800"):
         with pytest.raises(InvalidInputError):
-            encode(Metadata({name: BytesStorageMetadata()}, None, {MetadataIndex(name): Place(FILE, 0, 1)}), NOTE)
+            encode(Metadata({name: BytesStorageMetadata()}, None, {MetadataIndex(name): BytesPlace(FILE, 0, 1)}), NOTE)
 
 
 @given(st.data())

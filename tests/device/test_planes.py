@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 
 from support.cuda_emulator import Emulator
 
-from tierfs.codec.planes.planes import Order
+from tierfs.codec.planes.planes import PlaneOrder
 from tierfs.device import planes
 from tierfs.device.modules import KERNELS
 from tierfs.device.planes import PlaneBlock, join_planes_reference, split_planes_reference
@@ -19,8 +19,8 @@ WIDTHS = (1, 2, 4, 8)
 KINDS = [
     (width, order, has_base)
     for width, has_base in itertools.product(WIDTHS, (False, True))
-    for order in (Order.AS_IT_IS, Order.ZIGZAG if has_base else Order.SIGN_LAST)
-    if width > 1 or order is Order.AS_IT_IS
+    for order in (PlaneOrder.AS_IT_IS, PlaneOrder.ZIGZAG if has_base else PlaneOrder.SIGN_LAST)
+    if width > 1 or order is PlaneOrder.AS_IT_IS
 ]
 SIZES = (0, 1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 129, 256, 1000, 4096, 4099, 16384, 20011)
 LONG = 1 << 15
@@ -226,11 +226,11 @@ def test_blocks_in_host_memory_are_not_launched():
 @pytest.mark.parametrize(
     ("width", "order", "has_base"),
     [
-        (3, Order.AS_IT_IS, False),
-        (1, Order.SIGN_LAST, False),
-        (1, Order.ZIGZAG, True),
-        (4, Order.ZIGZAG, False),
-        (4, Order.SIGN_LAST, True),
+        (3, PlaneOrder.AS_IT_IS, False),
+        (1, PlaneOrder.SIGN_LAST, False),
+        (1, PlaneOrder.ZIGZAG, True),
+        (4, PlaneOrder.ZIGZAG, False),
+        (4, PlaneOrder.SIGN_LAST, True),
     ],
 )
 def test_orders_that_the_format_lacks_are_refused(width, order, has_base):

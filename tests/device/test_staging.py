@@ -338,7 +338,7 @@ def test_a_state_that_is_given_up_is_not_written_to_any_more(fake, url):
     staged = writer.stage(state_on(fake, 1))
     staged._file.abort()
     gate.open()
-    with pytest.raises(StoreError, match="given up"):
+    with pytest.raises(StoreError, match="discarded"):
         staged._file.wait_filled()
     del staged
     gc.collect()

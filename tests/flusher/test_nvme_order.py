@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from tierfs.clock import ManualClock
-from tierfs.flusher.nvme import BATCH_BYTES_MAX, BATCH_DRAFTS_MAX, LATE_BYTES_MAX, Settler
-from tierfs.flusher.queue import Entries, Entry
+from tierfs.flusher.nvme import BATCH_BYTES_MAX, BATCH_DRAFTS_MAX, LATE_BYTES_MAX, NvmePersister
+from tierfs.flusher.queue import FlushItem, FlushQueue
 
 GIB = 1 << 30
 
@@ -17,9 +17,9 @@ class Drafts:
 
     def __init__(self):
         self.state = SimpleNamespace(
-            changed=threading.Condition(), entries=Entries(), clock=ManualClock(), nvme_bytes=4 * GIB, nvme=None
+            changed=threading.Condition(), entries=FlushQueue(), clock=ManualClock(), nvme_bytes=4 * GIB, nvme=None
         )
-        self.settler = Settler(self.state, lambda _: None)
+        self.persister = NvmePersister(self.state, lambda _: None)
         self.later = self.state.clock.monotonic() + 10
 
     def add(self, path, length, *, turn=None, slots=(None,), **what):
@@ -33,37 +33,37 @@ class Drafts:
             after=b"",
             base=SimpleNamespace(write_id=b""),
         )
-        entry = Entry(draft, (turn or number, 0, 0), 0.0, slot=object())
+        entry = FlushItem(draft, (turn or number, 0, 0), 0.0, slot=object())
         for name, value in what.items():
             setattr(entry, name, value)
         self.state.entries.add(entry)
         return entry
 
     def late(self, *batch):
-        return [entry.path for entry in self.settler._late(list(batch))]
+        return [entry.path for entry in self.persister._late(list(batch))]
 
 
 @pytest.fixture
 def drafts():
     found = Drafts()
     yield found
-    found.settler.stop()
+    found.persister.stop()
 
 
 def test_small_drafts_go_together_up_to_a_bound_and_a_large_one_alone(drafts):
     small = [drafts.add(f"s/{number}", BATCH_BYTES_MAX // 4) for number in range(5)]
     large = drafts.add("large", GIB)
-    assert drafts.settler.batch([*small, large]) == small[:4]
-    assert drafts.settler.batch([small[4], large]) == small[4:]
-    assert drafts.settler.batch([large, *small]) == [large]
+    assert drafts.persister.batch([*small, large]) == small[:4]
+    assert drafts.persister.batch([small[4], large]) == small[4:]
+    assert drafts.persister.batch([large, *small]) == [large]
 
 
 def test_nothing_goes_before_its_next_attempt_nor_what_follows_it(drafts):
     first, second = drafts.add("a", 1), drafts.add("b", 1)
     second.retry_at = drafts.later
     third = drafts.add("c", 1)
-    assert drafts.settler.batch([first, second, third]) == [first]
-    assert drafts.settler.batch([second, third]) == []
+    assert drafts.persister.batch([first, second, third]) == [first]
+    assert drafts.persister.batch([second, third]) == []
 
 
 def test_what_is_found_late_and_is_small_joins_a_large_one_in_its_order(drafts):
@@ -98,7 +98,7 @@ def test_none_joins_before_its_next_attempt_nor_in_conflict(drafts):
 
 
 def test_none_joins_that_follows_one_which_stays_in_memory(drafts):
-    drafts.add("run/before", 1000, settled=True)
+    drafts.add("run/before", 1000, persisted=True)
     large = drafts.add("other/shard", GIB)
     drafts.add("run/metadata", 1000)
     assert drafts.late(large) == []

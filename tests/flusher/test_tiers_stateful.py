@@ -478,7 +478,7 @@ class TieredHosts(RuleBasedStateMachine):
             if change.host == host.number and change.staged and change.state == "pending":
                 # After a new start of the flusher, what is in a slab waits for what was closed later and is in the nvme tier.
                 assert self.has_conflict(host.number), f"{change} is stuck"
-        host.flusher.finder.sweep()
+        host.flusher.scan.sweep()
         look = host.observer.look()
         if not look.drafts:
             assert host.observer.dirty_ram_bytes() == 0, "the ram tier is full of what nobody needs"

@@ -11,14 +11,14 @@ from tierfs.clock import SystemClock
 from tierfs.digest import DigestKind
 from tierfs.errors import CorruptionError, StoreError
 from tierfs.flusher.access import Access
-from tierfs.flusher.nvme import WAITS_MAX, Settler
-from tierfs.flusher.queue import Entry
+from tierfs.flusher.nvme import WAITS_MAX, NvmePersister
+from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState, NotAskedError, UnreadSegmentError
 from tierfs.flusher.upload import Uploader
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Kind, Manifest, Row, content_digest
 from tierfs.host.host import Host
-from tierfs.host.pending.record import Base, Draft, SlotRef, local_name
+from tierfs.host.pending.record import Draft, ObservedBase, SlotRef, local_name
 from tierfs.host.slab import peers
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import Segment, SlotKind
@@ -63,8 +63,8 @@ class Pending:
         slot = self.writer.take(SlotKind.CHUNK, 7, timeout_s=0)
         slot.segment.view(slot)[:] = stored
         self.slot = slot.segment.seal(slot, local_name(DigestKind.XXH3_128, name), b"", stamp_ns=1)
-        draft = Draft("run/a", record, Base(), (SlotRef(slot.segment.id, slot.index, slot.serial),))
-        self.entry = Entry(draft, draft.turn(""), 0.0, slot=self.slot, settled=True)
+        draft = Draft("run/a", record, ObservedBase(), (SlotRef(slot.segment.id, slot.index, slot.serial),))
+        self.entry = FlushItem(draft, draft.turn(""), 0.0, slot=self.slot, persisted=True)
         self.state = FlushState(self.own, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)
         self.state.access.use(self)
@@ -84,7 +84,7 @@ class Pending:
     def plan(self, draft, read):
         return ()
 
-    def put_chunk(self, length, fill, hint, rows, *, read, pace):
+    def put_chunk(self, length, fill, context, rows, *, read, pace):
         raw = bytearray(length)
         assert fill(memoryview(raw))
         return Row(ChunkName(named(bytes(raw))), len(raw), len(raw))
@@ -152,27 +152,27 @@ def test_a_draft_waits_until_it_can_be_asked_whether_the_object_tier_has_its_chu
     draft.state.nvme_bytes = MIB
     if not is_told:
         draft.state.access = Access()
-    draft.entry.settled = False
-    settler = Settler(draft.state, draft.uploader.put)
+    draft.entry.persisted = False
+    persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
-        assert not settler.settle([draft.entry])
+        assert not persister.persist([draft.entry])
         assert isinstance(draft.entry.error, NotAskedError)
-    assert settler.settle([draft.entry]) == is_told
-    assert draft.entry.settled == is_told
-    settler.stop()
+    assert persister.persist([draft.entry]) == is_told
+    assert draft.entry.persisted == is_told
+    persister.stop()
 
 
 def test_a_draft_on_its_way_to_the_nvme_tier_waits_for_its_segment(pending):
     draft = pending()
     draft.state.nvme = SimpleNamespace(has=lambda _: False, commit=lambda: None)
     draft.state.nvme_bytes = MIB
-    draft.entry.settled = False
-    settler = Settler(draft.state, draft.uploader.put)
+    draft.entry.persisted = False
+    persister = NvmePersister(draft.state, draft.uploader.put)
     for _ in range(WAITS_MAX):
-        assert not settler.settle([draft.entry])
+        assert not persister.persist([draft.entry])
         assert isinstance(draft.entry.error, UnreadSegmentError)
-        assert not draft.entry.settled
+        assert not draft.entry.persisted
     assert not draft.state.counters["nvme_failures"]
-    assert settler.settle([draft.entry]), "those of other processes do not wait for as long as this one likes"
-    assert draft.entry.settled
-    settler.stop()
+    assert persister.persist([draft.entry]), "those of other processes do not wait for as long as this one likes"
+    assert draft.entry.persisted
+    persister.stop()

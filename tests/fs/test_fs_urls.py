@@ -507,7 +507,7 @@ def test_secrets_in_options_are_shown_by_no_repr_and_no_error(place, monkeypatch
     )
     fs.pipe(place / "a", b"x")
     store = fs._locate(place / "a")[0]
-    shown = [repr(store), repr(store.objects), repr(store.presence), repr(store.records), repr(fs), str(fs)]
+    shown = [repr(store), repr(store.objects), repr(store.lease_cache), repr(store.records), repr(fs), str(fs)]
     for call in (
         lambda: fs.cat(place / "missing"),
         lambda: fs.cat("klingon://a"),

@@ -21,11 +21,11 @@ from tierfs import digest
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.digest import DigestKind
 from tierfs.format import keys
-from tierfs.format.envelope import Base, Block, Envelope
+from tierfs.format.envelope import BaseRange, Block, Envelope
 from tierfs.format.header import Kind
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Row, content_digest, decode_record
-from tierfs.store.encode.pipeline import EncodedBlock, Plan, blocks_of
+from tierfs.store.encode.pipeline import BlockPlan, EncodedBlock, blocks_of
 
 ROOT = HERE / "store"
 NOW_NS = 1_700_000_100_000_000_000
@@ -143,7 +143,7 @@ def write_coded(files: dict[str, Coded]) -> None:
         reasons = {Codec.DPLANE: Reason.DELTA, Codec.SPARSE: Reason.DELTA, Codec.DERIVE: Reason.DERIVED}
         against = blocks_of(memoryview(reference), len(reference) // len(raw)) if bases else itertools.repeat(None)
         plans = [
-            Plan(coding, reasons.get(coding.codec, Reason.NOT_STATED), base)
+            BlockPlan(coding, reasons.get(coding.codec, Reason.NOT_STATED), base)
             for coding, base in zip(file.codings, against, strict=False)
         ]
         blocks = encoded_chunk(raw, plans)
@@ -155,7 +155,7 @@ def write_chunk(
     path: str,
     raw: memoryview,
     blocks: Sequence[EncodedBlock],
-    bases: tuple[Base, ...] = (),
+    bases: tuple[BaseRange, ...] = (),
     needs: tuple[ChunkName, ...] = (),
 ) -> Row:
     """Write a file of one chunk that is encoded already."""
@@ -175,9 +175,9 @@ def put(key: str, data: bytes) -> None:
     (ROOT / key).write_bytes(data)
 
 
-def base_of(row: Row, offset: int, length: int) -> Base:
+def base_of(row: Row, offset: int, length: int) -> BaseRange:
     """The row of a base table for a range of a chunk."""
-    return Base(row.name, row.raw_length, row.stored_length, offset, length)
+    return BaseRange(row.name, row.raw_length, row.stored_length, offset, length)
 
 
 def record_of(path: str, row: Row) -> bytes:
@@ -263,10 +263,10 @@ def u32(number: int) -> bytes:
 def damaged_chunks() -> Iterator[Case]:
     """Chunks that break one rule each: what to call the case, the error, the object, its row, and what else is put."""
 
-    def bases(name: str, error: str, path: str, change: Callable[[Base], Base | Sequence[Base]]) -> Case:
+    def bases(name: str, error: str, path: str, change: Callable[[BaseRange], BaseRange | Sequence[BaseRange]]) -> Case:
         row, envelope, data = sound(path)
         changed = change(envelope.bases[0])
-        table = (changed,) if isinstance(changed, Base) else tuple(changed)
+        table = (changed,) if isinstance(changed, BaseRange) else tuple(changed)
         needs = tuple(dict.fromkeys(base.name for base in table))[:64]
         return (name, error, *chunk(replace(row, bases=needs), replace(envelope, bases=table), data), {})
 
@@ -390,7 +390,7 @@ def replace_generation(name: ChunkName, generation: int) -> ChunkName:
     return ChunkName(name.digest, generation, name.recipe)
 
 
-def in_pieces(base: Base, count: int) -> tuple[Base, ...]:
+def in_pieces(base: BaseRange, count: int) -> tuple[BaseRange, ...]:
     """The same range in so many rows."""
     pieces = [replace(base, offset=base.offset + at, length=1) for at in range(count - 1)]
     return (*pieces, replace(base, offset=base.offset + count - 1, length=base.length - count + 1))

@@ -25,7 +25,7 @@ from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, Store
 from tierfs.host.host import ExclusiveLock, Host, state_directory
 from tierfs.host.private import entries_of, make_private
 from tierfs.host.slab.abandoned import drop_copies
-from tierfs.host.slab.budget import Shares
+from tierfs.host.slab.budget import RamBudget
 
 AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
 
@@ -423,12 +423,12 @@ def test_a_state_directory_that_was_removed_while_it_is_in_use_is_said_to_be(hos
 
 
 def test_a_directory_that_cannot_be_listed_for_want_of_descriptors_is_an_error_that_names_it(host):
-    shares = Shares(host)
+    ram_budget = RamBudget(host)
     looks = [
         (host.directory / "processes", host._bury_the_dead),
-        (shares.directory, shares.files),
-        (shares.directory, shares.paths),
-        (shares.directory.parent, lambda: drop_copies(shares.directory)),
+        (ram_budget.directory, ram_budget.files),
+        (ram_budget.directory, ram_budget.paths),
+        (ram_budget.directory.parent, lambda: drop_copies(ram_budget.directory)),
         (host.directory / "processes", lambda: host.is_alive("0" * 16)),
     ]
     for directory, look in looks:

@@ -138,7 +138,7 @@ def test_requests_of_the_kernel_are_understood(hand):
     requests = hand.requests
 
     def ask(opcode, node=1, body=b""):
-        header = wire.Header(40 + len(body), opcode, 1, node, 0, 0, 0, 0)
+        header = wire.RequestHeader(40 + len(body), opcode, 1, node, 0, 0, 0, 0)
         answer = requests(header, memoryview(body))
         if answer is not None and not isinstance(answer, bytes):
             data = b"".join(bytes(view) for view in answer)

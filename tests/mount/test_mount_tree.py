@@ -156,7 +156,7 @@ def test_a_listing_that_was_closed_leaves_no_inodes(hand):
     for number in range(3):
         verbs.save(hand.state.store, f"d/{number}", b"x")
     known = len(hand.state.nodes)
-    header = wire.Header(0, wire.Opcode.OPENDIR, 1, hand.node("d").id, 0, 0, 0, 0)
+    header = wire.RequestHeader(0, wire.Opcode.OPENDIR, 1, hand.node("d").id, 0, 0, 0, 0)
     number = hand.requests(header, memoryview(bytes(8)))[:8]
     page = hand.requests(
         header._replace(opcode=wire.Opcode.READDIR), memoryview(number + struct.pack("<QIIQII", 0, 4096, 0, 0, 0, 0))

@@ -244,7 +244,7 @@ FAULTS = {Fault.FULL: CapacityError, Fault.DENIED: ReadOnlyError, Fault.REFUSED:
 def test_an_object_tier_that_fails_in_the_middle_of_a_save(store, tier, fault, place):
     faulty = FaultyObjects(tier, seed=1)
     writing = Store(faulty, store.descriptor, url=store.url)
-    writing.presence.ensure()
+    writing.lease_cache.ensure()
     faulty.inject(fault, method="put", key_part=place)
     with pytest.raises(FAULTS[fault]) as raised:
         save(writing, "run/one.bin", b"new" * 1_000_000)

@@ -16,9 +16,9 @@ from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
 from tierfs.flusher import nvme as settling
 from tierfs.flusher.engine import FlushEngine
-from tierfs.flusher.nvme import Settler
+from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.publish import StorePublisher
-from tierfs.flusher.scan import Finder
+from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
 from tierfs.host.nvme.state import NvmeState
@@ -251,7 +251,7 @@ def test_files_that_follow_each_other_share_commits(host, monkeypatch):
     wait(host.store, "first", Level.OBJECT, 20)
     commits = Commits(monkeypatch)
     with monkeypatch.context() as held, host.held():
-        held.setattr(Settler, "waiting", lambda _: [])
+        held.setattr(NvmePersister, "waiting", lambda _: [])
         for number in range(50):
             save(host.store, f"run/{number}", content(1000))
         held.undo()
@@ -281,7 +281,7 @@ def test_what_is_closed_while_a_large_file_is_written_shares_its_commit(host, mo
         save(host.store, "run/small", content(1000))
         save(host.store, "run/another", content(2 * MIB))
         save(host.store, "run/last", content(1000))
-        host.flusher.finder.discover()
+        host.flusher.scan.discover()
         closed.set()
         wait(host.store, "run", Level.LOCAL, 20)
     assert commits.counts["index.commit"] == 2, "the small ones go with the large ones that they follow"
@@ -303,9 +303,9 @@ def pending_run(host, monkeypatch):
         save(host.store, "first", b"has the flusher started")
         wait(host.store, "first", Level.OBJECT, 20)
         with host.held(), monkeypatch.context() as held:
-            held.setattr(Settler, "waiting", lambda _: [])
+            held.setattr(NvmePersister, "waiting", lambda _: [])
             yield
-            host.flusher.finder.discover()
+            host.flusher.scan.discover()
 
     return start
 
@@ -394,7 +394,7 @@ def test_one_file_that_cannot_be_stored_keeps_the_others_from_nothing(host, monk
 
     monkeypatch.setattr(NvmeTier, "write", refuse)
     with monkeypatch.context() as held, host.held():
-        held.setattr(Settler, "waiting", lambda _: [])
+        held.setattr(NvmePersister, "waiting", lambda _: [])
         save(host.store, "run/a", content(MIB))
         save(host.store, "run/b", content(MIB))
         save(host.store, "other/c", content(MIB))
@@ -457,15 +457,15 @@ def test_what_could_not_be_released_is_published_again_and_released(host, monkey
 
 
 def test_an_error_that_nobody_foresaw_is_logged_and_the_flusher_goes_on(host, monkeypatch, caplog):
-    sweep, failed = Finder.sweep, []
+    sweep, failed = PendingScan.sweep, []
 
-    def fail_once(finder):
+    def fail_once(scan):
         if not failed:
             failed.append(1)
             raise ZeroDivisionError("nobody foresaw this")
-        sweep(finder)
+        sweep(scan)
 
-    monkeypatch.setattr(Finder, "sweep", fail_once)
+    monkeypatch.setattr(PendingScan, "sweep", fail_once)
     save(host.store, "a", content(MIB))
     wait(host.store, "a", Level.OBJECT, 20)
     assert "nobody foresaw this" in caplog.text
@@ -579,7 +579,7 @@ def test_what_went_ahead_of_a_draft_stays_when_its_writer_dies_right_after_closi
         flusher = host.flusher
         assert flusher._state.holders
         with monkeypatch.context() as dying:
-            dying.setattr(Settler, "waiting", lambda _: [])
+            dying.setattr(NvmePersister, "waiting", lambda _: [])
             is_alive, committed = flusher.ram.host.is_alive, []
 
             def ends_now(owner):
@@ -588,7 +588,7 @@ def test_what_went_ahead_of_a_draft_stays_when_its_writer_dies_right_after_closi
                 return False if owner == host.tiers.ram.host.owner() else is_alive(owner)
 
             dying.setattr(flusher.ram.host, "is_alive", ends_now)
-            flusher.finder.sweep()
+            flusher.scan.sweep()
         assert committed
         flusher.nvme.evict()
     wait(host.store, "big", Level.OBJECT, 60)

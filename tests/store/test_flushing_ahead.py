@@ -120,11 +120,11 @@ def test_what_is_derived_is_uploaded_among_the_rest_once_its_sources_are_there(m
     floats = {name: ("F32", master.tobytes()) for name, master in masters.items()}
     put_chunk, put = StorePublisher.put_chunk, []
 
-    def note_and_put(publisher, length, fill, hint, rows, **options):
-        put.append(hint.tensors[0].name.partition(":")[2].partition(".")[0])
-        assert bool(hint.sources) == (put[-1] == "weight")
-        assert all(rows[part.chunk] is not None for part in hint.sources)
-        return put_chunk(publisher, length, fill, hint, rows, **options)
+    def note_and_put(publisher, length, fill, context, rows, **options):
+        put.append(context.tensors[0].name.partition(":")[2].partition(".")[0])
+        assert bool(context.sources) == (put[-1] == "weight")
+        assert all(rows[part.chunk] is not None for part in context.sources)
+        return put_chunk(publisher, length, fill, context, rows, **options)
 
     monkeypatch.setattr(StorePublisher, "put_chunk", note_and_put)
     host = make_host(ram=256 * MIB, nvme=256 * MIB)

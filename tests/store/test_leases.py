@@ -73,15 +73,15 @@ def test_a_condemned_chunk_is_stored_again_under_the_next_generation(store, tier
 
 def test_what_a_manifest_names_may_be_referred_to_until_it_is_condemned(store, tier, clock):
     base, delta = ChunkName(bytes(16)), ChunkName(bytes(15) + b"1", 0, b"recipe__")
-    term = store.presence.ensure()
-    store.presence.learn(term, [Row(delta, 1, 1, (base,))])
-    assert store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
-    store.presence.hear(term, [Row(delta, 1, 1, (base,))])
-    assert not store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
+    term = store.lease_cache.ensure()
+    store.lease_cache.learn(term, [Row(delta, 1, 1, (base,))])
+    assert store.lease_cache.unverified([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
+    store.lease_cache.add_listed(term, [Row(delta, 1, 1, (base,))])
+    assert not store.lease_cache.unverified([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])
     condemn(tier, base)
     clock.sleep(40)
-    store.presence.ensure()
-    assert len(store.presence.doubtful([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])) == 2
+    store.lease_cache.ensure()
+    assert len(store.lease_cache.unverified([Row(delta, 1, 1, (base,)), Row(base, 1, 1)])) == 2
 
 
 def test_a_new_writer_reads_the_condemned_lists_before_its_first_chunk(store, tier, clock):
@@ -98,53 +98,55 @@ def test_what_a_manifest_names_is_not_taken_for_seen(store):
         Row(ChunkName(bytes(16)), 1, 1),
         Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (ChunkName(bytes(16)),)),
     ]
-    store.presence.hear(store.presence.ensure(), rows)
+    store.lease_cache.add_listed(store.lease_cache.ensure(), rows)
     for row in rows:
-        assert store.presence.find(row.name.digest) is None
-        assert store.presence.find_heard(row.name.digest) == row
-        store.presence.see(row.name)
-    assert [store.presence.find(row.name.digest) for row in rows] == [rows[0], None], "what a delta needs was not read"
-    store.presence.distrust(rows[0].name)
-    assert [store.presence.find_heard(row.name.digest) for row in rows] == [None, None]
+        assert store.lease_cache.find(row.name.digest) is None
+        assert store.lease_cache.find_listed(row.name.digest) == row
+        store.lease_cache.add_verified(row.name)
+    assert [store.lease_cache.find(row.name.digest) for row in rows] == [rows[0], None], (
+        "what a delta needs was not read"
+    )
+    store.lease_cache.mark_damaged(rows[0].name)
+    assert [store.lease_cache.find_listed(row.name.digest) for row in rows] == [None, None]
 
 
 def test_what_this_writer_saw_is_not_looked_for_again_while_a_manifest_names_it(store, clock):
     row = Row(ChunkName(bytes(16)), 1, 1)
     delta = Row(ChunkName(bytes(15) + b"1", 0, b"recipe__"), 1, 1, (row.name,))
-    presence = store.presence
-    presence.learn(presence.ensure(), [delta])
+    lease_cache = store.lease_cache
+    lease_cache.learn(lease_cache.ensure(), [delta])
     clock.sleep(61)
-    presence.hear(presence.ensure(), [row, delta])
-    assert [presence.find(each.name.digest) for each in (row, delta)] == [None, None], "its base was not seen"
-    presence.learn(presence.ensure(), [row])
+    lease_cache.add_listed(lease_cache.ensure(), [row, delta])
+    assert [lease_cache.find(each.name.digest) for each in (row, delta)] == [None, None], "its base was not seen"
+    lease_cache.learn(lease_cache.ensure(), [row])
     clock.sleep(61)
-    term = presence.ensure()
-    assert presence.find(row.name.digest) is None
-    presence.hear(term, [row, delta])
-    assert [presence.find(each.name.digest) for each in (row, delta)] == [row, delta]
-    presence.distrust(row.name)
-    presence.trust(row.name)
-    presence.hear(term, [row, delta])
-    assert [presence.find(each.name.digest) for each in (row, delta)] == [None, None]
+    term = lease_cache.ensure()
+    assert lease_cache.find(row.name.digest) is None
+    lease_cache.add_listed(term, [row, delta])
+    assert [lease_cache.find(each.name.digest) for each in (row, delta)] == [row, delta]
+    lease_cache.mark_damaged(row.name)
+    lease_cache.clear_damaged(row.name)
+    lease_cache.add_listed(term, [row, delta])
+    assert [lease_cache.find(each.name.digest) for each in (row, delta)] == [None, None]
 
 
 def test_nobody_who_reads_waits_for_a_lease(store):
     row = Row(ChunkName(bytes(16)), 1, 1)
-    store.presence.hear(store.presence.ensure(), [row])
-    with store.presence._lock:
-        store.presence.see(row.name)
-    assert store.presence.find(row.name.digest) is None
+    store.lease_cache.add_listed(store.lease_cache.ensure(), [row])
+    with store.lease_cache._lock:
+        store.lease_cache.add_verified(row.name)
+    assert store.lease_cache.find(row.name.digest) is None
 
 
 def test_what_was_heard_in_an_expired_lease_is_forgotten(store, clock):
     row = Row(ChunkName(bytes(16)), 1, 1)
-    term = store.presence.ensure()
-    store.presence.hear(term, [row])
+    term = store.lease_cache.ensure()
+    store.lease_cache.add_listed(term, [row])
     clock.sleep(61)
-    store.presence.ensure()
-    store.presence.hear(term, [row])
-    assert store.presence.find_heard(row.name.digest) is None
-    assert store.presence.doubtful([row])
+    store.lease_cache.ensure()
+    store.lease_cache.add_listed(term, [row])
+    assert store.lease_cache.find_listed(row.name.digest) is None
+    assert store.lease_cache.unverified([row])
 
 
 def test_bytes_that_are_saved_are_looked_for_whatever_a_manifest_says(tier, clock):
@@ -254,14 +256,14 @@ def test_a_list_that_gc_has_finished_with_is_forgotten(store, tier, clock):
     remove_chunk(tier, name)
     tier.delete([keys.condemned_key(1)])
     clock.sleep(61)
-    assert store.presence.is_unusable(name)
-    store.presence.ensure()
-    assert not store.presence.is_unusable(name)
+    assert store.lease_cache.is_unusable(name)
+    store.lease_cache.ensure()
+    assert not store.lease_cache.is_unusable(name)
 
 
 def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
     for _ in range(3):
-        store.presence.ensure()
+        store.lease_cache.ensure()
         clock.sleep(31)
     (info,) = tier.list(keys.LEASES)
     lease = Lease.decode(tier.read(info.key, 4096)[0], info.key)
@@ -270,11 +272,11 @@ def test_the_lease_is_renewed_conditionally_and_counts_up(store, tier, clock):
 
 def test_the_lease_of_a_new_holder_counts_from_one(store, tier, clock):
     for _ in range(3):
-        store.presence.ensure()
+        store.lease_cache.ensure()
         clock.sleep(31)
     (swept,) = tier.list(keys.LEASES)
     tier.delete([swept.key])
-    store.presence.ensure()
+    store.lease_cache.ensure()
     (info,) = tier.list(keys.LEASES)
     assert info.key != swept.key
     assert Lease.decode(tier.read(info.key, 4096)[0], info.key).sequence == 1
@@ -294,10 +296,10 @@ def test_a_renewal_whose_answer_was_lost_is_recognised(tier, clock):
     faulty = FaultyObjects(tier, clock=clock)
     store = open_on(RetryingObjects(faulty, clock=clock), clock)
     save(store, "a", CONTENT)
-    term = store.presence.ensure()
+    term = store.lease_cache.ensure()
     clock.sleep(31)
     faulty.inject(Fault.LOST_RESPONSE, method="put", key_part="/leases/")
-    assert store.presence.ensure() == term
+    assert store.lease_cache.ensure() == term
     assert faulty.pending == 0
     assert len(list(tier.list(keys.LEASES))) == 1
 

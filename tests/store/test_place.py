@@ -183,12 +183,12 @@ def test_nothing_is_published_by_a_flusher_whose_tiers_are_another_stores_by_now
     publisher, late = (publisher_of(lambda: open_bare(parse_url(f"file://{store}"))[0], host) for _ in range(2))
     found = open_bare(parse_url(f"file://{store}"))[0]
     directory = claim(host, found.descriptor.uuid, found.objects.places(), "url")
-    publisher.distrust(keys.chunk_key(ChunkName(bytes(16))))
+    publisher.report_damage(keys.chunk_key(ChunkName(bytes(16))))
     (directory / "place.json").unlink()
     claim(host, found.descriptor.uuid, ("elsewhere",), "url")
     for each in (publisher, late):
         with pytest.raises(InvalidInputError, match="at elsewhere"):
-            each.distrust(keys.chunk_key(ChunkName(bytes(16))))
+            each.report_damage(keys.chunk_key(ChunkName(bytes(16))))
 
 
 class Remote(LocalFileSystem):

@@ -14,7 +14,7 @@ import pytest
 from support.tiered import BIG, MIB, Gate, Host, content, save_at
 
 from tierfs.errors import CapacityError, CorruptionError, StoreError
-from tierfs.flusher.nvme import Settler
+from tierfs.flusher.nvme import NvmePersister
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.segment import Segment, SlotState
 from tierfs.session import open_store, parse_url
@@ -194,7 +194,7 @@ def spilled(tmp_path, root, descriptor):
     if not child:
         failed = 1
         try:
-            Settler.settle_all = lambda _: None  # no further than what a writer waits for
+            NvmePersister.persist_all = lambda _: None  # no further than what a writer waits for
             host = Host(tmp_path, Gate(root), descriptor, ram=48 * MIB, nvme=128 * MIB)
             host.objects.down = True
             save(host.store, "f", data)

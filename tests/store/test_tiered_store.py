@@ -368,7 +368,7 @@ def test_a_pending_chunk_stays_sound_when_a_reader_has_it_kept_from_a_slot_that_
         with monkeypatch.context() as patch:
             patch.setattr(NvmeTier, "has", lambda _tier, _name: False)
             patch.setattr(FlushEngine, "_slots", lambda _engine, _arguments: [slot])
-            host.tiers.cache.keep([slot])
+            host.tiers.cache.backfill([slot])
         assert load_while_down(host, "a") == data
         assert host.tiers.nvme.usage().damaged == 0
     wait(host.store, "a", Level.OBJECT, 30)
@@ -485,7 +485,7 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(host.flusher.finder, "_take", lambda _: None)
+        patch.setattr(host.flusher.scan, "_take", lambda _: None)
         save(host.store, "a", b"after")
         damage_draft(host, with_path=with_path)
     with pytest.raises(CorruptionError, match="a: what this host wrote last"):
@@ -528,7 +528,7 @@ def test_a_flusher_ends_what_it_is_asked_for_before_it_lets_go_of_its_tiers(host
             close()
 
         nvme.commit, nvme.close = slow, closing
-        keeping = threading.Thread(target=host.tiers.cache.keep, args=(slots,))
+        keeping = threading.Thread(target=host.tiers.cache.backfill, args=(slots,))
         keeping.start()
         assert asked.wait(20)
         service.stop()
@@ -543,14 +543,14 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(host.flusher.finder, "_take", lambda _: None)
+        patch.setattr(host.flusher.scan, "_take", lambda _: None)
         save(host.store, "a", b"first")
         (damaged,) = host.tiers.ram.drafts()
         save(host.store, "a", b"second")
         patch.setattr(host.tiers.ram, "drafts", lambda: [damaged])
         damage_draft(host, with_path=with_path)
         patch.undo()
-        patch.setattr(host.flusher.finder, "_take", lambda _: None)
+        patch.setattr(host.flusher.scan, "_take", lambda _: None)
         host.tiers.drafts._decoded._decoded.clear()
         assert load(host.store, "a") == b"second"
         if with_path:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from tierfs.dcp.metadata import CheckpointNote, Place, encode
+from tierfs.dcp.metadata import BytesPlace, CheckpointNote, encode
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, bytes_of
 from tierfs.store import Store, save
 
@@ -75,7 +75,7 @@ class Handmade:
 
     def metadata(self, starts: Mapping[str, list[int]]) -> Metadata:
         places = {
-            index: Place(file, starts[file][number], len(self.files[file][number][3]))
+            index: BytesPlace(file, starts[file][number], len(self.files[file][number][3]))
             for index, (file, number) in self.places.items()
         }
         return Metadata(self.items, self.paths, places, StorageMeta())

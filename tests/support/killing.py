@@ -85,16 +85,16 @@ def use_boot(boot):
 
 def use_small_shared_memory(room):
     """See to it that segments in shared memory take no more room than this, whatever there is."""
-    from tierfs.host.slab.budget import Shares
+    from tierfs.host.slab.budget import RamBudget
 
-    free_bytes = Shares.free_bytes
+    free_bytes = RamBudget.free_bytes
 
     def free(self, folder, files):
         if folder != self.directory:
             return free_bytes(self, folder, files)
         return room - sum(file.size for file in files if file.path.parent == folder)
 
-    Shares.free_bytes = free
+    RamBudget.free_bytes = free
 
 
 def open_with_tiers(spec, ack="staged"):

@@ -20,10 +20,10 @@ from tierfs.format.descriptor import Descriptor
 from tierfs.format.header import Kind
 from tierfs.format.lease import Condemned
 from tierfs.format.manifest import Manifest, Row, content_digest
-from tierfs.host.pending.record import Base, Draft
+from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.store import Store
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.hints import Hint
+from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.read.fetch import read_envelope
 from tierfs.store.tree.records import observe
@@ -121,25 +121,25 @@ class Flushing:
         record = Manifest(
             Kind.FILE, os.urandom(16), len(data), 0, 0, XXH3, whole, rows=tuple(rows), metadata=metadata or {}
         )
-        return Draft(path, record, Base(there.version))
+        return Draft(path, record, ObservedBase(there.version))
 
     def upload(self, draft):
         """Plan it and put its chunks."""
-        hints = list(self.publisher.plan(draft, self.read))
-        hints += [Hint()] * (len(draft.record.rows) - len(hints))
-        rows = [None] * len(hints)
-        for index in sorted(range(len(hints)), key=lambda index: bool(hints[index].sources)):
-            rows[index] = self.put(self.local[draft.record.rows[index].name.digest], hints[index], rows)
+        contexts = list(self.publisher.plan(draft, self.read))
+        contexts += [ChunkContext()] * (len(draft.record.rows) - len(contexts))
+        rows = [None] * len(contexts)
+        for index in sorted(range(len(contexts)), key=lambda index: bool(contexts[index].sources)):
+            rows[index] = self.put(self.local[draft.record.rows[index].name.digest], contexts[index], rows)
         return rows
 
-    def put(self, raw, hint, rows=()):
+    def put(self, raw, context, rows=()):
         """Put one chunk."""
 
         def fill(out):
             out[:] = raw
             return True
 
-        return self.publisher.put_chunk(len(raw), fill, hint, rows, read=self.read, pace=lambda _: None)
+        return self.publisher.put_chunk(len(raw), fill, context, rows, read=self.read, pace=lambda _: None)
 
     def publish(self, draft, rows):
         self.publisher.publish(draft, rows, read=self.read)

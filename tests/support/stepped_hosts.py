@@ -191,7 +191,7 @@ class Trainer:
             passes_by=setup.passes_by,
             clock=world.clock,
         )
-        self.tiers.cache._keeper = self
+        self.tiers.cache._backfill = self
         announce = self.tiers.writer.announce
         self.tiers.writer.announce = lambda **_: announce()  # not on a thread
         self.tiers.writer.expect = lambda: None
@@ -206,14 +206,14 @@ class Trainer:
         self.place.world.sealed(self.place, draft)
 
     def add(self, slot):
-        """As a `Keeper`."""
+        """As a `Backfill`."""
         self.queue.append(slot)
 
     def keep(self):
         """What a keeper's thread does."""
         slots, self.queue = self.queue, []
         with contextlib.suppress(TierfsError, TimeoutError):
-            self.tiers.cache.keep(slots)
+            self.tiers.cache.backfill(slots)
 
     def crash(self):
         """End, as by SIGKILL: locks and descriptors go, and nothing is put in order."""
@@ -344,12 +344,12 @@ class SteppedHost:
             flusher = Flusher(ram, nvme, clock=world.clock, random=world.random.random, faults=self.fault(life))
             uploader = flusher.uploader
             uploader._may_go_ahead = lambda entry: not entry.ahead and entry.draft.length >= setup.ahead_from
-            uploader._chunks = uploader._releases = flusher.settler._writes = Inline()
+            uploader._chunks = uploader._releases = flusher.persister._writes = Inline()
             if nvme is not None:
                 flusher._state.nvme_bytes = 2 * setup.passed_by_over
             flusher.connect(StorePublisher(lambda: world.open(self.link)))
             self.flusher = flusher
-            flusher.finder.resume()
+            flusher.scan.resume()
             self.engine = FlushEngine(lambda: flusher)
             self.engine._started = flusher
         except BaseException:
@@ -402,33 +402,33 @@ class SteppedHost:
 
     def _step_any(self):
         if not self.settling:
-            self.flusher.finder.discover()
-            self.flusher.finder.sweep()
-            self.flusher.settler.commit_ahead()
-            if self._step_settle():
+            self.flusher.scan.discover()
+            self.flusher.scan.sweep()
+            self.flusher.persister.commit_ahead()
+            if self._step_persist():
                 return True
         return self._step_advance(0) or (self._step_take() and self._step_advance(0))
 
     def _step_discover(self):
-        self.flusher.finder.discover()
+        self.flusher.scan.discover()
         return True
 
     def _step_sweep(self):
         if not self.settling:
-            self.flusher.finder.sweep()
+            self.flusher.scan.sweep()
         return True
 
-    def _step_settle(self):
+    def _step_persist(self):
         """The next drafts that are to go to the nvme tier."""
         if self.settling:
             return False
-        settler = self.flusher.settler
-        batch = settler.batch(settler.waiting()[: self.world.random.randint(1, 3)])
+        persister = self.flusher.persister
+        batch = persister.batch(persister.waiting()[: self.world.random.randint(1, 3)])
         if not batch:
             return False
         life, self.settling = self.life, True
         try:
-            return settler.settle(batch)
+            return persister.persist(batch)
         finally:
             if self.life is life:
                 self.settling = False
@@ -438,7 +438,7 @@ class SteppedHost:
         entry = self.flusher.uploader.next()
         if entry is None:
             return False
-        entry.busy, entry.ahead = True, not entry.settled
+        entry.busy, entry.ahead = True, not entry.persisted
         self.held.append(entry)
         return True
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierfs.errors import InvalidInputError
-from tierfs.store.maintenance.retention import Every, Latest, Saved, decide
+from tierfs.store.maintenance.retention import Every, Latest, SavedCheckpoint, decide
 from tierfs.train.policies import (
     DEADLINES_S,
     Context,
@@ -173,7 +173,7 @@ class Odd:
 
 
 def test_the_users_own_policy_keeps_checkpoints():
-    saved = [Saved(f"step_{step}", step, step) for step in range(1, 7)]
+    saved = [SavedCheckpoint(f"step_{step}", step, step) for step in range(1, 7)]
     decisions = decide(saved, as_rules([Odd(), Latest(2)], context()), 10)
     assert [each.saved.step for each in decisions if each.is_kept] == [1, 3, 5, 6]
 

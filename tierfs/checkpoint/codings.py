@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tierfs.checkpoint.placement import Placement
 from tierfs.codec import Codec, Reason
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.digest import BLOCK_BYTES
 from tierfs.format.envelope import Envelope
 from tierfs.format.manifest import Row
@@ -51,7 +51,7 @@ class Codings:
     def __repr__(self) -> str:
         return f"Codings({self._checkpoint.where!r})"
 
-    def of(self, places: Iterable[Place]) -> Coded:
+    def of(self, places: Iterable[BytesPlace]) -> Coded:
         """How these bytes are encoded; what is not in the object tier yet counts nothing.
 
         Raises:

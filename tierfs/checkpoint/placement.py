@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import NotFoundError
 from tierfs.format.manifest import Row
 from tierfs.host.pending.levels import Level
@@ -43,12 +43,12 @@ class Placement:
     def __repr__(self) -> str:
         return f"Placement({self._checkpoint.where!r})"
 
-    def level(self, place: Place) -> Level | None:
+    def level(self, place: BytesPlace) -> Level | None:
         """The level that a file has reached; ``None`` where it is not there."""
         file = self._file(place.file)
         return None if file is None else file.level
 
-    def tiers(self, place: Place) -> list[str]:
+    def tiers(self, place: BytesPlace) -> list[str]:
         """The tiers that hold all of these bytes, the nearest first.
 
         Raises:

@@ -11,7 +11,7 @@ from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
 from tierfs.store import Store, delete, load, stat
-from tierfs.store.maintenance.retention import Decision, Rule, Saved, decide
+from tierfs.store.maintenance.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe
 
@@ -43,7 +43,7 @@ class Pruned:
     problem: str = ""
 
 
-def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candidate, Saved]:
+def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candidate, SavedCheckpoint]:
     """What is known of each checkpoint at or below a path.
 
     Raises:
@@ -86,10 +86,10 @@ def prune(
     return pruned
 
 
-def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved:
+def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> SavedCheckpoint:
     found = standing(store, candidate)
     directory = candidate.directory
-    return Saved(
+    return SavedCheckpoint(
         path=directory,
         step=found.step,
         created_ns=found.created_ns,

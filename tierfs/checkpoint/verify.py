@@ -16,7 +16,7 @@ from tierfs.codec.layout.safetensors import HeaderEntry, read_table
 from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint
 from tierfs.dcp.load.boxes import Box, BoxReader
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError, TierfsError
@@ -253,7 +253,7 @@ def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:
     damaged = {name for damage in report.damage for name in damage.names}
     reader = BoxReader(checkpoint)
 
-    def check(fqn: str, place: Place, read: Callable[[], object]) -> None:
+    def check(fqn: str, place: BytesPlace, read: Callable[[], object]) -> None:
         error = _error_of(read)
         if error is not None:
             report.damage.append(

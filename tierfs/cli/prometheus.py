@@ -115,7 +115,7 @@ def exposition(report: Mapping[str, Any]) -> str:
             add(f"tier_{_base(key)}", "gauge", text, values.get(key), tier=tier)
         for key, text in _TIER_COUNTERS.items():
             add(f"tier_{_base(key)}_total", "counter", text, values.get(key), tier=tier)
-        text = "How often the tier did what it does in a lesser way than it is meant to."
+        text = "How often the tier used a fallback."
         for what, count in values.get("fallbacks", {}).items():
             add("tier_fallbacks_total", "counter", text, count, tier=tier, fallback=what)
         for asked, counts in values.get("requests", {}).items():

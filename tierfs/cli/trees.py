@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from tierfs.errors import NotFoundError, ReadOnlyError
 from tierfs.store import Entry, Store, find, remove_directory
 
-__all__ = ["Tree", "read_tree", "refuse_foreign_files", "remove_directories"]
+__all__ = ["Listing", "read_tree", "refuse_foreign_files", "remove_directories"]
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class Listing:
     """Everything below a directory.
 
     Attributes:
@@ -33,11 +33,11 @@ class Tree:
         return [path for path in (self.path, *(entry.path for entry in self.directories)) if path not in implied]
 
 
-def read_tree(store: Store, path: str) -> Tree:
+def read_tree(store: Store, path: str) -> Listing:
     """List what is below a directory. No record is read."""
     entries = find(store, path, detail=False)
     files = [entry for entry in entries if not entry.is_directory]
-    return Tree(path, files, [entry for entry in entries if entry.is_directory])
+    return Listing(path, files, [entry for entry in entries if entry.is_directory])
 
 
 def refuse_foreign_files(store: Store, files: Iterable[Entry]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from tierfs.dcp.address import inside
 from tierfs.dcp.load.coverage import boxes_in, problem_of
-from tierfs.dcp.metadata import CheckpointNote, Place, decode
+from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode
 from tierfs.dcp.torch_format.metadata import decode_pickle
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError
 from tierfs.store import Store, list_directory, open_entry, stat
@@ -37,7 +37,7 @@ class Shard:
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: BytesPlace
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Checkpoint:
         store: That holds it.
         directory: Its path there.
         rank: Whose part it is, where ranks saved on their own.
-        metadata: torch's `Metadata`, with a `Place` for every shard and object.
+        metadata: torch's `Metadata`, with a `BytesPlace` for every shard and object.
         note: tierfs's own note; ``None`` where one of torch's writers made it.
         created_ns: When its metadata was written, in nanoseconds since the epoch; 0 where that is not known.
     """
@@ -77,7 +77,7 @@ class Checkpoint:
         return {fqn: item for fqn, item in sorted(items) if isinstance(item, TensorStorageMetadata)}
 
     @property
-    def objects(self) -> dict[str, Place]:
+    def objects(self) -> dict[str, BytesPlace]:
         """Where each value that is no tensor lies, by name, sorted.
 
         Raises:
@@ -86,7 +86,7 @@ class Checkpoint:
         items = sorted(self.metadata.state_dict_metadata.items())
         return {fqn: self.object(fqn) for fqn, item in items if not isinstance(item, TensorStorageMetadata)}
 
-    def object(self, fqn: str) -> Place:
+    def object(self, fqn: str) -> BytesPlace:
         """Where one of them lies. Raises as `objects` does."""
         return self._place(fqn, MetadataIndex(fqn))
 
@@ -101,7 +101,7 @@ class Checkpoint:
             for chunk in self.metadata.state_dict_metadata[fqn].chunks
         ]
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, BytesPlace]]:
         """The name of every tensor and object with where a shard of it, or it, lies."""
         for fqn in self.tensors:
             for shard in self.shards(fqn):
@@ -153,9 +153,9 @@ class Checkpoint:
                 )
             raise CorruptionError(f"{self.where}: {fqn!r}: {problem}", path=self.directory)
 
-    def _place(self, fqn: str, index: Any) -> Place:
+    def _place(self, fqn: str, index: Any) -> BytesPlace:
         place = self.metadata.storage_data.get(index)
-        if not isinstance(place, Place):
+        if not isinstance(place, BytesPlace):
             raise CorruptionError(f"{self.where}: does not say where {fqn!r} is", path=self.directory)
         return place
 

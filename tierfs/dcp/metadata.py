@@ -29,7 +29,7 @@ from tierfs.dcp.checked import INTEGER_MAX, Checked, refuse_names
 from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS, name_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-__all__ = ["FORMAT", "VERSION", "CheckpointNote", "Place", "decode", "encode"]
+__all__ = ["FORMAT", "VERSION", "BytesPlace", "CheckpointNote", "decode", "encode"]
 
 FORMAT = "tierfs-checkpoint"
 VERSION = 1
@@ -40,7 +40,7 @@ _HEX = re.compile(r"[0-9a-f]{1,64}")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BytesPlace:
     """Where the bytes of one chunk of a tensor, or of one object, lie. Small and picklable.
 
     Attributes:
@@ -77,13 +77,13 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     """The document of a checkpoint.
 
     Args:
-        metadata: torch's `Metadata`, with a `Place` in ``storage_data`` for each chunk of a tensor and each object.
-        extra: tierfs's own note; it names every file that a `Place` does.
+        metadata: torch's `Metadata`, with a `BytesPlace` in ``storage_data`` for each chunk of a tensor and each object.
+        extra: tierfs's own note; it names every file that a `BytesPlace` does.
 
     Raises:
         InvalidInputError: Something in it cannot be written down so that reading gives the same again; names the FQN.
     """
-    places: Mapping[Any, Place] = metadata.storage_data or {}
+    places: Mapping[Any, BytesPlace] = metadata.storage_data or {}
     tensors: dict[str, Any] = {}
     objects: dict[str, dict[str, object]] = {}
     for fqn, item in metadata.state_dict_metadata.items():
@@ -138,7 +138,7 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
         where: How to name it in errors.
 
     Returns:
-        torch's `Metadata`, with a `Place` for each chunk and object in ``storage_data``, and tierfs's note.
+        torch's `Metadata`, with a `BytesPlace` for each chunk and object in ``storage_data``, and tierfs's note.
 
     Raises:
         CorruptionError: It is damaged, or says what cannot be.
@@ -162,7 +162,7 @@ def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, Checkpoint
         files={name: item.integer("length") for name, item in root.members("files", is_file=True)},
     )
     items: dict[str, Any] = {}
-    places: dict[Any, Place] = {}
+    places: dict[Any, BytesPlace] = {}
     for fqn, tensor in root.members("tensors"):
         items[fqn] = _decode_tensor(fqn, tensor, note.files, places)
     for fqn, item in root.members("objects"):
@@ -206,7 +206,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     return document
 
 
-def _tensor_text(fqn: str, item: Any, places: Mapping[Any, Place], files: Mapping[str, int]) -> bytes:
+def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: Mapping[str, int]) -> bytes:
     """A tensor's member of the document, read once as a check."""
     if len(item.size) > DIMENSIONS_MAX:
         raise InvalidInputError(
@@ -217,7 +217,7 @@ def _tensor_text(fqn: str, item: Any, places: Mapping[Any, Place], files: Mappin
     return _canonical({fqn: encoded})[1:-1]
 
 
-def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, Place]) -> dict[str, object]:
+def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, BytesPlace]) -> dict[str, object]:
     properties = item.properties
     chunks = []
     for chunk in item.chunks:
@@ -242,15 +242,15 @@ def _encode_tensor(fqn: str, item: Any, places: Mapping[Any, Place]) -> dict[str
     }
 
 
-def _place_of(places: Mapping[Any, Any], index: Any, fqn: str) -> Place:
+def _place_of(places: Mapping[Any, Any], index: Any, fqn: str) -> BytesPlace:
     place = places.get(index)
-    if not isinstance(place, Place):
+    if not isinstance(place, BytesPlace):
         at = "" if index.offset is None else f" at {list(index.offset)}"
         raise InvalidInputError(f"{fqn}{at}: nobody says where it was stored: the metadata has {place!r} for it")
     return place
 
 
-def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: dict[Any, Place]) -> Any:
+def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: dict[Any, BytesPlace]) -> Any:
     dtype = tensor.known("dtype", DTYPES)
     shape = tensor.integers("shape", DIMENSIONS_MAX)
     chunks = []
@@ -278,8 +278,8 @@ def _decode_tensor(fqn: str, tensor: Checked, files: Mapping[str, int], places: 
     return TensorStorageMetadata(properties, MetadataIndex(fqn, shape).offset, chunks)
 
 
-def _decode_place(item: Checked, files: Mapping[str, int]) -> Place:
-    place = Place(item.text("file"), item.integer("at"), item.integer("length"))
+def _decode_place(item: Checked, files: Mapping[str, int]) -> BytesPlace:
+    place = BytesPlace(item.text("file"), item.integer("at"), item.integer("length"))
     if place.file not in files or place.at + place.length > files[place.file]:
         raise item.wrong(f"{place} is not inside a file of the checkpoint")
     return place

@@ -29,8 +29,8 @@ def end_planning() -> None:
         _here.uncollected = None
 
 
-class _Here(threading.local):
+class _PlanningHere(threading.local):
     uncollected: Uncollected | None = None
 
 
-_here = _Here()
+_here = _PlanningHere()

@@ -17,10 +17,10 @@ from torch.futures import Future
 from tierfs.dcp.address import Address, full_url, inside
 from tierfs.dcp.checkpoint import metadata_file, read_checkpoint
 from tierfs.dcp.load.coverage import Absent, mark_absent
-from tierfs.dcp.load.items import Saved
+from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.rollback import roll_back
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.metadata import CheckpointNote, Place
+from tierfs.dcp.metadata import BytesPlace, CheckpointNote
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.torch_format.data import read_items
 from tierfs.errors import (
@@ -256,7 +256,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         done.set_result(None)
         return done
 
-    def _wanted(self, plan: LoadPlan) -> list[tuple[Any, Saved]]:
+    def _wanted(self, plan: LoadPlan) -> list[tuple[Any, SavedItem]]:
         """Every item of a plan with what was saved of it."""
         if self._metadata is None:
             raise InvalidInputError("set_up_storage_reader has to be called before read_data")
@@ -267,17 +267,17 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
             place = self._place(item.storage_index)
             described = self._metadata.state_dict_metadata.get(fqn)
             if item.type == LoadItemType.BYTE_IO:
-                found.append((item, Saved(place)))
+                found.append((item, SavedItem(place)))
                 continue
             if fqn not in shapes and isinstance(described, TensorStorageMetadata):
                 shapes[fqn] = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in described.chunks}
             shape = shapes.get(fqn, {}).get(tuple(item.storage_index.offset or ()))
             if shape is None:
                 raise self._not_said(item.storage_index)
-            found.append((item, Saved(place, described.properties.dtype, shape)))
+            found.append((item, SavedItem(place, described.properties.dtype, shape)))
         return found
 
-    def _place(self, index: Any) -> Place:
+    def _place(self, index: Any) -> BytesPlace:
         """Where a chunk or an object lies."""
         place = self._metadata.storage_data.get(index)
         if isinstance(place, Absent) and self._rank is not None:
@@ -290,7 +290,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
                 f"{self.checkpoint_id}: {index.fqn!r} cannot be loaded: {place.why}; nothing was changed, and `tierfs checkpoint verify` "
                 "names every tensor that is damaged"
             )
-        if not isinstance(place, Place):
+        if not isinstance(place, BytesPlace):
             raise self._not_said(index)
         return place
 

@@ -20,11 +20,11 @@ from torch.futures import Future
 
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import metadata_file
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planning import begin_planning, end_planning
 from tierfs.dcp.save import checks, publish
 from tierfs.dcp.save.gpu import GpuStaging
-from tierfs.dcp.save.replicas import Left, Replicas, left_by, split
+from tierfs.dcp.save.replicas import Delegated, Replicas, delegated_by, split
 from tierfs.dcp.save.saves import Save, SavedMeta, Saves, ThreadSave, claim, hand_over, others_wait, read_here
 from tierfs.dcp.save.shard_file import ShardFile
 from tierfs.dcp.save.shard_writer import say_waves, write_shard
@@ -239,7 +239,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         checks.check_plannable(plan.items)
         self._save.offered = plan.items if plan.usable else None
         ours, self._save.left = split(plan.items)
-        return replace(plan, items=ours, storage_data=Left(self._save.left)) if self._save.left else plan
+        return replace(plan, items=ours, storage_data=Delegated(self._save.left)) if self._save.left else plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As they are, if every tensor that ranks left to each other is in one of them. Called on the coordinator alone.
@@ -257,7 +257,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             checks.check_owners(
                 self._here.url,
                 (item.index for plan in plans for item in plan.items),
-                (index for plan in plans for index in left_by(plan)),
+                (index for plan in plans for index in delegated_by(plan)),
             )
         self._save.mark, self._save.is_new = Commits(store).begin(root, secrets.token_hex(16))
         return plans
@@ -272,7 +272,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         end_planning()
         store, path = self._here.open(write=True)
         # Not stored: told to the coordinator, which sees to it that somebody else has.
-        results = [WriteResult(index, 0, None) for index in self._save.left or left_by(plan)]
+        results = [WriteResult(index, 0, None) for index in self._save.left or delegated_by(plan)]
         items = [(item, planner.resolve_data(item)) for item in plan.items]
         checks.check_planned(items)
         save = self._saves.go_on()
@@ -297,7 +297,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             length, begins, sizes = write_shard(store, inside(path, name), items, self._gpu, self._saves.go_on())
         host = publish.host_of(store)
         return [
-            WriteResult(item.index, size, (Place(name, begin, size), length, host))
+            WriteResult(item.index, size, (BytesPlace(name, begin, size), length, host))
             for (item, _), begin, size in zip(items, begins, sizes, strict=True)
         ]
 

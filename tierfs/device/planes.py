@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from tierfs.codec.delta.differences import decode_difference, difference
-from tierfs.codec.planes.packing import Look, Mode
-from tierfs.codec.planes.planes import PLANE_HEAD_BYTES, WIDTHS, Order, PlaneWriter, decode_plane, put_planes
+from tierfs.codec.planes.packing import Mode, PlaneFit
+from tierfs.codec.planes.planes import PLANE_HEAD_BYTES, WIDTHS, PlaneOrder, PlaneWriter, decode_plane, put_planes
 from tierfs.codec.planes.zigzag import zigzag
 from tierfs.codec.scratch import elements_of
 from tierfs.device.modules import function, launch
@@ -74,7 +74,7 @@ class PlaneBlock:
     raw: torch.Tensor
     planes: torch.Tensor
     width: int
-    order: Order = Order.AS_IT_IS
+    order: PlaneOrder = PlaneOrder.AS_IT_IS
     base: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ def parts_of(blocks: Sequence[PlaneBlock]) -> int:
     return max(1, -(-longest // _PART_BYTES))
 
 
-def split_planes_reference(raw: Buffer, width: int, order: Order, base: Buffer | None = None) -> bytes:
+def split_planes_reference(raw: Buffer, width: int, order: PlaneOrder, base: Buffer | None = None) -> bytes:
     """The planes that the codec compresses, taken apart by the codec's own functions. See `PlaneBlock` for the arguments.
 
     Raises:
@@ -156,17 +156,17 @@ def split_planes_reference(raw: Buffer, width: int, order: Order, base: Buffer |
         if len(base) != len(raw):
             raise InvalidInputError(f"a base of {len(base)} bytes for a block of {len(raw)}")
         elements = difference(view, width, memoryview(base))
-        if order is Order.AS_IT_IS:
+        if order is PlaneOrder.AS_IT_IS:
             zigzag(elements)
     if not elements.size:
         return b""
     writer = _RawPlanes(view, width)
-    put_planes(writer, elements, [Look(Mode.RAW)] * width, order)
+    put_planes(writer, elements, [PlaneFit(Mode.RAW)] * width, order)
     return writer.joined()
 
 
 def join_planes_reference(
-    planes: Buffer, width: int, order: Order, base: Buffer | None = None, tail: Buffer = b""
+    planes: Buffer, width: int, order: PlaneOrder, base: Buffer | None = None, tail: Buffer = b""
 ) -> bytes:
     """The block that the codec decodes from planes that are kept as they are. See `PlaneBlock` for the arguments.
 
@@ -209,13 +209,13 @@ class _RawPlanes(PlaneWriter):
         return b"".join(kept[1::2] + kept[::2] if mode is Mode.WOVEN else kept for mode, kept in self._kept)
 
 
-def _check(width: int, order: Order, *, has_base: bool) -> None:
+def _check(width: int, order: PlaneOrder, *, has_base: bool) -> None:
     if width not in WIDTHS:
         raise InvalidInputError(f"elements of {width} bytes: choose one of {WIDTHS}")
-    upper = Order.ZIGZAG if has_base else Order.SIGN_LAST
-    if order != Order.AS_IT_IS and (order != upper or width == 1):
+    upper = PlaneOrder.ZIGZAG if has_base else PlaneOrder.SIGN_LAST
+    if order != PlaneOrder.AS_IT_IS and (order != upper or width == 1):
         raise InvalidInputError(
-            f"the format has no order {Order(order).name} for elements of {width} bytes {'with' if has_base else 'without'} a base"
+            f"the format has no order {PlaneOrder(order).name} for elements of {width} bytes {'with' if has_base else 'without'} a base"
         )
 
 

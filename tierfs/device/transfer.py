@@ -69,7 +69,7 @@ class HostMemory(NamedTuple):
         pin: Registers the memory with the GPU, as far as it is not.
         find: Of chunks, by their digests, those that the host has: for each a function that fills a place with its bytes and
             returns whether it did. ``None`` where the store's digests are of another kind.
-        fall_back: Called with a name and a message for what is done in a lesser way.
+        fall_back: Called with a name and a message for what a fallback did.
     """
 
     pin: Callable[[], None]
@@ -244,7 +244,7 @@ class Transfer:
 
     def discard(self, error: BaseException | None = None) -> None:
         """Give up what was captured and is not run, because of an error if there is one."""
-        self._end(error or StoreError("what was staged was given up: stage it again"))
+        self._end(error or StoreError("what was staged was discarded: stage it again"))
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
         """Move the bytes to the host: they are there when this returns, or `wait` says why not.
@@ -262,7 +262,7 @@ class Transfer:
                 missing = self._missing(targets)
                 self._drain.move(missing, self._hurry, self._stop, self._note_queued)
             if self._stop.is_set():
-                error = StoreError("what was staged was given up: stage it again")
+                error = StoreError("what was staged was discarded: stage it again")
             with self._checking:
                 if not self._is_fenced:
                     self._check_unchanged()

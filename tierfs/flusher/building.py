@@ -58,7 +58,7 @@ def build_engine(
     publisher: StorePublisher | None = None,
     clock: Clock | None = None,
     faults: Callable[[str], None] = no_faults,
-    lesser: Sequence[str] = (),
+    fallbacks: Sequence[str] = (),
 ) -> FlushEngine:
     """Put a flusher together, to be run as a `Service`.
 
@@ -71,7 +71,7 @@ def build_engine(
         publisher: What publishes to the store where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
-        lesser: What this process does in a lesser way than it is meant to, to be counted.
+        fallbacks: What this process does otherwise than it is meant to, to be counted.
     """
     clock = clock or SystemClock()
 
@@ -90,7 +90,7 @@ def build_engine(
         if nvme is None and budgets.nvme_bytes:
             flusher.nvme_problem = problem
             flusher.note("nvme_unavailable")
-        for what in lesser:
+        for what in fallbacks:
             flusher.note(what)
         if publisher is not None:
             flusher.connect(publisher)

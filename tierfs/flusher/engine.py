@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tierfs.errors import InvalidInputError
 from tierfs.flusher.access import Way
 from tierfs.flusher.flusher import Flusher
-from tierfs.flusher.queue import Entry
+from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.server import Peer
 from tierfs.flusher.upkeep import Upkeep, UpkeepPolicy
 from tierfs.host.pending.levels import Level
@@ -77,7 +77,7 @@ class FlushEngine:
         self._flusher.stop()
 
     def close(self) -> None:
-        """Let go of the tiers; see `Flusher.close`."""
+        """Release the tiers; see `Flusher.close`."""
         self._flusher.close()
 
     def is_idle(self) -> bool:
@@ -116,7 +116,7 @@ class FlushEngine:
         path, below, owner = arguments.get("path"), f"{arguments.get('path')}/", arguments.get("owner")
         write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
 
-        def selects(entry: Entry) -> bool:
+        def selects(entry: FlushItem) -> bool:
             if write_id is not None:
                 return entry.draft.write_id == write_id
             if owner is not None:
@@ -124,21 +124,21 @@ class FlushEngine:
             return not path or entry.path == path or entry.path.startswith(below)
 
         level = Level.parse(arguments["level"])
-        self._flusher.finder.discover()
-        self._flusher.finder.check_lost(str(path or ""))
+        self._flusher.scan.discover()
+        self._flusher.scan.check_lost(str(path or ""))
         self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set)
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}
 
-    def _do_keep(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
-        return {"bytes": self._flusher.settler.keep(self._slots(arguments))}
+    def _do_backfill(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
+        return {"bytes": self._flusher.persister.backfill(self._slots(arguments))}
 
     def _do_ahead(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.settler.write_ahead(self._slots(arguments), int(arguments["length"]))
+        self._flusher.persister.write_ahead(self._slots(arguments), int(arguments["length"]))
 
     def _do_spill(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.settler.spill(str(arguments["holder"]), self._slots(arguments), arguments["timeout_s"])
+        self._flusher.persister.spill(str(arguments["holder"]), self._slots(arguments), arguments["timeout_s"])
 
     def _do_unhold(self, arguments: dict[str, Any], peer: Peer) -> None:
         if self._flusher.nvme is not None:
@@ -150,10 +150,10 @@ class FlushEngine:
         return {"bytes": self._flusher.nvme.evict(wanted) if self._flusher.nvme is not None else 0}
 
     def _do_quarantine(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.settler.look_after(bytes.fromhex(arguments["name"]), int(arguments["length"]))
+        self._flusher.persister.look_after(bytes.fromhex(arguments["name"]), int(arguments["length"]))
 
-    def _do_distrust(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.distrust(str(arguments["key"]))
+    def _do_report_damage(self, arguments: dict[str, Any], peer: Peer) -> None:
+        self._flusher.report_damage(str(arguments["key"]))
 
     def _do_discard(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"discarded": self._flusher.discard(str(arguments["path"]))}

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 from tierfs.clock import Clock
 from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError
 from tierfs.flusher.access import Connect, Way
-from tierfs.flusher.nvme import Settler
-from tierfs.flusher.queue import Entry
-from tierfs.flusher.scan import Finder
+from tierfs.flusher.nvme import NvmePersister
+from tierfs.flusher.queue import FlushItem
+from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.state import FlushState
 from tierfs.flusher.upload import Uploader
 from tierfs.host.nvme.arena import no_faults
@@ -65,8 +65,8 @@ class Flusher:
     Attributes:
         ram: As given.
         nvme: As given.
-        finder: Finds drafts.
-        settler: Takes them, and chunks to be read later, to the nvme tier.
+        scan: Finds drafts.
+        persister: Takes them, and chunks to be read later, to the nvme tier.
         uploader: Takes them to the object tier.
     """
 
@@ -84,9 +84,9 @@ class Flusher:
         self.ram = ram
         self.nvme = nvme
         self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults, connect=connect)
-        self.finder = Finder(self._state)
+        self.scan = PendingScan(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
-        self.settler = Settler(self._state, self.uploader.put)
+        self.persister = NvmePersister(self._state, self.uploader.put)
         self.nvme_problem = ""  # why there is no nvme tier, though there was to be one
         self._threads: list[threading.Thread] = []
 
@@ -97,7 +97,7 @@ class Flusher:
 
     def start(self) -> None:
         """Take up what the tiers hold, and begin."""
-        self.finder.resume()
+        self.scan.resume()
         for target in (self._settle, self._upload):
             thread = threading.Thread(
                 target=self._keep_on, args=(target,), name=f"tierfs{target.__name__}", daemon=True
@@ -115,9 +115,9 @@ class Flusher:
             thread.join()
 
     def close(self) -> None:
-        """Let go of the tiers, when it was stopped and nobody is at work in it any more."""
+        """Release the tiers, when it was stopped and nobody is at work in it any more."""
         self.uploader.stop()
-        self.settler.stop()
+        self.persister.stop()
         self.ram.close()
         if self.nvme is not None:
             self.nvme.close()
@@ -144,9 +144,9 @@ class Flusher:
         """Whether nothing is on its way but what is kept for a person to decide about."""
         if self._state.ram.unread():
             return False
-        self.finder.discover()
+        self.scan.discover()
         with self._state.changed:
-            return all(entry.conflict and entry.settled for entry in self._state.entries)
+            return all(entry.conflict and entry.persisted for entry in self._state.entries)
 
     def nudge(self) -> None:
         """Say that there is something new in a slab."""
@@ -155,7 +155,7 @@ class Flusher:
             self._state.changed.notify_all()
 
     def note(self, what: str, count: int = 1) -> None:
-        """Count something, such as what was done in a lesser way than it is meant to be."""
+        """Count something, such as what was done by a fallback."""
         self._state.counters[what] += count
 
     def _keep_on(self, step: Callable[[], None]) -> None:
@@ -181,10 +181,10 @@ class Flusher:
                 state.changed.wait(SWEEP_S)
             state.nudged = False
         if not state.stopping:
-            self.finder.discover()
-            self.settler.settle_all()
-            self.finder.sweep()  # which nobody waits for
-            self.settler.commit_ahead()
+            self.scan.discover()
+            self.persister.persist_all()
+            self.scan.sweep()  # which nobody waits for
+            self.persister.commit_ahead()
 
     def _upload(self) -> None:
         state = self._state
@@ -199,7 +199,7 @@ class Flusher:
 
     def wait(
         self,
-        selects: Callable[[Entry], bool],
+        selects: Callable[[FlushItem], bool],
         level: Level,
         timeout_s: float | None,
         is_gone: Callable[[], bool] = lambda: False,
@@ -237,7 +237,7 @@ class Flusher:
         give_up_at = state.clock.monotonic() + SEE_S_MAX
         while True:
             unread = state.ram.unread()
-            self.finder.discover()
+            self.scan.discover()
             unread |= state.ram.unread()
             if not unread or is_gone():
                 return
@@ -253,7 +253,7 @@ class Flusher:
             state.clock.sleep(SEE_S)
 
     def _wait_for(
-        self, waiting: list[Entry], level: Level, deadline: float | None, is_gone: Callable[[], bool]
+        self, waiting: list[FlushItem], level: Level, deadline: float | None, is_gone: Callable[[], bool]
     ) -> None:
         """See `wait`. The lock is held."""
         state = self._state
@@ -271,12 +271,12 @@ class Flusher:
                 raise StoreError("the flusher is ending", transient=True)
             state.changed.wait(SWEEP_S if left is None else min(left, SWEEP_S))
 
-    def _raise_hopeless(self, entry: Entry, level: Level, kept: list[Entry]) -> None:
+    def _raise_hopeless(self, entry: FlushItem, level: Level, kept: list[FlushItem]) -> None:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
         # What it still has to do to get there is to be published, and not only to be taken to the nvme tier.
-        is_blocked = bool(kept) and (entry.settled or level > state.local_level)
+        is_blocked = bool(kept) and (entry.persisted or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
             raise ConflictError(
@@ -285,24 +285,24 @@ class Flusher:
                 path=entry.path,
             )
         if entry.error is not None and not getattr(entry.error, "transient", False) and entry.failures:
-            if isinstance(entry.error, CapacityError) and not entry.settled:
+            if isinstance(entry.error, CapacityError) and not entry.persisted:
                 return
             raise entry.error
 
-    def _describe(self, waiting: list[Entry], level: Level) -> str:
+    def _describe(self, waiting: list[FlushItem], level: Level) -> str:
         size = sum(entry.draft.length for entry in waiting)
         text = f"{len(waiting)} files ({size} bytes) have not reached {level.label!r} yet, {waiting[0].path} among them"
         errors = [entry.error for entry in waiting if entry.error is not None]
         return f"{text}; the last error: {errors[0]}" if errors else f"{text}; they are still on their way"
 
-    def distrust(self, key: str) -> None:
-        """See `StorePublisher.distrust`."""
-        self._state.access.call(lambda publisher: publisher.distrust(key))
+    def report_damage(self, key: str) -> None:
+        """See `StorePublisher.report_damage`."""
+        self._state.access.call(lambda publisher: publisher.report_damage(key))
 
     def discard(self, path: str) -> int:
         """Give up what cannot be flushed of a path, conflicts and damage, and what was built on it. Returns how many drafts."""
         state = self._state
-        lost = self.finder.discard_lost(path)
+        lost = self.scan.discard_lost(path)
         with state.changed:
             given_up = [
                 entry
@@ -348,7 +348,7 @@ class Flusher:
                     if entry.error is not None
                 ][:NAMED_MAX],
                 "rate_bytes_per_s": self.uploader.rate(),
-                "unreadable_drafts": self.finder.unreadable,
+                "unreadable_drafts": self.scan.unreadable,
                 "unread_segments": unread,
                 "has_nvme": usage is not None,
                 "nvme_problem": self.nvme_problem,

@@ -11,14 +11,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CapacityError, CorruptionError, FormatError, StoreError, TierfsError
-from tierfs.flusher.queue import Entry
+from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import RETRY_S_MIN, FlushState, NotAskedError, UnreadSegmentError
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.cache.local_chunk import check_block, envelope_of
 from tierfs.host.nvme.writer import ChunksGoneError, NvmeTier
 from tierfs.host.slab.segment import Slot, SlotState
 
-__all__ = ["Settler"]
+__all__ = ["NvmePersister"]
 
 # At once to the arena, each of which has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6
@@ -34,7 +34,7 @@ WAITS_MAX = 40
 _logger = logging.getLogger("tierfs.flush")
 
 
-class Settler:
+class NvmePersister:
     """Brings drafts to the nvme tier, in closing order.
 
     Args:
@@ -54,7 +54,7 @@ class Settler:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def settle_all(self) -> None:
+    def persist_all(self) -> None:
         """Settle what has to be, until something keeps those behind it waiting."""
         state = self._state
         with state.changed:
@@ -62,29 +62,29 @@ class Settler:
             state.settling_since = state.clock.monotonic() if waiting else None
         while waiting and not state.stopping:
             batch = self.batch(waiting)
-            if not batch or not self.settle(batch):
+            if not batch or not self.persist(batch):
                 break
-            waiting = [entry for entry in waiting if not entry.settled]
+            waiting = [entry for entry in waiting if not entry.persisted]
         with state.changed:
             state.settling_since = None
             state.changed.notify_all()
 
-    def waiting(self) -> list[Entry]:
+    def waiting(self) -> list[FlushItem]:
         """The drafts to be settled, in closing order. The lock is held."""
-        return [entry for entry in self._state.entries if not entry.settled and not entry.conflict]
+        return [entry for entry in self._state.entries if not entry.persisted and not entry.conflict]
 
-    def batch(self, waiting: Sequence[Entry]) -> list[Entry]:
+    def batch(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
         """How many of them go together: one at least, unless the first has to wait for its next attempt."""
         ready = self._ready(waiting[:BATCH_DRAFTS_MAX])
         small = list(_small(ready, BATCH_BYTES_MAX))
         return small or ready[:1]
 
-    def _ready(self, waiting: Sequence[Entry]) -> list[Entry]:
+    def _ready(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
         """Those before the first that has to wait for its next attempt."""
         now = self._state.clock.monotonic()
         return list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
 
-    def _late(self, batch: Sequence[Entry]) -> list[Entry]:
+    def _late(self, batch: Sequence[FlushItem]) -> list[FlushItem]:
         """Small drafts that were found while these were written, and follow them: they can share the commit."""
         with self._state.changed:
             waiting = self.waiting()
@@ -93,11 +93,11 @@ class Settler:
         small = _small(self._ready(waiting[len(batch) : BATCH_DRAFTS_MAX]), LATE_BYTES_MAX)
         return list(itertools.takewhile(self._is_at_hand, small))
 
-    def _is_at_hand(self, entry: Entry) -> bool:
+    def _is_at_hand(self, entry: FlushItem) -> bool:
         """Whether all of a draft is in slabs, so that nobody has to be asked for it, and it may go to the nvme tier."""
         return None not in entry.draft.slots and not self._passes_by(entry)
 
-    def settle(self, batch: list[Entry], *, alone: bool = False) -> bool:
+    def persist(self, batch: list[FlushItem], *, alone: bool = False) -> bool:
         """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well.
 
         Args:
@@ -110,7 +110,7 @@ class Settler:
             return True
         if any(map(self._passes_by, batch)):
             if len(batch) > 1:
-                return self._settle_each(batch)
+                return self._persist_each(batch)
             if self._is_too_large(batch[0].draft.length):
                 self._state.counters["nvme_passed_by"] += 1
                 _logger.warning(
@@ -122,24 +122,24 @@ class Settler:
             self._store(nvme, batch, alone=alone)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
-                return self._settle_each(batch)  # shows which of them it is
+                return self._persist_each(batch)  # shows which of them it is
             with contextlib.suppress(TierfsError):
                 nvme.commit()  # what was written of it counts as clean from then on, and may go when it was not used for long
             return self._give_up(batch[0], self._state.known(error, batch[0].path))
         return True
 
-    def _settle_each(self, batch: Sequence[Entry]) -> bool:
-        return all(self.settle([entry], alone=True) for entry in batch)
+    def _persist_each(self, batch: Sequence[FlushItem]) -> bool:
+        return all(self.persist([entry], alone=True) for entry in batch)
 
-    def _pass_by(self, batch: Sequence[Entry], error: TierfsError | None = None) -> None:
+    def _pass_by(self, batch: Sequence[FlushItem], error: TierfsError | None = None) -> None:
         """Leave drafts where they are, to go to the object tier from there."""
         with self._state.changed:
             for entry in batch:
                 entry.clear()
-                entry.error, entry.settled = error, True
+                entry.error, entry.persisted = error, True
             self._state.changed.notify_all()
 
-    def _give_up(self, entry: Entry, error: TierfsError) -> bool:
+    def _give_up(self, entry: FlushItem, error: TierfsError) -> bool:
         """A draft could not be stored: it waits, and those behind it, or goes to the object tier from memory."""
         state = self._state
         is_hopeful = entry.failures < WAITS_MAX or (isinstance(error, NotAskedError) and not state.access.is_known)
@@ -175,7 +175,7 @@ class Settler:
     def _is_too_large(self, length: int) -> bool:
         return length > self._state.nvme_bytes // 2
 
-    def _passes_by(self, entry: Entry) -> bool:
+    def _passes_by(self, entry: FlushItem) -> bool:
         """Whether the draft goes straight to the object tier, because it would never fit into the nvme tier.
 
         Or because one does that has to be published before: if the host crashed, this one would be there without it.
@@ -184,9 +184,9 @@ class Settler:
             return True
         entries = self._state.entries
         with self._state.changed:
-            return any(one.settled and one.slot is not None and not one.conflict for one in entries.before(entry))
+            return any(one.persisted and one.slot is not None and not one.conflict for one in entries.before(entry))
 
-    def _store(self, nvme: NvmeTier, batch: list[Entry], *, alone: bool) -> None:
+    def _store(self, nvme: NvmeTier, batch: list[FlushItem], *, alone: bool) -> None:
         state = self._state
         for last in (False, False, True):
             elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
@@ -209,7 +209,7 @@ class Settler:
         slots = [entry.slot for entry in batch]
         with state.changed:
             for entry, number in zip(batch, numbers, strict=True):
-                entry.number, entry.level, entry.settled = number, state.local_level, True
+                entry.number, entry.level, entry.persisted = number, state.local_level, True
                 entry.slot = None
                 entry.clear()
             state.changed.notify_all()
@@ -218,7 +218,7 @@ class Settler:
             state.release(entry.draft, slot)
             state.drop_holds(entry.draft)
 
-    def _copy_chunks(self, nvme: NvmeTier, entry: Entry) -> list[bytes]:
+    def _copy_chunks(self, nvme: NvmeTier, entry: FlushItem) -> list[bytes]:
         """Write a draft's chunks to the arena. Returns the names of those that the object tier has."""
         draft = entry.draft
         others: list[bytes] = []
@@ -296,7 +296,7 @@ class Settler:
         with contextlib.suppress(TierfsError):  # the next draft's will say so
             nvme.commit()
 
-    def keep(self, slots: Iterable[Slot]) -> int:
+    def backfill(self, slots: Iterable[Slot]) -> int:
         """Copy clean chunks from slabs to the nvme tier, for reading. Returns the bytes that it holds now."""
         nvme = self._state.nvme
         if nvme is None:
@@ -393,7 +393,7 @@ def _is_sound(nvme: NvmeTier, name: bytes, raw_length: int, meta: bytes) -> bool
         return True
 
 
-def _small(entries: Sequence[Entry], bytes_max: int) -> Iterator[Entry]:
+def _small(entries: Sequence[FlushItem], bytes_max: int) -> Iterator[FlushItem]:
     """Those, from the first on, that have no more bytes together."""
     for entry in entries:
         bytes_max -= entry.draft.length

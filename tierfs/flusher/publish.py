@@ -18,9 +18,9 @@ from tierfs.host.pending.record import Draft
 from tierfs.objects.protocol import Version
 from tierfs.store.chunks import Alone, store_chunk
 from tierfs.store.commit import PART, Commits
-from tierfs.store.encode.deriving import Piece
-from tierfs.store.encode.hints import NO_HINT, Fill, Hint, ReadRow
-from tierfs.store.encode.keyframes import Lineages, Plan
+from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, Fill, ReadRow
+from tierfs.store.encode.deriving import SourcePiece
+from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.pipeline import Encoded
 from tierfs.store.encode.room import Room, lend_room
 from tierfs.store.read.fetch import find_chunk
@@ -29,7 +29,7 @@ from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
 from tierfs.store.tree.references import is_root, write_references
-from tierfs.store.write.writer import settle
+from tierfs.store.write.writer import ensure_chunks_durable
 
 __all__ = ["PLANS_MAX", "StorePublisher"]
 
@@ -52,34 +52,34 @@ class StorePublisher:
         self._lock = threading.Lock()
         self._store: Store | None = None
         self._commits: Commits | None = None
-        self._lineages: Lineages | None = None
-        self._plans: dict[bytes, Plan] = {}  # by write id, until their files are published; those of others stay
+        self._keyframes: KeyframeIndex | None = None
+        self._plans: dict[bytes, FilePlan] = {}  # by write id, until their files are published; those of others stay
 
     def __repr__(self) -> str:
         return f"StorePublisher({self._store!r})"
 
-    def plan(self, draft: Draft, read: ReadRow) -> Sequence[Hint]:
+    def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
         """What is known of each chunk of a file, before they are put; nothing where nothing is."""
         store = self._open()
-        assert self._lineages is not None
-        plan = self._lineages.plan(draft, read, derives=store.encoder.derives)
+        assert self._keyframes is not None
+        plan = self._keyframes.plan(draft, read, derives=store.encoder.derives)
         if plan is not None:
             with self._lock:
                 self._plans[draft.write_id] = plan
                 while len(self._plans) > PLANS_MAX:
                     del self._plans[next(iter(self._plans))]
-        hints = [] if plan is None else plan.hints
+        contexts = [] if plan is None else plan.contexts
         unread = replaced_chunks(store, draft.path)
         if unread and isinstance(draft.record, Manifest):
-            given = [*hints, *[NO_HINT] * (len(draft.record.rows) - len(hints))]
-            hints = [replace(hint, unread=unread) for hint in given]
-        return hints
+            given = [*contexts, *[NO_CONTEXT] * (len(draft.record.rows) - len(contexts))]
+            contexts = [replace(context, unread=unread) for context in given]
+        return contexts
 
     def put_chunk(
         self,
         length: int,
         fill: Fill,
-        hint: Hint | None,
+        context: ChunkContext | None,
         rows: Sequence[Row | None],
         *,
         read: ReadRow,
@@ -90,21 +90,21 @@ class StorePublisher:
         Args:
             length: Of the chunk: 1 byte to 16 MiB.
             fill: Gets its bytes.
-            hint: What is known of them, if anything is.
-            rows: Of the file, as far as they are stored: those that the hint's sources are parts of.
+            context: What is known of them, if anything is.
+            rows: Of the file, as far as they are stored: those that the context's sources are parts of.
             read: Gets at chunks that lie on this host.
             pace: Called with the number of bytes before they are sent, to wait until so many may be.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: The object tier failed.
         """
-        hint = hint or NO_HINT
+        context = context or NO_CONTEXT
         store = self._open()
         with lend_room() as room:
             raw = room.memory[:length]
             if not fill(raw):
                 return None
-            return store_chunk(store, raw, _Sending(store, hint, rows, read, pace), room=room, unread=hint.unread)
+            return store_chunk(store, raw, _Sending(store, context, rows, read, pace), room=room, unread=context.unread)
 
     def find_chunk(self, row: Row) -> Row:
         """The same for a chunk that no local tier holds: it was published before.
@@ -144,14 +144,14 @@ class StorePublisher:
                 raise
         with self._lock:
             plan = self._plans.pop(draft.write_id, None)
-        if plan is not None and self._lineages is not None:
-            self._lineages.note(draft, plan, rows)
+        if plan is not None and self._keyframes is not None:
+            self._keyframes.note(draft, plan, rows)
         if isinstance(draft.record, Manifest) and is_root(draft.path):
             write_references(store, draft.path.rpartition("/")[0])
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             self._commit(store, draft.path.rpartition("/")[0])
 
-    def distrust(self, key: str) -> None:
+    def report_damage(self, key: str) -> None:
         """Note that the chunk object under this key is damaged or missing: its bytes are stored anew if they come by.
 
         Raises:
@@ -159,16 +159,16 @@ class StorePublisher:
             StoreError, ReadOnlyError: The store cannot be opened.
         """
         store = self._open()
-        store.presence.distrust(keys.parse_chunk_key(key, store.descriptor.digest_kind))
+        store.lease_cache.mark_damaged(keys.parse_chunk_key(key, store.descriptor.digest_kind))
 
     def asked(self) -> dict[str, Any]:
         """See `tierfs.store.request_metrics.asked`; nothing before the store was opened. Never blocks."""
         # Without the lock, which is held while the store is opened.
         store = self._store
-        lineages = self._lineages
-        if store is None or lineages is None:
+        keyframes = self._keyframes
+        if store is None or keyframes is None:
             return {}
-        codecs = {**store.encoder.status(), **lineages.fallbacks()}
+        codecs = {**store.encoder.status(), **keyframes.fallbacks()}
         return {**asked(store.objects), "codecs": codecs}
 
     def _publish(self, store: Store, draft: Draft, rows: Sequence[Row], read: ReadRow) -> None:
@@ -177,7 +177,7 @@ class StorePublisher:
             return
         record, term = draft.record, None
         if isinstance(record, Manifest):
-            table, indirect, term = settle(store, draft.path, rows, read)
+            table, indirect, term = ensure_chunks_durable(store, draft.path, rows, read)
             record = replace(record, rows=table, indirect=indirect, previous=observed.previous)
         else:
             record = Tombstone(record.write_id, record.deleted_ns, Tombstone.check_of(observed.previous))
@@ -237,7 +237,7 @@ class StorePublisher:
                 )
             self._store = store
             self._commits = Commits(store)
-            self._lineages = Lineages(store)
+            self._keyframes = KeyframeIndex(store)
             return store
 
 
@@ -247,27 +247,27 @@ class _Sending(Alone):
     def __init__(
         self,
         store: Store,
-        hint: Hint,
+        context: ChunkContext,
         rows: Sequence[Row | None],
         read: ReadRow,
         pace: Callable[[int], None],
     ) -> None:
-        super().__init__(store, hint)
+        super().__init__(store, context)
         self._rows = rows
         self._read = read
         self._pace = pace
         self._chain_max = store.descriptor.chain_max
 
     def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
-        hint = self._hint
-        if self._store.presence.is_lost(ChunkName(digest)):
+        context = self._context
+        if self._store.lease_cache.is_lost(ChunkName(digest)):
             # Others may be encoded against it, which are healed by nothing but what stands alone.
-            hint = replace(hint, base=None, sources=())
-        if hint.base is not None and not self._may_need(hint.base, digest, self._chain_max - 1):
-            hint = replace(hint, base=None)
-        sources = self._sources(hint, digest)
-        read = self._read if hint.base is None else partial(self._read_base, hint.base)
-        return self._store.encoder.encode(raw, hint, sources, room=room, read=read, fetch=self._fetch)
+            context = replace(context, base=None, sources=())
+        if context.base is not None and not self._may_need(context.base, digest, self._chain_max - 1):
+            context = replace(context, base=None)
+        sources = self._sources(context, digest)
+        read = self._read if context.base is None else partial(self._read_base, context.base)
+        return self._store.encoder.encode(raw, context, sources, room=room, read=read, fetch=self._fetch)
 
     def _read_base(self, base: Row, row: Row, start: int, out: memoryview) -> bool:
         """See `ReadRow`. A copy of the base on this host says nothing of the object that the chunk is going to need."""
@@ -279,14 +279,14 @@ class _Sending(Alone):
             self._pace(row.stored_length)
             yield
 
-    def _sources(self, hint: Hint, digest: bytes) -> list[Piece]:
-        """The hint's sources as they are stored; none if one of them will not do."""
-        found: list[Piece] = []
-        for index, offset, length in hint.sources:
+    def _sources(self, context: ChunkContext, digest: bytes) -> list[SourcePiece]:
+        """The context's sources as they are stored; none if one of them will not do."""
+        found: list[SourcePiece] = []
+        for index, offset, length in context.sources:
             row = self._rows[index]
             if row is None or not row.stored_length or not self._may_need(row, digest, self._chain_max):
                 return []
-            found.append(Piece(row, offset, length))
+            found.append(SourcePiece(row, offset, length))
         return found
 
     def _may_need(self, row: Row, digest: bytes, steps_max: int) -> bool:
@@ -300,5 +300,5 @@ class _Sending(Alone):
         return (
             row.name.digest != digest
             and steps <= min(steps_max, 1)
-            and not any(self._store.presence.is_unusable(name) for name in names)
+            and not any(self._store.lease_cache.is_unusable(name) for name in names)
         )

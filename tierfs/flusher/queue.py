@@ -16,13 +16,13 @@ from tierfs.host.pending.record import Draft
 from tierfs.host.slab.segment import Slot
 
 if TYPE_CHECKING:
-    from tierfs.store.encode.hints import Hint
+    from tierfs.store.encode.contexts import ChunkContext
 
-__all__ = ["Entries", "Entry"]
+__all__ = ["FlushItem", "FlushQueue"]
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class FlushItem:
     """One draft on its way.
 
     Attributes:
@@ -33,8 +33,8 @@ class Entry:
         level: What it has reached.
         since_s: When this flusher learned of it, monotonic seconds.
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
-        hints: What is known of each chunk; ``None`` before that was asked for.
-        settled: Whether it has left the slab for the nvme tier, or does not need to.
+        contexts: What is known of each chunk; ``None`` before that was asked for.
+        persisted: Whether it has left the slab for the nvme tier, or does not need to.
         ahead: Whether it was uploaded, or that was tried, before it was settled.
         uploaded: Whether every row is there.
         published: Whether its record stands, and only the local tiers are still to be told.
@@ -52,8 +52,8 @@ class Entry:
     number: int | None = None
     level: Level = Level.STAGED
     rows: list[Row | None] = field(default_factory=list)
-    hints: Sequence[Hint] | None = None
-    settled: bool = False
+    contexts: Sequence[ChunkContext] | None = None
+    persisted: bool = False
     ahead: bool = False
     uploaded: bool = False
     published: bool = False
@@ -81,12 +81,12 @@ class Entry:
             self.error, self.failures, self.retry_at = None, 0, 0.0
 
 
-class Entries:
+class FlushQueue:
     """All drafts on their way, in closing order. Not thread-safe: the flusher holds its lock."""
 
     def __init__(self) -> None:
-        self._by_write_id: dict[bytes, Entry] = {}
-        self._sorted: list[Entry] = []
+        self._by_write_id: dict[bytes, FlushItem] = {}
+        self._sorted: list[FlushItem] = []
         self._order = ClosingOrder()
         self._standing: set[str] = set()  # paths of those that are published: one draft for each
         self._needs: Counter[bytes] = Counter()
@@ -94,37 +94,37 @@ class Entries:
     def __len__(self) -> int:
         return len(self._sorted)
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[FlushItem]:
         return iter(self._sorted)
 
     def __contains__(self, write_id: bytes) -> bool:
         return write_id in self._by_write_id
 
-    def get(self, write_id: bytes) -> Entry | None:
+    def get(self, write_id: bytes) -> FlushItem | None:
         """The draft with this write id."""
         return self._by_write_id.get(write_id)
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: FlushItem) -> None:
         """Note a draft."""
         self._by_write_id[entry.draft.write_id] = entry
         bisect.insort(self._sorted, entry, key=_turn)
         self._order.add(entry.path, entry.turn)
         self._needs.update(entry.draft.names)
 
-    def pass_on(self, entry: Entry) -> None:
+    def pass_on(self, entry: FlushItem) -> None:
         """Note that a draft's record stands: it is others' turn, but for those that change the same path."""
         entry.published = True
         self._order.remove(entry.path, entry.turn)
         self._standing.add(entry.path)
 
-    def take_back(self, entry: Entry) -> None:
+    def take_back(self, entry: FlushItem) -> None:
         """The draft is to be published again, after all."""
         entry.published = False
         self._order.add(entry.path, entry.turn)
         self._standing.remove(entry.path)
 
-    def remove(self, entry: Entry) -> None:
-        """Note that a draft is done with, or given up."""
+    def remove(self, entry: FlushItem) -> None:
+        """Note that a draft is done with, or discarded."""
         if entry.published:
             self._standing.remove(entry.path)
         else:
@@ -141,13 +141,13 @@ class Entries:
         """Whether a draft names this chunk."""
         return name in self._needs
 
-    def is_first(self, entry: Entry) -> bool:
+    def is_first(self, entry: FlushItem) -> bool:
         """Whether no draft has to be published before this one."""
         if entry.draft.after in self._by_write_id or entry.path in self._standing:
             return False
         return self._order.first(entry.path) == entry.turn
 
-    def dependents(self, entry: Entry) -> list[Entry]:
+    def dependents(self, entry: FlushItem) -> list[FlushItem]:
         """Drafts that are only to be published if this one is: those chained on it, and those chained on these."""
         found, ids = [], {entry.draft.write_id}
         for other in self:
@@ -156,7 +156,7 @@ class Entries:
                 ids.add(other.draft.write_id)
         return found
 
-    def before(self, entry: Entry) -> Iterator[Entry]:
+    def before(self, entry: FlushItem) -> Iterator[FlushItem]:
         """The drafts that have to be published before this one, in closing order."""
         directory = entry.path.rpartition("/")[0]
         for other in self:
@@ -167,10 +167,10 @@ class Entries:
             if not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after:
                 yield other
 
-    def blocker(self, entry: Entry) -> Entry | None:
+    def blocker(self, entry: FlushItem) -> FlushItem | None:
         """A draft in conflict that this one waits for, if any."""
         return next((other for other in self.before(entry) if other.conflict), None)
 
 
-def _turn(entry: Entry) -> Turn:
+def _turn(entry: FlushItem) -> Turn:
     return entry.turn

@@ -6,18 +6,18 @@ import logging
 
 from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
-from tierfs.flusher.queue import Entry
+from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.pending.scan import damaged_segment
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
-__all__ = ["Finder"]
+__all__ = ["PendingScan"]
 
 _logger = logging.getLogger("tierfs.flush")
 
 
-class Finder:
+class PendingScan:
     """Adds entries for drafts that it has not seen. Safe for use by many threads."""
 
     def __init__(self, state: FlushState) -> None:
@@ -45,7 +45,7 @@ class Finder:
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
                 turn, now = draft.turn(self._boot, stored.seq), state.clock.monotonic()
-                entry = Entry(draft, turn, now, number=stored.seq, level=state.local_level, settled=True)
+                entry = FlushItem(draft, turn, now, number=stored.seq, level=state.local_level, persisted=True)
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
@@ -85,7 +85,7 @@ class Finder:
                     return
                 kept = now.state is SlotState.CONFLICT
                 turn = draft.turn(self._boot)
-                entry = Entry(draft, turn, state.clock.monotonic(), slot=slot, settled=kept)
+                entry = FlushItem(draft, turn, state.clock.monotonic(), slot=slot, persisted=kept)
                 if kept:
                     text = f"{draft.path} was changed by somebody else before it was flushed: theirs stands, this one is kept"
                     entry.fail(ConflictError(text, path=draft.path), float("inf"))

@@ -30,7 +30,7 @@ __all__ = ["Engine", "Peer", "Service"]
 
 CONNECTIONS_MAX = 256  # and as many threads
 FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
-# Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has put things away.
+# Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has closed all.
 ACQUIRE_S = 1.0
 TICK_S = 0.1
 TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway
@@ -68,7 +68,7 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Let go of everything. Called after `stop`, when no `handle` is under way and none will be."""
+        """Release everything. Called after `stop`, when no `handle` is under way and none will be."""
 
     def handle(self, do: str, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         """Do what a client asks; may take as long as it takes. Returns what JSON holds, within a message.
@@ -92,7 +92,7 @@ class Engine(Protocol):
         """Whether there is nothing left to do. May not block."""
 
 
-class _Connection:
+class _ClientConnection:
     """One client. Its thread asks the engine; the service's own thread sees the hang-up, and closes the socket."""
 
     def __init__(self, sock: socket.socket, number: int, pid: int) -> None:
@@ -139,7 +139,7 @@ class Service:
         self._wakeup = -1
         self._listener: socket.socket | None = None
         self._identity: tuple[int, int] | None = None
-        self._connections: dict[int, _Connection] = {}  # by file descriptor
+        self._connections: dict[int, _ClientConnection] = {}  # by file descriptor
         self._threads: set[threading.Thread] = set()
         self._served = 0
         renew_in_children(self)
@@ -232,7 +232,7 @@ class Service:
             return
         sock.settimeout(None)
         self._served += 1
-        connection = _Connection(sock, self._served, pid)
+        connection = _ClientConnection(sock, self._served, pid)
         name = f"tierfs-flusher-{connection.number}"
         thread = threading.Thread(target=self._converse, args=(connection,), name=name, daemon=True)
         try:
@@ -250,7 +250,7 @@ class Service:
         if idle:
             min(idle, key=lambda connection: connection.used_at).hang_up(socket.SHUT_RD)
 
-    def _tell_of_hang_up(self, connection: _Connection) -> None:
+    def _tell_of_hang_up(self, connection: _ClientConnection) -> None:
         connection.is_watched = False  # before its peer is looked for: see `_greeted`
         if connection.peer is not None:
             connection.peer.gone.set()
@@ -289,7 +289,7 @@ class Service:
 
     # -- on a connection's thread ------------------------------------------------------------------------------------
 
-    def _converse(self, connection: _Connection) -> None:
+    def _converse(self, connection: _ClientConnection) -> None:
         try:
             while (message := wire.receive(connection.sock)) is not None:
                 connection.is_busy = True
@@ -314,7 +314,7 @@ class Service:
                 connection.is_over = True
                 self._wake()
 
-    def _answer(self, connection: _Connection, message: dict[str, Any]) -> bytes:
+    def _answer(self, connection: _ClientConnection, message: dict[str, Any]) -> bytes:
         """Ask the engine. Returns the packet to be sent.
 
         Raises:
@@ -347,7 +347,7 @@ class Service:
             _logger.error("%s failed", do, exc_info=error)
         return error
 
-    def _greeted(self, connection: _Connection, do: str, arguments: dict[str, Any]) -> Peer:
+    def _greeted(self, connection: _ClientConnection, do: str, arguments: dict[str, Any]) -> Peer:
         version = arguments.get("version")
         if do != "hello" or not isinstance(version, str):
             raise FormatError("a connection begins with hello and the client's version")
@@ -371,7 +371,7 @@ class Service:
                 os.eventfd_write(self._wakeup, 1)
 
     def _renew(self) -> None:
-        """Let go of everything in a forked child: no client may reach it, nor be kept from seeing that we ended."""
+        """Release everything in a forked child: no client may reach it, nor be kept from seeing that we ended."""
         wakeup, self._wakeup = self._wakeup, -1
         if wakeup >= 0:
             os.close(wakeup)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from tierfs.clock import Clock
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
-from tierfs.flusher.queue import Entries, Entry
+from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
@@ -35,7 +35,7 @@ class UnreadSegmentError(StoreError):
 
 
 class NotAskedError(StoreError):
-    """Whether the object tier has a chunk that no local tier has cannot be told now: it is away, or nobody has said yet where it is."""
+    """Whether the object tier has a chunk that no local tier has cannot be told now: it is unreachable, or nobody has said yet where it is."""
 
 
 class FlushState:
@@ -72,7 +72,7 @@ class FlushState:
         self.fault = fault
         self._random = random
         self.changed = threading.Condition()
-        self.entries = Entries()
+        self.entries = FlushQueue()
         self.access = Access(connect)
         self.stopping = False
         self.nudged = True
@@ -84,16 +84,16 @@ class FlushState:
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
 
-    def settles_first(self) -> bool:
+    def persists_first(self) -> bool:
         """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not."""
         since = self.settling_since
         return since is not None and self.clock.monotonic() - since < SETTLING_FIRST_S
 
-    def settles_alone(self) -> bool:
+    def persists_alone(self) -> bool:
         """Whether those are not uploaded meanwhile, either, because somebody waits."""
-        return self.local_waits > 0 and self.settles_first()
+        return self.local_waits > 0 and self.persists_first()
 
-    def fail(self, entry: Entry, error: TierfsError, wait_s: float | None = None) -> None:
+    def fail(self, entry: FlushItem, error: TierfsError, wait_s: float | None = None) -> None:
         """Note that an attempt failed, and when the next one is due; by default later each time, and said."""
         if wait_s is None:
             wait_s = min(RETRY_S_MAX, RETRY_S_MIN * 2**entry.failures) * (0.5 + self._random() / 2)
@@ -118,7 +118,7 @@ class FlushState:
         slot = None if segment is None else segment.slot(reference.index)
         return slot if slot is not None and slot.serial == reference.serial else None
 
-    def missing(self, entry: Entry, reference: SlotRef | None, error: TierfsError) -> TierfsError:
+    def missing(self, entry: FlushItem, reference: SlotRef | None, error: TierfsError) -> TierfsError:
         """What it means that no tier has a chunk whose slot was not to be seen: ``error``, or that it has to be tried again.
 
         A segment may have been opened meanwhile. Until then the draft keeps its place before those that were closed later.

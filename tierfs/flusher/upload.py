@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
-from tierfs.flusher.queue import Entry
+from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState, read_slot
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
@@ -19,7 +19,7 @@ from tierfs.host.slab.segment import Slot, SlotState
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
-    from tierfs.store.encode.hints import Hint, ReadRow
+    from tierfs.store.encode.contexts import ChunkContext, ReadRow
 
 __all__ = ["Uploader", "uploads_at_once"]
 
@@ -58,7 +58,7 @@ class Uploader:
         self._chunks = ThreadPoolExecutor(uploads_at_once(), thread_name_prefix="tierfs-upload")
         self._drafts = ThreadPoolExecutor(DRAFTS_AT_ONCE_MAX, thread_name_prefix="tierfs-draft")
         self._releases = ThreadPoolExecutor(1, thread_name_prefix="tierfs-release")
-        self._published: list[Entry] = []  # whose rows are still there
+        self._published: list[FlushItem] = []  # whose rows are still there
         self._uploaded: Counter[int] = Counter()  # bytes, by the second in which they arrived, of the last RATE_S
 
     def stop(self) -> None:
@@ -67,17 +67,17 @@ class Uploader:
         self._chunks.shutdown()
         self._releases.shutdown()
 
-    def begin(self, entry: Entry) -> None:
+    def begin(self, entry: FlushItem) -> None:
         """Have a thread take a draft one step further. The lock is held."""
-        entry.busy, entry.ahead = True, not entry.settled
+        entry.busy, entry.ahead = True, not entry.persisted
         self._drafts.submit(self.advance, entry)
 
-    def next(self) -> Entry | None:
+    def next(self) -> FlushItem | None:
         """A draft that something can be done for now. The lock is held."""
         state = self._state
         if not state.access.is_known:
             return None
-        now, settles_first = state.clock.monotonic(), state.settles_first()
+        now, persists_first = state.clock.monotonic(), state.persists_first()
         busy = 0
         for entry in state.entries:
             busy += entry.busy
@@ -85,18 +85,18 @@ class Uploader:
                 return None
             if entry.busy or entry.conflict or entry.published or now < entry.retry_at:
                 continue
-            if not entry.settled:
+            if not entry.persisted:
                 if self._may_go_ahead(entry):
                     return entry
-            elif not settles_first and (not entry.uploaded or state.entries.is_first(entry)):
+            elif not persists_first and (not entry.uploaded or state.entries.is_first(entry)):
                 return entry
         return None
 
-    def _may_go_ahead(self, entry: Entry) -> bool:
+    def _may_go_ahead(self, entry: FlushItem) -> bool:
         """Whether a draft's chunks are uploaded before it is in the nvme tier. The lock is held."""
-        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN and not self._state.settles_alone()
+        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN and not self._state.persists_alone()
 
-    def advance(self, entry: Entry) -> None:
+    def advance(self, entry: FlushItem) -> None:
         """Put what is missing of a draft into the object tier, and publish it if it is its turn.
 
         One that was on its way to the nvme tier when it was begun with is only uploaded, and that is tried once.
@@ -115,7 +115,7 @@ class Uploader:
             entry.busy = False
             state.changed.notify_all()
 
-    def _go_on(self, publisher: StorePublisher, entry: Entry) -> None:
+    def _go_on(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
         if not entry.uploaded:
             self._upload(publisher, entry)
@@ -124,7 +124,7 @@ class Uploader:
         if turn:
             self._publish(publisher, entry)
 
-    def _go_ahead(self, entry: Entry) -> None:
+    def _go_ahead(self, entry: FlushItem) -> None:
         """Upload what another thread takes to the nvme tier meanwhile, up to the first error, which is not the draft's."""
         state = self._state
         references = [reference for reference in entry.draft.slots if reference is not None]
@@ -138,25 +138,27 @@ class Uploader:
 
     # -- chunks --------------------------------------------------------------------------------------------------------
 
-    def _upload(self, publisher: StorePublisher, entry: Entry) -> None:
+    def _upload(self, publisher: StorePublisher, entry: FlushItem) -> None:
         record = entry.draft.record
         rows = record.rows if isinstance(record, Manifest) else ()
         entry.rows = entry.rows or [None] * len(rows)
         reader = self._reader(entry)
-        if entry.hints is None:
-            entry.hints = publisher.plan(entry.draft, reader)
+        if entry.contexts is None:
+            entry.contexts = publisher.plan(entry.draft, reader)
         missing = [index for index, row in enumerate(entry.rows) if row is None]
-        hints = dict(enumerate(entry.hints))
-        sources = {part.chunk for hint in entry.hints for part in hint.sources}
+        contexts = dict(enumerate(entry.contexts))
+        sources = {part.chunk for context in entry.contexts for part in context.sources}
 
         def submit(indexes: Iterable[int]) -> list[Future[None]]:
             return [
-                self._chunks.submit(self._upload_chunk, publisher, entry, rows[index], index, hints.get(index), reader)
+                self._chunks.submit(
+                    self._upload_chunk, publisher, entry, rows[index], index, contexts.get(index), reader
+                )
                 for index in indexes
             ]
 
         # What others are derived from goes first, and those when that is there, among the rest: deriving takes processors, the rest the link.
-        derived = [index for index in missing if index in hints and hints[index].sources]
+        derived = [index for index in missing if index in contexts and contexts[index].sources]
         rest = [index for index in missing if index not in sources and index not in derived]
         before = submit(index for index in missing if index in sources)
         # Half of the rest does not wait: what others are derived from may have to be sent again and again.
@@ -173,12 +175,18 @@ class Uploader:
                 entry.clear()
 
     def _upload_chunk(
-        self, publisher: StorePublisher, entry: Entry, row: Row, index: int, hint: Hint | None, reader: ReadRow
+        self,
+        publisher: StorePublisher,
+        entry: FlushItem,
+        row: Row,
+        index: int,
+        context: ChunkContext | None,
+        reader: ReadRow,
     ) -> None:
         state = self._state
         if state.stopping:
             raise StoreError("the flusher is ending", transient=True)
-        if not entry.settled and state.settles_alone():
+        if not entry.persisted and state.persists_alone():
             raise StoreError("somebody waits for the nvme tier", transient=True)
         if row.stored_length:
             entry.rows[index] = row
@@ -188,7 +196,7 @@ class Uploader:
         reference = entry.draft.slots[index]
         seen = reference is not None and state.chunk(reference) is not None
         for read in self._sources(name, reference if entry.slot is not None else None):
-            stored = self._put(publisher, row.raw_length, read, hint, entry.rows, reader)
+            stored = self._put(publisher, row.raw_length, read, context, entry.rows, reader)
             if stored is None:
                 continue
             if stored.name.digest == row.name.digest:
@@ -216,7 +224,7 @@ class Uploader:
         if nvme is not None:
             yield lambda start, out: nvme.read_into(name, start, out)
 
-    def _reader(self, entry: Entry) -> ReadRow:
+    def _reader(self, entry: FlushItem) -> ReadRow:
         """What gets at chunks of a draft, and at others that lie on this host."""
         record = entry.draft.record
         if not isinstance(record, Manifest):
@@ -249,7 +257,7 @@ class Uploader:
         publisher: StorePublisher,
         length: int,
         read: Callable[[int, memoryview], bool],
-        hint: Hint | None,
+        context: ChunkContext | None,
         rows: Sequence[Row | None],
         reader: ReadRow,
     ) -> Row | None:
@@ -267,7 +275,7 @@ class Uploader:
                 return False
             return is_there
 
-        stored = publisher.put_chunk(length, fill, hint, rows, read=reader, pace=self._pace)
+        stored = publisher.put_chunk(length, fill, context, rows, read=reader, pace=self._pace)
         if failures:
             raise failures.pop()
         if stored is not None:
@@ -301,7 +309,7 @@ class Uploader:
 
     # -- records -------------------------------------------------------------------------------------------------------
 
-    def _publish(self, publisher: StorePublisher, entry: Entry) -> None:
+    def _publish(self, publisher: StorePublisher, entry: FlushItem) -> None:
         state = self._state
         state.fault("before publish.record")
         rows = [row for row in entry.rows if row is not None]
@@ -346,7 +354,7 @@ class Uploader:
         for entry in done:
             _logger.info("published %s", entry.path, extra={"path": entry.path, "bytes": entry.draft.length})
 
-    def _keep(self, entry: Entry, error: ConflictError) -> None:
+    def _keep(self, entry: FlushItem, error: ConflictError) -> None:
         """Somebody else changed the path: theirs stands. This one, and what was built on it, is kept until a person decides."""
         state = self._state
         _logger.error("%s is kept as a conflict: %s", entry.path, error)

@@ -18,7 +18,7 @@ __all__ = [
     "BASES_MAX",
     "ENVELOPE_BYTES_MAX",
     "STORED_BYTES_MAX",
-    "Base",
+    "BaseRange",
     "Block",
     "Envelope",
     "block_count",
@@ -49,7 +49,7 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class BaseRange:
     """Bytes of another chunk that this one is encoded against.
 
     Attributes:
@@ -90,7 +90,7 @@ class Envelope:
     digest: bytes
     raw_length: int
     blocks: tuple[Block, ...]
-    bases: tuple[Base, ...] = ()
+    bases: tuple[BaseRange, ...] = ()
 
     @property
     def recipe(self) -> bytes:
@@ -181,7 +181,7 @@ class Envelope:
         return envelope
 
 
-def recipe_of(bases: Sequence[Base]) -> bytes:
+def recipe_of(bases: Sequence[BaseRange]) -> bytes:
     """What tells a chunk object with these bases from others of the same content; `NO_RECIPE` without bases."""
     if not bases:
         return NO_RECIPE
@@ -189,14 +189,14 @@ def recipe_of(bases: Sequence[Base]) -> bytes:
     return recipe if recipe != NO_RECIPE else (1).to_bytes(len(NO_RECIPE), "big")
 
 
-def _decode_base(cursor: Cursor, kind: DigestKind) -> Base:
+def _decode_base(cursor: Cursor, kind: DigestKind) -> BaseRange:
     name = ChunkName(cursor.bytes(kind.size), cursor.unsigned(4), cursor.bytes(8))
     raw_length = cursor.bounded(4, CHUNK_BYTES, "raw length of a base")
     stored_length = cursor.bounded(4, STORED_BYTES_MAX, "stored length of a base")
     offset, length = cursor.unsigned(4), cursor.unsigned(4)
     if not length or offset + length > raw_length:
         raise cursor.malformed(f"{length} bytes from {offset} on of a base of {raw_length}")
-    return Base(name, raw_length, stored_length, offset, length)
+    return BaseRange(name, raw_length, stored_length, offset, length)
 
 
 def block_count(raw_length: int) -> int:

@@ -100,7 +100,7 @@ class Reading(Looking):
         errors = [read([part]) for part in parts] if read(list(parts)) is not None else [None] * len(parts)
         results: list[Any] = []
         for failure in errors:
-            _, out = parts.popleft()  # let go of one by one: together they may be large
+            _, out = parts.popleft()  # released one by one: together they may be large
             results.append(bytes(out) if failure is None else failure)
         return results
 

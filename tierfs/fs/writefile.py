@@ -182,13 +182,13 @@ class WriteFile(io.BufferedIOBase):
     def give_up(self, error: BaseException) -> None:
         """Publish nothing, because of this error. What a wrapper still writes before it closes the handle is ignored."""
         if self._abort():
-            _logger.warning("%s was given up because of %r and is not published", self.path, error)
+            _logger.warning("%s was discarded because of %r and is not published", self.path, error)
 
     def absorb_removal(self) -> bool:
         """Whether deleting its path, as the thread that opened it asks for now, is meant for what it could not write.
 
-        It is, and that is given up, if the thread is handling an exception that came up before the file was published or
-        ``with`` was left. DCP, for one, deletes a data file that it fails to write before it lets go of the handle; what
+        It is, and that is discarded, if the thread is handling an exception that came up before the file was published or
+        ``with`` was left. DCP, for one, deletes a data file that it fails to write before it releases the handle; what
         lies there is the version before.
         """
         error = sys.exc_info()[1]

@@ -18,7 +18,7 @@ class Counters(Counter[str]):
         self._said: dict[str, object] = {}
 
     def fall_back(self, what: str, text: str, *arguments: object) -> None:
-        """Count something that was done in a lesser way than it is meant to be, and log it the first time."""
+        """Count a fallback, and log the first one of its kind."""
         self[what] += 1
         self.say(what, text, *arguments)
 

@@ -68,7 +68,7 @@ def state_directory(given: str | None = None) -> Path:
 
 
 class ExclusiveLock:
-    """A lock on a file, between processes and between threads: one holder, until it lets go or dies.
+    """A lock on a file, between processes and between threads: one holder, until it releases it or dies.
 
     A forked child does not hold what its parent holds, and does not keep it held. The file stays: removing it is never
     needed, and does no harm.
@@ -86,7 +86,7 @@ class ExclusiveLock:
         return f"ExclusiveLock({str(self.path)!r}, held={self._held})"
 
     def __del__(self) -> None:
-        # At the end of the interpreter the guard may be gone already, and the operating system lets go by itself.
+        # At the end of the interpreter the guard may be gone already, and the operating system releases it by itself.
         if self._fd is not None and _guard is not None:
             self.release()
 
@@ -121,7 +121,7 @@ class ExclusiveLock:
             # Somebody removed the file while we waited: what is there now is another one.
 
     def release(self) -> None:
-        """Let go of it. Nothing happens where this process does not hold it."""
+        """Release it. Nothing happens where this process does not hold it."""
         with _guard:
             if self._fd is not None:
                 # Closing is not enough: a child that is about to execute another program has the open file, too.

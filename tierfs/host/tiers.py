@@ -178,16 +178,16 @@ class Tiers:
             found = {path: one} if one is not None and one.draft.write_id == write_id else {}
         return {(name, one.draft.write_id): one.draft.length for name, one in found.items() if one.level < level}
 
-    def distrust(self, key: str) -> None:
+    def report_damage(self, key: str) -> None:
         """Tell the flusher, if one runs, that an object which is a chunk is damaged or missing: it may know it to be there."""
         if self.flusher.is_running():
             try:
-                self.flusher.request("distrust", {"key": key}, timeout_s=ANNOUNCE_S)
+                self.flusher.request("report_damage", {"key": key}, timeout_s=ANNOUNCE_S)
             except (TierfsError, TimeoutError) as error:
                 self.counters.fall_back("kept_damage", "the flusher was not told of a damaged chunk: %s", error)
 
     def close(self) -> None:
-        """Let go of everything; what is pending stays for the next flusher."""
+        """Release everything; what is pending stays for the next flusher."""
         self._ended.set()
         self.flusher.close()
         self.ram.close()

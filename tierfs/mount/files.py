@@ -17,7 +17,7 @@ from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.reading import ReadAhead, Views
-from tierfs.mount.staging import Staged
+from tierfs.mount.staging import StagedInode
 from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
@@ -65,7 +65,7 @@ class Files:
     def opened_new(self, node: Node) -> Handle:
         """Open a file that was just made."""
         with node.lock:
-            node.staged = Staged(self._state.staging, None)
+            node.staged = StagedInode(self._state.staging, None)
             node.staged.is_dirty = True
             return self._handle(node, writes=True)
 
@@ -202,7 +202,7 @@ class Files:
             if tiers.drafts.pending(path) is None:
                 return
             reader = self._reader(node)
-            node.staged = Staged(self._state.staging, None)
+            node.staged = StagedInode(self._state.staging, None)
             buffer = memoryview(bytearray(1 << 20))
             for offset in range(0, reader.length, len(buffer)):
                 piece = buffer[: min(len(buffer), reader.length - offset)]
@@ -229,7 +229,7 @@ class Files:
         elif is_lost:
             self._state.nodes.remove(node)
 
-    def _publish_content(self, node: Node, staged: Staged) -> None:
+    def _publish_content(self, node: Node, staged: StagedInode) -> None:
         store, path = self._state.store, node.path
         assert path is not None
         base = node.entry.manifest if node.entry is not None else None
@@ -258,7 +258,7 @@ class Files:
             if writer.is_done:
                 self._take_published(node, staged, writer)
 
-    def _take_published(self, node: Node, staged: Staged, writer: Writer) -> None:
+    def _take_published(self, node: Node, staged: StagedInode, writer: Writer) -> None:
         path, store = node.path, self._state.store
         assert path is not None
         # What is pending, or what was published, by its write id: no answer to a request is needed for that.
@@ -316,14 +316,14 @@ class Files:
                 node.reader = verbs.open_entry(self._state.store, node.entry)
             return node.reader
 
-    def _staged(self, node: Node) -> Staged:
+    def _staged(self, node: Node) -> StagedInode:
         if node.staged is None:
-            node.staged = Staged(self._state.staging, self._reader(node))
+            node.staged = StagedInode(self._state.staging, self._reader(node))
         return node.staged
 
     def _resize(self, node: Node, length: int) -> None:
         if node.staged is None and not length:
-            node.staged = Staged(self._state.staging, None)
+            node.staged = StagedInode(self._state.staging, None)
             node.staged.is_dirty = bool(node.attributes.size) or node.is_unpublished
         staged = self._staged(node)
         if staged.length != length or node.attributes.size != length:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import xxhash
 
 from tierfs.mount.attributes import Attributes, attributes_of
-from tierfs.mount.staging import Staged
+from tierfs.mount.staging import StagedInode
 from tierfs.store import Entry, Reader
 
 __all__ = ["ROOT_ID", "Handle", "Node", "Nodes", "child_path", "version_of"]
@@ -52,7 +52,7 @@ class Node:
     version: str | None = None
     entry: Entry | None = None
     reader: Reader | None = None
-    staged: Staged | None = None
+    staged: StagedInode | None = None
     handles: set[Handle] = field(default_factory=set)
     lookups: int = 0
     has_new_attributes: bool = False

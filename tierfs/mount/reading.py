@@ -47,7 +47,7 @@ class Views(list[memoryview]):
         self.clear()
 
 
-class _Piece:
+class _ReadPiece:
     """Bytes of the file. It is pinned while somebody fills it or sends from it."""
 
     __slots__ = ("_buffer", "_is_dropped", "_lock", "_pins", "begun", "error", "filled", "length", "start", "view")
@@ -111,7 +111,7 @@ class ReadAhead:
 
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
-        self._pieces: list[_Piece] = []  # the one used last at the end
+        self._pieces: list[_ReadPiece] = []  # the one used last at the end
         self._lock = threading.Lock()
         self._next = 0  # where a sequential reader goes on
 
@@ -147,10 +147,10 @@ class ReadAhead:
         for piece in pieces:
             piece.drop()
 
-    def _piece(self, offset: int) -> _Piece:
+    def _piece(self, offset: int) -> _ReadPiece:
         """The piece that holds ``offset``, pinned, with those behind it on their way."""
-        dropped: list[_Piece] = []
-        ahead: list[_Piece] = []
+        dropped: list[_ReadPiece] = []
+        ahead: list[_ReadPiece] = []
         with self._lock:
             is_sequential = self._next - PIECE_BYTES <= offset <= self._next + PIECE_BYTES
             piece = self._find(offset)
@@ -179,20 +179,20 @@ class ReadAhead:
             _fillers.submit(new.fill, self.reader)
         return piece
 
-    def _find(self, offset: int) -> _Piece | None:
+    def _find(self, offset: int) -> _ReadPiece | None:
         return next((piece for piece in self._pieces if piece.start <= offset < piece.start + piece.length), None)
 
-    def _add(self, offset: int, length: int) -> _Piece:
+    def _add(self, offset: int, length: int) -> _ReadPiece:
         start = offset // length * length
         # Not over one that is there already.
         for piece in self._pieces:
             if piece.start <= start < piece.start + piece.length:
                 start = piece.start + piece.length
-        piece = _Piece(start, min(start // length * length + length, self.reader.length) - start)
+        piece = _ReadPiece(start, min(start // length * length + length, self.reader.length) - start)
         self._pieces.append(piece)
         return piece
 
-    def _forget(self, piece: _Piece) -> None:
+    def _forget(self, piece: _ReadPiece) -> None:
         with self._lock:
             if piece not in self._pieces:
                 return

@@ -16,8 +16,8 @@ from tierfs.mount.files import Files
 from tierfs.mount.nodes import Handle, Node
 from tierfs.mount.reading import Views
 from tierfs.mount.state import VALID_S, MountState
-from tierfs.mount.tree import NAME_MAX, Tree
-from tierfs.mount.wire import DirectoryEntry, Header, Opcode, SetAttr
+from tierfs.mount.tree import NAME_MAX, NameTree
+from tierfs.mount.wire import DirectoryEntry, Opcode, RequestHeader, SetAttr
 
 __all__ = ["NO_ANSWER", "SLOW", "Answer", "Requests"]
 
@@ -49,16 +49,16 @@ class Requests:
     def __init__(self, state: MountState, flush: Callable[[float], list[str]]) -> None:
         self.state = state
         self.files = Files(state)
-        self.tree = Tree(state, self.files)
+        self.tree = NameTree(state, self.files)
         self._extended = Extended(state, self.files, flush)
         self._listings: dict[int, tuple[Node, list[tuple[str, Node]]]] = {}
-        self._serve: dict[int, Callable[[Header, memoryview], Answer]] = {
+        self._serve: dict[int, Callable[[RequestHeader, memoryview], Answer]] = {
             opcode: method
             for opcode in Opcode
             if (method := getattr(self, f"_{opcode.name.lower()}", None)) is not None
         }
 
-    def __call__(self, header: Header, body: memoryview) -> Answer:
+    def __call__(self, header: RequestHeader, body: memoryview) -> Answer:
         """Serve one request. What it raises is for `errno_of`."""
         method = self._serve.get(header.opcode)
         if method is None:
@@ -83,34 +83,34 @@ class Requests:
         # The kernel may keep what it has: an inode's bytes change by what is written through this mount alone.
         return _OPEN_OUT.pack(handle.id, KEEP_CACHE | (0 if handle.writes else NO_FLUSH), 0)
 
-    def _init(self, header: Header, body: memoryview) -> Answer:
+    def _init(self, header: RequestHeader, body: memoryview) -> Answer:
         return wire.init_out(body)
 
-    def _destroy(self, header: Header, body: memoryview) -> Answer:
+    def _destroy(self, header: RequestHeader, body: memoryview) -> Answer:
         return b""
 
-    def _lookup(self, header: Header, body: memoryview) -> Answer:
+    def _lookup(self, header: RequestHeader, body: memoryview) -> Answer:
         name, _ = _text(body)
         try:
             return self._entry(self.tree.look_up(self._node(header.node), name))
         except NotFoundError:
             return wire.entry_out(wire.NEGATIVE, None, VALID_S)
 
-    def _forget(self, header: Header, body: memoryview) -> Answer:
+    def _forget(self, header: RequestHeader, body: memoryview) -> Answer:
         self.state.nodes.forget(header.node, _U64.unpack_from(body)[0])
         return None
 
-    def _batch_forget(self, header: Header, body: memoryview) -> Answer:
+    def _batch_forget(self, header: RequestHeader, body: memoryview) -> Answer:
         count, _ = _U32X2.unpack_from(body)
         for number in range(count):
             self.state.nodes.forget(*_FORGET_ONE.unpack_from(body, 8 + 16 * number))
         return None
 
-    def _getattr(self, header: Header, body: memoryview) -> Answer:
+    def _getattr(self, header: RequestHeader, body: memoryview) -> Answer:
         node = self._node(header.node)
         return wire.attr_out(node.attributes, self.state.valid_s(node))
 
-    def _setattr(self, header: Header, body: memoryview) -> Answer:
+    def _setattr(self, header: RequestHeader, body: memoryview) -> Answer:
         node, wanted = self._node(header.node), SetAttr.parse(body)
         if node.is_directory:
             self.tree.set_attributes(node, wanted)
@@ -118,13 +118,13 @@ class Requests:
             self.files.set_attributes(node, wanted)
         return wire.attr_out(node.attributes, self.state.valid_s(node))
 
-    def _symlink(self, header: Header, body: memoryview) -> Answer:
+    def _symlink(self, header: RequestHeader, body: memoryview) -> Answer:
         raise refusal(errno.EPERM, "a store has no links")
 
-    def _link(self, header: Header, body: memoryview) -> Answer:
+    def _link(self, header: RequestHeader, body: memoryview) -> Answer:
         raise refusal(errno.EPERM, "a store has no links")
 
-    def _mknod(self, header: Header, body: memoryview) -> Answer:
+    def _mknod(self, header: RequestHeader, body: memoryview) -> Answer:
         mode = _U32X2.unpack_from(body)[0]
         if mode >> 12 not in (0, 0o10):
             raise refusal(errno.EPERM, "a store has files and directories alone")
@@ -133,85 +133,85 @@ class Requests:
         self.files.release(handle)
         return self._entry(node)
 
-    def _mkdir(self, header: Header, body: memoryview) -> Answer:
+    def _mkdir(self, header: RequestHeader, body: memoryview) -> Answer:
         mode, umask = _U32X2.unpack_from(body)
         name, _ = _text(body, 8)
         return self._entry(self.tree.make_directory(self._node(header.node), name, mode & ~umask & 0o777))
 
-    def _unlink(self, header: Header, body: memoryview) -> Answer:
+    def _unlink(self, header: RequestHeader, body: memoryview) -> Answer:
         self.tree.remove_file(self._node(header.node), _text(body)[0])
         return b""
 
-    def _rmdir(self, header: Header, body: memoryview) -> Answer:
+    def _rmdir(self, header: RequestHeader, body: memoryview) -> Answer:
         self.tree.remove_directory(self._node(header.node), _text(body)[0])
         return b""
 
-    def _rename(self, header: Header, body: memoryview) -> Answer:
+    def _rename(self, header: RequestHeader, body: memoryview) -> Answer:
         return self._rename_names(header, _U64.unpack_from(body)[0], 0, body[8:])
 
-    def _rename2(self, header: Header, body: memoryview) -> Answer:
+    def _rename2(self, header: RequestHeader, body: memoryview) -> Answer:
         parent, flags, _ = _RENAME2_IN.unpack_from(body)
         return self._rename_names(header, parent, flags, body[16:])
 
-    def _rename_names(self, header: Header, parent: int, flags: int, names: memoryview) -> Answer:
+    def _rename_names(self, header: RequestHeader, parent: int, flags: int, names: memoryview) -> Answer:
         name, at = _text(names)
         new_name, _ = _text(names, at)
         self.tree.rename(self._node(header.node), name, self._node(parent), new_name, flags)
         return b""
 
-    def _open(self, header: Header, body: memoryview) -> Answer:
+    def _open(self, header: RequestHeader, body: memoryview) -> Answer:
         return self._opened(self.files.open(self._node(header.node), _OPEN_IN.unpack_from(body)[0]))
 
-    def _create(self, header: Header, body: memoryview) -> Answer:
+    def _create(self, header: RequestHeader, body: memoryview) -> Answer:
         flags, mode, umask, _ = _CREATE_IN.unpack_from(body)
         name, _ = _text(body, 16)
         node, handle = self.tree.make_file(self._node(header.node), name, mode & ~umask & 0o777, flags)
         return self._entry(node) + self._opened(handle)
 
-    def _read(self, header: Header, body: memoryview) -> Answer:
+    def _read(self, header: RequestHeader, body: memoryview) -> Answer:
         number, offset, size = _READ_IN.unpack_from(body)
         return self.files.read(self.files.handle(number), offset, size)
 
-    def _write(self, header: Header, body: memoryview) -> Answer:
+    def _write(self, header: RequestHeader, body: memoryview) -> Answer:
         number, offset, size = _READ_IN.unpack_from(body)
         data = body[WRITE_BYTES : WRITE_BYTES + size]
         return _U32X2.pack(self.files.write(self.files.handle(number), offset, data), 0)
 
-    def _flush(self, header: Header, body: memoryview) -> Answer:
+    def _flush(self, header: RequestHeader, body: memoryview) -> Answer:
         self.files.flush(self._handle(body))
         return b""
 
-    def _fsync(self, header: Header, body: memoryview) -> Answer:
+    def _fsync(self, header: RequestHeader, body: memoryview) -> Answer:
         self.files.sync(self._handle(body))
         return b""
 
-    def _release(self, header: Header, body: memoryview) -> Answer:
+    def _release(self, header: RequestHeader, body: memoryview) -> Answer:
         self.files.release(self._handle(body))
         return b""
 
-    def _fallocate(self, header: Header, body: memoryview) -> Answer:
+    def _fallocate(self, header: RequestHeader, body: memoryview) -> Answer:
         number, offset, length, mode = _FALLOCATE_IN.unpack_from(body)
         self.files.allocate(self.files.handle(number), offset, length, mode)
         return b""
 
-    def _opendir(self, header: Header, body: memoryview) -> Answer:
+    def _opendir(self, header: RequestHeader, body: memoryview) -> Answer:
         node, number = self._node(header.node), self.state.next_handle()
         self._listings[number] = (node, [])
         return _OPEN_OUT.pack(number, 0, 0)
 
-    def _readdir(self, header: Header, body: memoryview) -> Answer:
+    def _readdir(self, header: RequestHeader, body: memoryview) -> Answer:
         return self._page(body, plus=False)
 
-    def _readdirplus(self, header: Header, body: memoryview) -> Answer:
+    def _readdirplus(self, header: RequestHeader, body: memoryview) -> Answer:
         return self._page(body, plus=True)
 
-    def _releasedir(self, header: Header, body: memoryview) -> Answer:
+    def _releasedir(self, header: RequestHeader, body: memoryview) -> Answer:
         listed = self._listings.pop(_U64.unpack_from(body)[0], None)
         for _, node in listed[1] if listed is not None else ():
             self.state.nodes.drop(node)
         return b""
 
-    def _fsyncdir(self, header: Header, body: memoryview) -> Answer:
+    def _fsyncdir(self, header: RequestHeader, body: memoryview) -> Answer:
         return b""
 
     def _page(self, body: memoryview, *, plus: bool) -> bytes:
@@ -233,26 +233,26 @@ class Requests:
                 self.state.nodes.told(one)
         return data
 
-    def _statfs(self, header: Header, body: memoryview) -> Answer:
+    def _statfs(self, header: RequestHeader, body: memoryview) -> Answer:
         total, free, block = self._extended.room()
         return wire.statfs_out(total // block, free // block, block, NAME_MAX)
 
-    def _getxattr(self, header: Header, body: memoryview) -> Answer:
+    def _getxattr(self, header: RequestHeader, body: memoryview) -> Answer:
         size, _ = _U32X2.unpack_from(body)
         return _sized(self._extended.get(self._node(header.node), _text(body, 8)[0]), size)
 
-    def _listxattr(self, header: Header, body: memoryview) -> Answer:
+    def _listxattr(self, header: RequestHeader, body: memoryview) -> Answer:
         size, _ = _U32X2.unpack_from(body)
         names = self._extended.names(self._node(header.node))
         return _sized("".join(f"{name}\0" for name in names).encode(), size)
 
-    def _setxattr(self, header: Header, body: memoryview) -> Answer:
+    def _setxattr(self, header: RequestHeader, body: memoryview) -> Answer:
         size, _ = _U32X2.unpack_from(body)
         name, at = _text(body, 8)
         self._extended.set(self._node(header.node), name, bytes(body[at : at + size]))
         return b""
 
-    def _removexattr(self, header: Header, body: memoryview) -> Answer:
+    def _removexattr(self, header: RequestHeader, body: memoryview) -> Answer:
         raise refusal(errno.EOPNOTSUPP)
 
 

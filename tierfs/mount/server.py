@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from tierfs.mount.errnos import errno_of
 from tierfs.mount.reading import Views
 from tierfs.mount.requests import NO_ANSWER, SLOW, Answer
-from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Header, Opcode
+from tierfs.mount.wire import HEADER_BYTES, MAX_WRITE, OUT_HEADER, Opcode, RequestHeader
 from tierfs.threads import start_daemon
 
 __all__ = ["Server"]
@@ -39,7 +39,7 @@ _logger = logging.getLogger("tierfs.mount")
 class _Underway:
     """A request that is being served."""
 
-    header: Header
+    header: RequestHeader
     begun_s: float
     is_answered: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -51,14 +51,14 @@ class Server:
     Args:
         device: A descriptor of ``/dev/fuse`` with something mounted.
         serve: Does what a request asks for.
-        timeout_s: After how many seconds a request is given up.
+        timeout_s: After how many seconds a request is abandoned.
         slow_timeout_s: The same for one that stores or moves whole files.
     """
 
     def __init__(
         self,
         device: int,
-        serve: Callable[[Header, memoryview], Answer],
+        serve: Callable[[RequestHeader, memoryview], Answer],
         *,
         timeout_s: float = TIMEOUT_S,
         slow_timeout_s: float = SLOW_TIMEOUT_S,
@@ -113,8 +113,8 @@ class Server:
                 self._threads -= 1
 
     def _take(self, request: memoryview) -> bool:
-        """Serve one request. False where this thread was given up for lost meanwhile."""
-        header = Header.parse(request)
+        """Serve one request. False where this thread was abandoned for lost meanwhile."""
+        header = RequestHeader.parse(request)
         with self._lock:
             self._idle -= 1
             is_last = not self._idle and self._threads - self._lost < THREADS_MAX
@@ -184,7 +184,7 @@ class Server:
                 self._lost -= 1
             return
         name = _name(underway.header.opcode)
-        _logger.error("%s of node %d was given up: no answer in %g s", name, underway.header.node, limit_s)
+        _logger.error("%s of node %d was abandoned: no answer in %g s", name, underway.header.node, limit_s)
         self._start_thread()
 
 

@@ -18,12 +18,12 @@ from tierfs.digest import BLOCK_BYTES
 from tierfs.mount.errnos import refusal
 from tierfs.store import Reader, Writer
 
-__all__ = ["Staged"]
+__all__ = ["StagedInode"]
 
 COPY_BYTES = 8 << 20
 
 
-class Staged:
+class StagedInode:
     """See the module. For one thread at a time; its node's lock sees to that.
 
     Args:

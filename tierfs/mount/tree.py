@@ -23,7 +23,7 @@ from tierfs.mount.state import MountState, look_up
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry
 
-__all__ = ["NAME_MAX", "NO_REPLACE", "Tree"]
+__all__ = ["NAME_MAX", "NO_REPLACE", "NameTree"]
 
 NAME_MAX = keys.COMPONENT_BYTES_MAX
 NO_REPLACE = 1
@@ -31,7 +31,7 @@ CHECKPOINT_METADATA = ".metadata"
 ATTEMPTS_MAX = 5
 
 
-class Tree:
+class NameTree:
     """The operations on names. Safe for use by many threads; all raise what `errnos` translates.
 
     Args:

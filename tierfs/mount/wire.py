@@ -21,8 +21,8 @@ __all__ = [
     "NEGATIVE",
     "OUT_HEADER",
     "DirectoryEntry",
-    "Header",
     "Opcode",
+    "RequestHeader",
     "SetAttr",
     "Valid",
     "attr_out",
@@ -108,7 +108,7 @@ class Valid(enum.IntFlag):
     MTIME_NOW = 256
 
 
-class Header(NamedTuple):
+class RequestHeader(NamedTuple):
     """What every request begins with."""
 
     length: int
@@ -121,7 +121,7 @@ class Header(NamedTuple):
     padding: int
 
     @classmethod
-    def parse(cls, data: memoryview) -> Header:
+    def parse(cls, data: memoryview) -> RequestHeader:
         """Read it from the start of a request."""
         return cls(*_HEADER.unpack_from(data))
 

@@ -1,6 +1,6 @@
 """At the end of a process: a bounded wait for what it has pending, then a word on what is left and who goes on with it.
 
-A save that runs on another thread then, which the interpreter waits for, comes to its end before the tiers are put away.
+A save that runs on another thread then, which the interpreter waits for, comes to its end before the tiers are closed.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def _wait_for_threads() -> None:
 
 
 def _put_away_child() -> None:
-    """Put away what a process opened that multiprocessing started.
+    """Close what a process opened that multiprocessing started.
 
-    A thread that is none of ours and is waited for may be in the midst of a save: then nothing is put away, as if the process were
+    A thread that is none of ours and is waited for may be in the midst of a save: then nothing is closed, as if the process were
     killed when that is done.
     """
     known = (threading.current_thread(), threading.main_thread())
@@ -126,7 +126,7 @@ def _put_away_child() -> None:
 def _put_away_all() -> None:
     for tiers, launcher in _opened():
         url = _open.pop(tiers).url
-        # With the state directory everything is gone that could be put away.
+        # With the state directory everything is gone that could be closed.
         if tiers.ram.host.directory.exists():
             try:
                 finish(tiers, url, launcher)

@@ -63,7 +63,7 @@ def init(
 ) -> Store:
     """Make a store at ``url``, or open the one that is there. Any number of hosts may do it at once.
 
-    A store that this host knows is opened while its object tier is away, too. None is made then.
+    A store that this host knows is opened while its object tier is unreachable, too. None is made then.
 
     Args:
         url: ``tierfs::s3://bucket/run``, ``s3://bucket/run``, ``tierfs://NAME``, or a local path.
@@ -77,7 +77,7 @@ def init(
         InvalidInputError: The URL is no good, lies inside another store, or the store has other digests, or another lease or grace
             than was asked for.
         StoreError, CapacityError, ReadOnlyError: It failed; or this host has something pending for a store that was there.
-            It is transient where the object tier is away and this host does not know the store.
+            It is transient where the object tier is unreachable and this host does not know the store.
     """
     location = parse_url(url)
     location = replace(location, options={**location.options, **(options or {})})
@@ -179,10 +179,10 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
         if known is not None and (not write or _is_there(location, root, known)):
             return known, _relative(root, location.path)
     known_roots = [root for root in ancestors if _known_stores(location).find(target_url(location.protocol, root))]
-    away: StoreError | None = None
+    unreachable: StoreError | None = None
     for root in ancestors:
         try:
-            store = _open_root(location, root, has_known=bool(known_roots), is_away=away is not None)
+            store = _open_root(location, root, has_known=bool(known_roots), is_unreachable=unreachable is not None)
         except NotFoundError:
             continue
         except _RefusedError:
@@ -193,11 +193,11 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
                 raise
             if not known_roots:
                 raise _unknown_and_away(location.url, error) from error
-            away = away or error
+            unreachable = unreachable or error
             continue
         return store, _relative(root, location.path)
-    if away is not None:
-        raise away
+    if unreachable is not None:
+        raise unreachable
     if refused:
         raise ReadOnlyError(
             f"no store was found above {location.url}, and {target_url(location.protocol, refused)} may not be looked into: ask for "
@@ -277,14 +277,14 @@ class _RefusedError(Exception):
     """A root may not be looked into. Not to be mixed up with local tiers that may not be used."""
 
 
-def _open_root(location: Location, root: str, *, has_known: bool = False, is_away: bool = False) -> Store:
+def _open_root(location: Location, root: str, *, has_known: bool = False, is_unreachable: bool = False) -> Store:
     """Open the store at ``root``.
 
     Args:
         location: What it is opened for.
         root: Where it may be.
         has_known: Whether this host knows a store here or further up, so that it need not wait for an object tier.
-        is_away: Whether the object tier was found not to answer, so that it is not asked.
+        is_unreachable: Whether the object tier was found not to answer, so that it is not asked.
     """
     key = (_token(location), root)
     known = _stores.get(key)
@@ -293,7 +293,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
     objects = connect(location.protocol, root, location.options)
     url = target_url(location.protocol, root)
     try:
-        if is_away:
+        if is_unreachable:
             raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
         descriptor = (
             within(LOOK_S, lambda: read_descriptor(objects, url)) if has_known else read_descriptor(objects, url)
@@ -319,7 +319,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_awa
 
 
 def _remember(location: Location, url: str, descriptor: Descriptor, places: tuple[str, ...]) -> None:
-    """Note what the store is, for when its object tier is away. A directory of this host is not away."""
+    """Note what the store is, for when its object tier is unreachable. A directory of this host is not unreachable."""
     if not descriptor.endpoint.host_local:
         _known_stores(location).remember(url, descriptor, places)
 

@@ -18,7 +18,7 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
-from tierfs.store.encode.hints import NO_HINT, Hint, ReadRow
+from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
 from tierfs.store.encode.pipeline import Encoded, Sending, blocks_of
 from tierfs.store.encode.room import Room, lend_room
 from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
@@ -36,17 +36,17 @@ class Alone:
 
     Args:
         store: The store.
-        hint: What is known of it.
+        context: What is known of it.
     """
 
-    def __init__(self, store: Store, hint: Hint = NO_HINT) -> None:
+    def __init__(self, store: Store, context: ChunkContext = NO_CONTEXT) -> None:
         self._store = store
-        self._hint = hint
+        self._context = context
 
     def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
         """See `Sending.encode`."""
         del digest
-        return self._store.encoder.encode(raw, self._hint, (), room=room, read=lambda *_: False, fetch=self._fetch)
+        return self._store.encoder.encode(raw, self._context, (), room=room, read=lambda *_: False, fetch=self._fetch)
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
         """See `Sending.putting`."""
@@ -82,36 +82,36 @@ def store_chunk(
     """
     digests, name = _digests_of(store, raw)
     reread = unread is not None and name in unread
-    term = store.presence.ensure()
-    row = store.presence.find(name)
+    term = store.lease_cache.ensure()
+    row = store.lease_cache.find(name)
     if row is not None and not is_sound(store, row, reread=reread):
         row = None
     if row is None:
-        row = _find_heard(store, name, len(raw))
+        row = _find_listed(store, name, len(raw))
         if row is None:
             with contextlib.nullcontext(room) if room is not None else lend_room() as place:
                 row = _find_or_put(store, name, raw, digests, sending or Alone(store), place, reread=reread)
-        store.presence.learn(term, [row])
+        store.lease_cache.learn(term, [row])
     if unread is not None:
         unread.discard(name)
     return row
 
 
-def _find_heard(store: Store, digest: bytes, raw_length: int) -> Row | None:
+def _find_listed(store: Store, digest: bytes, raw_length: int) -> Row | None:
     """The chunk that a manifest names for these bytes, if it is there, and what it is encoded against.
 
     A manifest tells what may be referred to, not that it was not lost since; and these bytes may be what heals it.
     """
-    heard = store.presence.find_heard(digest)
-    if heard is None:
+    listed = store.lease_cache.find_listed(digest)
+    if listed is None:
         return None
-    found = inspect(store, heard.name, raw_length)
+    found = inspect(store, listed.name, raw_length)
     if found is None:
-        store.presence.trust(heard.name)  # it is lost, and others may be encoded against it
+        store.lease_cache.clear_damaged(listed.name)  # it is lost, and others may be encoded against it
         return None
     lost = [name for name in found.bases if not are_there(store, [name])]
-    for name in [heard.name] if found is DAMAGED else lost:
-        store.distrust(name)
+    for name in [listed.name] if found is DAMAGED else lost:
+        store.report_damage(name)
     return found if found is not DAMAGED and not lost and is_sound(store, found) else None
 
 
@@ -129,7 +129,7 @@ def _find_or_put(
     for generation in range(GENERATIONS_MAX):
         standing = _look(store, ChunkName(name, generation), len(raw))
         if standing is not None and standing is not DAMAGED:
-            store.presence.earn_looks()
+            store.lease_cache.earn_looks()
             if is_sound(store, standing, reread=reread):
                 return standing
             standing = DAMAGED
@@ -160,16 +160,16 @@ def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
         return DAMAGED
     # Where a put does not say that it found something, there is nothing else; else one of little costs no more than a look.
     looks = not store.objects.capabilities.conditional_create or (
-        raw_length >= LOOK_BYTES_MIN and store.presence.spend_look()
+        raw_length >= LOOK_BYTES_MIN and store.lease_cache.spend_look()
     )
     return inspect(store, name, raw_length) if looks else None
 
 
 def _is_unusable(store: Store, name: ChunkName) -> bool:
     """Whether nothing is to be put, or found, under a name. Where a damaged object was removed, what is put heals all that names it."""
-    if store.presence.is_distrusted(name) and not are_there(store, [name]):
-        store.presence.trust(name)
-    return store.presence.is_unusable(name)
+    if store.lease_cache.is_damaged(name) and not are_there(store, [name]):
+        store.lease_cache.clear_damaged(name)
+    return store.lease_cache.is_unusable(name)
 
 
 def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row:
@@ -180,7 +180,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row
             store.objects.put(keys.chunk_key(row.name), payload, mode=CREATE, checksum=checksum)
     except (AlreadyExistsError, StoreError) as error:
         if isinstance(error, AlreadyExistsError):
-            store.presence.earn_looks()
+            store.lease_cache.earn_looks()
         if isinstance(error, StoreError) and not error.transient:
             raise
         # Somebody else was faster, or it was our own put whose answer was lost: what counts is what stands there.
@@ -195,7 +195,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row
             # What is acknowledged is read back, and nobody has read this.
             return _read_back(store, found)
         return found
-    store.presence.note_put(row.name)
+    store.lease_cache.note_put(row.name)
     return row
 
 
@@ -229,16 +229,16 @@ def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> R
 
 def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, room: Room) -> Row:
     raw = room.memory[: row.raw_length]
-    term = store.presence.ensure()
+    term = store.lease_cache.ensure()
     try:
-        if not any(store.presence.is_unusable(name) for name in (row.name, *row.bases)):
+        if not any(store.lease_cache.is_unusable(name) for name in (row.name, *row.bases)):
             found = inspect(store, row.name, row.raw_length)
             is_it = found is not None and found.stored_length == row.stored_length
             if found is not None and is_it and are_there(store, found.bases) and is_sound(store, found):
-                store.presence.learn(term, [found], named=True)
+                store.lease_cache.learn(term, [found], named=True)
                 return found
             if row.bases:
-                store.distrust(row.name)  # or it is found again below
+                store.report_damage(row.name)  # or it is found again below
         if read is None or not read(row, 0, raw) or _digests_of(store, raw)[1] != row.name.digest:
             fetch(store, row, [(0, raw)], where)
     except CorruptionError as error:

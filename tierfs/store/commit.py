@@ -36,7 +36,7 @@ from tierfs.store.tree.records import (
 )
 from tierfs.store.tree.references import write_references
 from tierfs.store.write.staging import is_staged
-from tierfs.store.write.writer import WriteMode, Writer, learn_rows, refuse_foreign, settle
+from tierfs.store.write.writer import WriteMode, Writer, ensure_chunks_durable, learn_rows, refuse_foreign
 
 __all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting", "part_of"]
 
@@ -95,7 +95,7 @@ class Commits:
     def begin(self, path: str, save_id: str) -> tuple[SaveMark, bool]:
         """Look once at where a save goes that begins now.
 
-        While the object tier is away, what this host saw last of the checkpoint counts.
+        While the object tier is unreachable, what this host saw last of the checkpoint counts.
 
         Args:
             path: Of the checkpoint's metadata.
@@ -393,7 +393,7 @@ class Commits:
                 return False  # a save of this host alone is on its way: its flusher sees the end of that
             if _is_over(mark, root):
                 return True
-            table, indirect, term = settle(self._store, path, rows)
+            table, indirect, term = ensure_chunks_durable(self._store, path, rows)
             try:
                 new = replace(record, previous=root.previous, rows=table, indirect=indirect)
                 publish(self._store, root, new, term=term)

@@ -35,7 +35,7 @@ from tierfs.format.manifest import Row
 from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import CREATE, ObjectInfo, ObjectTier, PutMode, Update, Version
 
-__all__ = ["Check", "Presence"]
+__all__ = ["ChunkCheck", "LeaseCache"]
 
 KNOWN_MAX = 200_000
 LOOKS_AT_FIRST = 2
@@ -48,14 +48,14 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 
-class Check(NamedTuple):
+class ChunkCheck(NamedTuple):
     """When this writer last read a chunk object back and found it right, and whether it ever read all of it."""
 
     at: float
     is_whole: bool
 
 
-class Presence:
+class LeaseCache:
     """What one writer knows to be in the store, and until when that counts. Safe for use by many threads."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Presence:
         self._version: Version | None = None
         self._renew_at = self._valid_until = self._term_since = float("-inf")
         self._known: dict[bytes, Row] = {}
-        self._heard: dict[bytes, Row] = {}  # of manifests, not seen
+        self._listed: dict[bytes, Row] = {}  # of manifests, not seen
         self._named: dict[ChunkName, None] = {}  # what these and other rows need
         self._condemned: dict[str, tuple[Version, AbstractSet[ChunkName]]] = {}  # the lists, by their keys
         self._few: frozenset[ChunkName] = frozenset()  # what the short ones name
@@ -88,11 +88,11 @@ class Presence:
         self._lost: dict[ChunkName, None] = {}
         self._seen: dict[ChunkName, None] = {}  # at any time, by this writer
         self._own: dict[ChunkName, None] = {}  # put by this writer
-        self._checks: dict[ChunkName, Check] = {}
+        self._checks: dict[ChunkName, ChunkCheck] = {}
         self._looks = LOOKS_AT_FIRST
 
     def __repr__(self) -> str:
-        return f"Presence({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
+        return f"LeaseCache({len(self._known)}/{KNOWN_MAX} chunks known, {len(self._condemned)} condemned lists)"
 
     def ensure(self) -> int:
         """Hold a lease that counts for at least half its duration from now; forget what an expired one taught.
@@ -141,12 +141,12 @@ class Presence:
         with self._lock:
             return self._known.get(digest)
 
-    def find_heard(self, digest: bytes) -> Row | None:
+    def find_listed(self, digest: bytes) -> Row | None:
         """The chunk with this digest that a manifest names, which says nothing of whether it is in the store still."""
         with self._lock:
-            return self._heard.get(digest)
+            return self._listed.get(digest)
 
-    def hear(self, term: int, rows: Iterable[Row], *, since: float | None = None) -> None:
+    def add_listed(self, term: int, rows: Iterable[Row], *, since: float | None = None) -> None:
         """Note that a manifest that was read since `ensure` returned ``term`` names these chunks: they may be referred to.
 
         Those that this writer itself put or saw once, whenever that was, are not looked for again.
@@ -160,25 +160,25 @@ class Presence:
             counts = term == self._term and (since is None or since >= self._term_since)
             for row in rows:
                 if counts and not self._is_bad(row):
-                    self._heard[row.name.digest] = row
+                    self._listed[row.name.digest] = row
                     self._named |= dict.fromkeys((row.name, *row.bases))
                     if all(name in self._seen for name in (row.name, *row.bases)):
                         self._known.setdefault(row.name.digest, row)
-            _trim(self._heard)
+            _trim(self._listed)
             _trim(self._named)
             _trim(self._known)
 
-    def see(self, name: ChunkName, *, is_whole: bool = False) -> None:
+    def add_verified(self, name: ChunkName, *, is_whole: bool = False) -> None:
         """Note that this chunk object, or all of it, was read just now: if a manifest names it, it need not be looked for any more."""
         # Whoever reads waits for no lease: the lock is held while one is renewed.
-        if name.digest not in self._heard or not self._lock.acquire(blocking=False):
+        if name.digest not in self._listed or not self._lock.acquire(blocking=False):
             return
         try:
             if is_whole:
                 self._note_check(name, self._clock.monotonic(), is_whole=True)
-            heard = self._heard.get(name.digest)
-            if heard is not None and heard.name == name and not heard.bases:
-                self._known.setdefault(name.digest, heard)
+            listed = self._listed.get(name.digest)
+            if listed is not None and listed.name == name and not listed.bases:
+                self._known.setdefault(name.digest, listed)
                 self._seen[name] = None
         finally:
             self._lock.release()
@@ -219,7 +219,7 @@ class Presence:
         with self._lock:
             self._note_check(name, at, is_whole=is_whole)
 
-    def checked(self, name: ChunkName) -> Check | None:
+    def checked(self, name: ChunkName) -> ChunkCheck | None:
         """What this writer has read back of this chunk object, if it did."""
         with self._lock:
             return self._checks.get(name)
@@ -229,7 +229,7 @@ class Presence:
         with self._lock:
             return self._is_condemned(name) or name in self._damaged
 
-    def distrust(self, name: ChunkName) -> None:
+    def mark_damaged(self, name: ChunkName) -> None:
         """Note that this chunk object is damaged or missing, so that its bytes are stored again if they come by."""
         with self._lock:
             self._damaged.add(name)
@@ -238,17 +238,17 @@ class Presence:
             self._forget({name})
             # Another object with the same bytes is not looked for before this one, which may have been removed.
             self._known.pop(name.digest, None)
-            self._heard.pop(name.digest, None)
+            self._listed.pop(name.digest, None)
             while len(self._damaged) > KNOWN_MAX:
                 self._damaged.pop()
 
-    def is_distrusted(self, name: ChunkName) -> bool:
+    def is_damaged(self, name: ChunkName) -> bool:
         """Whether this chunk object was found damaged or missing."""
         with self._lock:
             return name in self._damaged
 
-    def trust(self, name: ChunkName) -> None:
-        """Take back what `distrust` noted: there is no such object any more. It is lost until it is stored again."""
+    def clear_damaged(self, name: ChunkName) -> None:
+        """Take back what `mark_damaged` noted: there is no such object any more. It is lost until it is stored again."""
         with self._lock:
             self._damaged.discard(name)
             self._seen.pop(name, None)
@@ -277,7 +277,7 @@ class Presence:
         with self._lock:
             self._looks = min(LOOKS_MAX, self._looks + LOOKS_EARNED)
 
-    def doubtful(self, rows: Iterable[Row]) -> list[Row]:
+    def unverified(self, rows: Iterable[Row]) -> list[Row]:
         """Those of ``rows`` that are not known to be in the store within this lease. Call `ensure` first."""
         with self._lock:
             return [row for row in rows if not self._is_known(row)]
@@ -286,12 +286,12 @@ class Presence:
         self._term += 1
         self._term_since = now
         self._known.clear()
-        self._heard.clear()
+        self._listed.clear()
         self._named.clear()
 
     def _note_check(self, name: ChunkName, at: float, *, is_whole: bool) -> None:
         before = self._checks.pop(name, None)
-        self._checks[name] = Check(at, is_whole or (before is not None and before.is_whole))
+        self._checks[name] = ChunkCheck(at, is_whole or (before is not None and before.is_whole))
         _trim(self._checks)
 
     def _is_bad(self, row: Row) -> bool:
@@ -382,13 +382,13 @@ class Presence:
             else:
                 self._many.append(names)
         self._few = frozenset(few)
-        rows = (*self._known.values(), *self._heard.values())
+        rows = (*self._known.values(), *self._listed.values())
         referred = {name for row in rows for name in (row.name, *row.bases)} | self._named.keys() | self._seen.keys()
         self._forget({name for names in new for name in names if name in referred})
 
     def _forget(self, names: AbstractSet[ChunkName]) -> None:
         """Know nothing any more of chunks that have one of these names, or need one. What else was learned counts on."""
-        for rows in (self._known, self._heard):
+        for rows in (self._known, self._listed):
             gone = [row for row in rows.values() if row.name in names or not names.isdisjoint(row.bases)]
             for row in gone:
                 del rows[row.name.digest]

@@ -1,4 +1,4 @@
-"""An object tier that is away: how long to ask it, and what the host knows without it.
+"""An object tier that is unreachable: how long to ask it, and what the host knows without it.
 
 A save that the flusher is to take down needs the object tier only to look at what it replaces. While that does not
 answer, what the host saw last has to do, and whoever asks is not to wait for it again and again.
@@ -71,7 +71,7 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
     if store.clock.monotonic() < tiers.away_until_s:
         raise StoreError("the object tier did not answer a moment ago", transient=True, tier="object")
     try:
-        # A directory of this host is not away, and looked into faster than a thread is started.
+        # A directory of this host is not unreachable, and looked into faster than a thread is started.
         return look() if store.descriptor.endpoint.host_local else within(LOOK_S, look)
     except StoreError as error:
         if error.transient:
@@ -80,7 +80,7 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
 
 
 class KnownStores:
-    """What the stores are that this host has opened, so that they can be opened while their object tier is away.
+    """What the stores are that this host has opened, so that they can be opened while their object tier is unreachable.
 
     Args:
         directory: The state directory.
@@ -96,7 +96,7 @@ class KnownStores:
         return f"KnownStores({str(self._directory)!r})"
 
     def remember(self, url: str, descriptor: Descriptor, places: Sequence[str]) -> None:
-        """Note what lies at a root, and where that is. Where it cannot be written the store cannot be opened while it is away."""
+        """Note what lies at a root, and where that is. Where it cannot be written the store cannot be opened while it is unreachable."""
         path = self._path(url)
         data = json.dumps({"descriptor": descriptor.encode().decode(), "places": list(places)}).encode()
         try:

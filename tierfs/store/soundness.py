@@ -31,7 +31,7 @@ _logger = logging.getLogger("tierfs.store")
 
 
 def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
-    """Whether a chunk object may be referred to, as far as this writer has to look. One that is not is distrusted.
+    """Whether a chunk object may be referred to, as far as this writer has to look. One that is not is marked as damaged.
 
     Args:
         store: The store.
@@ -41,10 +41,10 @@ def is_sound(store: Store, row: Row, *, reread: bool = False) -> bool:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    presence = store.presence
-    checked = presence.checked(row.name)
+    lease_cache = store.lease_cache
+    checked = lease_cache.checked(row.name)
     is_near = store.descriptor.endpoint.host_local
-    if reread or not ((checked and checked.is_whole) or (presence.is_own(row.name) and not is_near)):
+    if reread or not ((checked and checked.is_whole) or (lease_cache.is_own(row.name) and not is_near)):
         return _can_be_read(store, row, whole=True)
     if checked and store.clock.monotonic() < checked.at + store.descriptor.lease_s:
         return True
@@ -55,9 +55,9 @@ def is_sound_base(store: Store, row: Row) -> bool:
     """The same for a chunk object that another one is to be encoded against."""
     if store.descriptor.endpoint.host_local:
         return is_sound(store, row)
-    presence = store.presence
-    if presence.is_own(row.name) or presence.checked(row.name):
-        return not presence.is_unusable(row.name)
+    lease_cache = store.lease_cache
+    if lease_cache.is_own(row.name) or lease_cache.checked(row.name):
+        return not lease_cache.is_unusable(row.name)
     return _can_be_read(store, row, whole=False)
 
 
@@ -86,8 +86,8 @@ def _can_be_read(store: Store, row: Row, *, whole: bool) -> bool:
             fetch(store.without_local_tiers(), row, [(start, out)], where, exact=True)
     except (CorruptionError, FormatError) as error:
         _logger.warning("a stored chunk cannot be read, so its bytes are stored again: %s", error)
-        if not store.presence.is_distrusted(row.name):
-            store.distrust(row.name)
+        if not store.lease_cache.is_damaged(row.name):
+            store.report_damage(row.name)
         return False
-    store.presence.note_check(row.name, now, is_whole=whole or blocks == 1)
+    store.lease_cache.note_check(row.name, now, is_whole=whole or blocks == 1)
     return True

@@ -21,7 +21,7 @@ from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
 from tierfs.objects.protocol import ObjectTier, Version
 from tierfs.store.encode.codecs import AUTO, Codecs
-from tierfs.store.leases import Presence
+from tierfs.store.leases import LeaseCache
 from tierfs.store.offline import ask_briefly
 from tierfs.store.tree.host_records import HostRecords
 
@@ -105,7 +105,7 @@ class Store:
         # Where the object tier is this host's own, looking a record up there costs no more than here.
         local = descriptor.endpoint.host_local
         self.host_records = None if local else HostRecords(descriptor.uuid, state_dir or state_directory())
-        self.presence = Presence(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
+        self.lease_cache = LeaseCache(objects, descriptor, self.clock, random_bytes, host=socket.gethostname())
 
     def __repr__(self) -> str:
         return f"Store({self.url!r}, uuid={self.descriptor.uuid!r}, objects={self._objects!r})"
@@ -203,14 +203,14 @@ class Store:
             self._bare._whole = weakref.ref(self)
         return self._bare
 
-    def distrust(self, name: ChunkName) -> None:
+    def report_damage(self, name: ChunkName) -> None:
         """Note that a chunk object is damaged or missing: who of this host saves the same bytes next stores them anew."""
-        self.presence.distrust(name)
+        self.lease_cache.mark_damaged(name)
         whole = self._whole()
         if whole is not None:
-            whole.distrust(name)
+            whole.report_damage(name)
         elif self.tiers is not None:
-            self.tiers.distrust(keys.chunk_key(name))
+            self.tiers.report_damage(keys.chunk_key(name))
 
     def where(self, key: str) -> str:
         """How to name one of the store's objects in an error."""

@@ -76,7 +76,7 @@ def discard_conflict(store: Store, path: str) -> int:
     """Give up what cannot be flushed of this host's changes of ``path``: somebody else was faster, or it is damaged.
 
     Returns:
-        How many changes were given up, with those that were made on top of them.
+        How many changes were discarded, with those that were made on top of them.
     """
     if store.tiers is None:
         return 0

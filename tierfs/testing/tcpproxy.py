@@ -193,7 +193,7 @@ class TcpFaultProxy:
         try:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
-            return  # the client has given up
+            return  # the client has gone
         task = self._loop.create_task(_ProxiedConnection(self).serve(accepted))
         self._connections.add(task)
         task.add_done_callback(functools.partial(self._forget, accepted))

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from tierfs.dcp.save.replicas import Elsewhere
+from tierfs.dcp.save.replicas import RemoteReplica
 from tierfs.digest import CHUNK_BYTES, checksum
 
 __all__ = ["digests_of", "first_difference", "leaves"]
@@ -65,7 +65,7 @@ def first_difference(first: Sequence[Mapping[str, str]], second: Sequence[Mappin
 
 
 def _digest(value: Any) -> str | None:
-    if isinstance(value, Elsewhere):
+    if isinstance(value, RemoteReplica):
         return None
     if isinstance(value, DTensor):
         value = value.to_local()

@@ -17,11 +17,11 @@ from tierfs.store import level_of
 from tierfs.store.commit import ROOT
 from tierfs.train.run import RunDirectory
 
-__all__ = ["Order", "SaveHandle"]
+__all__ = ["SaveHandle", "SaveOrder"]
 
 
 @dataclass(slots=True)
-class Order:
+class SaveOrder:
     """A save that was asked for, on one rank.
 
     Attributes:
@@ -54,13 +54,13 @@ class SaveHandle:
         was_there: Whether the step was saved already, with the same content, so that nothing had to be done.
     """
 
-    def __init__(self, run: RunDirectory, order: Order) -> None:
+    def __init__(self, run: RunDirectory, order: SaveOrder) -> None:
         self.step = order.step
         self.kind = order.kind
         self.blocked_s = 0.0
         self.was_there = False
         self._run = run
-        self._order: Order | None = order
+        self._order: SaveOrder | None = order
         self._mark: SaveMark | None = None
         self.is_cancelled = False
         self._ended: Future[None] = Future()

@@ -10,7 +10,7 @@ from typing import Any
 from tierfs.errors import InvalidInputError, NotFoundError, TierfsError
 from tierfs.host.pending.levels import Level
 from tierfs.store import evict
-from tierfs.store.maintenance.retention import Rule, Saved, decide
+from tierfs.store.maintenance.retention import Rule, SavedCheckpoint, decide
 from tierfs.train.policies import Context, as_rules
 from tierfs.train.run import RunDirectory
 
@@ -52,7 +52,7 @@ class Retention:
         self._removes = removes
         self._evicts = evicts
         self._lock = threading.Lock()
-        self._known: dict[int, Saved] = {}
+        self._known: dict[int, SavedCheckpoint] = {}
         self._durable: set[int] = set()  # their level is the highest one, which they keep
         self._evicted: dict[str, set[int]] = {tier: set() for tier in LOCAL_TIERS}
         self._protected: set[int] = set()
@@ -89,7 +89,7 @@ class Retention:
         _, path = self._run.path_of(step)
         with self._lock:
             self._durable.discard(step)
-            self._known[step] = Saved(path, step, created_ns, Level.STAGED, metrics=metrics)
+            self._known[step] = SavedCheckpoint(path, step, created_ns, Level.STAGED, metrics=metrics)
 
     def forget(self, step: int) -> None:
         """Take note that a checkpoint is gone."""
@@ -124,7 +124,7 @@ class Retention:
                 removed.append(step)
         return removed
 
-    def _looked_at(self) -> list[Saved]:
+    def _looked_at(self) -> list[SavedCheckpoint]:
         """The known ones as they are now. One that is durable is not looked at again."""
         with self._lock:
             known = dict(self._known)
@@ -139,7 +139,7 @@ class Retention:
                 if is_complete and level is Level.OBJECT:
                     self._durable.add(step)
             found.append(
-                Saved(
+                SavedCheckpoint(
                     each.path,
                     step,
                     each.created_ns,
@@ -164,7 +164,9 @@ class Retention:
         _logger.info("%s is removed: no policy keeps it", self._run.url_of(step))
         return True
 
-    def _drop_copies(self, tier: str, saved: Sequence[Saved], rules: Sequence[Rule], context: Context) -> None:
+    def _drop_copies(
+        self, tier: str, saved: Sequence[SavedCheckpoint], rules: Sequence[Rule], context: Context
+    ) -> None:
         for decision in decide(saved, rules, int(context.now_s * 1e9)):
             step = decision.saved.step
             # What is not in the object tier yet is the only copy.

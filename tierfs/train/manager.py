@@ -22,7 +22,7 @@ from tierfs.store.maintenance.retention import Best, Every
 from tierfs.train.agree import Agreed, Agreement, World
 from tierfs.train.contents import learning_rates, step_of_state, to_save, with_about
 from tierfs.train.digests import digests_of
-from tierfs.train.handle import Order, SaveHandle
+from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.health import FailedSave, Health
 from tierfs.train.keep import Retention
 from tierfs.train.policies import Context, Preemption, as_save_policies
@@ -274,7 +274,7 @@ class Manager:
         begun = time.perf_counter()
         if len(self._handles) == WAITING_MAX:
             self._handles[0].settle(self._timeout_s)
-        order = Order(step, kind, metrics=dict(metrics or {}), history=tuple(self._history), overwrite=overwrite)
+        order = SaveOrder(step, kind, metrics=dict(metrics or {}), history=tuple(self._history), overwrite=overwrite)
         handle = SaveHandle(self._run, order)
         try:
             values, said = to_save(state, step, kind)
@@ -298,7 +298,7 @@ class Manager:
         """What a checkpoint that is published now tells whoever goes on from it."""
         return {"known": self._keep.told()}
 
-    def _ended(self, handle: SaveHandle, order: Order, error: Exception | None) -> None:
+    def _ended(self, handle: SaveHandle, order: SaveOrder, error: Exception | None) -> None:
         """Take note of a save's outcome, on the thread that made it."""
         self._health.note(handle, error)
         if error is None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from tierfs.errors import InvalidInputError
-from tierfs.store.maintenance.retention import Every, Rule, Saved, parse_time
+from tierfs.store.maintenance.retention import Every, Rule, SavedCheckpoint, parse_time
 
 __all__ = [
     "Context",
@@ -83,7 +83,7 @@ class SavePolicy(Protocol):
 class KeepPolicy(Protocol):
     """One reason to keep checkpoints."""
 
-    def preserve(self, checkpoints: Sequence[Saved], *, context: Context) -> Sequence[bool]:
+    def preserve(self, checkpoints: Sequence[SavedCheckpoint], *, context: Context) -> Sequence[bool]:
         """For each complete checkpoint, the oldest first, whether to keep it."""
 
 
@@ -259,7 +259,7 @@ class _Preserving:
     policy: KeepPolicy
     context: Context
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         kept = self.policy.preserve(saved, context=self.context)
         if len(kept) != len(saved):
             raise InvalidInputError(f"{self.policy!r} was asked for {len(saved)} checkpoints, and spoke of {len(kept)}")

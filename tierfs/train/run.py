@@ -18,7 +18,7 @@ from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.store import Store, delete, list_directory, load, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
-from tierfs.store.maintenance.retention import Best, Saved
+from tierfs.store.maintenance.retention import Best, SavedCheckpoint
 from tierfs.store.transfers import transfers
 
 __all__ = ["ABOUT", "About", "RunDirectory", "SavedStep"]
@@ -273,7 +273,7 @@ class RunDirectory:
 
     def best(self, rule: Best) -> int | None:
         """The best step by a metric of those that can be loaded, as far as is seen without reading them."""
-        saved = [Saved(str(step), step, step, metrics=metrics) for step, metrics in self.metrics().items()]
+        saved = [SavedCheckpoint(str(step), step, step, metrics=metrics) for step, metrics in self.metrics().items()]
         while found := list(rule.select(saved, 0)):
             step = found[0].step
             if step is not None and not self.problem_of(step):

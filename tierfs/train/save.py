@@ -22,7 +22,7 @@ from tierfs.format.checkpoint import SaveMark
 from tierfs.threads import start_daemon
 from tierfs.train.agree import World
 from tierfs.train.digests import TENSOR, digests_of, first_difference
-from tierfs.train.handle import Order, SaveHandle
+from tierfs.train.handle import SaveHandle, SaveOrder
 from tierfs.train.proof import encode_history
 from tierfs.train.reasons import reason_of
 from tierfs.train.run import ABOUT, RunDirectory
@@ -87,7 +87,7 @@ class SaveThread:
         planner: Callable[[], SavePlanner] | None,
         checks: SaveChecks,
         noted: Callable[[], Mapping[str, Any]],
-        ended: Callable[[SaveHandle, Order, Exception | None], None],
+        ended: Callable[[SaveHandle, SaveOrder, Exception | None], None],
         after: Callable[[], None],
     ) -> None:
         self._run = run
@@ -101,10 +101,10 @@ class SaveThread:
         self._open = 0
         self._idle = threading.Condition()
         self._before: tuple[int, Mapping[str, str]] = (-1, {})  # step and digests of the last save
-        self._queue: queue.SimpleQueue[tuple[SaveHandle, Order] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[SaveHandle, SaveOrder] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, handle: SaveHandle, order: Order) -> None:
+    def submit(self, handle: SaveHandle, order: SaveOrder) -> None:
         """Have a save made after those that were asked for before."""
         if self._thread is None:
             self._thread = start_daemon(self._work, name="train-save")
@@ -133,7 +133,7 @@ class SaveThread:
                 self._open -= 1
                 self._idle.notify_all()
 
-    def _work_on(self, handle: SaveHandle, order: Order) -> None:
+    def _work_on(self, handle: SaveHandle, order: SaveOrder) -> None:
         mark: SaveMark | None = None
         error: Exception | None = None
         try:
@@ -144,7 +144,7 @@ class SaveThread:
         handle.end(error, mark)
         self._after()
 
-    def _make(self, handle: SaveHandle, order: Order) -> SaveMark | None:
+    def _make(self, handle: SaveHandle, order: SaveOrder) -> SaveMark | None:
         """Make one, or find out that it need not be made. A collective, in each of its steps."""
         digests = {name: digest for name, digest in digests_of(order.staged).items() if name != ABOUT}
         world, group = self._world, self._world.saving
@@ -189,7 +189,7 @@ class SaveThread:
         self._before = order.step, digests
         return SaveMark(meta.sequence, meta.save_id)
 
-    def _is_stale(self, order: Order, digests: Mapping[str, str]) -> bool:
+    def _is_stale(self, order: SaveOrder, digests: Mapping[str, str]) -> bool:
         """Whether this rank's tensors are all as they were at the step before. Random generators may have gone on."""
         step, before = self._before
         tensors = {name for name in digests if digests[name][0] == TENSOR and not name.startswith(OWN)}
@@ -215,7 +215,7 @@ class SaveThread:
             return str(error)
         return damage
 
-    def _look(self, order: Order, record: Mapping[str, Any]) -> str:
+    def _look(self, order: SaveOrder, record: Mapping[str, Any]) -> str:
         """Whether the step is there already: ``same``, ``other``, or nothing that keeps it from being saved."""
         try:
             if order.overwrite or self._run.problem_of(order.step):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierfs.dcp.load import ranges
-from tierfs.dcp.load.ranges import GAP_BYTES_MAX, READ_BYTES_MAX, Extent, extents_of
+from tierfs.dcp.load.ranges import GAP_BYTES_MAX, READ_BYTES_MAX, BoxExtent, extents_of
 
 MIB = 1 << 20
 
@@ -74,7 +74,7 @@ def test_extents_keep_to_the_limits_of_gap_and_length(box, gap_max, read_max, de
 
 def test_a_whole_chunk_is_one_extent_however_long_if_that_is_wanted():
     assert list(extents_of([1 << 20, 1 << 20], 4, [0, 0], [1 << 20, 1 << 20], dense_bytes_max=1 << 62)) == [
-        Extent(0, 1 << 42, (0, 0), (1 << 20, 1 << 20), (1 << 22, 4), is_dense=True)
+        BoxExtent(0, 1 << 42, (0, 0), (1 << 20, 1 << 20), (1 << 22, 4), is_dense=True)
     ]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tierfs.dcp.save.plan import Piece, plan_runs
+from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -13,11 +13,11 @@ def packs(*pieces):
 
 
 def f32(name, length):
-    return Piece(name, "float32", length)
+    return PlannedPiece(name, "float32", length)
 
 
 def test_small_tensors_of_a_dtype_are_packed_those_of_a_role_side_by_side():
-    found = packs(f32("1.weight", 8), f32("0.weight", 4), Piece("0.mask", "bool", 1), f32("0.bias", 4))
+    found = packs(f32("1.weight", 8), f32("0.weight", 4), PlannedPiece("0.mask", "bool", 1), f32("0.bias", 4))
     assert found == [(["0.mask"], (1,)), (["0.bias", "0.weight", "1.weight"], (16,))]
 
 

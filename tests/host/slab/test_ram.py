@@ -22,8 +22,8 @@ from tierfs.clock import ManualClock, SystemClock
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.host.host import Host
 from tierfs.host.slab import new_segment as newslab
-from tierfs.host.slab import pool as supply
-from tierfs.host.slab.budget import Shares
+from tierfs.host.slab import pool
+from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.growth import next_layout
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState
@@ -322,7 +322,7 @@ def test_what_is_small_leaves_room_for_whole_chunks(open_tier):
 @pytest.mark.parametrize("clean", [True, False])
 def test_the_last_of_a_budget_is_taken_in_small_pieces_only_where_nothing_can_be_evicted(open_tier, monkeypatch, clean):
     tier = open_tier(budget=100 * MIB, segment=64 * MIB)
-    monkeypatch.setattr(tier._supply, "_worthwhile", 25 * MIB)
+    monkeypatch.setattr(tier._pool, "_worthwhile", 25 * MIB)
     taken = []
     with contextlib.suppress(CapacityError):
         for number in range(9):
@@ -341,7 +341,7 @@ def test_what_a_dead_process_left_is_taken_over_before_the_last_of_a_budget(open
 
     killed(host, leave, budget=100 * MIB, segment=64 * MIB)
     tier = open_tier(budget=100 * MIB, segment=64 * MIB)
-    tier._supply._worthwhile = 25 * MIB
+    tier._pool._worthwhile = 25 * MIB
     for number in range(9):
         slot = tier.take(SlotKind.CHUNK, 15 * MIB, timeout_s=0, spares_copies=spares_copies)
         slot.segment.seal(slot, b"mine-%d" % number, b"", state=SlotState.CLEAN, stamp_ns=number)
@@ -393,10 +393,10 @@ from tierfs.clock import SystemClock
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.budget import Shares
+from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.segment import SlotKind
 # Long enough for others to come in between looking and making, if they could.
-Shares.free_bytes = lambda self, folder, files: time.sleep(0.01) or 1 << 40
+RamBudget.free_bytes = lambda self, folder, files: time.sleep(0.01) or 1 << 40
 tier = RamTier(Host(Path(sys.argv[1]), Path(sys.argv[2])), sys.argv[3], budget_bytes=24 << 20, clock=SystemClock(), segment_bytes_max=4 << 20)
 print("ready", flush=True)
 sys.stdin.readline()
@@ -712,7 +712,7 @@ def another_claims(host, budget, now_s):
     """What another process does while it waits for room."""
     other = Host(host.directory, host.segments.parent)
     assert other.owner() != host.owner()
-    Shares(other).claim(budget, now_s)
+    RamBudget(other).claim(budget, now_s)
 
 
 def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
@@ -733,7 +733,7 @@ def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
     assert idle.find(b"copy") is None
     assert idle.give_back_claimed() == 0
     idle.grow_ahead()
-    assert idle._supply._ahead is None
+    assert idle._pool._ahead is None
     assert put(idle, b"new").segment is not kept.segment
 
 
@@ -958,11 +958,11 @@ def test_what_is_dirty_at_close_stays_until_it_is_flushed_and_copies_are_given_b
 
 def test_a_tier_never_takes_the_last_of_the_machine_s_memory(open_tier, monkeypatch):
     tier = open_tier()
-    monkeypatch.setattr(supply, "memory_available", lambda: 10 * MIB)
-    monkeypatch.setattr(supply, "memory_limit", lambda: 320 * MIB)  # of which 20 are spared
+    monkeypatch.setattr(pool, "memory_available", lambda: 10 * MIB)
+    monkeypatch.setattr(pool, "memory_limit", lambda: 320 * MIB)  # of which 20 are spared
     with pytest.raises(CapacityError):
         tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
-    monkeypatch.setattr(supply, "memory_available", lambda: 1 << 40)
+    monkeypatch.setattr(pool, "memory_available", lambda: 1 << 40)
     assert tier.take(SlotKind.CHUNK, MIB, timeout_s=0)
 
 
@@ -1059,7 +1059,7 @@ def test_where_shared_memory_is_too_small_segments_are_in_the_state_directory(op
 def test_a_file_system_that_fills_up_meanwhile_is_no_failure(open_tier, tmp_path, small_shm, monkeypatch, caplog):
     host = Host(tmp_path / "other-state", small_shm)
     tier = open_tier(budget=256 * MIB, segment=64 * MIB, on=host)
-    monkeypatch.setattr("tierfs.host.slab.budget.Shares.free_bytes", lambda *_: 1 << 40)
+    monkeypatch.setattr("tierfs.host.slab.budget.RamBudget.free_bytes", lambda *_: 1 << 40)
     put(tier, b"a", length=16 * MIB)
     assert tier.usage().disk_segments == 1
     assert suffixes(host) == []

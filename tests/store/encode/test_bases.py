@@ -12,9 +12,9 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row, encode_rows
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.deriving import Piece
+from tierfs.store.encode.contexts import ChunkContext
+from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.encoder import Encoder
-from tierfs.store.encode.hints import Hint
 from tierfs.store.encode.room import Room
 
 KIND = DigestKind.XXH3_128
@@ -46,8 +46,8 @@ def test_a_chunk_is_derived_only_where_a_row_can_name_all_that_it_takes_to_read_
         raise AssertionError("all of it lies on this host")
 
     encoder = Encoder(KIND, Codecs.parse("all"), is_near=True)
-    sources = [Piece(row, 0, row.raw_length) for row in rows]
-    encoded = encoder.encode(memoryview(narrow), Hint(), sources, room=Room(), read=read, fetch=fetch)
+    sources = [SourcePiece(row, 0, row.raw_length) for row in rows]
+    encoded = encoder.encode(memoryview(narrow), ChunkContext(), sources, room=Room(), read=read, fetch=fetch)
     assert ([block.codec for block in encoded.blocks] == [Codec.DERIVE]) is derived
     assert len(encoded.needs) == (2 * count if derived else 0)
     encode_rows((Row(named(1), len(narrow), 300, encoded.needs),))

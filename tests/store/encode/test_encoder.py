@@ -22,10 +22,10 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.encode import encoder as encoder_module
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.deriving import Piece
+from tierfs.store.encode.contexts import ChunkContext, Tensor
+from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.desks import Desks, desks
 from tierfs.store.encode.encoder import PASSED_MAX, REPROBE_SAVES, Encoder
-from tierfs.store.encode.hints import Hint, Tensor
 from tierfs.store.encode.pipeline import blocks_of
 from tierfs.store.encode.room import Room, lend_room
 
@@ -82,12 +82,12 @@ def encoder_for(codecs="all", *, is_near=False):
 
 
 def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
-    hint = Hint((tensor,) * -(-len(raw) // MIB), save, base)
-    return encode_as(encoder, host, raw, hint, sources)
+    context = ChunkContext((tensor,) * -(-len(raw) // MIB), save, base)
+    return encode_as(encoder, host, raw, context, sources)
 
 
-def encode_as(encoder, host, raw, hint, sources=()):
-    return encoder.encode(memoryview(raw), hint, sources, room=Room(), read=host.read, fetch=host.fetch)
+def encode_as(encoder, host, raw, context, sources=()):
+    return encoder.encode(memoryview(raw), context, sources, room=Room(), read=host.read, fetch=host.fetch)
 
 
 def decoded(encoded, raw, reference=b""):
@@ -415,8 +415,8 @@ def test_what_a_base_saves_is_counted_by_blocks(host, known, fetched):
     base = replace(
         host.chunk(master.tobytes() * known + os.urandom((4 - known) * MIB), host.remote), stored_length=3 * MIB
     )
-    hint = Hint((tensor,) * known, 0, base)
-    encoded = encode_as(encoder, host, raw, hint)
+    context = ChunkContext((tensor,) * known, 0, base)
+    encoded = encode_as(encoder, host, raw, context)
     assert bool(encoded.bases) == fetched
     assert host.fetches == fetches + fetched
 
@@ -428,7 +428,7 @@ def test_a_base_is_fetched_for_one_tensor_of_which_nothing_is_known(host):
     encode(encoder, host, raw[:MIB], base=base, tensor=known)
     base = host.chunk(os.urandom(2 * MIB), host.remote)
     for _ in range(2):
-        encode_as(encoder, host, raw, Hint((known, unknown), 0, base))
+        encode_as(encoder, host, raw, ChunkContext((known, unknown), 0, base))
     assert host.fetches == 2
 
 
@@ -566,7 +566,7 @@ def test_a_working_copy_is_derived_from_its_master(host):
     source = host.chunk(master.tobytes(), host.local)
     raw = bfloat16(master)
     half = len(raw)
-    pieces = [Piece(source, 0, half), Piece(source, half, half)]
+    pieces = [SourcePiece(source, 0, half), SourcePiece(source, half, half)]
     encoded = encode(encoder_for(), host, raw, sources=pieces, tensor=Tensor("w", "float", 2))
     assert codecs_of(encoded) == {Codec.DERIVE}
     assert decoded(encoded, raw, master.tobytes()) == raw
@@ -576,7 +576,7 @@ def test_a_working_copy_is_derived_from_its_master(host):
 def test_what_is_not_derived_after_all_is_encoded_otherwise(host):
     source = host.chunk(numbers().tobytes(), host.local)
     raw = bfloat16(numbers(3))
-    pieces = [Piece(source, 0, 2 * len(raw))]
+    pieces = [SourcePiece(source, 0, 2 * len(raw))]
     encoded = encode(encoder_for(), host, raw, sources=pieces, tensor=Tensor("w", "float", 2))
     assert not encoded.bases
     assert decoded(encoded, raw) == raw
@@ -586,13 +586,13 @@ def test_a_source_that_is_damaged_on_this_host_is_none(host):
     master = numbers()
     raw = bfloat16(master)
     source = host.chunk(master.tobytes() + b"more", host.local)
-    pieces = [Piece(source, 0, 2 * len(raw))]
+    pieces = [SourcePiece(source, 0, 2 * len(raw))]
     encoder = encoder_for()
     assert encode(encoder, host, raw, sources=pieces, tensor=Tensor("w", "float", 2)).bases
     sound = host.local[source.name.digest]
     host.local[source.name.digest] = bytes(len(sound))
     other = host.chunk(numbers(seed=9).tobytes() + b"else", host.local)
-    encode(encoder, host, raw, sources=[Piece(other, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    encode(encoder, host, raw, sources=[SourcePiece(other, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
     # Where its zeros happen to be what a copy has, the copy would be derived from what no reader will get.
     assert not encode(encoder, host, bytes(len(raw) - 2) + b"ab", sources=pieces, tensor=Tensor("z", "float", 2)).bases
 
@@ -608,7 +608,7 @@ def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
     def derives(index):
         raw, source = bfloat16(masters[index][: half // 4]), masters[index].tobytes()[:half]
         encoded = encode(
-            encoder, host, raw, sources=[Piece(rows[index], 0, half)], tensor=Tensor(f"{index}", "float", 2)
+            encoder, host, raw, sources=[SourcePiece(rows[index], 0, half)], tensor=Tensor(f"{index}", "float", 2)
         )
         assert decoded(encoded, raw, source if encoded.bases else b"") == raw
         return bool(encoded.bases)
@@ -634,7 +634,7 @@ def test_a_source_that_goes_is_not_taken_for_the_one_before(host, how):
 def test_blocks_of_two_tensors_are_encoded_as_each_would_be_by_itself(host):
     first = numbers(1, MIB // 4)
     raw, tensors = np.square(first).tobytes() + first.tobytes(), [Tensor(name, "float", 4) for name in ("v", "m")]
-    found = encode_as(encoder_for(), host, raw, Hint(tuple(tensors)))
+    found = encode_as(encoder_for(), host, raw, ChunkContext(tuple(tensors)))
     alone = [
         encode(encoder_for(), host, raw[at : at + MIB], tensor=tensor)
         for at, tensor in zip((0, MIB), tensors, strict=True)
@@ -646,7 +646,9 @@ def test_a_source_that_is_not_on_this_host_is_none(host):
     master = numbers()
     source = host.chunk(master.tobytes(), host.remote)
     raw = bfloat16(master)
-    encoded = encode(encoder_for(), host, raw, sources=[Piece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2))
+    encoded = encode(
+        encoder_for(), host, raw, sources=[SourcePiece(source, 0, 2 * len(raw))], tensor=Tensor("w", "float", 2)
+    )
     assert not encoded.bases
     assert host.fetches == 0
 
@@ -674,7 +676,7 @@ def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(ho
             encoded = encode(encoder, host, raw, save=index, base=base, tensor=Tensor(f"{index % 4}", "float", 4))
         else:
             raw, reference = bfloat16(master), master.tobytes()
-            encoded = encode(encoder, host, raw, save=index, sources=[Piece(base, 0, base.raw_length)])
+            encoded = encode(encoder, host, raw, save=index, sources=[SourcePiece(base, 0, base.raw_length)])
         return decoded(encoded, raw, reference if encoded.bases else b"") == raw
 
     with ThreadPoolExecutor(4) as pool:
@@ -718,8 +720,8 @@ def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_s
         raw = room.memory[: len(whole)]
         raw[:] = whole
         base = host.chunk(master.tobytes(), host.local)
-        hint = Hint((Tensor("w", "float", 4),) * 8, 0, base)
-        encoded = encoder.encode(raw, hint, (), room=room, read=broken, fetch=host.fetch)
+        context = ChunkContext((Tensor("w", "float", 4),) * 8, 0, base)
+        encoded = encoder.encode(raw, context, (), room=room, read=broken, fetch=host.fetch)
         assert bool(encoded.bases) is (damage is None)
         assert decoded(encoded, whole, master.tobytes() if encoded.bases else b"") == whole
     assert reads
@@ -742,8 +744,8 @@ def test_a_base_in_an_object_tier_of_this_host_is_read_block_by_block(host, monk
     with lend_room() as room:
         raw = room.memory[: len(whole)]
         raw[:] = whole
-        hint = Hint((Tensor("w", "float", 4),) * 4, 0, base)
-        encoded = encoder.encode(raw, hint, (), room=room, read=host.read, fetch=noted)
+        context = ChunkContext((Tensor("w", "float", 4),) * 4, 0, base)
+        encoded = encoder.encode(raw, context, (), room=room, read=host.read, fetch=noted)
         assert decoded(encoded, whole, b"" if breaks else master.tobytes()) == whole
         assert bool(encoded.bases) is not breaks
     assert wanted == [(number * MIB, MIB) for number in range(3 if breaks else 4)]
@@ -765,6 +767,6 @@ def test_what_does_not_follow_from_its_source_is_no_plane_where_that_is_forbidde
     numbers = np.random.default_rng(1).standard_normal(MIB, dtype=np.float32)
     wide, narrow = numbers.tobytes(), bytearray(bfloat16(numbers))
     narrow[MIB:] = np.random.default_rng(2).bytes(MIB)
-    pieces = [Piece(host.chunk(wide, host.local), 0, len(wide))]
+    pieces = [SourcePiece(host.chunk(wide, host.local), 0, len(wide))]
     encoded = encode(encoder_for("derive"), host, bytes(narrow), sources=pieces, tensor=Tensor("w", "float", 2))
     assert [block.codec for block in encoded.blocks] == [Codec.DERIVE, Codec.STORE]

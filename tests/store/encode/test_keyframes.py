@@ -15,8 +15,8 @@ from tierfs.format import keys
 from tierfs.format.envelope import block_count
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import Store, chunks, delete, load, rename, save, verify
-from tierfs.store.encode.hints import Hint, Tensor
-from tierfs.store.encode.keyframes import KEYFRAME_SAVES, Anchor
+from tierfs.store.encode.contexts import ChunkContext, Tensor
+from tierfs.store.encode.keyframes import KEYFRAME_SAVES, Keyframe
 from tierfs.store.encode.series import group_of
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
@@ -110,8 +110,8 @@ def test_a_delta_is_no_base_where_the_descriptor_allows_one_step(objects, traini
     delta = next(row for row in flushing.save(path_of(2), training.step().file()) if row.bases)
     raw = bytearray(flushing.local[delta.name.digest])
     raw[:4] = bytes(4)  # next to all of it is the same
-    hint = Hint((Tensor("w", "float", 4),), 2, base=delta)
-    row = flushing.put(raw, hint, ())
+    context = ChunkContext((Tensor("w", "float", 4),), 2, base=delta)
+    row = flushing.put(raw, context, ())
     assert (delta.name in row.bases) == (chain_max > 1)
 
 
@@ -243,8 +243,8 @@ def test_a_difference_that_cannot_be_read_is_no_way_to_what_it_was_encoded_again
 def test_what_a_copy_was_derived_from_is_nothing_to_take_differences_to(flushing, training):
     flushing.save(path_of(1), training.pair())
     flushing.restart()
-    lineage = flushing.publisher.plan(flushing.draft(path_of(2), training.step().pair()), flushing.read)
-    assert {hint.base.raw_length for hint in lineage if hint.base} == {len(training.master.tobytes())}
+    series = flushing.publisher.plan(flushing.draft(path_of(2), training.step().pair()), flushing.read)
+    assert {context.base.raw_length for context in series if context.base} == {len(training.master.tobytes())}
 
 
 @pytest.mark.parametrize("restarts", [False, True])
@@ -286,26 +286,26 @@ def begin_anew(objects, training, tensors):
     flushing.restart()
     draft = flushing.draft(path_of(2), torch_file(training.step(), tensors))
     before = measured.snapshot()["get"]
-    hints = flushing.publisher.plan(draft, flushing.read)
+    contexts = flushing.publisher.plan(draft, flushing.read)
     after = measured.snapshot()["get"]
-    return flushing, rows, hints, {name: after[name] - before[name] for name in ("requests", "bytes")}
+    return flushing, rows, contexts, {name: after[name] - before[name] for name in ("requests", "bytes")}
 
 
 def test_a_flusher_that_begins_anew_fetches_no_block_of_the_save_before_twice(objects):
     training = Training(2 * MIB)
-    _, rows, hints, asked = begin_anew(objects, training, 200)
+    _, rows, contexts, asked = begin_anew(objects, training, 200)
     blocks = sum(-(-row.raw_length // MIB) for row in rows)
     assert asked["requests"] <= 2 * blocks  # an envelope and a block
     assert asked["bytes"] <= blocks * (MIB + (128 << 10))
-    assert {hint.base.name for hint in hints if hint.base is not None} <= names(rows)
-    assert any(hint.base for hint in hints)
+    assert {context.base.name for context in contexts if context.base is not None} <= names(rows)
+    assert any(context.base for context in contexts)
 
 
 def test_a_save_before_whose_tensors_lie_in_too_many_places_is_passed_over(objects, training, monkeypatch):
     monkeypatch.setattr(sys.modules["tierfs.store.encode.tensors"], "LOOK_BLOCKS_MAX", 1)
-    flushing, _, hints, asked = begin_anew(objects, training, 20)
+    flushing, _, contexts, asked = begin_anew(objects, training, 20)
     assert asked["requests"] <= 2
-    assert not any(hint.base for hint in hints)
+    assert not any(context.base for context in contexts)
     assert flushing.publisher.asked()["codecs"]["unknown_layouts"] == 1
     data = torch_file(training, 20)
     flushing.save(path_of(3), data)
@@ -402,23 +402,23 @@ def test_a_header_that_grows_and_a_tensor_that_comes_by_shift_no_base(flushing, 
 class ChangesWhileItIsLookedAt:
     """An anchor at whose side another one appears, unless the lineages are locked."""
 
-    def __init__(self, row, lineages, lineage):
-        self._row, self._lineages, self._lineage = row, lineages, lineage
+    def __init__(self, row, keyframes, series):
+        self._row, self._keyframes, self._series = row, keyframes, series
 
     @property
     def row(self):
-        if not self._lineages._lock.locked():
-            self._lineage.anchors[f"other {len(self._lineage.anchors)}"] = Anchor(self._row, 0)
+        if not self._keyframes._lock.locked():
+            self._series.keyframes[f"other {len(self._series.keyframes)}"] = Keyframe(self._row, 0)
         return self._row
 
 
 def test_anchors_that_another_save_changes_meanwhile_keep_nobody_from_looking_again(flushing, training):
     flushing.save(path_of(1), training.file())
-    lineages = flushing.publisher._lineages
-    lineage = lineages._known[path_of(1)]
-    for place, anchor in lineage.anchors.items():
-        lineage.anchors[place] = ChangesWhileItIsLookedAt(anchor.row, lineages, lineage)
-    lineages._look_again(lineage)
+    keyframes = flushing.publisher._keyframes
+    series = keyframes._known[path_of(1)]
+    for place, keyframe in series.keyframes.items():
+        series.keyframes[place] = ChangesWhileItIsLookedAt(keyframe.row, keyframes, series)
+    keyframes._look_again(series)
 
 
 def test_saves_that_are_under_way_at_once_are_encoded_against_what_is_published(flushing, training):
@@ -471,13 +471,13 @@ def test_bytes_that_did_not_change_are_not_encoded_against_themselves(flushing, 
     data = training.file()
     first = flushing.save(path_of(1), data)
     draft = flushing.draft(path_of(2), data)
-    hints = flushing.publisher.plan(draft, flushing.read)
-    assert hints[-1].base == first[-1]
+    contexts = flushing.publisher.plan(draft, flushing.read)
+    assert contexts[-1].base == first[-1]
     flushing.clock.sleep(61)  # what was known is forgotten, and looks are used up
-    while flushing.store.presence.spend_look():
+    while flushing.store.lease_cache.spend_look():
         pass
     raw = memoryview(flushing.local[first[-1].name.digest])
-    row = flushing.put(raw, hints[-1], [])
+    row = flushing.put(raw, contexts[-1], [])
     assert row == first[-1]
 
 
@@ -490,7 +490,7 @@ def test_bytes_that_the_save_before_names_are_stored_again_where_they_were_lost(
     flushing.clock.sleep(61)
     remove(objects, rows[-1].name)
     if known == "told":
-        flushing.store.distrust(rows[-1].name)
+        flushing.store.report_damage(rows[-1].name)
     assert flushing.save(path_of(1), data) == rows
     assert load(flushing.bare(), path_of(1)) == data
 
@@ -519,7 +519,7 @@ def test_what_others_are_encoded_against_stands_alone_again_once_it_was_lost(obj
     first = flushing.save(path_of(1), base)
     flushing.save(path_of(2), training.step().file())
     remove(objects, first[-1].name)
-    flushing.publisher.distrust(keys.chunk_key(first[-1].name))
+    flushing.publisher.report_damage(keys.chunk_key(first[-1].name))
     later = [flushing.save(path_of(step), training.step().file()) for step in (3, 4)]
     assert not needs(later[0])
     assert needs(later[1]) <= names(later[0])
@@ -555,11 +555,11 @@ def test_a_file_that_did_not_change_is_read_back_and_none_of_it_is_put(objects, 
 def test_what_is_condemned_is_no_base(flushing, objects, training):
     first = flushing.save(path_of(1), training.file())
     draft = flushing.draft(path_of(2), training.step().file())
-    hints = flushing.publisher.plan(draft, flushing.read)
+    contexts = flushing.publisher.plan(draft, flushing.read)
     condemn(objects, *names(first))
     flushing.clock.sleep(31)
     raw = memoryview(flushing.local[draft.record.rows[-1].name.digest])
-    assert not flushing.put(raw, hints[-1], []).bases
+    assert not flushing.put(raw, contexts[-1], []).bases
 
 
 @pytest.mark.parametrize("gone", ["condemned", "deleted"])
@@ -584,12 +584,12 @@ def test_a_delta_put_after_its_base_was_forgotten_and_lost_is_stored_anew(flushi
     first = flushing.save(path_of(1), training.file())
     data = training.step().file()
     draft = flushing.draft(path_of(2), data)
-    hints = flushing.publisher.plan(draft, flushing.read)
+    contexts = flushing.publisher.plan(draft, flushing.read)
     flushing.clock.sleep(61)
     remove(objects, *names(first))
     rows = [
-        flushing.put(flushing.local[row.name.digest], hint, [])
-        for row, hint in zip(draft.record.rows, hints, strict=True)
+        flushing.put(flushing.local[row.name.digest], context, [])
+        for row, context in zip(draft.record.rows, contexts, strict=True)
     ]
     assert not needs(flushing.publish(draft, rows))
     assert load(flushing.bare(), path_of(2)) == data
@@ -621,11 +621,11 @@ def test_a_keyframe_that_was_stored_anew_while_it_was_published_is_what_counts(f
 
 def test_chunks_of_a_file_that_is_retried_are_derived_once_their_sources_are_there(flushing, training):
     draft = flushing.draft(path_of(1), training.pair())
-    hints = flushing.publisher.plan(draft, flushing.read)
-    (index,) = [index for index, hint in enumerate(hints) if hint.sources]
+    contexts = flushing.publisher.plan(draft, flushing.read)
+    (index,) = [index for index, context in enumerate(contexts) if context.sources]
     raw = memoryview(flushing.local[draft.record.rows[index].name.digest])
-    half = [None] * len(hints)
-    assert not flushing.put(raw, hints[index], half).bases
+    half = [None] * len(contexts)
+    assert not flushing.put(raw, contexts[index], half).bases
     rows = flushing.save(path_of(2), training.step().pair())
     assert flushing.codecs_of(rows)["DERIVE"]
 
@@ -740,7 +740,7 @@ def test_little_is_kept_of_what_is_never_published(flushing, training, monkeypat
 
 
 def test_a_chunk_of_which_nothing_is_known_is_stored(flushing):
-    row = flushing.put(b"x" * 100, Hint(), [])
+    row = flushing.put(b"x" * 100, ChunkContext(), [])
     assert row.raw_length == 100
 
 

@@ -16,7 +16,7 @@ from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.desks import Desks, desks
-from tierfs.store.encode.pipeline import Plan, blocks_of, encode_chunk, keep
+from tierfs.store.encode.pipeline import BlockPlan, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import lend_room
 
 P2, P4, P8 = (Coding(Codec.PLANE, width) for width in (2, 4, 8))
@@ -39,7 +39,7 @@ def test_blocks_whose_plans_agree_are_encoded_together_and_eight_bases_count(mon
     def plans():
         for number, (coding, base) in enumerate(zip(codings, blocks_of(bases), strict=True)):
             shared[number % 8][: len(base)] = base
-            yield Plan(coding, Reason(number % 3), memoryview(shared[number % 8])[: len(base)])
+            yield BlockPlan(coding, Reason(number % 3), memoryview(shared[number % 8])[: len(base)])
 
     def seeing(raws, coding, *others):
         seen.append((coding.codec, sum(map(len, raws))))
@@ -63,10 +63,10 @@ def test_blocks_whose_plans_agree_are_encoded_together_and_eight_bases_count(mon
 def test_blocks_of_different_tensors_are_not_looked_at_together():
     squares = np.square(np.random.default_rng(3).uniform(0.002, 0.02, BLOCK_BYTES // 4)).astype("<f4")
     raw = memoryview(np.concatenate([squares, floats(BLOCK_BYTES // 4, 3)])).cast("B")
-    alone = [len(encoded_chunk(block, [Plan(P4, Reason.NO_BASE)])[0].data) for block in blocks_of(raw)]
-    found = encoded_chunk(raw, [Plan(P4, Reason.NO_BASE, None, name) for name in ("v", "m")])
+    alone = [len(encoded_chunk(block, [BlockPlan(P4, Reason.NO_BASE)])[0].data) for block in blocks_of(raw)]
+    found = encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE, None, name) for name in ("v", "m")])
     assert [len(block.data) for block in found] == alone
-    assert len(encoded_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 2)[0].data) > alone[0] + 10_000
+    assert len(encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE)] * 2)[0].data) > alone[0] + 10_000
 
 
 def test_blocks_that_hardly_shrink_have_room_each():
@@ -74,7 +74,7 @@ def test_blocks_that_hardly_shrink_have_room_each():
     count = 2 * BLOCK_BYTES // 4
     elements = rng.integers(0, 1 << 23, count) | rng.integers(0, 120, count) << 23 | rng.integers(0, 2, count) << 31
     raw = memoryview(elements.astype("<u4")).cast("B")
-    for block, want in zip(encoded_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 2), blocks_of(raw), strict=True):
+    for block, want in zip(encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE)] * 2), blocks_of(raw), strict=True):
         assert 0.96 < len(block.data) / BLOCK_BYTES < 0.97
         out = memoryview(bytearray(BLOCK_BYTES))
         decode_block(block.codec, memoryview(block.data), out, None, "here")
@@ -83,8 +83,8 @@ def test_blocks_that_hardly_shrink_have_room_each():
 
 def test_what_may_not_be_made_of_a_block_is_stored():
     raw = memoryview(floats(BLOCK_BYTES, 2)).cast("B")
-    assert {block.codec for block in encoded_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 4)} == {Codec.PLANE}
-    stored = encoded_chunk(raw, [Plan(P4, Reason.NO_BASE)] * 4, allowed={Codec.STORE, Codec.DPLANE})
+    assert {block.codec for block in encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE)] * 4)} == {Codec.PLANE}
+    stored = encoded_chunk(raw, [BlockPlan(P4, Reason.NO_BASE)] * 4, allowed={Codec.STORE, Codec.DPLANE})
     assert b"".join(block.data for block in stored) == raw
     assert {block.codec for block in stored} == {Codec.STORE}
 
@@ -98,7 +98,7 @@ def test_what_is_encoded_stays_in_its_room_when_the_desk_is_the_next_ones(encode
         raw = room.memory[: state.nbytes] if in_room else memoryview(bytearray(state.nbytes))
         raw[:] = memoryview(state).cast("B")
         with desks().lend() as desk:
-            plans = [Plan(P4 if number in encoded else NOTHING, Reason.NO_BASE) for number in range(6)]
+            plans = [BlockPlan(P4 if number in encoded else NOTHING, Reason.NO_BASE) for number in range(6)]
             blocks = keep(encode_chunk(raw, plans, desk), raw, desk, room)
             was_used = desk._memory is not None
         assert was_used is bool(encoded)

@@ -15,7 +15,7 @@ from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.manifest import Manifest
 from tierfs.store import Store, Writer, delete, load, rename, save
-from tierfs.store.leases import Presence
+from tierfs.store.leases import LeaseCache
 from tierfs.store.maintenance.gc import GcOptions, _Run, collect
 from tierfs.store.maintenance.names import NameSet
 from tierfs.store.maintenance.turn import Turn
@@ -268,17 +268,17 @@ def no_grace(patch):
 
 
 def condemned_lists_are_not_read(patch):
-    patch.setattr(Presence, "_read_condemned", lambda _: None)
+    patch.setattr(LeaseCache, "_read_condemned", lambda _: None)
 
 
 def only_the_first_list_is_read(patch):
-    read = Presence._read_condemned
+    read = LeaseCache._read_condemned
 
     def once(self):
         if not self._condemned:
             read(self)
 
-    patch.setattr(Presence, "_read_condemned", once)
+    patch.setattr(LeaseCache, "_read_condemned", once)
 
 
 def no_second_mark(patch):
@@ -286,17 +286,17 @@ def no_second_mark(patch):
 
 
 def knowledge_outlives_its_lease(patch):
-    patch.setattr(Presence, "_begin_term", lambda *_: None)
+    patch.setattr(LeaseCache, "_begin_term", lambda *_: None)
 
 
 def looks_from_before_the_lease_count(patch):
-    hear = Presence.hear
-    patch.setattr(Presence, "hear", lambda self, term, rows, since=None: hear(self, term, rows))
+    hear = LeaseCache.add_listed
+    patch.setattr(LeaseCache, "add_listed", lambda self, term, rows, since=None: hear(self, term, rows))
 
 
 def a_lease_is_not_looked_at_before_a_put(patch):
-    patch.setattr(Presence, "is_valid", lambda *_: True)
-    patch.setattr(Presence, "is_too_late", lambda *_: False)
+    patch.setattr(LeaseCache, "is_valid", lambda *_: True)
+    patch.setattr(LeaseCache, "is_too_late", lambda *_: False)
 
 
 def a_turn_is_not_looked_at_before_a_deletion(patch):

@@ -8,14 +8,23 @@ from hypothesis import strategies as st
 
 from tierfs.errors import InvalidInputError
 from tierfs.host.pending.levels import Level
-from tierfs.store.maintenance.retention import Best, Every, Geometric, Latest, Saved, Within, decide, parse_rule
+from tierfs.store.maintenance.retention import (
+    Best,
+    Every,
+    Geometric,
+    Latest,
+    SavedCheckpoint,
+    Within,
+    decide,
+    parse_rule,
+)
 
 HOUR_NS = 3600 * 10**9
 NOW_NS = 1000 * HOUR_NS
 
 
 def at(step, **known):
-    return Saved(f"step_{step}", step, NOW_NS - (1000 - step) * HOUR_NS, **known)
+    return SavedCheckpoint(f"step_{step}", step, NOW_NS - (1000 - step) * HOUR_NS, **known)
 
 
 def kept(saved, *rules):
@@ -66,12 +75,16 @@ def test_the_newest_at_each_level_is_kept():
 
 
 def test_the_newest_that_is_staged_is_kept_beside_a_newer_one_that_is_nowhere():
-    saved = [Saved("a", 1, 0, Level.STAGED), Saved("b", 2, 0, Level.NONE), Saved("c", 3, 0, Level.NONE)]
+    saved = [
+        SavedCheckpoint("a", 1, 0, Level.STAGED),
+        SavedCheckpoint("b", 2, 0, Level.NONE),
+        SavedCheckpoint("c", 3, 0, Level.NONE),
+    ]
     assert [each.is_kept for each in decide(saved, [Latest(1)], NOW_NS)] == [True, False, True]
 
 
 def test_a_run_that_was_taken_back_keeps_what_it_saved_last():
-    saves = [at(900), Saved("step_500", 500, NOW_NS)]
+    saves = [at(900), SavedCheckpoint("step_500", 500, NOW_NS)]
     assert kept(saves, Latest(1)) == [500, 900]
 
 
@@ -122,7 +135,9 @@ ONE = st.builds(
 )
 MANY = st.lists(ONE, max_size=20).map(
     lambda items: [
-        Saved(f"c{number}", step, NOW_NS - hours * HOUR_NS, level if complete else None, complete, pinned, metrics)
+        SavedCheckpoint(
+            f"c{number}", step, NOW_NS - hours * HOUR_NS, level if complete else None, complete, pinned, metrics
+        )
         for number, (step, hours, level, complete, pinned, metrics) in enumerate(items)
     ]
 )
@@ -151,7 +166,7 @@ def test_every_keeps_the_first_in_so_many_minutes():
     minute_ns = 60 * 10**9
     begin_ns = NOW_NS - NOW_NS % (10 * minute_ns)
     saved = [
-        Saved(path=f"step_{n}", step=n, created_ns=begin_ns + at * minute_ns)
+        SavedCheckpoint(path=f"step_{n}", step=n, created_ns=begin_ns + at * minute_ns)
         for n, at in enumerate((0, 4, 11, 12, 29, 31))
     ]
     assert kept(saved, Every(minutes=10)) == [0, 2, 4, 5]

@@ -19,13 +19,13 @@ from tierfs.buffers import Buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.format import keys
-from tierfs.format.envelope import Base
+from tierfs.format.envelope import BaseRange
 from tierfs.host.pending.levels import Level
 from tierfs.objects import LocalObjects, MeasuredObjects
 from tierfs.processors import Processors
 from tierfs.store import Store, WriteMode, Writer, copy, delete, load, open_entry, rename, save, stat, verify, wait
 from tierfs.store.chunks import store_chunk
-from tierfs.store.encode.pipeline import Encoded, Plan, blocks_of
+from tierfs.store.encode.pipeline import BlockPlan, Encoded, blocks_of
 from tierfs.store.read.fetch import fetch, find_chunk, inspect
 from tierfs.store.tree.records import observe
 from tierfs.testing import Fault, FaultyObjects
@@ -70,16 +70,16 @@ class Against(Untimed):
     def encode(self, raw, digest, room):
         del digest, room
         bases = blocks_of(memoryview(self.reference), len(self.reference) // len(raw))
-        blocks = encoded_chunk(raw, [Plan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
+        blocks = encoded_chunk(raw, [BlockPlan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
         row = self.row
-        base = Base(row.name, row.raw_length, row.stored_length, 0, len(self.reference))
+        base = BaseRange(row.name, row.raw_length, row.stored_length, 0, len(self.reference))
         return Encoded(blocks, (base,), (row.name, *row.bases))
 
 
 def store_against(store, raw, row, reference):
     """Store a chunk as a delta even where its bytes are known to the store."""
-    store.presence._known.clear()
-    store.presence._looks = 0
+    store.lease_cache._known.clear()
+    store.lease_cache._looks = 0
     return store_chunk(store, memoryview(raw), Against(row, reference))
 
 
@@ -326,7 +326,9 @@ def chunk_of(flushing, blocks):
     class Planes(Untimed):
         def encode(self, raw, digest, room):
             del digest, room
-            return Encoded(encoded_chunk(raw, [Plan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)]))
+            return Encoded(
+                encoded_chunk(raw, [BlockPlan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)])
+            )
 
     return store_chunk(flushing.store, memoryview(raw), Planes()), raw
 
@@ -517,7 +519,7 @@ def test_a_base_that_is_not_sound_is_named_and_not_used_again(saved, flushing, o
     said = {"missing": "missing", "damaged": "(damaged|does not decode)"}[how]
     with pytest.raises(CorruptionError, match=rf"run/step_2/shard.*encoded against.*{keys.chunk_key(base)}.*{said}"):
         load(store, PATHS[1])
-    assert store.presence.is_unusable(base)
+    assert store.lease_cache.is_unusable(base)
     damaged = {found.path for found in verify(flushing.bare()).damage}
     assert damaged == set(PATHS)
 
@@ -643,7 +645,7 @@ def requests(measured, action):
 def test_a_file_of_deltas_moves_without_a_request_for_each(saved, flushing, objects, verb):
     measured = MeasuredObjects(objects)
     store = Store(measured, flushing.descriptor, url="store", clock=flushing.clock)
-    store.presence.ensure()
+    store.lease_cache.ensure()
     assert requests(measured, lambda: verb(store, PATHS[1], "moved")) <= 3
     delete(store, PATHS[0])
     assert load(flushing.bare(), "moved") == saved[PATHS[1]]

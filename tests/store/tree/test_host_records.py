@@ -17,7 +17,7 @@ from tierfs.store.create import create_store
 from tierfs.store.tree.host_records import HostRecords
 
 
-class Elsewhere(WrappedObjects):
+class RemoteReplica(WrappedObjects):
     """An object tier that is not this host's own."""
 
     @property
@@ -33,7 +33,7 @@ def state(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tier():
-    return MeasuredObjects(Elsewhere(MemoryObjects(f"/host-{uuid.uuid4().hex}")))
+    return MeasuredObjects(RemoteReplica(MemoryObjects(f"/host-{uuid.uuid4().hex}")))
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from tierfs.cli.places import LocalPlace, StorePlace, any_place, store_place
 from tierfs.cli.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.torch_format.streams import SaveStream
 from tierfs.errors import AlreadyExistsError, InvalidInputError
 from tierfs.localfile import naming, replacing
@@ -84,7 +84,7 @@ def _report(
     arguments: argparse.Namespace,
     done: str,
     checkpoint: Checkpoint,
-    skipped: Mapping[str, Place],
+    skipped: Mapping[str, BytesPlace],
     named: dict[str, str],
 ) -> None:
     tensors, objects = len(checkpoint.tensors), len(checkpoint.objects) - len(skipped)

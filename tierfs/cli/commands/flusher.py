@@ -213,7 +213,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
     from tierfs.host.host import Host, state_directory  # noqa: PLC0415
 
     _raise_limits()
-    lesser = [] if give_way() else ["priority_refused"]
+    fallbacks = [] if give_way() else ["priority_refused"]
     uuid, codecs = arguments.uuid, "auto" if arguments.codecs is None else arguments.codecs
     state = state_directory(arguments.state_dir)
     host = Host(state)
@@ -226,7 +226,7 @@ def _spawned(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
     # The client may be dead before it says a word: a directory takes no credentials, and what was left is flushed.
     own = Way(arguments.url, {}) if arguments.url.startswith("file://") else None
-    engine = build_engine(host, uuid, budgets, connect, own=own, lesser=lesser)
+    engine = build_engine(host, uuid, budgets, connect, own=own, fallbacks=fallbacks)
     return engine, host.store_directory(uuid)
 
 

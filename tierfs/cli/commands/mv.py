@@ -10,7 +10,7 @@ from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.parallel import run_in_parallel
 from tierfs.cli.places import StorePlace, kind_of, store_place
 from tierfs.cli.targets import add_target_arguments, clash, final_place
-from tierfs.cli.trees import Tree, read_tree, refuse_foreign_files, remove_directories
+from tierfs.cli.trees import Listing, read_tree, refuse_foreign_files, remove_directories
 from tierfs.errors import InvalidInputError
 from tierfs.store import make_directory, rename
 
@@ -87,7 +87,7 @@ def _plan(sources: list[StorePlace], target: StorePlace, arguments: argparse.Nam
 
 
 def _plan_directory(plan: _RenamePlan, source: StorePlace, final: StorePlace) -> None:
-    tree: Tree = read_tree(source.store, source.path)
+    tree: Listing = read_tree(source.store, source.path)
     refuse_foreign_files(source.store, tree.files)
     taken = final.taken()
     for entry in (*tree.files, *tree.directories):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tierfs import kernels
-from tierfs.codec.planes.packing import Look, Mode
-from tierfs.codec.planes.planes import Order, decode_elements, decode_head, encode_elements, looks_of, pairs_of
+from tierfs.codec.planes.packing import Mode, PlaneFit
+from tierfs.codec.planes.planes import PlaneOrder, decode_elements, decode_head, encode_elements, looks_of, pairs_of
 from tierfs.codec.planes.zigzag import unzigzag, zigzag
 from tierfs.codec.scratch import Elements, elements_of, scratch
 
@@ -35,7 +35,7 @@ def encode_differences(
             lengths.append(encode_elements(raw, elements, order, looks, out, reference))
             continue
         numbers = difference(raw, width, base)
-        if order is Order.AS_IT_IS:
+        if order is PlaneOrder.AS_IT_IS:
             zigzag(numbers)
         lengths.append(encode_elements(raw, numbers, order, looks, out))
     return lengths
@@ -47,13 +47,13 @@ def decode_difference(encoded: memoryview, out: memoryview, base: memoryview) ->
     Raises:
         DamageError: It is none, or not of this size.
     """
-    width, order = decode_head(encoded, Order.ZIGZAG)
+    width, order = decode_head(encoded, PlaneOrder.ZIGZAG)
     elements = elements_of(out, width)
     if kernels.active is not None:
         decode_elements(encoded, elements, out, order, elements_of(base, width))
         return
     decode_elements(encoded, elements, out, order)
-    if order is Order.AS_IT_IS:
+    if order is PlaneOrder.AS_IT_IS:
         unzigzag(elements)
     np.add(elements, elements_of(base, width), out=elements)
 
@@ -64,11 +64,11 @@ def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
     return np.subtract(elements, elements_of(base, width), out=scratch("elements", width, elements.size))
 
 
-def _order_of(pairs: Elements) -> tuple[Order, list[Look]]:
+def _order_of(pairs: Elements) -> tuple[PlaneOrder, list[PlaneFit]]:
     """What is to be zigzagged, by some differences: of wide numbers no more than the upper 16 bits, where all below are noise."""
     lower = pairs.itemsize - 2
     if lower > 0:
-        looks = looks_of(pairs, Order.ZIGZAG)
+        looks = looks_of(pairs, PlaneOrder.ZIGZAG)
         if all(look.mode is Mode.RAW for look in looks[:lower]):
-            return Order.ZIGZAG, looks
-    return Order.AS_IT_IS, looks_of(zigzag(pairs.copy()))
+            return PlaneOrder.ZIGZAG, looks
+    return PlaneOrder.AS_IT_IS, looks_of(zigzag(pairs.copy()))

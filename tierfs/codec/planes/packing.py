@@ -22,7 +22,7 @@ from tierfs.codec.planes.gaps import check_gaps, gaps_of, positions_of, rare_pos
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
-__all__ = ["WORTH", "Kept", "Look", "Mode", "look", "pack", "unpack", "unpack_wide"]
+__all__ = ["WORTH", "Kept", "Mode", "PlaneFit", "look", "pack", "unpack", "unpack_wide"]
 
 WORTH = 0.97
 """What a plane has to shrink to, and a block as well, or it is not worth the time to decode it."""
@@ -61,7 +61,7 @@ _SHIFTS = np.arange(7, 0, -1, dtype=np.uint64)[:, None]
 _SEVEN_PART = 64
 
 
-class Look(NamedTuple):
+class PlaneFit(NamedTuple):
     """What a plane seems to be good for.
 
     Attributes:
@@ -73,7 +73,7 @@ class Look(NamedTuple):
     first: int = 0
 
 
-def look(pairs: Elements) -> list[Look]:
+def look(pairs: Elements) -> list[PlaneFit]:
     """What to make of planes.
 
     Args:
@@ -94,25 +94,25 @@ def look(pairs: Elements) -> list[Look]:
     are_noise = (squared >= _CHI_SQUARED_MIN) & (squared <= _CHI_SQUARED_MAX)
     are_noise &= (changes == 0).sum(axis=0) < _REPEATED_MAX * size
     return [
-        (Look(Mode.SEVEN if is_seven else Mode.RAW) if is_noise else _look(plane, size))
+        (PlaneFit(Mode.SEVEN if is_seven else Mode.RAW) if is_noise else _look(plane, size))
         for is_noise, is_seven, plane in zip(are_noise, are_seven, counts, strict=True)
     ]
 
 
-def _look(counts: NDArray[np.intp], size: int) -> Look:
+def _look(counts: NDArray[np.intp], size: int) -> PlaneFit:
     """What to make of a plane that is no noise, by how often each byte is in it."""
     most = int(counts.argmax())
     if counts[most] >= (1 - _OTHERS_MAX) * size:
-        return Look(Mode.MOSTLY, most)
+        return PlaneFit(Mode.MOSTLY, most)
     sums = np.cumsum(np.concatenate((counts, counts[:_WINDOW])))
     inside = sums[_WINDOW:] - sums[:-_WINDOW]
     before = int(inside.argmax())
     if inside[before] >= (1 - _OUTSIDE_MAX) * size and counts[most] <= _SAME_MAX * size:
-        return Look(Mode.CODES, (before + 1) % 256)
-    return Look(Mode.FRAME)
+        return PlaneFit(Mode.CODES, (before + 1) % 256)
+    return PlaneFit(Mode.FRAME)
 
 
-def pack(plane: Elements, seen: Look) -> Kept:
+def pack(plane: Elements, seen: PlaneFit) -> Kept:
     """How the bytes of a plane are kept, and as which: perhaps its own."""
     if seen.mode == Mode.SEVEN:
         return _seven(plane)

@@ -18,7 +18,7 @@ import numpy as np
 
 from tierfs import kernels
 from tierfs.codec.damage import DamageError
-from tierfs.codec.planes.packing import WORTH, Look, Mode, look, pack, unpack, unpack_wide
+from tierfs.codec.planes.packing import WORTH, Mode, PlaneFit, look, pack, unpack, unpack_wide
 from tierfs.codec.planes.zigzag import unzigzag, zigzag
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
@@ -26,7 +26,7 @@ from tierfs.digest import Buffer
 __all__ = [
     "PLANE_HEAD_BYTES",
     "WIDTHS",
-    "Order",
+    "PlaneOrder",
     "PlaneReader",
     "PlaneWriter",
     "decode_elements",
@@ -50,7 +50,7 @@ _LANE = 2
 _REST = 0x807F
 
 
-class Order(enum.IntEnum):
+class PlaneOrder(enum.IntEnum):
     """What is done to the upper 16 bits of elements before they are taken apart. The number is stored in a block's head."""
 
     AS_IT_IS = 0
@@ -150,7 +150,7 @@ class PlaneReader:
         """The next plane; it counts until another is asked for. Raises `DamageError`."""
         return unpack(*self._left.pop(0))
 
-    def merge(self, target: Elements, order: Order = Order.AS_IT_IS, base: Elements | None = None) -> None:
+    def merge(self, target: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS, base: Elements | None = None) -> None:
         """Put elements together from all planes that are left. Raises `DamageError`.
 
         Args:
@@ -161,7 +161,7 @@ class PlaneReader:
         width, count = target.itemsize, target.size
         if kernels.active is not None:
             planes, woven = self._planes(width, order)
-            how = _ZIGZAG_WHOLE if base is not None and order is Order.AS_IT_IS else order
+            how = _ZIGZAG_WHOLE if base is not None and order is PlaneOrder.AS_IT_IS else order
             kernels.active.merge(target, base, width, int(how), woven, planes)
             return
         if width == 1:
@@ -185,7 +185,7 @@ class PlaneReader:
         """Fill in the bytes of the block that are behind its last whole element."""
         out[len(out) - self._tail :] = self._encoded[len(self._encoded) - self._tail :]
 
-    def _planes(self, width: int, order: Order) -> tuple[tuple[Buffer | Elements, ...], int]:
+    def _planes(self, width: int, order: PlaneOrder) -> tuple[tuple[Buffer | Elements, ...], int]:
         """All planes that are left, as the kernels take them, and which pairs of them are woven."""
         found: list[Buffer | Elements] = []
         woven = 0
@@ -193,7 +193,7 @@ class PlaneReader:
             return (self.take(),), 0
         for number in range(width // _LANE):
             if self._left[0][0] == Mode.WOVEN:
-                found += [self._woven(Order.AS_IT_IS if number else order), b""]
+                found += [self._woven(PlaneOrder.AS_IT_IS if number else order), b""]
                 woven |= 1 << number
                 continue
             for side in range(_LANE):
@@ -202,29 +202,29 @@ class PlaneReader:
                 found.append(unpack(mode, data, size, scratch("planes", 1, width * size)[at : at + size]))
         return tuple(found), woven
 
-    def _woven(self, order: Order) -> memoryview:
+    def _woven(self, order: PlaneOrder) -> memoryview:
         """The next two planes, which are together."""
         (_, data, size), low = self._left.pop(0), self._left.pop(0)
-        if order is not Order.AS_IT_IS:
+        if order is not PlaneOrder.AS_IT_IS:
             raise DamageError("planes that are together, and changed")
         if len(data) != _LANE * size or low[0] != Mode.WOVEN or len(low[1]):
             raise DamageError(f"two planes of {size} bytes in {len(data)}, then mode {low[0]} with {len(low[1])}")
         return data
 
-    def _lane(self, out: Elements, order: Order = Order.AS_IT_IS) -> Elements:
+    def _lane(self, out: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS) -> Elements:
         """The numbers of the next two planes, in ``out`` or elsewhere."""
         if self._left[0][0] == Mode.WOVEN:
             return elements_of(self._woven(order), _LANE)
         (mode, data, size), low = self._left.pop(0), self._left.pop(0)
-        unpack_wide(mode, data, out, 7 if order is Order.SIGN_LAST else 8)
+        unpack_wide(mode, data, out, 7 if order is PlaneOrder.SIGN_LAST else 8)
         rest = scratch("rest", _LANE, size)
-        if order is Order.SIGN_LAST:
+        if order is PlaneOrder.SIGN_LAST:
             # Bit 7, the sign, fills all bits above it on the way, of which the uppermost stays.
             np.bitwise_and(unpack(*low).view("<i1"), _REST - (1 << 16), out=rest.view("<i2"), dtype="<i2")
         else:
             np.copyto(rest, unpack(*low))
         np.bitwise_or(out, rest, out=out)
-        return unzigzag(out) if order is Order.ZIGZAG else out
+        return unzigzag(out) if order is PlaneOrder.ZIGZAG else out
 
 
 def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryview]) -> list[int | None]:
@@ -233,7 +233,7 @@ def encode_planes(raws: Sequence[memoryview], width: int, outs: Sequence[memoryv
     They are looked at together: that takes as long for some as for one.
     """
     blocks = [elements_of(raw, width) for raw in raws]
-    order = Order.AS_IT_IS if width == 1 else Order.SIGN_LAST
+    order = PlaneOrder.AS_IT_IS if width == 1 else PlaneOrder.SIGN_LAST
     looks = looks_of(pairs_of(blocks), order)
     return [
         encode_elements(raw, elements, order, looks, out) for raw, elements, out in zip(raws, blocks, outs, strict=True)
@@ -246,15 +246,15 @@ def decode_plane(encoded: memoryview, out: memoryview) -> None:
     Raises:
         DamageError: It is none, or not of this size.
     """
-    width, order = decode_head(encoded, Order.SIGN_LAST)
+    width, order = decode_head(encoded, PlaneOrder.SIGN_LAST)
     decode_elements(encoded, elements_of(out, width), out, order)
 
 
 def encode_elements(
     raw: memoryview,
     elements: Elements,
-    order: Order,
-    looks: Sequence[Look],
+    order: PlaneOrder,
+    looks: Sequence[PlaneFit],
     out: memoryview,
     base: Elements | None = None,
 ) -> int | None:
@@ -270,18 +270,18 @@ def encode_elements(
     return writer.finish()
 
 
-def decode_head(encoded: memoryview, upper: Order) -> tuple[int, Order]:
+def decode_head(encoded: memoryview, upper: PlaneOrder) -> tuple[int, PlaneOrder]:
     """Width and order of a block that `encode_elements` wrote: as they are, or in the order ``upper``. Raises `DamageError`."""
     if len(encoded) < _HEAD.size or encoded[0] not in WIDTHS:
         raise DamageError("not made of planes")
     width, order = encoded[0], encoded[1]
-    if order != Order.AS_IT_IS and (order != upper or width < _LANE):
+    if order != PlaneOrder.AS_IT_IS and (order != upper or width < _LANE):
         raise DamageError(f"bits of {width} bytes in order {order}")
-    return width, Order(order)
+    return width, PlaneOrder(order)
 
 
 def decode_elements(
-    encoded: memoryview, elements: Elements, out: memoryview, order: Order, base: Elements | None = None
+    encoded: memoryview, elements: Elements, out: memoryview, order: PlaneOrder, base: Elements | None = None
 ) -> None:
     """Read back what `encode_elements` wrote: the planes into ``elements``, what is behind the last of them into ``out``."""
     width = elements.itemsize
@@ -300,15 +300,15 @@ def pairs_of(blocks: Sequence[Elements]) -> Elements:
     return np.concatenate([elements[: each * step].reshape(each, step)[:, :2] for elements in blocks])
 
 
-def looks_of(pairs: Elements, order: Order = Order.AS_IT_IS) -> list[Look]:
+def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS) -> list[PlaneFit]:
     """What to make of the planes of elements like these, once their upper 16 bits are in that order: the least significant first."""
     width = pairs.itemsize
     if not pairs.size:
-        return [Look(Mode.FRAME)] * width
-    if order is not Order.AS_IT_IS:
+        return [PlaneFit(Mode.FRAME)] * width
+    if order is not PlaneOrder.AS_IT_IS:
         pairs = pairs.copy()
         lanes = pairs.view("<u2")[:, width // _LANE - 1 :: width // _LANE]
-        if order is Order.ZIGZAG:
+        if order is PlaneOrder.ZIGZAG:
             lanes[:] = zigzag(lanes.copy())
         else:
             lanes[:] = (lanes & 0x7F80) << 1 | lanes & 0x7F | lanes >> 8 & 0x80
@@ -318,8 +318,8 @@ def looks_of(pairs: Elements, order: Order = Order.AS_IT_IS) -> list[Look]:
 def put_planes(
     writer: PlaneWriter,
     elements: Elements,
-    looks: Sequence[Look] | None = None,
-    order: Order = Order.AS_IT_IS,
+    looks: Sequence[PlaneFit] | None = None,
+    order: PlaneOrder = PlaneOrder.AS_IT_IS,
     base: Elements | None = None,
 ) -> None:
     """Write the planes of ``elements``, their upper 16 bits in an order that `looks_of` was asked for as well.
@@ -337,14 +337,14 @@ def put_planes(
     upper = width // _LANE - 1
     for number in range(upper, -1, -1):
         low, high = looks[2 * number : 2 * number + 2]
-        is_changed = order is not Order.AS_IT_IS and number == upper
+        is_changed = order is not PlaneOrder.AS_IT_IS and number == upper
         if low.mode == high.mode == Mode.RAW and not is_changed:
             _put_cut(writer, elements, 16 * number, Mode.WOVEN)
             writer.place(Mode.WOVEN, 0)
             continue
         lane = scratch("upper", _LANE, count)
         _cut(elements, 16 * number, lane)
-        if is_changed and order is Order.SIGN_LAST:
+        if is_changed and order is PlaneOrder.SIGN_LAST:
             _put_plane(writer, lane, 7, high)
             np.bitwise_and(lane, _REST, out=lane)
             np.multiply(lane, 0x101, out=lane)  # nothing is carried: the upper byte gets the bits of both
@@ -360,8 +360,8 @@ def _put_split(
     compiled: ModuleType,
     writer: PlaneWriter,
     elements: Elements,
-    looks: Sequence[Look],
-    order: Order,
+    looks: Sequence[PlaneFit],
+    order: PlaneOrder,
     base: Elements | None,
 ) -> None:
     """The same as `put_planes`: planes that shrink in one pass over the elements, and each row of others in one more, to where they stay."""
@@ -369,9 +369,9 @@ def _put_split(
     modes = [seen.mode for seen in reversed(looks)]
     woven = 0
     for number in range(width // _LANE):
-        if modes[2 * number] == modes[2 * number + 1] == Mode.RAW and (number or order is Order.AS_IT_IS):
+        if modes[2 * number] == modes[2 * number + 1] == Mode.RAW and (number or order is PlaneOrder.AS_IT_IS):
             woven |= 1 << number
-    how = int(_ZIGZAG_WHOLE if base is not None and order is Order.AS_IT_IS else order)
+    how = int(_ZIGZAG_WHOLE if base is not None and order is PlaneOrder.AS_IT_IS else order)
     shrinking = [number for number in range(width) if modes[number] != Mode.RAW]
     planes = scratch("planes", 1, len(shrinking) * count)
     if shrinking:
@@ -397,7 +397,7 @@ def _put_split(
             compiled.split(elements, base, width, how, woven, wanted, writer.since(length))
 
 
-def _put_plane(writer: PlaneWriter, elements: Elements, shift: int, seen: Look) -> None:
+def _put_plane(writer: PlaneWriter, elements: Elements, shift: int, seen: PlaneFit) -> None:
     """Write the plane of bytes that begins at bit ``shift`` of the elements."""
     if seen.mode == Mode.RAW:
         _put_cut(writer, elements, shift, Mode.RAW)

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.load.items import Saved
+from tierfs.dcp.load.items import SavedItem
 from tierfs.dcp.load.shards import FileRange, ShardFiles
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.data import STREAM_BUFFER_BYTES, read_items
 from tierfs.dcp.torch_format.metadata import StockPlace
@@ -94,7 +94,7 @@ class BoxReader:
             checkpoint.store, checkpoint.directory, checkpoint.note.files if checkpoint.note else {}
         )
         self._names = set(checkpoint.files())
-        self._checked: set[Place] = set()
+        self._checked: set[BytesPlace] = set()
 
     def __repr__(self) -> str:
         return f"BoxReader({self._checkpoint.where!r})"
@@ -113,7 +113,7 @@ class BoxReader:
             # Nothing is allocated before it is clear that the files are there, as long as the metadata says.
             self._files.open(self._names)
         planner = _IntoBoxes()
-        wanted: list[tuple[Any, Saved]] = []
+        wanted: list[tuple[Any, SavedItem]] = []
         for box in boxes:
             wanted += self._wanted(box)
             planner.add(box)
@@ -135,7 +135,7 @@ class BoxReader:
         self._files.read([FileRange(place.file, place.at, memoryview(content), repr(fqn))])
         return bytes(content)
 
-    def _check(self, place: Place, fqn: str) -> None:
+    def _check(self, place: BytesPlace, fqn: str) -> None:
         """Hold a place to its file's length, and what others wrote to the checksums in it, as there are no digests: that is read twice."""
         if self._files.reader(place.file).length < place.at + place.length:
             raise CorruptionError(
@@ -146,7 +146,7 @@ class BoxReader:
             check_checksums(self._files, place, fqn, io.BufferedReader(file, STREAM_BUFFER_BYTES))
             self._checked.add(place)
 
-    def _wanted(self, box: Box) -> list[tuple[Any, Saved]]:
+    def _wanted(self, box: Box) -> list[tuple[Any, SavedItem]]:
         described = self._checkpoint.metadata.state_dict_metadata[box.fqn]
         shards = {shard.offsets: shard for shard in self._checkpoint.shards(box.fqn)}
         for shard in shards.values():
@@ -159,7 +159,7 @@ class BoxReader:
         whole = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))]
         items = create_read_items_for_chunk_list(box.fqn, described, whole) if box.length else []
         return [
-            (item, Saved(shard.place, box.dtype, shard.sizes))
+            (item, SavedItem(shard.place, box.dtype, shard.sizes))
             for item in items
             for shard in [shards[tuple(item.storage_index.offset)]]
         ]

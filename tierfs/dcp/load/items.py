@@ -18,9 +18,9 @@ import torch
 
 from tierfs.buffers import KEPT_MAX, buffers
 from tierfs.dcp.load.overlaps import Destinations
-from tierfs.dcp.load.ranges import READ_BYTES_MAX, Extent, extents_of
+from tierfs.dcp.load.ranges import READ_BYTES_MAX, BoxExtent, extents_of
 from tierfs.dcp.load.shards import FileRange, ShardFiles
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.planner import object_loader
 from tierfs.dcp.tensorbytes import is_quantized, lacks_quantizer, writable_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
@@ -29,7 +29,7 @@ from tierfs.device.upload import Uploads
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import InvalidInputError
 
-__all__ = ["ItemReader", "Saved", "put_in"]
+__all__ = ["ItemReader", "SavedItem", "put_in"]
 
 WAVE_BYTES_MAX = 1 << 30
 """Bytes asked for before any of them is handed on: bounds what a planner gives as destinations at once."""
@@ -43,7 +43,7 @@ ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedItem:
     """A chunk of a tensor as it was saved, or an object.
 
     Attributes:
@@ -52,7 +52,7 @@ class Saved:
         shape: Of the chunk.
     """
 
-    place: Place
+    place: BytesPlace
     dtype: torch.dtype | None = None
     shape: tuple[int, ...] = ()
 
@@ -66,7 +66,7 @@ class _Part:
     at: int
     length: int
     straight: memoryview | None
-    extent: Extent | None = None
+    extent: BoxExtent | None = None
     dtype: torch.dtype | None = None
     target: Any = None
 
@@ -92,7 +92,7 @@ class ItemReader:
         self._planner = planner
         self._parts: list[_Part] = []
         self._tensors: list[tuple[Any, Any, bool]] = []
-        self._objects: list[tuple[Any, Place, bytearray]] = []
+        self._objects: list[tuple[Any, BytesPlace, bytearray]] = []
         self._waiting_bytes = 0
         self._destinations = Destinations()
         self._uploads: Uploads | None = None
@@ -107,7 +107,7 @@ class ItemReader:
             self._uploads = Uploads(accelerator, self._total_bytes)
         return self._uploads if self._uploads.accelerator is accelerator else None
 
-    def read(self, items: Sequence[tuple[Any, Saved]]) -> None:
+    def read(self, items: Sequence[tuple[Any, SavedItem]]) -> None:
         """Read items into their destinations.
 
         Args:
@@ -137,7 +137,7 @@ class ItemReader:
             last.file, last.at + last.length
         )
 
-    def _add_object(self, item: Any, place: Place) -> None:
+    def _add_object(self, item: Any, place: BytesPlace) -> None:
         fqn = item.storage_index.fqn
         # Nothing is allocated on the metadata's word.
         self._files.check(place.file, place.at, place.length, repr(fqn))
@@ -146,7 +146,7 @@ class ItemReader:
         self._parts.append(_Part(fqn, place.file, place.at, place.length, memoryview(content)))
         self._waiting_bytes += place.length
 
-    def _add_tensor(self, item: Any, saved: Saved) -> None:
+    def _add_tensor(self, item: Any, saved: SavedItem) -> None:
         fqn, place = item.storage_index.fqn, saved.place
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
         if len(offsets) != len(saved.shape) or any(
@@ -275,7 +275,7 @@ def _check_takes_elements(fqn: str, target: Any) -> None:
         )
 
 
-def _narrowed(target: Any, extent: Extent) -> Any:
+def _narrowed(target: Any, extent: BoxExtent) -> Any:
     for dimension, (offset, length) in enumerate(zip(extent.offsets, extent.lengths, strict=True)):
         if length != target.shape[dimension]:
             target = target.narrow(dimension, offset, length)

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 
-__all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "Extent", "extents_of"]
+__all__ = ["GAP_BYTES_MAX", "READ_BYTES_MAX", "BoxExtent", "extents_of"]
 
 GAP_BYTES_MAX = BLOCK_BYTES - 1
 READ_BYTES_MAX = CHUNK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class BoxExtent:
     """A part of a box, and the bytes of the chunk from its first element to its last.
 
     Attributes:
@@ -46,7 +46,7 @@ def extents_of(
     lengths: Sequence[int],
     *,
     dense_bytes_max: int = READ_BYTES_MAX,
-) -> Iterator[Extent]:
+) -> Iterator[BoxExtent]:
     """Cut a box of a chunk into parts, in the order of their bytes, each to be read in one go.
 
     Gaps between the elements of one part are at most `GAP_BYTES_MAX`, and it is at most `READ_BYTES_MAX` long.
@@ -64,11 +64,11 @@ def extents_of(
     if 0 in lengths:
         return
     at = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    box = Extent(at, 0, (0,) * len(shape), tuple(lengths), tuple(strides), is_dense=False)
+    box = BoxExtent(at, 0, (0,) * len(shape), tuple(lengths), tuple(strides), is_dense=False)
     yield from _cut(box, itemsize, dense_bytes_max, first=0)
 
 
-def _cut(box: Extent, itemsize: int, dense_bytes_max: int, first: int) -> Iterator[Extent]:
+def _cut(box: BoxExtent, itemsize: int, dense_bytes_max: int, first: int) -> Iterator[BoxExtent]:
     """Cut a box of which the dimensions before ``first`` have one element; its length is not looked at."""
     while first < len(box.lengths) and box.lengths[first] == 1:
         first += 1
@@ -83,12 +83,12 @@ def _cut(box: Extent, itemsize: int, dense_bytes_max: int, first: int) -> Iterat
     is_dense = inner == math.prod(box.lengths) * itemsize
     limit = dense_bytes_max if is_dense else READ_BYTES_MAX
     if first == len(box.lengths) or (inner <= limit and gap <= GAP_BYTES_MAX):
-        yield Extent(box.at, inner, box.offsets, box.lengths, box.strides, is_dense)
+        yield BoxExtent(box.at, inner, box.offsets, box.lengths, box.strides, is_dense)
         return
     stride = box.strides[first]
     count = 1 if gap > GAP_BYTES_MAX else max(1, (limit - below) // stride + 1)
     for start in range(0, box.lengths[first], count):
-        part = Extent(
+        part = BoxExtent(
             box.at + start * stride,
             0,
             (*box.offsets[:first], box.offsets[first] + start, *box.offsets[first + 1 :]),

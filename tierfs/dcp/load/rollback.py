@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tierfs.dcp.load.items import Saved
+from tierfs.dcp.load.items import SavedItem
 from tierfs.device.tier import DeviceTier, Generation, device_tiers
 
 __all__ = ["key_of", "roll_back"]
@@ -21,7 +21,9 @@ def key_of(index: Any) -> tuple[str, tuple[int, ...]]:
     return index.fqn, tuple(index.offset or ())
 
 
-def roll_back(save_id: str, wanted: Sequence[tuple[Any, Saved]], planner: Any) -> tuple[list[tuple[Any, Saved]], int]:
+def roll_back(
+    save_id: str, wanted: Sequence[tuple[Any, SavedItem]], planner: Any
+) -> tuple[list[tuple[Any, SavedItem]], int]:
     """Load the items that lie in a device tier of this process. All bytes of the snapshot are verified before one is copied.
 
     Args:
@@ -55,9 +57,9 @@ def roll_back(save_id: str, wanted: Sequence[tuple[Any, Saved]], planner: Any) -
 
 
 def _copy(
-    tier: DeviceTier, generation: Generation, wanted: Sequence[tuple[Any, Saved]], planner: Any
-) -> tuple[list[tuple[Any, Saved]], int]:
-    rest: list[tuple[Any, Saved]] = []
+    tier: DeviceTier, generation: Generation, wanted: Sequence[tuple[Any, SavedItem]], planner: Any
+) -> tuple[list[tuple[Any, SavedItem]], int]:
+    rest: list[tuple[Any, SavedItem]] = []
     done: list[tuple[Any, torch.Tensor]] = []
     sources: list[torch.Tensor] = []
     accelerator = tier.accelerator

@@ -141,7 +141,7 @@ class ShardFiles:
 
     def order(self, name: str, at: int) -> tuple[str, int, int]:
         """Sorts what is to be read: what is encoded against other chunks of its file beside them. Raises as `reader` does."""
-        return name, self.reader(name).anchor(at), at
+        return name, self.reader(name).base_offset(at), at
 
     def where(self, name: str) -> str:
         """How to name a file in an error."""

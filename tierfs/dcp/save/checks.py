@@ -12,7 +12,7 @@ from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import metadata_file
 from tierfs.dcp.objects import check_object
 from tierfs.dcp.save.refused import Refused
-from tierfs.dcp.save.replicas import Elsewhere
+from tierfs.dcp.save.replicas import RemoteReplica
 from tierfs.dcp.save.shard_file import check_is_held
 from tierfs.dcp.tensorbytes import has_size_in_plans, is_quantized, lacks_quantizer, refuse_unusual
 from tierfs.errors import AlreadyExistsError, InvalidInputError
@@ -58,7 +58,7 @@ def check_planned(items: Sequence[tuple[WriteItem, Any]]) -> None:
     Raises:
         InvalidInputError: It has not; names what.
     """
-    left = [item.index.fqn for item, data in items if isinstance(data, Elsewhere)]
+    left = [item.index.fqn for item, data in items if isinstance(data, RemoteReplica)]
     if left:
         raise InvalidInputError(
             f"this rank is to save {left[0]} and {len(left) - 1} more that it left to another one, as in the last save: "

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tierfs.codec.layout.safetensors import HeaderEntry
 from tierfs.dcp.save.placed import FileRun, Placed
-from tierfs.dcp.save.plan import Piece, cut, header, plan_runs
+from tierfs.dcp.save.plan import PlannedPiece, cut, header, plan_runs
 from tierfs.dcp.save.tensor_plan import unique
 from tierfs.device.transfer import BESIDE_TRAINING, Transfer
 from tierfs.errors import CapacityError, CorruptionError
@@ -112,7 +112,7 @@ class Naming:
         places = {(id(placed.run), placed.at) for placed in wanted}
         mixed = {id(run) for run in self._runs if any((id(run), placed.at) not in places for placed in run.placed)}
         sources = [placed for placed in lies.values() if id(placed.run) in mixed]
-        plans = plan_runs([Piece(source.name, source.dtype, source.length) for source in sources])
+        plans = plan_runs([PlannedPiece(source.name, source.dtype, source.length) for source in sources])
         try:
             packed = self._pack([plan.lengths for plan in plans])
         except CapacityError as error:

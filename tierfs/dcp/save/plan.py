@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
 from tierfs.digest import CHUNK_BYTES
 
-__all__ = ["Piece", "RunPlan", "cut", "header", "plan_runs"]
+__all__ = ["PlannedPiece", "RunPlan", "cut", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
 # What is below this has packs of its own.
@@ -33,7 +33,7 @@ RUN_SHARE = 32
 RUNS_OPEN = 4  # among which a place is looked for
 
 
-class Piece(NamedTuple):
+class PlannedPiece(NamedTuple):
     """Bytes that are to lie in the file without a gap: a tensor, a part of one, or an object.
 
     Attributes:
@@ -60,7 +60,7 @@ class RunPlan:
     lengths: tuple[int, ...]
 
 
-def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
+def plan_runs(pieces: Sequence[PlannedPiece]) -> list[RunPlan]:
     """Cut pieces into runs: packs of small ones first, in the order of their names, then those of others."""
     small: dict[str, list[int]] = {}
     others: dict[tuple[str, str], list[int]] = {}
@@ -79,11 +79,11 @@ def plan_runs(pieces: Sequence[Piece]) -> list[RunPlan]:
     return runs
 
 
-def _role(piece: Piece) -> str:
+def _role(piece: PlannedPiece) -> str:
     return next((part for part in reversed(piece.name.split(".")) if not part.isdecimal()), "")
 
 
-def _pack(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[RunPlan]:
+def _pack(pieces: Sequence[PlannedPiece], numbers: Sequence[int]) -> list[RunPlan]:
     totals: Counter[str] = Counter()
     for number in numbers:
         totals[_role(pieces[number])] += pieces[number].length
@@ -102,7 +102,7 @@ def _pack(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[RunPlan]:
     return [*runs, RunPlan(tuple(pack), (length,))]
 
 
-def _fill(pieces: Sequence[Piece], numbers: Sequence[int], chunks_max: int) -> list[RunPlan]:
+def _fill(pieces: Sequence[PlannedPiece], numbers: Sequence[int], chunks_max: int) -> list[RunPlan]:
     """Put pieces, in order, into runs of as few chunks as can be found, and of those into the shortest runs."""
     least = len(cut(sum(pieces[number].length for number in numbers)))
     found: list[RunPlan] = []
@@ -117,7 +117,7 @@ def _fill(pieces: Sequence[Piece], numbers: Sequence[int], chunks_max: int) -> l
     return found
 
 
-def _first_fit(pieces: Sequence[Piece], numbers: Iterable[int], length: int) -> list[RunPlan]:
+def _first_fit(pieces: Sequence[PlannedPiece], numbers: Iterable[int], length: int) -> list[RunPlan]:
     """Put each piece into the first of the last few runs that has room: beside what its name is like, as what is frozen is.
 
     What is longer than a run begins a longer one, of whole chunks.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tierfs.dcp.metadata import CheckpointNote, Place, encode
+from tierfs.dcp.metadata import BytesPlace, CheckpointNote, encode
 from tierfs.dcp.torch_format.layout import encode_pickle
 from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import SaveMark
@@ -39,7 +39,7 @@ class Parts:
         hosts: Where they were written: see `host_of`.
     """
 
-    places: dict[MetadataIndex, Place] = field(default_factory=dict)
+    places: dict[MetadataIndex, BytesPlace] = field(default_factory=dict)
     files: dict[str, int] = field(default_factory=dict)
     hosts: set[str] = field(default_factory=set)
 

@@ -26,7 +26,7 @@ from tierfs._fork import PerProcess
 from tierfs.dcp.save.local_shards import holds_shards
 from tierfs.errors import InvalidInputError
 
-__all__ = ["Elsewhere", "Left", "Replicas", "left_by", "placeholder", "split"]
+__all__ = ["Delegated", "RemoteReplica", "Replicas", "delegated_by", "placeholder", "split"]
 
 FAILURES_MAX = 2
 _logger = logging.getLogger("tierfs.dcp")
@@ -36,7 +36,7 @@ class _OthersData(TensorWriteData):  # type: ignore[misc]  # torch's classes are
     """Marks an item that this rank offers to nobody, since another one saves it."""
 
 
-class Elsewhere(torch.Tensor):  # type: ignore[misc]
+class RemoteReplica(torch.Tensor):  # type: ignore[misc]
     """Stands for a tensor that another rank saves. It has no elements."""
 
     items: Mapping[str, WriteItem]
@@ -54,7 +54,7 @@ class Elsewhere(torch.Tensor):  # type: ignore[misc]
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class Delegated:
     """What a rank's plan leaves to others. It stays with a plan that a planner keeps for later saves."""
 
     indexes: tuple[MetadataIndex, ...]
@@ -125,7 +125,7 @@ class Replicas:
         }
 
 
-def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, WriteItem]) -> Elsewhere | None:
+def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, WriteItem]) -> RemoteReplica | None:
     """What stands for a tensor, if another rank saves it under each of its names, and it is what it was then."""
     found = [items.get(name) for name in names]
     if not all(item is not None and _is_of(item, tensor) for item in found):
@@ -133,8 +133,8 @@ def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, 
     return _stand_in({name: items[name] for name in names})
 
 
-def _stand_in(items: Mapping[str, WriteItem]) -> Elsewhere:
-    made: Elsewhere = torch.Tensor._make_subclass(Elsewhere, torch.empty(0))
+def _stand_in(items: Mapping[str, WriteItem]) -> RemoteReplica:
+    made: RemoteReplica = torch.Tensor._make_subclass(RemoteReplica, torch.empty(0))
     made.items = items
     return made
 
@@ -145,9 +145,9 @@ def split(items: Sequence[WriteItem]) -> tuple[list[WriteItem], tuple[MetadataIn
     return ours, tuple(item.index for item in items if isinstance(item.tensor_data, _OthersData))
 
 
-def left_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
+def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
     """What a rank leaves to others by its plan, be it of this save or of an earlier one that nothing has changed since."""
-    return plan.storage_data.indexes if isinstance(plan.storage_data, Left) else ()
+    return plan.storage_data.indexes if isinstance(plan.storage_data, Delegated) else ()
 
 
 def _marked(item: WriteItem) -> WriteItem:
@@ -169,7 +169,7 @@ def _is_of(item: WriteItem, tensor: torch.Tensor) -> bool:
     return item.type is WriteItemType.TENSOR
 
 
-def _reduce(placeholder: Elsewhere) -> tuple[Any, ...]:
+def _reduce(placeholder: RemoteReplica) -> tuple[Any, ...]:
     return _stand_in, (placeholder.items,)
 
 
@@ -178,4 +178,4 @@ def _box_of(tensor: DTensor) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
 
 
-ForkingPickler.register(Elsewhere, _reduce)  # on its way to the process that saves
+ForkingPickler.register(RemoteReplica, _reduce)  # on its way to the process that saves

@@ -32,7 +32,7 @@ __all__ = [
     "SavedMeta",
     "Saver",
     "Saves",
-    "Staged",
+    "StagedForSave",
     "ThreadSave",
     "claim",
     "hand_over",
@@ -89,7 +89,7 @@ class Save:
             writer.ended(self, url)
 
 
-class Staged(Protocol):
+class StagedForSave(Protocol):
     """What was staged.
 
     Attributes:
@@ -99,7 +99,7 @@ class Staged(Protocol):
     save: Save | None
 
 
-class _Here(threading.local):
+class _LastHere(threading.local):
     save: Save | None = None  # which one of a writer ran last on this thread
 
 
@@ -113,7 +113,7 @@ _sent: weakref.WeakValueDictionary[str, Save] = weakref.WeakValueDictionary()
 _lock = PerProcess(threading.Lock)
 
 
-def read_here(staged: Staged | None) -> None:
+def read_here(staged: StagedForSave | None) -> None:
     """Note that this thread reads what was staged: a save that begins on it next is the one that it was staged for."""
     _thread.staged = weakref.ref(staged) if staged is not None else None
     # Where it was staged somebody may only look at it. Elsewhere it is saved: if that fails, what was staged may be kept by the
@@ -124,7 +124,7 @@ def read_here(staged: Staged | None) -> None:
 
 def claim(writer: Saver) -> Save | None:
     """The writer's save that what this thread read was staged for, unless it has begun already."""
-    staged: Staged | None = _thread.staged() if _thread.staged is not None else None
+    staged: StagedForSave | None = _thread.staged() if _thread.staged is not None else None
     save = _thread.save if staged is None or staged.save is None else _taken(staged)
     _thread.staged = None
     if save is None or save.address is not None or save.token or save.writer() is not writer:
@@ -132,7 +132,7 @@ def claim(writer: Saver) -> Save | None:
     return save
 
 
-def _taken(staged: Staged) -> Save | None:
+def _taken(staged: StagedForSave) -> Save | None:
     with _lock():
         save, staged.save = staged.save, None
     return save
@@ -151,7 +151,7 @@ class Saves:
 
     def __init__(self, writer: Saver) -> None:
         self._writer = weakref.ref(writer)
-        self._here = _Here()
+        self._here = _LastHere()
         self._ended: set[str] = set()  # ids
         self.last: Save | None = None
         self.done: Save | None = None

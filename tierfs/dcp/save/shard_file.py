@@ -21,7 +21,7 @@ from tierfs.dcp.save.gpu import GpuPart, GpuStaging, by_accelerator, pin_segment
 from tierfs.dcp.save.later import Later
 from tierfs.dcp.save.naming import Naming
 from tierfs.dcp.save.placed import FileRun, Placed, RunMemory
-from tierfs.dcp.save.plan import Piece, plan_runs
+from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.tensor_plan import TensorPlan, TensorRun, described, plan_of, unique
 from tierfs.device.accelerator import Accelerator
@@ -247,7 +247,7 @@ class ShardFile:
 
     def add_objects(self, objects: Sequence[tuple[str, memoryview]]) -> list[Placed]:
         """Copy the bytes of serialised objects into the file. Raises as `add_tensors` does."""
-        pieces = [Piece(name, "bytes", len(data)) for name, data in objects]
+        pieces = [PlannedPiece(name, "bytes", len(data)) for name, data in objects]
         self._reserve(sum(piece.length for piece in pieces))
         found: dict[int, Placed] = {}
         plans = plan_runs(pieces)
@@ -309,11 +309,11 @@ class ShardFile:
         """See that tensors that are views of it still hold what was staged.
 
         Raises:
-            StoreError: It was saved or given up, so that its memory may be another's by now.
+            StoreError: It was saved or discarded, so that its memory may be another's by now.
         """
         if self._is_over:
             raise StoreError(
-                "what was staged was saved or given up before, and may hold anything by now: stage it again"
+                "what was staged was saved or discarded before, and may hold anything by now: stage it again"
             )
 
     def abort(self) -> None:
@@ -361,7 +361,7 @@ class ShardFile:
 
 
 def find_staged(tensor: torch.Tensor, store: Store) -> tuple[ShardFile, Placed] | None:
-    """The file in which a tensor was staged for a store, and where. One that was saved or given up only if no other.
+    """The file in which a tensor was staged for a store, and where. One that was saved or discarded only if no other.
 
     Raises:
         StoreError: See `check_is_held`, of one that was staged for another store.
@@ -380,7 +380,7 @@ def check_is_held(tensor: torch.Tensor) -> None:
     """See that a tensor that was staged still holds what it did.
 
     Raises:
-        StoreError: Its file was saved or given up, so that its memory may be another's by now.
+        StoreError: Its file was saved or discarded, so that its memory may be another's by now.
     """
     with _lock:
         files = list(_live)

@@ -14,7 +14,7 @@ from tierfs.dcp.save.gpu import GpuStaging
 from tierfs.dcp.save.placed import Placed
 from tierfs.dcp.save.saves import Save
 from tierfs.dcp.save.shard_file import ShardFile, find_staged, is_private
-from tierfs.dcp.save.streaming import Part, object_part, stream, tensor_part
+from tierfs.dcp.save.streaming import StreamPart, object_part, stream, tensor_part
 from tierfs.dcp.tensorbytes import refuse_unusual
 from tierfs.errors import CapacityError
 from tierfs.store import Store
@@ -87,7 +87,7 @@ def _place(store: Store, items: Sequence[tuple[WriteItem, Any]], gpu: GpuStaging
     return file, [where for where in placed if where is not None]
 
 
-def _part(item: WriteItem, data: Any) -> Part:
+def _part(item: WriteItem, data: Any) -> StreamPart:
     if item.type is WriteItemType.BYTE_IO:
         return object_part(item.index.fqn, data.getbuffer())
     return tensor_part(item.index.fqn, data)

@@ -190,7 +190,7 @@ class _Pickler(ForkingPickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _StateUnpickler(pickle.Unpickler):
     """Makes tensors of what `_Pickler` says."""
 
     def __init__(self, stream: io.BytesIO, shared: torch.UntypedStorage) -> None:
@@ -207,7 +207,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _received(data: bytes, shared: torch.UntypedStorage) -> dict[str, Any]:
-    found: dict[str, Any] = _Unpickler(io.BytesIO(data), shared).load()
+    found: dict[str, Any] = _StateUnpickler(io.BytesIO(data), shared).load()
     return found
 
 

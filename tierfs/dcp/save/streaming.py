@@ -14,11 +14,11 @@ from tierfs.dcp.tensorbytes import bytes_of
 from tierfs.store import Store, Writer
 from tierfs.store.commit import part_of
 
-__all__ = ["Part", "object_part", "stream", "tensor_part"]
+__all__ = ["StreamPart", "object_part", "stream", "tensor_part"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StreamPart:
     """A tensor or object to be written.
 
     Attributes:
@@ -36,18 +36,18 @@ class Part:
     read: Callable[[], memoryview]
 
 
-def tensor_part(name: str, tensor: torch.Tensor) -> Part:
+def tensor_part(name: str, tensor: torch.Tensor) -> StreamPart:
     """A dense tensor, on any device."""
     length = tensor.numel() * tensor.element_size()
-    return Part(name, *described(tensor.dtype, tensor.shape, length), length, lambda: bytes_of(tensor))
+    return StreamPart(name, *described(tensor.dtype, tensor.shape, length), length, lambda: bytes_of(tensor))
 
 
-def object_part(name: str, data: memoryview) -> Part:
+def object_part(name: str, data: memoryview) -> StreamPart:
     """A serialised object."""
-    return Part(name, "U8", (len(data),), len(data), lambda: data)
+    return StreamPart(name, "U8", (len(data),), len(data), lambda: data)
 
 
-def stream(store: Store, path: str, parts: Sequence[Part], *, note: Mapping[str, str]) -> tuple[int, list[int]]:
+def stream(store: Store, path: str, parts: Sequence[StreamPart], *, note: Mapping[str, str]) -> tuple[int, list[int]]:
     """Write a shard file.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tierfs.codec.layout.safetensors import METADATA_NAME, HeaderEntry
-from tierfs.dcp.save.plan import Piece, plan_runs
+from tierfs.dcp.save.plan import PlannedPiece, plan_runs
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES
 
 __all__ = ["TensorPlan", "TensorRun", "described", "plan_of", "plan_tensors", "unique"]
@@ -78,7 +78,7 @@ def plan_tensors(tensors: tuple[tuple[str, torch.dtype, torch.Size], ...]) -> Te
     full = [number for number, (_, _, shape) in enumerate(tensors) if shape.numel()]
     sizes = [(shape.numel(), dtype.itemsize) for _, dtype, shape in map(tensors.__getitem__, full)]
     pieces = [
-        Piece(tensors[number][0], str(tensors[number][1]), count * width)
+        PlannedPiece(tensors[number][0], str(tensors[number][1]), count * width)
         for number, (count, width) in zip(full, sizes, strict=True)
     ]
     names = {METADATA_NAME}

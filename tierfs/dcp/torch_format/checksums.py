@@ -9,7 +9,7 @@ from functools import partial
 from typing import IO
 
 from tierfs.dcp.load.shards import ShardFiles
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.errors import CorruptionError, TierfsError
 
 __all__ = ["check_checksums", "problem_of"]
@@ -19,7 +19,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def check_checksums(
-    files: ShardFiles, place: Place, fqn: str, stream: IO[bytes], known: memoryview | None = None
+    files: ShardFiles, place: BytesPlace, fqn: str, stream: IO[bytes], known: memoryview | None = None
 ) -> None:
     """Hold what others wrote to the checksums in it, as there are no digests: see `problem_of`.
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from tierfs.dcp.load.items import ItemReader, Saved, put_in
+from tierfs.dcp.load.items import ItemReader, SavedItem, put_in
 from tierfs.dcp.load.shards import FileRange, ShardFiles, raise_named
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.tensorbytes import in_safetensors, writable_bytes
 from tierfs.dcp.torch_format.checksums import check_checksums
 from tierfs.dcp.torch_format.metadata import StockPlace
@@ -33,7 +33,7 @@ HEADER_BYTES_MAX = 100_000_000
 _ZIP = b"PK\x03\x04"
 
 
-def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]], planner: Any) -> None:
+def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]], planner: Any) -> None:
     """Read items into their destinations, whoever stored them. Arguments and errors as for `locate` and `ItemReader`."""
     bare = [pair for pair in wanted if not isinstance(pair[1].place, StockPlace)]
     if len(bare) < len(wanted):
@@ -44,7 +44,7 @@ def read_items(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]], planner: 
     ItemReader(files, planner).read(bare)
 
 
-def locate(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]]) -> tuple[list[tuple[Any, Saved]], list[Any]]:
+def locate(files: ShardFiles, wanted: Sequence[tuple[Any, SavedItem]]) -> tuple[list[tuple[Any, SavedItem]], list[Any]]:
     """Tell what lies in safetensors files from what ``torch.save`` wrote.
 
     Args:
@@ -62,7 +62,7 @@ def locate(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]]) -> tuple[list
     files.read(FileRange(*place, memoryview(head), "a tensor") for place, head in zip(places, heads, strict=True))
     begins = {place: head for place, head in zip(places, heads, strict=True) if not head.startswith(_ZIP)}
     headers = {place: _header(files, *place, int.from_bytes(head, "little")) for place, head in begins.items()}
-    bare: list[tuple[Any, Saved]] = []
+    bare: list[tuple[Any, SavedItem]] = []
     archived = []
     for item, saved in wanted:
         found = headers.get((saved.place.file, saved.place.at))
@@ -73,7 +73,7 @@ def locate(files: ShardFiles, wanted: Sequence[tuple[Any, Saved]]) -> tuple[list
     return bare, archived
 
 
-def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planner: Any) -> None:
+def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, SavedItem]], planner: Any) -> None:
     """Load tensors that ``torch.save`` wrote, with ``weights_only=True``, and copy what is wanted of each.
 
     What tierfs has no digests of is held to the archive's checksums, which torch passes over.
@@ -83,7 +83,7 @@ def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planne
         TierfsError: It failed.
     """
     by_place = sorted(wanted, key=lambda pair: (pair[1].place.file, pair[1].place.at))
-    batch: list[tuple[Place, list[Any], bytearray]] = []
+    batch: list[tuple[BytesPlace, list[Any], bytearray]] = []
     batch_bytes = 0
     for place, pairs in groupby(by_place, key=lambda pair: pair[1].place):
         items = [item for item, _ in pairs]
@@ -102,7 +102,7 @@ def read_archives(files: ShardFiles, wanted: Iterable[tuple[Any, Saved]], planne
     _load_batch(files, batch, planner)
 
 
-def _load_batch(files: ShardFiles, batch: list[tuple[Place, list[Any], bytearray]], planner: Any) -> None:
+def _load_batch(files: ShardFiles, batch: list[tuple[BytesPlace, list[Any], bytearray]], planner: Any) -> None:
     files.read(
         FileRange(place.file, place.at, memoryview(content), repr(items[0].storage_index.fqn))
         for place, items, content in batch
@@ -111,7 +111,7 @@ def _load_batch(files: ShardFiles, batch: list[tuple[Place, list[Any], bytearray
         _load(files, place, items, io.BytesIO(content), planner)
 
 
-def _load(files: ShardFiles, place: Place, items: list[Any], stream: Any, planner: Any) -> None:
+def _load(files: ShardFiles, place: BytesPlace, items: list[Any], stream: Any, planner: Any) -> None:
     fqn = items[0].storage_index.fqn
     where = f"{fqn!r} in shard file {files.where(place.file)}"
     try:
@@ -159,7 +159,9 @@ def _header(files: ShardFiles, file: str, at: int, length: int) -> tuple[Mapping
     return table, at + 8 + length
 
 
-def _in_safetensors(files: ShardFiles, index: Any, saved: Saved, table: Mapping[str, Any], data_at: int) -> Saved:
+def _in_safetensors(
+    files: ShardFiles, index: Any, saved: SavedItem, table: Mapping[str, Any], data_at: int
+) -> SavedItem:
     """The same with the place of the tensor's bare bytes."""
     where = f"{index.fqn!r} in shard file {files.where(saved.place.file)}"
     assert saved.dtype is not None
@@ -192,4 +194,4 @@ def _in_safetensors(files: ShardFiles, index: Any, saved: Saved, table: Mapping[
             f"{where}: the file's table has {entry!r} for it, the metadata {expected}",
             path=saved.place.file,
         )
-    return Saved(Place(saved.place.file, data_at + begin, length), saved.dtype, saved.shape)
+    return SavedItem(BytesPlace(saved.place.file, data_at + begin, length), saved.dtype, saved.shape)

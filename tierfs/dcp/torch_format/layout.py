@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
-from tierfs.dcp.metadata import Place
+from tierfs.dcp.metadata import BytesPlace
 from tierfs.dcp.torch_format.streams import SaveSink
 from tierfs.store import Store, Writer
 
@@ -54,7 +54,7 @@ def write_archives(
     return length, begins, sizes
 
 
-def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, Place], meta: StorageMeta) -> bytes:
+def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, BytesPlace], meta: StorageMeta) -> bytes:
     """What torch's writers put into ``.metadata``."""
     stored = {index: filesystem._StorageInfo(place.file, place.at, place.length) for index, place in places.items()}
     complete = replace(metadata, storage_data=stored, storage_meta=meta)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs.dcp.checked import INTEGER_MAX, is_file_name
-from tierfs.dcp.metadata import PATH_PARTS_MAX, Place
+from tierfs.dcp.metadata import PATH_PARTS_MAX, BytesPlace
 from tierfs.dcp.torch_format.names import LAYOUTS
 from tierfs.dcp.torch_format.unpickler import Record, unpickle
 from tierfs.errors import CorruptionError, InvalidInputError, TierfsError
@@ -30,12 +30,12 @@ _MEMORY_FORMATS = {0: torch.contiguous_format, 1: torch.channels_last, 2: torch.
 
 
 @dataclass(frozen=True, slots=True)
-class StockPlace(Place):
+class StockPlace(BytesPlace):
     """Where torch's writers put one tensor: not its bare bytes, but what holds them."""
 
 
 def decode_pickle(data: bytes, where: str) -> Any:
-    """Return torch's `Metadata` from a stock ``.metadata``, with `Place` for objects and `StockPlace` for chunks of tensors.
+    """Return torch's `Metadata` from a stock ``.metadata``, with `BytesPlace` for objects and `StockPlace` for chunks of tensors.
 
     Raises:
         InvalidInputError: It is made with something else than torch's metadata, or its tensors were transformed.
@@ -47,7 +47,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
         if not isinstance(root, Record) or root.kind != "Metadata":
             raise ValueError("it holds no metadata")
         items = {_text(fqn): _item(item, room) for fqn, item in _mapping(root.get("state_dict_metadata")).items()}
-        places: dict[Any, Place] = {}
+        places: dict[Any, BytesPlace] = {}
         for index, info in _mapping(root.get("storage_data")).items():
             fqn, offset = _text(_member(index, "MetadataIndex", "fqn")), index.get("offset")
             transforms = info.get("transform_descriptors") if isinstance(info, Record) else None
@@ -57,7 +57,7 @@ def decode_pickle(data: bytes, where: str) -> Any:
                     "with torch's FileSystemReader or FsspecReader",
                     path=where,
                 )
-            kind = Place if offset is None else StockPlace
+            kind = BytesPlace if offset is None else StockPlace
             places[MetadataIndex(fqn, None if offset is None else _sizes(offset, room))] = _place(info, kind)
         meta = root.get("storage_meta")
         checkpoint_id, save_id = (
@@ -123,7 +123,7 @@ def _item(item: Any, room: _Room) -> Any:
     return TensorStorageMetadata(properties, torch.Size(size), chunks)
 
 
-def _place(info: Any, kind: type[Place]) -> Place:
+def _place(info: Any, kind: type[BytesPlace]) -> BytesPlace:
     file = _text(_member(info, "_StorageInfo", "relative_path"))
     at, length = _sizes((info.get("offset"), info.get("length")), _Room(3))
     if not is_file_name(file):

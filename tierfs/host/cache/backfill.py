@@ -11,14 +11,14 @@ from tierfs.errors import TierfsError
 from tierfs.host.slab.segment import Slot
 from tierfs.threads import start_daemon
 
-__all__ = ["Keeper"]
+__all__ = ["Backfill"]
 
 QUEUE_MAX = 256
 BATCH_MAX = 64
 _logger = logging.getLogger("tierfs.flush")
 
 
-class Keeper:
+class Backfill:
     """A queue of clean chunks in slabs, and a thread that has the flusher take them down, alive while there are any.
 
     It is a cache that is being filled: where it cannot keep up, chunks are left out.
@@ -35,14 +35,14 @@ class Keeper:
         self._running = False
 
     def __repr__(self) -> str:
-        return f"Keeper({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
+        return f"Backfill({len(self._queue)}/{QUEUE_MAX} queued, failures={self.failures})"
 
     def add(self, slot: Slot) -> None:
         """Queue a chunk."""
         with self._lock:
             self._queue.append(slot)
             if not self._running:
-                self._running = start_daemon(self._run, name="keep") is not None
+                self._running = start_daemon(self._run, name="backfill") is not None
 
     def _run(self) -> None:
         while True:

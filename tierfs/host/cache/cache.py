@@ -8,7 +8,7 @@ from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import CorruptionError, TierfsError
 from tierfs.format.ranges import WHOLE_SHARE, Part, block_runs
-from tierfs.host.cache.backfill import Keeper
+from tierfs.host.cache.backfill import Backfill
 from tierfs.host.cache.reader import ChunkReader
 from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
@@ -66,10 +66,10 @@ class ChunkCache:
         self._kind = kind
         self._has_nvme = has_nvme
         self._flight = SingleFlight(ram.host.store_directory(ram.store) / "fetch.lock")
-        self._keeper = Keeper(self.keep)
+        self._backfill = Backfill(self.backfill)
 
     def __repr__(self) -> str:
-        return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._keeper!r}, {self._flight!r})"
+        return f"ChunkCache({self._ram!r}, keeps_reads={self.keeps_reads}, {self._backfill!r}, {self._flight!r})"
 
     def read_through(
         self,
@@ -147,17 +147,17 @@ class ChunkCache:
                 self._writer.drop(slot)
                 raise
         if self._has_nvme and self._flusher.is_running():
-            self._keeper.add(slot)
+            self._backfill.add(slot)
         return slot
 
-    def keep(self, slots: Sequence[Slot]) -> int:
+    def backfill(self, slots: Sequence[Slot]) -> int:
         """Have the flusher copy clean chunks to the nvme tier. Returns the bytes that lie there now."""
         if not self._has_nvme:
             return 0
         kept = 0
         for at in range(0, len(slots), NAMES_MAX):
             references = [(slot.segment.id, slot.index, slot.serial) for slot in slots[at : at + NAMES_MAX]]
-            answer = self._flusher.request("keep", {"slots": references})
+            answer = self._flusher.request("backfill", {"slots": references})
             kept += int(answer["bytes"])
         return kept
 

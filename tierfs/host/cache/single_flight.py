@@ -93,7 +93,7 @@ class SingleFlight:
             if fd is not None:
                 with self._lock:
                     self._busy.discard(offset)
-                    if fd == self._fd:  # closing the file let go of it
+                    if fd == self._fd:  # closing the file released it
                         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _byte(fcntl.F_UNLCK, offset))
 
     def _wait(self, offset: int, deadline_s: float) -> int | None:
@@ -119,7 +119,7 @@ class SingleFlight:
             return fd
 
     def close(self) -> None:
-        """Close the file. What is held meanwhile is let go of."""
+        """Close the file. What is held meanwhile is released."""
         with self._lock:
             fd, self._fd = self._fd, None
             if fd is not None:

@@ -184,7 +184,7 @@ class Arena:
         return page if page is not None and page.offset == offset else None
 
     def release(self, page: ExtentPage) -> None:
-        """Mark an extent as given up, so that a rebuild does not find it. Not flushed: the index is what counts."""
+        """Mark an extent as discarded, so that a rebuild does not find it. Not flushed: the index is what counts."""
         gone = ExtentPage(ExtentKind.RELEASED, page.epoch, page.serial, page.offset, page.length, page.name)
         with self._step("arena.release"):
             self._write_page(page.offset, gone.encode())

@@ -59,7 +59,7 @@ def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
     if "readonly" in reason:
         return ReadOnlyError(f"{path}: {reason}: check the rights of the directory", path=path, tier="nvme")
     shortage = _shortage() if "unable to open" in reason or "disk I/O" in reason else ""
-    # Not transient, which who asks the object tier takes for its being away.
+    # Not transient, which who asks the object tier takes for its being unreachable.
     return StoreError(f"{path}: {reason}{shortage}", transient="locked" in reason, path=path, tier="nvme")
 
 

@@ -50,18 +50,18 @@ INSERT_RELEASE = "INSERT INTO releases VALUES (?, ?)"
 INSERT_REF = "INSERT OR IGNORE INTO refs VALUES (?, ?)"
 
 
-class _Connection(sqlite3.Connection):
+class _IndexConnection(sqlite3.Connection):
     """One that a forked child neither uses nor closes: closing would undo what the parent is writing."""
 
     def _renew(self) -> None:
         leave_to_parent(self)
 
 
-def _connect(path: Path, *, busy_s: float, create: bool = False) -> _Connection:
+def _connect(path: Path, *, busy_s: float, create: bool = False) -> _IndexConnection:
     # Readers, too, need the right to write: after a crash the first to come rolls the journal back.
     uri = f"file:{quote(os.fsencode(path))}?mode={'rwc' if create else 'rw'}"
     connection = sqlite3.connect(
-        uri, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False, factory=_Connection
+        uri, uri=True, timeout=busy_s, isolation_level=None, check_same_thread=False, factory=_IndexConnection
     )
     renew_in_children(connection)
     return connection

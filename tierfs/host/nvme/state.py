@@ -228,7 +228,7 @@ class NvmeState:
             )
         except TierfsError as error:
             self.fallbacks["not_released"] += 1
-            _logger.warning("a rebuild of the index would find again what was given up: %s", error)
+            _logger.warning("a rebuild of the index would find again what was discarded: %s", error)
             return False
         return True
 

@@ -14,7 +14,7 @@ from tierfs import digest
 from tierfs.errors import CorruptionError, FormatError
 from tierfs.format.manifest import Manifest, Record, Tombstone, decode_record
 
-__all__ = ["DRAFT_VERSION", "Base", "Draft", "SlotRef", "foreign_name", "local_name"]
+__all__ = ["DRAFT_VERSION", "Draft", "ObservedBase", "SlotRef", "foreign_name", "local_name"]
 
 DRAFT_VERSION = 1
 _MAGIC = b"TFSDRAFT"
@@ -26,7 +26,7 @@ _FOREIGN = 0xF0
 
 
 @dataclass(frozen=True, slots=True)
-class Base:
+class ObservedBase:
     """What the write observed at its path; it is published on condition that this is there still.
 
     Attributes:
@@ -71,7 +71,7 @@ class Draft:
 
     path: str
     record: Record
-    base: Base
+    base: ObservedBase
     slots: tuple[SlotRef | None, ...] = ()
     after: bytes | None = None
     boot: str = ""
@@ -160,7 +160,13 @@ class Draft:
         write_id = bytes.fromhex(base["write_id"]) if "write_id" in base else None
         after = bytes.fromhex(head["after"]) or None
         return cls(
-            path, record, Base(base.get("version"), write_id), tuple(slots), after, head["boot"], head["stamp_ns"]
+            path,
+            record,
+            ObservedBase(base.get("version"), write_id),
+            tuple(slots),
+            after,
+            head["boot"],
+            head["stamp_ns"],
         )
 
 

@@ -32,7 +32,7 @@ HUGE_BYTES = 2 << 20  # where small pages have 4 KiB; elsewhere it is refused, o
 MAP_FIXED = 0x10  # mmap(2); Python has no name for it
 FALLOC_KEEP_SIZE, FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
 # Both calls hold up whoever wants the process to stop, and fallocate is undone and begun anew when a signal comes in between,
-# so a profiler's timer must not outrun it. Also, what is being reserved can be given up after each piece.
+# so a profiler's timer must not outrun it. Also, what is being reserved can be discarded after each piece.
 PIECE_BYTES = 4 << 20
 _logger = logging.getLogger("tierfs.local")
 # Zeroing pages is bound by memory: more threads than this gain nothing.

@@ -12,10 +12,10 @@ from tierfs.errors import CorruptionError
 from tierfs.host.extents import Extents
 from tierfs.host.slab.table import Layout, SlotState, Table, padded
 
-__all__ = ["Places"]
+__all__ = ["SlotAllocator"]
 
 
-class Places:
+class SlotAllocator:
     """The free slots and extents of one segment. Not safe for use by many threads.
 
     Args:
@@ -30,27 +30,29 @@ class Places:
         self._serial = 0
 
     @classmethod
-    def of(cls, table: Table, path: str) -> Places:
+    def of(cls, table: Table, path: str) -> SlotAllocator:
         """What a table says that somebody else filled; what was being filled counts as free.
 
         Raises:
             CorruptionError: It contradicts itself.
         """
-        places = cls(table.layout)
-        free = set(places._free)
+        allocator = cls(table.layout)
+        free = set(allocator._free)
         for index in np.nonzero(table.state)[0].tolist():
             row = table.row(index)
             if row.state == SlotState.FILLING:
                 continue
             capacity = padded(max(row.length, 1))
-            if not row.is_sound(table.layout) or not places._extents.take_at(row.offset - places._data_at, capacity):
+            if not row.is_sound(table.layout) or not allocator._extents.take_at(
+                row.offset - allocator._data_at, capacity
+            ):
                 raise CorruptionError(f"slot {index} of {path} cannot be what it says", path=path, tier="ram")
-            places._capacity[index] = capacity
+            allocator._capacity[index] = capacity
             free.discard(index)
-        places._free = sorted(free)
+        allocator._free = sorted(free)
         # In the table lies the highest serial ever given, since a slot that is freed keeps its own.
-        places._serial = int(table.serial.max())
-        return places
+        allocator._serial = int(table.serial.max())
+        return allocator
 
     def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
         """Take slots of so many bytes that lie side by side, each from a whole page on.

@@ -21,7 +21,7 @@ from tierfs.host.private import entries_of, make_private
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import SECTOR_BYTES, FileName, OldSegmentError
 
-__all__ = ["LOCK", "SegmentFile", "Shares"]
+__all__ = ["LOCK", "RamBudget", "SegmentFile"]
 
 LOCK = "ram"
 """What the host's lock on the folders goes by."""
@@ -51,7 +51,7 @@ class SegmentFile(NamedTuple):
     missing: int
 
 
-class Shares:
+class RamBudget:
     """The host's folders of segments. Safe for use by many threads.
 
     Args:
@@ -69,7 +69,7 @@ class Shares:
         make_private(self.directory)
 
     def __repr__(self) -> str:
-        return f"Shares({str(self.directory)!r})"
+        return f"RamBudget({str(self.directory)!r})"
 
     def files(self) -> list[SegmentFile]:
         """All that count, in the order of their names."""

@@ -11,9 +11,9 @@ import numpy as np
 from tierfs.clock import boot_id
 from tierfs.errors import InvalidInputError
 from tierfs.host.slab.allocate import allocate, map_shared
-from tierfs.host.slab.allocator import Places
+from tierfs.host.slab.allocator import SlotAllocator
 from tierfs.host.slab.segment import Segment
-from tierfs.host.slab.segment_file import Header, OwnedFd, Reservation, open_segment
+from tierfs.host.slab.segment_file import OwnedFd, Reservation, SegmentHeader, open_segment
 from tierfs.host.slab.table import Layout, SlotState
 from tierfs.host.slab.table_lock import changing
 
@@ -27,7 +27,7 @@ FAULT_AROUND_BYTES = 64 << 10
 TOUCH_BYTES = 64 << 20
 
 
-def make_header(layout: Layout, *, store: str, owner: str, number: int) -> Header:
+def make_header(layout: Layout, *, store: str, owner: str, number: int) -> SegmentHeader:
     """The header of a new segment.
 
     Args:
@@ -44,10 +44,10 @@ def make_header(layout: Layout, *, store: str, owner: str, number: int) -> Heade
         raise InvalidInputError(f"a segment of {layout.size} bytes has no room for {layout.slots} slots")
     if len(store) != UUID_DIGITS or len(owner) != OWNER_DIGITS:
         raise InvalidInputError(f"store {store!r} or owner {owner!r} is no id")
-    return Header(layout, secrets.token_hex(16), store, boot_id(), owner, number)
+    return SegmentHeader(layout, secrets.token_hex(16), store, boot_id(), owner, number)
 
 
-def create(directory: Path, header: Header) -> Segment:
+def create(directory: Path, header: SegmentHeader) -> Segment:
     """Make a segment in the host's folder, its memory reserved as a whole (which takes a second or two per GiB).
 
     Raises:
@@ -98,20 +98,20 @@ def adopt(path: Path, owner: str) -> Segment:
     segment = Segment(fd, header, path, memory=map_shared(fd.number, header.layout.size))
     table = segment._table
     with segment._lock.held():
-        places = Places.of(table, str(path))
+        allocator = SlotAllocator.of(table, str(path))
         table.owner[0], table.retired[0] = int(owner, 16), 0
         with changing(table):
             table.state[table.state == SlotState.FILLING] = SlotState.FREE
-        segment.start(places)
+        segment.start(allocator)
     _map_pages(segment)
     return segment
 
 
-def _begin(fd: OwnedFd, header: Header, path: Path, memory: memoryview) -> Segment:
+def _begin(fd: OwnedFd, header: SegmentHeader, path: Path, memory: memoryview) -> Segment:
     fd.write(header.encode())
     segment = Segment(fd, header, path, memory=memory)
     segment._table.owner[0] = int(header.creator, 16)
-    segment.start(Places(header.layout))
+    segment.start(SlotAllocator(header.layout))
     return segment
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from tierfs.errors import NotFoundError, TierfsError
-from tierfs.host.slab.budget import Shares
+from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.segment import Segment
 from tierfs.host.slab.segment_file import OldSegmentError
 
-__all__ = ["Neighbours"]
+__all__ = ["PeerSegments"]
 
 # The kernel stamps a folder with a clock that may stand still for some milliseconds: a change that follows
 # that soon upon another leaves no trace.
@@ -24,13 +24,13 @@ _SHORT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
 _logger = logging.getLogger("tierfs.local")
 
 
-class Neighbours:
+class PeerSegments:
     """What others wrote. Safe for use by many threads.
 
     A segment that is gone is not closed, since a reader may be in it: it closes when nobody refers to it any more.
 
     Args:
-        shares: The host's folders.
+        ram_budget: The host's folders.
         store: Whose segments, 32 hex digits.
         own: Says which segments are this process's own.
 
@@ -42,11 +42,11 @@ class Neighbours:
             lost as far as anybody can tell, but to a process that has it open.
     """
 
-    def __init__(self, shares: Shares, store: str, own: Callable[[], Collection[Segment]]) -> None:
+    def __init__(self, ram_budget: RamBudget, store: str, own: Callable[[], Collection[Segment]]) -> None:
         self.unread: frozenset[str] = frozenset()
         self.why_unread: BaseException | None = None
         self.damaged: dict[str, Exception] = {}
-        self._shares = shares
+        self._ram_budget = ram_budget
         self._store = store
         self._own = own
         self._lock = threading.Lock()
@@ -56,7 +56,7 @@ class Neighbours:
         self._seen_ns: list[int] = []
 
     def __repr__(self) -> str:
-        return f"Neighbours({len(self._files)} segments)"
+        return f"PeerSegments({len(self._files)} segments)"
 
     def segments(self) -> list[Segment]:
         """All of them. Looks into the folder if that changed."""
@@ -74,7 +74,7 @@ class Neighbours:
             self._removed.pop(segment.id, None)
 
     def close(self) -> None:
-        """Let go of all."""
+        """Release all."""
         with self._lock:
             segments = [*self._files.values(), *self._removed.values()]
             for known in (self._files, self._removed):
@@ -84,11 +84,11 @@ class Neighbours:
             segment.close()
 
     def _look(self) -> None:
-        stamps, now_ns = self._shares.stamps(), time.time_ns()
+        stamps, now_ns = self._ram_budget.stamps(), time.time_ns()
         if stamps == self._seen_ns and not self.unread:
             return
         own = {segment.path.name for segment in self._own()}
-        found = [(name, path) for name, path in self._shares.paths() if name.store == self._store[:8]]
+        found = [(name, path) for name, path in self._ram_budget.paths() if name.store == self._store[:8]]
         names = {str(name): path for name, path in found if name.suffix == "slab" and str(name) not in own}
         self._removed = {ident: segment for ident, segment in self._removed.items() if segment.is_dirty()}
         for name in [name for name in self._files if name not in names]:

@@ -16,18 +16,18 @@ from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, Tierf
 from tierfs.host.host import SMALL_SHM, Host
 from tierfs.host.private import make_private
 from tierfs.host.slab.abandoned import drop_copies
-from tierfs.host.slab.budget import LOCK, Shares
+from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.eviction import Eviction
 from tierfs.host.slab.growth import FIRST_DATA_BYTES, next_layout
 from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.new_segment import adopt, make_header, make_in
 from tierfs.host.slab.segment import Segment, Slot, SlotKind
-from tierfs.host.slab.segment_file import Header, Reservation
+from tierfs.host.slab.segment_file import Reservation, SegmentHeader
 from tierfs.host.slab.table import Layout, padded
 from tierfs.threads import start_daemon
 from tierfs.units import format_bytes
 
-__all__ = ["Supply", "give_back"]
+__all__ = ["SegmentPool", "give_back"]
 
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
@@ -37,13 +37,13 @@ MEMORY_SPARED = 16
 _logger = logging.getLogger("tierfs.local")
 
 
-class Supply:
+class SegmentPool:
     """Where this process writes. Safe for use by many threads.
 
     Args:
         host: Where segments are.
         store: The uuid of the store, 32 hex digits.
-        shares: What the host's processes have.
+        ram_budget: What the host's processes have.
         budget_bytes: What all of them may take together.
         data_bytes_max: The most data that one segment holds; see `next_layout`.
         clock: For waiting.
@@ -57,11 +57,11 @@ class Supply:
     """
 
     def __init__(
-        self, host: Host, store: str, shares: Shares, *, budget_bytes: int, data_bytes_max: int, clock: Clock
+        self, host: Host, store: str, ram_budget: RamBudget, *, budget_bytes: int, data_bytes_max: int, clock: Clock
     ) -> None:
         self._host = host
         self._store = store
-        self._shares = shares
+        self._ram_budget = ram_budget
         self._budget_bytes = budget_bytes
         self._data_bytes_max = data_bytes_max
         # The last of a budget comes in small pieces, each with its descriptors: only where there is nothing to evict.
@@ -80,7 +80,7 @@ class Supply:
         self._growing = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"Supply({len(self.own)} segments, waits={self.waits}, {self.eviction!r})"
+        return f"SegmentPool({len(self.own)} segments, waits={self.waits}, {self.eviction!r})"
 
     def take(
         self,
@@ -189,7 +189,7 @@ class Supply:
         return 0
 
     def close(self) -> None:
-        """Let go of all. What is dirty stays for the flusher; memory that only holds copies is given back.
+        """Release all. What is dirty stays for the flusher; memory that only holds copies is given back.
 
         A process that ends without this leaves its copies to whoever comes after it, until room is needed.
         """
@@ -266,7 +266,7 @@ class Supply:
         try:
             while timeout_s is None or waited_s < timeout_s:
                 with self._host.locked(LOCK):
-                    self._shares.claim(self._budget_bytes, self._clock.monotonic())
+                    self._ram_budget.claim(self._budget_bytes, self._clock.monotonic())
                 self._clock.sleep(delay_s if timeout_s is None else min(delay_s, timeout_s - waited_s))
                 delay_s = min(2 * delay_s, POLL_S_MAX)
                 is_last = not self._may_come(_size(lengths), held)
@@ -280,7 +280,7 @@ class Supply:
         return None
 
     def _may_come(self, length: int, held: Mapping[Segment, int]) -> bool:
-        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or given up.
+        """Whether waiting may bring room for so many bytes: others give some back, or something here is published or discarded.
 
         Args:
             length: How many.
@@ -293,7 +293,7 @@ class Supply:
             if one.awaits(kept) or (not one.retired and one.data_bytes - one.sums().dirty - kept >= length):
                 return True
         names = {str(segment.header.name) for segment in own}
-        files = self._shares.files()
+        files = self._ram_budget.files()
         if any(str(file.name._replace(suffix="slab")) not in names for file in files):
             return True
         # Nothing is in the way but the budget, and what else the machine's memory is used for.
@@ -334,18 +334,18 @@ class Supply:
         with self._host.locked(LOCK):
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
-            make_private(self._shares.directory)  # which somebody may have removed
+            make_private(self._ram_budget.directory)  # which somebody may have removed
             layout = self._plan(length, known)
             if not ahead and (layout is None or layout.data_bytes < least):
-                self._shares.sweep()
-                drop_copies(self._shares.directory)
+                self._ram_budget.sweep()
+                drop_copies(self._ram_budget.directory)
                 if self._adopt_or_reap(length):
                     return True
                 layout = self._plan(length, known) or (None if least else self._plan_instead(length))
             if layout is None or layout.data_bytes < least:
                 return False
             header = make_header(layout, store=self._store, owner=self._host.owner(), number=next(_numbers))
-            reservation = self._reserve(header, self._shares.folders)
+            reservation = self._reserve(header, self._ram_budget.folders)
         # Nobody waits for what is made ahead, and training wants the processors.
         threads = 1 if ahead else None
         while reservation is not None:
@@ -353,7 +353,7 @@ class Supply:
                 segment = make_in(reservation, threads=threads, stopped=self._is_closed)
             except CapacityError as error:  # noqa: PERF203 - somebody else filled the filesystem meanwhile: another folder is tried
                 self.why_not = str(error)
-                folders = self._shares.folders
+                folders = self._ram_budget.folders
                 with self._host.locked(LOCK):
                     reservation = self._reserve(header, folders[folders.index(reservation.path.parent) + 1 :])
             else:
@@ -364,13 +364,13 @@ class Supply:
                 return self._begin(segment)
         return False
 
-    def _reserve(self, header: Header, folders: Sequence[Path]) -> Reservation | None:
+    def _reserve(self, header: SegmentHeader, folders: Sequence[Path]) -> Reservation | None:
         """A file for a segment, in the first of these folders that has room. Under the host's lock."""
-        files = self._shares.files()
+        files = self._ram_budget.files()
         for folder in folders:
             try:
                 make_private(folder)  # which somebody may have removed
-                if header.layout.size > self._shares.free_bytes(folder, files):
+                if header.layout.size > self._ram_budget.free_bytes(folder, files):
                     self.why_not = f"{folder} has no room for a segment of {format_bytes(header.layout.size)}"
                     continue
                 reservation = Reservation(folder, header)
@@ -378,7 +378,7 @@ class Supply:
                 # No file can be made there, not even one that counts: room is waited for, as with memory.
                 self.why_not = str(error)
                 continue
-            if folder != self._shares.folders[0] and not self._small_said:
+            if folder != self._ram_budget.folders[0] and not self._small_said:
                 self._small_said = True
                 _logger.warning("%s (%s)", SMALL_SHM, self.why_not)
             self.why_not = ""
@@ -386,7 +386,7 @@ class Supply:
         return None
 
     def _plan(self, length: int, known: int = 0) -> Layout | None:
-        files = self._shares.files()
+        files = self._ram_budget.files()
         # Reserved is not used yet, but promised; and what is left over keeps the machine alive.
         promised = sum(file.missing for file in files)
         spare = memory_available() - promised - memory_limit() // MEMORY_SPARED
@@ -411,7 +411,7 @@ class Supply:
 
     def _adopt_or_reap(self, length: int) -> bool:
         """Take over what a dead process of this store left, its memory warm; else remove what the dead left."""
-        orphans = self._shares.orphans()
+        orphans = self._ram_budget.orphans()
         for orphan in orphans:
             is_whole = orphan.memory_bytes == orphan.size
             if orphan.store == self._store and is_whole and orphan.data_bytes >= length:

@@ -15,10 +15,10 @@ from tierfs.clock import Clock
 from tierfs.errors import CapacityError
 from tierfs.host.host import Host
 from tierfs.host.slab.abandoned import remove_gone
-from tierfs.host.slab.budget import LOCK, Shares
+from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.growth import CHUNKS_BUDGET_BYTES, largest
-from tierfs.host.slab.peers import Neighbours
-from tierfs.host.slab.pool import Supply, give_back
+from tierfs.host.slab.peers import PeerSegments
+from tierfs.host.slab.pool import SegmentPool, give_back
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 from tierfs.host.slab.table import Layout, padded
 from tierfs.units import format_bytes
@@ -86,22 +86,22 @@ class RamTier:
         self.budget_bytes = budget_bytes
         self._clock = clock
         self._length_max = largest(budget_bytes, segment_bytes_max)
-        self._shares = Shares(host)
-        remove_gone(self._shares.directory)
-        self._supply = Supply(
+        self._ram_budget = RamBudget(host)
+        remove_gone(self._ram_budget.directory)
+        self._pool = SegmentPool(
             host,
             self.store,
-            self._shares,
+            self._ram_budget,
             budget_bytes=budget_bytes,
             data_bytes_max=segment_bytes_max,
             clock=clock,
         )
-        supply = self._supply  # no reference to ourselves, so that what nobody uses any more is closed at once
-        self._neighbours = Neighbours(self._shares, self.store, lambda: supply.own)
+        pool = self._pool  # no reference to ourselves, so that what nobody uses any more is closed at once
+        self._peers = PeerSegments(self._ram_budget, self.store, lambda: pool.own)
 
     def __repr__(self) -> str:
         budget = format_bytes(self.budget_bytes)
-        return f"RamTier({str(self._shares.directory)!r}, store={self.store}, budget={budget}, {self._supply!r})"
+        return f"RamTier({str(self._ram_budget.directory)!r}, store={self.store}, budget={budget}, {self._pool!r})"
 
     @property
     def holds_chunks(self) -> bool:
@@ -153,7 +153,7 @@ class RamTier:
                 tier="ram",
             )
         started = self._clock.monotonic()
-        found = self._supply.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
+        found = self._pool.take(kind, runs, timeout_s=timeout_s, on_wait=on_wait, spares_copies=spares_copies)
         taken = [slots for slots in found if slots is not None]
         if len(taken) < len(runs):
             give_back(taken)
@@ -166,22 +166,22 @@ class RamTier:
 
         The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
         """
-        self._supply.grow_ahead()
+        self._pool.grow_ahead()
 
     def evict_ahead(self) -> None:
         """Evict copies that are older than what was saved last, until there is room for a save like it."""
-        self._supply.evict_ahead()
+        self._pool.evict_ahead()
 
     def own_segments(self) -> list[Segment]:
         """The segments that this process writes into."""
-        return list(self._supply.own)
+        return list(self._pool.own)
 
     def removed_segments(self) -> list[Segment]:
         """Those whose file somebody removed while something in them is needed: no process finds it that did not have it open."""
-        return self._supply.removed()
+        return self._pool.removed()
 
     def give_back_claimed(self) -> int:
-        """Give back the segments of this process that others claimed while they waited for room: see `Shares.claim`.
+        """Give back the segments of this process that others claimed while they waited for room: see `RamBudget.claim`.
 
         Happens with every `take` that needs room; a process that takes nothing for long does it from time to time.
 
@@ -189,21 +189,21 @@ class RamTier:
             Bytes given back. What is dirty cannot be: nothing more is put beside it, and it goes at a later call. Where there is
             something dirty in a segment, what is not goes alone.
         """
-        return self._supply.give_back_claimed()
+        return self._pool.give_back_claimed()
 
     def segments(self) -> list[Segment]:
         """All segments of this store on this host: our own first."""
-        return [*self._supply.own, *self._neighbours.segments()]
+        return [*self._pool.own, *self._peers.segments()]
 
     def unread(self) -> frozenset[str]:
         """Names of this store's segments that could not be opened just now. What is in them, nobody may count as absent."""
-        self._neighbours.segments()
-        return self._neighbours.unread
+        self._peers.segments()
+        return self._peers.unread
 
     def damaged(self) -> dict[str, Exception]:
         """What is wrong with each file that has the name of one of this store's segments and is none, by name."""
-        self._neighbours.segments()
-        return self._neighbours.damaged
+        self._peers.segments()
+        return self._peers.damaged
 
     def is_blind(self) -> bool:
         """Whether there may be drafts in this store's segments that nobody can see, `unread` or `damaged`: they may need anything."""
@@ -212,7 +212,7 @@ class RamTier:
     @property
     def why_unread(self) -> BaseException | None:
         """What came up when the last of them was opened."""
-        return self._neighbours.why_unread
+        return self._peers.why_unread
 
     def segment(self, ident: str) -> Segment | None:
         """The segment with this id."""
@@ -250,22 +250,22 @@ class RamTier:
                 if self.host.is_alive(segment.owner):
                     continue  # adopted meanwhile
                 freed += segment.reclaim(lambda kept=kept: kept)  # type: ignore[misc]
-                # What is clean in a segment whose file was removed is of no use to others; and who let go of one in good
+                # What is clean in a segment whose file was removed is of no use to others; and who released one in good
                 # order has left only what had to be flushed.
                 left = segment.is_removed() or not int(segment.owner, 16)
                 if not any(segment.sums()) or (left and not segment.is_dirty()):
-                    self._neighbours.drop(segment)
+                    self._peers.drop(segment)
         return freed
 
     def reap(self) -> int:
         """Give back the memory that dead processes left and that only holds copies. Returns the bytes of these."""
         freed = 0
-        for segment in self._neighbours.segments():
+        for segment in self._peers.segments():
             with self.host.locked(LOCK):
                 if not self.host.is_alive(segment.owner) and not segment.is_dirty():
                     copies = segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
                     freed += sum(slot.length for slot in copies if not slot.hidden)
-                    self._neighbours.drop(segment)
+                    self._peers.drop(segment)
         return freed
 
     def usage(self) -> RamUsage:
@@ -275,26 +275,26 @@ class RamTier:
         dirty, clean = sum(item.dirty for item in sums), sum(item.clean for item in sums)
         return RamUsage(
             budget_bytes=self.budget_bytes,
-            host_bytes=sum(file.size for file in self._shares.files()),
+            host_bytes=sum(file.size for file in self._ram_budget.files()),
             store_bytes=sum(segment.memory_bytes for segment in segments),
             used_bytes=dirty + clean + sum(item.filling for item in sums),
             dirty_bytes=dirty,
             clean_bytes=clean,
             segments=len(segments),
             disk_segments=sum(segment.path.parent == self.host.fallback for segment in segments),
-            waits=self._supply.waits,
-            waited_s=self._supply.waited_s,
-            evicted_bytes=self._supply.eviction.bytes,
+            waits=self._pool.waits,
+            waited_s=self._pool.waited_s,
+            evicted_bytes=self._pool.eviction.bytes,
         )
 
     def close(self) -> None:
-        """Let go of everything. Of own segments those stay in which something is dirty, until it is flushed."""
-        self._supply.close()
-        self._neighbours.close()
+        """Release everything. Of own segments those stay in which something is dirty, until it is flushed."""
+        self._pool.close()
+        self._peers.close()
 
     def holders(self) -> str:
         """What the segments of this host take of the budget, and which stores (their uuids) have most of it. For people."""
-        files = self._shares.files()
+        files = self._ram_budget.files()
         sizes: Counter[str] = Counter()
         for file in files:
             sizes[file.name.store] += file.size
@@ -306,7 +306,7 @@ class RamTier:
 
     def _full(self, length: int, timeout_s: float | None, waited_s: float) -> CapacityError:
         what = f"no room for {format_bytes(length)} in the ram tier"
-        why = f"; {self._supply.why_not}" if self._supply.why_not else ""
+        why = f"; {self._pool.why_not}" if self._pool.why_not else ""
         dirty = format_bytes(self.usage().dirty_bytes)
         if timeout_s is not None and waited_s >= timeout_s:
             text = (

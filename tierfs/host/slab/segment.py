@@ -25,8 +25,8 @@ import numpy as np
 from tierfs._fork import renew_in_children
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError, ReadOnlyError, StoreError
 from tierfs.host.slab.allocate import give_up, map_shared
-from tierfs.host.slab.allocator import Places
-from tierfs.host.slab.segment_file import SECTOR_BYTES, Header, OwnedFd, open_segment, reopened
+from tierfs.host.slab.allocator import SlotAllocator
+from tierfs.host.slab.segment_file import SECTOR_BYTES, OwnedFd, SegmentHeader, open_segment, reopened
 from tierfs.host.slab.table import (
     DATA_STATES,
     DIRTY_STATES,
@@ -40,11 +40,11 @@ from tierfs.host.slab.table import (
     padded,
 )
 from tierfs.host.slab.table_lock import TableLock, changing
-from tierfs.host.slab.table_view import Look
+from tierfs.host.slab.table_view import TableView
 
 __all__ = ["Segment", "Slot", "SlotKind", "SlotState"]
 
-LOOKS_MAX = 3
+VIEWS_MAX = 3
 _U32 = 0xFFFFFFFF
 _NOBODY = 0
 
@@ -105,7 +105,7 @@ class Segment:
         path: Its file. It may have been removed since.
     """
 
-    def __init__(self, fd: OwnedFd, header: Header, path: Path, *, memory: memoryview | None = None) -> None:
+    def __init__(self, fd: OwnedFd, header: SegmentHeader, path: Path, *, memory: memoryview | None = None) -> None:
         self.header = header
         self.id = header.id
         self.store = header.store
@@ -118,9 +118,9 @@ class Segment:
         self._mapped_whole = memory is not None
         self._lock = TableLock(self._fd)
         self._table = Table(self._map, header.layout)
-        self._look_lock = Lock()
-        self._look = Look(header.layout)
-        self._places: Places | None = None
+        self._view_lock = Lock()
+        self._view = TableView(header.layout)
+        self._allocator: SlotAllocator | None = None
         self._unsound_said = False
         self._shed_at = -1
         renew_in_children(self)
@@ -141,19 +141,19 @@ class Segment:
         fd, header = open_segment(path)
         return cls(fd, header, path)
 
-    def start(self, places: Places) -> None:
+    def start(self, allocator: SlotAllocator) -> None:
         """Be its owner from now on."""
-        self._places = places
+        self._allocator = allocator
 
     @property
     def owner(self) -> str:
-        """The process that may take slots in it: 16 hex digits; zeros once that has let go of it."""
+        """The process that may take slots in it: 16 hex digits; zeros once that has released it."""
         return f"{int(self._table.owner[0]):016x}"
 
     @property
     def owned(self) -> bool:
         """Whether that is us."""
-        return self._places is not None
+        return self._allocator is not None
 
     @property
     def retired(self) -> bool:
@@ -199,16 +199,16 @@ class Segment:
             For each run its slots; None for one that does not fit, whether those behind it do or not.
         """
         with self._lock.held():
-            places = self._own()
-            found = [None if self.retired else places.take(lengths) for lengths in runs]
+            allocator = self._own()
+            found = [None if self.retired else allocator.take(lengths) for lengths in runs]
             taken = [
                 [
                     Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, 0, hidden=False)
-                    for (index, serial, offset), length in zip(places, lengths, strict=True)
+                    for (index, serial, offset), length in zip(one, lengths, strict=True)
                 ]
-                if places is not None
+                if one is not None
                 else None
-                for places, lengths in zip(found, runs, strict=True)
+                for one, lengths in zip(found, runs, strict=True)
             ]
             if any(taken):
                 with changing(self._table):
@@ -228,7 +228,7 @@ class Segment:
             NotFoundError: The segment was closed.
         """
         end = slot if last is None else last
-        with self._look_lock:
+        with self._view_lock:
             fd = self._open()
             if not self._mapped_whole:
                 self._map, self._mapped_whole = map_shared(fd.number, self.size), True
@@ -241,7 +241,7 @@ class Segment:
         Raises:
             NotFoundError: The segment was closed.
         """
-        with self._look_lock:
+        with self._view_lock:
             fd = self._open()
             if not self._mapped_whole:
                 self._map, self._mapped_whole = map_shared(fd.number, self.size), True
@@ -304,12 +304,12 @@ class Segment:
             ReadOnlyError: We are not the owner.
         """
         with self._lock.held():
-            places = self._own()
+            allocator = self._own()
             if not self._is(slot, {SlotState.CLEAN} if only_clean else {*DATA_STATES, SlotState.FILLING}):
                 return False
             with changing(self._table):
                 self._table.state[slot.index] = SlotState.FREE
-            places.give(slot.index, slot.offset)
+            allocator.give(slot.index, slot.offset)
         return True
 
     def retire(self, *, although_needed: bool = False) -> bool:
@@ -361,10 +361,10 @@ class Segment:
             self._shed_at = int(table.changes[0])
 
     def disown(self) -> None:
-        """Let go of it: from now on it is as if its owner were dead. By the owner only."""
+        """Release it: from now on it is as if its owner were dead. By the owner only."""
         with self._lock.held():
             self._own()
-            self._places = None
+            self._allocator = None
             self._table.owner[0] = _NOBODY
 
     def reclaim(self, needed: Callable[[], Collection[int]]) -> int:
@@ -389,19 +389,19 @@ class Segment:
 
     def slots(self, *, kind: SlotKind | None = None, states: Collection[SlotState] | None = None) -> list[Slot]:
         """The slots that are not free, or those of a kind, or in these states, in the order of the table."""
-        with self._look_lock:
-            return [self._slot(index, row) for index, row in self._looked().select(kind, states)]
+        with self._view_lock:
+            return [self._slot(index, row) for index, row in self._current_view().select(kind, states)]
 
     def slot(self, index: int) -> Slot | None:
         """The slot at this place in the table; None if it is free."""
-        with self._look_lock:
-            row = self._looked().rows.get(index)
+        with self._view_lock:
+            row = self._current_view().rows.get(index)
         return None if row is None else self._slot(index, row)
 
     def find(self, name: bytes) -> Slot | None:
         """The chunk of this name that was sealed last and is not hidden. Costs microseconds while nothing changes."""
-        with self._look_lock:
-            found = self._looked().find(name)
+        with self._view_lock:
+            found = self._current_view().find(name)
         return self._slot(*found) if found else None
 
     def meta(self, slot: Slot) -> bytes:
@@ -497,12 +497,12 @@ class Segment:
         self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Let go of the memory: nothing is found here any more. What `view` gave stays valid, and keeps the memory."""
-        with self._look_lock, self._lock.held():
-            self._fd = self._places = None
+        """Release the memory: nothing is found here any more. What `view` gave stays valid, and keeps the memory."""
+        with self._view_lock, self._lock.held():
+            self._fd = self._allocator = None
             self._lock.close()
             self._table = Table.nothing()
-            self._look = Look(self._table.layout)
+            self._view = TableView(self._table.layout)
             # Where a view or another thread has the mapping in use, it goes when they are done with it.
             self._map = memoryview(b"")
 
@@ -512,11 +512,11 @@ class Segment:
             raise NotFoundError(f"{self} is closed", tier="ram")
         return fd
 
-    def _own(self) -> Places:
-        places = self._places
-        if places is None:
+    def _own(self) -> SlotAllocator:
+        allocator = self._allocator
+        if allocator is None:
             raise ReadOnlyError(f"{self} belongs to another process", tier="ram")
-        return places
+        return allocator
 
     def _check_filling(self, slot: Slot) -> None:
         self._own()
@@ -531,21 +531,21 @@ class Segment:
         # The state first: if the serial is the same after that, then the state was this use's.
         return int(table.state[slot.index]) in states and int(table.serial[slot.index]) == slot.serial
 
-    def _looked(self) -> Look:
+    def _current_view(self) -> TableView:
         """What is in the table, as of now."""
-        look, table = self._look, self._table
-        if look.changes == table.changes[0]:
-            return look
-        if not any(look.update(table, stable=False) for _ in range(LOOKS_MAX)):
+        view, table = self._view, self._table
+        if view.changes == table.changes[0]:
+            return view
+        if not any(view.update(table, stable=False) for _ in range(VIEWS_MAX)):
             with self._lock.held():
                 if int(table.changes[0]) % 2:  # whoever made it odd was killed
                     with changing(table):
                         pass
-                look.update(table, stable=True)
-        if look.unsound and not self._unsound_said:
+                view.update(table, stable=True)
+        if view.unsound and not self._unsound_said:
             self._unsound_said = True
-            _logger.warning("%d slots of %s are damaged and passed over", len(look.unsound), self)
-        return look
+            _logger.warning("%d slots of %s are damaged and passed over", len(view.unsound), self)
+        return view
 
     def _slot(self, index: int, row: SlotRow) -> Slot:
         kind, state, hidden = _KINDS[row.kind], _STATES[row.state], bool(row.hidden)
@@ -554,12 +554,12 @@ class Segment:
 
     def _renew(self) -> None:
         """After a fork: all of it is the parent's. The lock belongs to the open file, which a child must not keep open."""
-        fd, self._fd, self._places = self._fd, None, None
+        fd, self._fd, self._allocator = self._fd, None, None
         if fd is not None:
             fd.leave_to_parent()
-        self._lock, self._look_lock = TableLock(None), Lock()
+        self._lock, self._view_lock = TableLock(None), Lock()
         self._table = Table.nothing()
-        self._look = Look(self._table.layout)
+        self._view = TableView(self._table.layout)
 
 
 _KINDS = {int(kind): kind for kind in SlotKind}

@@ -29,10 +29,10 @@ from tierfs.host.slab.table import CHANGES_AT, SLOTS_MAX, Layout
 __all__ = [
     "SECTOR_BYTES",
     "FileName",
-    "Header",
     "OldSegmentError",
     "OwnedFd",
     "Reservation",
+    "SegmentHeader",
     "make_file",
     "open_segment",
     "reopened",
@@ -94,7 +94,7 @@ class OwnedFd:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SegmentHeader:
     """What a segment says of itself and never changes.
 
     Attributes:
@@ -136,7 +136,7 @@ class Header:
         return fixed + checksum(fixed)
 
     @classmethod
-    def decode(cls, data: bytes, path: str) -> Header:
+    def decode(cls, data: bytes, path: str) -> SegmentHeader:
         """Read and check the header page.
 
         Raises:
@@ -161,14 +161,14 @@ class Header:
         return cls(layout, ident.hex(), store.hex(), boot.hex(), f"{creator:016x}", number)
 
 
-def read_header(fd: int, path: str) -> Header:
+def read_header(fd: int, path: str) -> SegmentHeader:
     """Read and check the header of an open segment.
 
     Raises:
         FormatError: Not a segment, or of another version.
         CorruptionError: It is damaged, or the file is cut short.
     """
-    header = Header.decode(os.pread(fd, PAGE_BYTES, 0), path)
+    header = SegmentHeader.decode(os.pread(fd, PAGE_BYTES, 0), path)
     if os.fstat(fd).st_size != header.layout.size:
         raise CorruptionError(
             f"{path} has {os.fstat(fd).st_size} bytes where its header says {header.layout.size}", path=path, tier="ram"
@@ -176,7 +176,7 @@ def read_header(fd: int, path: str) -> Header:
     return header
 
 
-def open_segment(path: Path) -> tuple[OwnedFd, Header]:
+def open_segment(path: Path) -> tuple[OwnedFd, SegmentHeader]:
     """Open a segment and check its header.
 
     Raises:
@@ -209,7 +209,7 @@ class Reservation:
         CapacityError, ReadOnlyError, StoreError: The file cannot be made.
     """
 
-    def __init__(self, directory: Path, header: Header) -> None:
+    def __init__(self, directory: Path, header: SegmentHeader) -> None:
         self.header = header
         self.path = directory / str(header.name._replace(suffix="slab.new"))
         self.fd = OwnedFd(make_file(self.path, header.layout.size))

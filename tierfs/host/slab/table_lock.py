@@ -43,7 +43,7 @@ class TableLock:
                 fcntl.flock(fd.number, fcntl.LOCK_UN)
 
     def close(self) -> None:
-        """Let go of the open file."""
+        """Release the open file."""
         self._fd = None
 
 

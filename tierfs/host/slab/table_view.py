@@ -8,12 +8,12 @@ import numpy as np
 
 from tierfs.host.slab.table import DATA_STATES, Layout, SlotKind, SlotRow, SlotState, Table
 
-__all__ = ["Look"]
+__all__ = ["TableView"]
 
 _TAKEN = frozenset(SlotState) - {SlotState.FREE}
 
 
-class Look:
+class TableView:
     """What one process saw in a table when it last looked. Not thread-safe.
 
     Attributes:

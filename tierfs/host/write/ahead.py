@@ -47,7 +47,7 @@ class Ahead:
             self.end()
 
     def end(self) -> None:
-        """Tell of nothing more: the draft does, or the file is given up."""
+        """Tell of nothing more: the draft does, or the file is discarded."""
         with self._lock:
             self._is_over = True
             self._sealed = []

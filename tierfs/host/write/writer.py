@@ -49,10 +49,10 @@ class SlabWriter:
     Args:
         ram: The ram tier.
         flusher: How to reach the flusher.
-        counters: Where it is told of what is done in a lesser way.
+        counters: Where fallbacks are counted.
         kind: The store's digests.
         clock: Where time comes from.
-        ended: Set when the tiers are let go of.
+        ended: Set when the tiers are released.
     """
 
     def __init__(
@@ -163,12 +163,12 @@ class SlabWriter:
         self._fault("after spill")
 
     def unhold(self, holder: str) -> None:
-        """Say that a file whose chunks were spilled is given up. If that fails, they go when this process does."""
+        """Say that a file whose chunks were spilled is discarded. If that fails, they go when this process does."""
         try:
             self._flusher.request("unhold", {"holder": holder})
         except TierfsError as error:
             self._counters.fall_back(
-                "kept_holds", "chunks of a file that was given up stay until this process ends: %s", error
+                "kept_holds", "chunks of a file that was discarded stay until this process ends: %s", error
             )
 
     # -- drafts --------------------------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ class SlabWriter:
             self._tell_soon()
 
     def close(self) -> None:
-        """Let go of the file that sealing locks."""
+        """Release the file that sealing locks."""
         self._sealing.close()
 
     def _tell_soon(self) -> None:

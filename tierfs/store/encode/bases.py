@@ -7,8 +7,8 @@ from typing import Protocol
 from tierfs import digest
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.format.manifest import Row
+from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.encode.desks import BASES_HELD, Desk
-from tierfs.store.encode.hints import ReadRow
 from tierfs.store.encode.pipeline import blocks_of
 
 __all__ = ["AbsentError", "FetchedBase", "LocalBase", "Reference", "read_verified"]

@@ -9,22 +9,22 @@ from typing import NamedTuple
 from tierfs.buffers import fresh
 from tierfs.codec import Codec, Coding, Reason
 from tierfs.digest import CHUNK_BYTES, DigestKind
-from tierfs.format.envelope import BASES_MAX, Base
+from tierfs.format.envelope import BASES_MAX, BaseRange
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.encode.bases import read_verified
 from tierfs.store.encode.codecs import Codecs
+from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.encode.desks import Desk
-from tierfs.store.encode.hints import ReadRow
-from tierfs.store.encode.pipeline import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
+from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import Room
 
-__all__ = ["Deriver", "Piece", "with_bases"]
+__all__ = ["Deriver", "SourcePiece", "with_bases"]
 
-_DERIVE = Plan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
+_DERIVE = BlockPlan(Coding(Codec.DERIVE, 2), Reason.DERIVED)
 
 
-class Piece(NamedTuple):
+class SourcePiece(NamedTuple):
     """A part of a chunk.
 
     Attributes:
@@ -59,7 +59,7 @@ class Deriver:
         return f"Deriver({self._codecs})"
 
     def encode(
-        self, raw: memoryview, sources: Sequence[Piece], read: ReadRow, desk: Desk, room: Room
+        self, raw: memoryview, sources: Sequence[SourcePiece], read: ReadRow, desk: Desk, room: Room
     ) -> Encoded | None:
         """Encode a chunk as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name.
 
@@ -109,12 +109,14 @@ class Deriver:
         return whole
 
 
-def with_bases(blocks: list[EncodedBlock], pieces: Sequence[Piece]) -> Encoded:
+def with_bases(blocks: list[EncodedBlock], pieces: Sequence[SourcePiece]) -> Encoded:
     """Blocks that are encoded against these pieces, one after the other."""
-    bases = tuple(Base(row.name, row.raw_length, row.stored_length, offset, length) for row, offset, length in pieces)
+    bases = tuple(
+        BaseRange(row.name, row.raw_length, row.stored_length, offset, length) for row, offset, length in pieces
+    )
     return Encoded(blocks, bases, _needs(pieces))
 
 
-def _needs(pieces: Iterable[Piece]) -> tuple[ChunkName, ...]:
+def _needs(pieces: Iterable[SourcePiece]) -> tuple[ChunkName, ...]:
     """Every chunk object that it takes to read the pieces."""
     return tuple(dict.fromkeys(name for row, _, _ in pieces for name in (row.name, *row.bases)))

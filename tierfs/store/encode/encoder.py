@@ -24,10 +24,10 @@ from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
 from tierfs.store.encode.bases import AbsentError, FetchedBase, LocalBase, Reference
 from tierfs.store.encode.codecs import Codecs
-from tierfs.store.encode.deriving import Deriver, Piece, with_bases
+from tierfs.store.encode.contexts import ChunkContext, ReadRow, Tensor
+from tierfs.store.encode.deriving import Deriver, SourcePiece, with_bases
 from tierfs.store.encode.desks import Desk, desks
-from tierfs.store.encode.hints import Hint, ReadRow, Tensor
-from tierfs.store.encode.pipeline import Encoded, EncodedBlock, Plan, blocks_of, encode_chunk, keep
+from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk, keep
 from tierfs.store.encode.room import Room
 
 __all__ = ["Encoder", "FetchRow"]
@@ -166,7 +166,7 @@ class Encoder:
             return dict(self._counts)
 
     def count_save(self, group: str) -> int:
-        """Begin a file; returns how many of its group were begun before, as far as that is remembered: see `Hint.save`."""
+        """Begin a file; returns how many of its group were begun before, as far as that is remembered: see `ChunkContext.save`."""
         with self._lock:
             count = self._saves.pop(group, 0)
             self._saves[group] = count + 1
@@ -205,8 +205,8 @@ class Encoder:
     def encode(
         self,
         raw: memoryview,
-        hint: Hint,
-        sources: Sequence[Piece],
+        context: ChunkContext,
+        sources: Sequence[SourcePiece],
         *,
         room: Room,
         read: ReadRow,
@@ -216,21 +216,21 @@ class Encoder:
 
         Args:
             raw: The chunk. Borrowed; the result may lie in it.
-            hint: What is known of it.
+            context: What is known of it.
             sources: The hint's sources, as they are stored.
             room: Where the result is to lie: see `tierfs.store.encode.pipeline.Sending`.
             read: Gets at chunks that lie on this host.
             fetch: Gets at those that do not.
         """
         if not {Codec.DPLANE, Codec.SPARSE} & self.codecs.allowed:
-            hint = replace(hint, base=None)  # not to be read for nothing
+            context = replace(context, base=None)  # not to be read for nothing
         with self._one_more() as is_encoded:
             encoded = None if is_encoded else Encoded([_raw_block(block) for block in blocks_of(raw)])
             if encoded is None and sources and self.derives:
                 with self._deriving, desks().lend() as desk:  # others send while one waits for that
                     encoded = self._deriver.encode(raw, sources, read, desk, room)
             if encoded is None:
-                encoded = self._encode_chosen(raw, hint, room, read, fetch)
+                encoded = self._encode_chosen(raw, context, room, read, fetch)
         with self._lock:
             self._counts["raw_bytes"] += len(raw)
             for block in encoded.blocks:
@@ -239,11 +239,13 @@ class Encoder:
                 self._counts[f"{block.reason.name.lower()}_blocks"] += 1
         return encoded
 
-    def _encode_chosen(self, raw: memoryview, hint: Hint, room: Room, read: ReadRow, fetch: FetchRow) -> Encoded:
-        tensors = [*hint.tensors, *[Tensor()] * (block_count(len(raw)) - len(hint.tensors))]
-        known = {tensor: self._known(tensor, hint) for tensor in tensors}
+    def _encode_chosen(
+        self, raw: memoryview, context: ChunkContext, room: Room, read: ReadRow, fetch: FetchRow
+    ) -> Encoded:
+        tensors = [*context.tensors, *[Tensor()] * (block_count(len(raw)) - len(context.tensors))]
+        known = {tensor: self._known(tensor, context) for tensor in tensors}
         asked = _Asked(raw, room, tensors, known)
-        row, attempt = hint.base, None
+        row, attempt = context.base, None
         if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
             attempt = self._try_local(asked, row, read)
             if attempt is None:
@@ -251,10 +253,10 @@ class Encoder:
         if attempt is None:
             attempt = self._try_alone(asked)
         blocks = attempt.blocks
-        self._learn(attempt, tensors, hint.save, raw)
+        self._learn(attempt, tensors, context.save, raw)
         if row is None or not attempt.needs_base:
             return Encoded(blocks)
-        return with_bases(blocks, (Piece(row, 0, len(raw)),))
+        return with_bases(blocks, (SourcePiece(row, 0, len(raw)),))
 
     def _try_alone(self, asked: _Asked) -> _Attempt:
         """`_try` against nothing."""
@@ -312,7 +314,7 @@ class Encoder:
         choices = dict(asked.known)
         found: list[tuple[Tensor, Choice]] = []
 
-        def plans() -> Iterator[Plan]:
+        def plans() -> Iterator[BlockPlan]:
             for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
                 choice = choices[tensor]
                 if choice is None:
@@ -326,13 +328,13 @@ class Encoder:
 
         return _Attempt(encode_chunk(asked.raw, plans(), desk, self.codecs.allowed), found)
 
-    def _known(self, tensor: Tensor, hint: Hint) -> Choice | None:
+    def _known(self, tensor: Tensor, context: ChunkContext) -> Choice | None:
         """What is remembered of a tensor, if it counts still."""
         with self._lock:
             known = self._choices.get(tensor.name)
-        if known is None or not known.holds(hint.save):
+        if known is None or not known.holds(context.save):
             return None
-        return None if known.choice.delta_ratio is None and hint.base is not None else known.choice
+        return None if known.choice.delta_ratio is None and context.base is not None else known.choice
 
     def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None, desk: Desk) -> Choice:
         """Find out about a tensor from one block of it, which has this number in the chunk."""
@@ -428,11 +430,11 @@ class Encoder:
         return True
 
 
-def _plan(choice: Choice, *, has_base: bool) -> Plan:
+def _plan(choice: Choice, *, has_base: bool) -> BlockPlan:
     if has_base and choice.delta is not None and choice.delta_ratio is not None:
-        return Plan(choice.delta, Reason.DELTA)
+        return BlockPlan(choice.delta, Reason.DELTA)
     is_too_large = choice.delta is None and choice.delta_ratio is not None
-    return Plan(choice.static, Reason.DELTA_TOO_LARGE if is_too_large else Reason.NO_BASE)
+    return BlockPlan(choice.static, Reason.DELTA_TOO_LARGE if is_too_large else Reason.NO_BASE)
 
 
 def _raw_block(block: memoryview) -> EncodedBlock:

@@ -1,8 +1,8 @@
 """What a file's chunks are encoded against: the same places of the save before it.
 
 A chunk's *place* is the tensor that it begins in, where in that, and its length: headers that grow and tensors that come and go
-shift nothing. At each place the newest chunk that stands alone is the *anchor*; those of later saves are encoded against it, so that
-no chain is longer than one, until the anchor is old and the next one is to stand alone again.
+shift nothing. At each place the newest chunk that stands alone is the *keyframe*; those of later saves are encoded against it, so that
+no chain is longer than one, until the keyframe is old and the next one is to stand alone again.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from tierfs.errors import CorruptionError, FormatError, NotFoundError, StoreErro
 from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
-from tierfs.store.encode.hints import Hint, Part, ReadRow
+from tierfs.store.encode.contexts import ChunkContext, ChunkPart, ReadRow
 from tierfs.store.encode.parents import find_parent, given_parent
 from tierfs.store.encode.series import group_of
-from tierfs.store.encode.tensors import Place, layout_of, places, stored_layout, unknown_layout
+from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_layout, unknown_layout
 from tierfs.store.read.fetch import read_envelope
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.records import observe
 
-__all__ = ["Lineages", "Plan"]
+__all__ = ["FilePlan", "KeyframeIndex"]
 
 KEYFRAME_SAVES = 10
-# Of an anchor that is known from what was encoded against it alone.
-ANCHOR_AGE = KEYFRAME_SAVES // 2
-LINEAGES_MAX = 10_000
-ANCHORS_MAX = 200_000
+# Of a keyframe that is known from what was encoded against it alone.
+KEYFRAME_AGE = KEYFRAME_SAVES // 2
+SERIES_MAX = 10_000
+KEYFRAMES_MAX = 200_000
 SOURCE_SAMPLE = 2048
 # The share of a chunk that may be derived from nothing: more than that, in a block, DERIVE does not take.
 LACKING_MAX = 0.25
@@ -48,7 +48,7 @@ NARROW, WIDE = 2, 4  # bytes of an element
 _logger = logging.getLogger("tierfs.store")
 
 
-class Anchor(NamedTuple):
+class Keyframe(NamedTuple):
     """A chunk that others may be encoded against, and how many saves were since."""
 
     row: Row
@@ -56,39 +56,39 @@ class Anchor(NamedTuple):
 
 
 @dataclass(slots=True)
-class Lineage:
+class SaveSeries:
     """The saves of one file, or of one file in a row of directories.
 
     Attributes:
         path: Of the newest.
         saves: How many there were since this flusher began.
-        term: The lease in which the anchors were last known to be in the store.
-        anchors: The newest chunk that stands alone, at each place.
-        renewing: The save that is under way and stands alone where anchors are old, by its write id.
+        term: The lease in which the keyframes were last known to be in the store.
+        keyframes: The newest chunk that stands alone, at each place.
+        renewing: The save that is under way and stands alone where keyframes are old, by its write id.
     """
 
     path: str
     saves: int = 0
     term: int = 0
-    anchors: dict[Place, Anchor] = field(default_factory=dict)
+    keyframes: dict[TensorPlace, Keyframe] = field(default_factory=dict)
     renewing: bytes | None = None
 
 
-class Plan(NamedTuple):
+class FilePlan(NamedTuple):
     """What is known of a file that is to be published.
 
     Attributes:
-        lineage: The saves that it comes after.
+        series: The saves that it comes after.
         places: Of its chunks.
-        hints: For each of them.
+        contexts: For each of them.
     """
 
-    lineage: Lineage
-    places: list[Place]
-    hints: list[Hint]
+    series: SaveSeries
+    places: list[TensorPlace]
+    contexts: list[ChunkContext]
 
 
-class Lineages:
+class KeyframeIndex:
     """What one flusher knows of the saves of a store. Safe for use by many threads.
 
     Args:
@@ -98,11 +98,11 @@ class Lineages:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._known: dict[str, Lineage] = {}
+        self._known: dict[str, SaveSeries] = {}
         self._fallbacks: Counter[str] = Counter()
 
     def __repr__(self) -> str:
-        return f"Lineages({len(self._known)} files)"
+        return f"KeyframeIndex({len(self._known)} files)"
 
     def fallbacks(self) -> dict[str, int]:
         """How many files were stored without what was to be known of them: the save before, how they are laid out."""
@@ -115,7 +115,7 @@ class Lineages:
             is_first = self._fallbacks[what] == 1
         _logger.log(logging.WARNING if is_first else logging.DEBUG, text, *arguments)
 
-    def plan(self, draft: Draft, read: ReadRow, *, derives: bool) -> Plan | None:
+    def plan(self, draft: Draft, read: ReadRow, *, derives: bool) -> FilePlan | None:
         """What is known of a file that is to be published. Whatever goes wrong, it can be stored without that.
 
         Args:
@@ -133,100 +133,102 @@ class Lineages:
             text = "%s is stored without regard to its tensors, whose table is not on this host any more: %s"
             self._fall_back("unknown_layouts", text, self._store.where(draft.path), error)
             layout = unknown_layout(0, manifest.length)
-        lineage = self._lineage(draft)
-        found, hints = [], []
+        series = self._series(draft)
+        found, contexts = [], []
         # Those that come behind before it is published go on with what there is, unless it never is.
-        is_renewed = lineage.renewing not in {None, manifest.write_id}
+        is_renewed = series.renewing not in {None, manifest.write_id}
         age_max = KEYFRAME_SAVES * (2 if is_renewed else 1)
         lengths = [row.raw_length for row in manifest.rows]
         for place, tensors in places(layout, lengths, group_of(draft.path)):
-            anchor = lineage.anchors.get(place)
-            is_fresh = anchor is not None and anchor.age < age_max
-            if anchor is not None and not is_fresh:
-                lineage.renewing = manifest.write_id
-            base = anchor.row if anchor is not None and is_fresh and place.length >= DELTA_BYTES_MIN else None
+            keyframe = series.keyframes.get(place)
+            is_fresh = keyframe is not None and keyframe.age < age_max
+            if keyframe is not None and not is_fresh:
+                series.renewing = manifest.write_id
+            base = keyframe.row if keyframe is not None and is_fresh and place.length >= DELTA_BYTES_MIN else None
             found.append(place)
-            hints.append(Hint(tensors, lineage.saves, base))
+            contexts.append(ChunkContext(tensors, series.saves, base))
         if derives:
-            _find_sources(file, layout, manifest.rows, hints)
-        return Plan(lineage, found, hints)
+            _find_sources(file, layout, manifest.rows, contexts)
+        return FilePlan(series, found, contexts)
 
-    def note(self, draft: Draft, plan: Plan, rows: Sequence[Row]) -> None:
+    def note(self, draft: Draft, plan: FilePlan, rows: Sequence[Row]) -> None:
         """Learn from what was published: its rows, in order."""
-        lineage = plan.lineage
+        series = plan.series
         with self._lock:
             for place, uploaded in zip(plan.places, rows, strict=True):
                 # It may have had to be stored anew right before it was published.
-                row = self._store.presence.find(uploaded.name.digest) or uploaded
-                known = lineage.anchors.pop(place, None)
+                row = self._store.lease_cache.find(uploaded.name.digest) or uploaded
+                known = series.keyframes.pop(place, None)
                 if not row.bases:
-                    lineage.anchors[place] = Anchor(row, 0)
+                    series.keyframes[place] = Keyframe(row, 0)
                 elif known is not None:
-                    lineage.anchors[place] = Anchor(known.row, known.age + 1)
-            while len(lineage.anchors) > ANCHORS_MAX:
-                del lineage.anchors[next(iter(lineage.anchors))]
-            if draft.record.write_id == lineage.renewing:
-                lineage.renewing = None
-            lineage.path = draft.path
-            lineage.saves += 1
-            self._remember(draft.path, lineage)
+                    series.keyframes[place] = Keyframe(known.row, known.age + 1)
+            while len(series.keyframes) > KEYFRAMES_MAX:
+                del series.keyframes[next(iter(series.keyframes))]
+            if draft.record.write_id == series.renewing:
+                series.renewing = None
+            series.path = draft.path
+            series.saves += 1
+            self._remember(draft.path, series)
 
-    def _remember(self, path: str, lineage: Lineage) -> None:
+    def _remember(self, path: str, series: SaveSeries) -> None:
         for key in (path, group_of(path)):
             self._known.pop(key, None)
-            self._known[key] = lineage
-        while len(self._known) > LINEAGES_MAX:
+            self._known[key] = series
+        while len(self._known) > SERIES_MAX:
             del self._known[next(iter(self._known))]
 
-    def _lineage(self, draft: Draft) -> Lineage:
-        """The saves before this one, with anchors that are known to be in the store."""
+    def _series(self, draft: Draft) -> SaveSeries:
+        """The saves before this one, with keyframes that are known to be in the store."""
         manifest = draft.record
         assert isinstance(manifest, Manifest)
         given = given_parent(self._store, manifest)
         with self._lock:
             keys = [draft.path, group_of(draft.path)] if given is None else [given]
-            lineage = next((self._known[key] for key in keys if key in self._known), None)
+            series = next((self._known[key] for key in keys if key in self._known), None)
         try:
-            if lineage is None:
+            if series is None:
                 parent = find_parent(self._store, draft) if given is None else given
-                lineage = (
-                    Lineage(draft.path, term=self._store.presence.ensure()) if parent is None else self._read(parent)
+                series = (
+                    SaveSeries(draft.path, term=self._store.lease_cache.ensure())
+                    if parent is None
+                    else self._read(parent)
                 )
                 with self._lock:
-                    self._remember(draft.path, lineage)
-            elif lineage.term != self._store.presence.ensure():
-                lineage = self._look_again(lineage)
+                    self._remember(draft.path, series)
+            elif series.term != self._store.lease_cache.ensure():
+                series = self._look_again(series)
         except TierfsError as error:
             text = "%s is stored without regard to the save before it, which cannot be read: %s"
             self._fall_back("unknown_parents", text, self._store.where(draft.path), error)
-            return lineage or Lineage(draft.path)
-        return lineage
+            return series or SaveSeries(draft.path)
+        return series
 
-    def _read(self, path: str) -> Lineage:
+    def _read(self, path: str) -> SaveSeries:
         """What the object tier tells of a save."""
-        lineage = Lineage(path, saves=1, term=self._store.presence.ensure())
+        series = SaveSeries(path, saves=1, term=self._store.lease_cache.ensure())
         manifest = observe(self._store, path).manifest
         if manifest is None:
             raise NotFoundError(f"no file is at {self._store.where(path)}", path=path)
         if not manifest.rows:
-            return lineage
+            return series
         rows = expand_rows(self._store, manifest, path)
-        self._store.presence.hear(lineage.term, rows)
+        self._store.lease_cache.add_listed(series.term, rows)
         layout = stored_layout(open_manifest(self._store, path, manifest))
         if layout is None:
             text = "what comes after %s is stored without regard to it: its tensors lie in too many places to look at"
             self._fall_back("unknown_layouts", text, self._store.where(path))
-            return lineage
+            return series
         found = [place for place, _ in places(layout, [row.raw_length for row in rows], "")]
-        for place, anchor in zip(found, transfers().map(partial(self._anchor, path), rows), strict=True):
-            if anchor is not None:
-                lineage.anchors[place] = anchor
-        return lineage
+        for place, keyframe in zip(found, transfers().map(partial(self._keyframe, path), rows), strict=True):
+            if keyframe is not None:
+                series.keyframes[place] = keyframe
+        return series
 
-    def _anchor(self, path: str, row: Row) -> Anchor | None:
+    def _keyframe(self, path: str, row: Row) -> Keyframe | None:
         """What to encode against, in place of a chunk that was stored before: itself, or else what it was encoded against."""
         if not row.bases:
-            return Anchor(row, 1)
+            return Keyframe(row, 1)
         if len(row.bases) > 1:
             return None
         try:
@@ -236,20 +238,22 @@ class Lineages:
             return None
         # Else it was not a difference that was stored, but what the chunk is a copy of.
         is_like_it = base.offset == 0 and base.length == base.raw_length == row.raw_length
-        return Anchor(Row(base.name, base.raw_length, base.stored_length), ANCHOR_AGE) if is_like_it else None
+        return Keyframe(Row(base.name, base.raw_length, base.stored_length), KEYFRAME_AGE) if is_like_it else None
 
-    def _look_again(self, lineage: Lineage) -> Lineage:
-        """Whether the anchors may be referred to still: what names them is there, and it was heard in this lease."""
-        term = self._store.presence.ensure()
-        manifest = observe(self._store, lineage.path).manifest
-        rows = () if manifest is None else expand_rows(self._store, manifest, lineage.path)
+    def _look_again(self, series: SaveSeries) -> SaveSeries:
+        """Whether the keyframes may be referred to still: what names them is there, and it was heard in this lease."""
+        term = self._store.lease_cache.ensure()
+        manifest = observe(self._store, series.path).manifest
+        rows = () if manifest is None else expand_rows(self._store, manifest, series.path)
         there = {name for row in rows for name in (row.name, *row.bases)}
         with self._lock:
-            lineage.anchors = {place: anchor for place, anchor in lineage.anchors.items() if anchor.row.name in there}
-            lineage.term = term
-            anchored = [anchor.row for anchor in lineage.anchors.values()]
-        self._store.presence.hear(term, [*anchored, *rows])
-        return lineage
+            series.keyframes = {
+                place: keyframe for place, keyframe in series.keyframes.items() if keyframe.row.name in there
+            }
+            series.term = term
+            stored = [keyframe.row for keyframe in series.keyframes.values()]
+        self._store.lease_cache.add_listed(term, [*stored, *rows])
+        return series
 
 
 class _LocalFile:
@@ -260,13 +264,13 @@ class _LocalFile:
         self._read = read
         self.starts = list(itertools.accumulate((row.raw_length for row in rows), initial=0))
 
-    def parts(self, start: int, stop: int) -> list[Part]:
+    def parts(self, start: int, stop: int) -> list[ChunkPart]:
         """Which parts of which chunks make up a range."""
         found = []
         index = bisect.bisect_right(self.starts, start) - 1
         while start < stop:
             end = min(stop, self.starts[index + 1])
-            found.append(Part(index, start - self.starts[index], end - start))
+            found.append(ChunkPart(index, start - self.starts[index], end - start))
             start, index = end, index + 1
         return found
 
@@ -283,7 +287,7 @@ class _LocalFile:
             at += length
 
 
-def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row], hints: list[Hint]) -> None:
+def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row], contexts: list[ChunkContext]) -> None:
     """Find tensors that others of the file are copies of, in less precision: the working copy of what an optimizer keeps.
 
     Whatever they are called: those that have the same sample are taken for the same.
@@ -305,7 +309,7 @@ def _find_sources(file: _LocalFile, layout: Sequence[Span], rows: Sequence[Row],
         inside = layout[bisect.bisect_right(starts, start) - 1 : bisect.bisect_left(starts, stop)]
         parts = _derived_parts(file, inside, start, stop, sources)
         if 0 < len(parts) <= BASES_MAX:
-            hints[index] = replace(hints[index], sources=tuple(parts))
+            contexts[index] = replace(contexts[index], sources=tuple(parts))
 
 
 def _sample(file: _LocalFile, span: Span) -> bytes | None:
@@ -331,7 +335,7 @@ def _sample(file: _LocalFile, span: Span) -> bytes | None:
 
 def _derived_parts(
     file: _LocalFile, inside: Iterable[Span], start: int, stop: int, sources: Mapping[str, Span]
-) -> list[Part]:
+) -> list[ChunkPart]:
     """What a chunk is a copy of; nothing if too much of it is a copy of nothing.
 
     What little is has its place in the reference as well, where any bytes will do: those of a tensor beside it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.digest import BLOCK_BYTES, Buffer
-from tierfs.format.envelope import Base
+from tierfs.format.envelope import BaseRange
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tierfs.store.encode.desks import Desk
     from tierfs.store.encode.room import Room
 
-__all__ = ["Encoded", "EncodedBlock", "Plan", "Sending", "blocks_of", "encode_chunk", "keep"]
+__all__ = ["BlockPlan", "Encoded", "EncodedBlock", "Sending", "blocks_of", "encode_chunk", "keep"]
 
 _ALL = frozenset(Codec)
 
@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
     """
 
     blocks: list[EncodedBlock]
-    bases: tuple[Base, ...] = ()
+    bases: tuple[BaseRange, ...] = ()
     needs: tuple[ChunkName, ...] = ()
 
 
@@ -59,7 +59,7 @@ class Sending(Protocol):
         """What sends a chunk goes in here."""
 
 
-class Plan(NamedTuple):
+class BlockPlan(NamedTuple):
     """How a block is to be encoded.
 
     Attributes:
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
 
 def encode_chunk(
-    raw: memoryview, plans: Iterable[Plan], desk: Desk, allowed: Container[Codec] = _ALL
+    raw: memoryview, plans: Iterable[BlockPlan], desk: Desk, allowed: Container[Codec] = _ALL
 ) -> list[EncodedBlock]:
     """Encode a chunk's blocks.
 
@@ -135,11 +135,11 @@ def keep(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room
     return found
 
 
-_Group: TypeAlias = list[tuple[Plan, slice]]
+_Group: TypeAlias = list[tuple[BlockPlan, slice]]
 """Blocks that are to be encoded in the same way, each with its place in the chunk."""
 
 
-def _together(planned: Iterable[tuple[Plan, slice]]) -> Iterator[_Group]:
+def _together(planned: Iterable[tuple[BlockPlan, slice]]) -> Iterator[_Group]:
     """Blocks that are to be encoded in the same way, as many as are best encoded together."""
     group: _Group = []
     alike: tuple[Coding, object, int] | None = None

@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 from tierfs.codec import Span, spans
 from tierfs.digest import BLOCK_BYTES
-from tierfs.store.encode.hints import Tensor
+from tierfs.store.encode.contexts import Tensor
 from tierfs.store.read.reader import Reader
 
-__all__ = ["LOOK_BLOCKS_MAX", "Place", "layout_of", "places", "stored_layout", "unknown_layout"]
+__all__ = ["LOOK_BLOCKS_MAX", "TensorPlace", "layout_of", "places", "stored_layout", "unknown_layout"]
 
 LOOK_BLOCKS_MAX = 1024
 """How many blocks are fetched to see how a file is laid out: as many as a large model has tensors, in one to four requests each."""
 HELD_BLOCKS = 3  # a table is looked ahead into by 64 KiB, across the small chunk that a file begins with
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a chunk lies in its file, however the file is laid out."""
 
     name: str
@@ -51,7 +51,7 @@ def unknown_layout(start: int, stop: int) -> list[Span]:
 
 def places(
     layout: Sequence[Span], lengths: Iterable[int], group: str, *, start: int = 0
-) -> Iterator[tuple[Place, tuple[Tensor, ...]]]:
+) -> Iterator[tuple[TensorPlace, tuple[Tensor, ...]]]:
     """Of each chunk its place, and of each of its blocks what most of it is. Only of tensors something is kept, by their names.
 
     Args:
@@ -75,7 +75,7 @@ def places(
             Tensor(f"{group}:{span.name}:{span.kind}{span.width}", span.kind, span.width) if span.name else Tensor()
             for span in most
         )
-        yield Place(inside[0].name, start - inside[0].start, length), tensors
+        yield TensorPlace(inside[0].name, start - inside[0].start, length), tensors
         start = stop
 
 

@@ -209,8 +209,8 @@ class Healer:
         found = examine(store, name, sum(map(len, payload)))
         if found is None or not found.is_sound:
             return False
-        store.presence.trust(name)
-        store.presence.see(name, is_whole=True)
+        store.lease_cache.clear_damaged(name)
+        store.lease_cache.add_verified(name, is_whole=True)
         _logger.warning("%s is sound again", store.where(key))
         return True
 

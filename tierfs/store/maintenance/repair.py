@@ -318,7 +318,7 @@ class _Repair:
             source = self._healer.find_raw(name, raw)
             if not source:
                 return None
-            self._store.presence.distrust(name)
+            self._store.lease_cache.mark_damaged(name)
             row = store_chunk(self._store, raw)
         self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
         return row
@@ -401,7 +401,7 @@ class _Repair:
     def _rewrite_one(self, path: str) -> None:
         """Have a file name the objects that took the place of others: its bytes stay the same."""
         store = self._store
-        term = store.presence.ensure()
+        term = store.lease_cache.ensure()
         observed = observe_published(store, path)
         manifest = observed.manifest
         rows = None if manifest is None else self._rows(path, manifest)

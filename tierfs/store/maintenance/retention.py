@@ -23,7 +23,7 @@ __all__ = [
     "Geometric",
     "Latest",
     "Rule",
-    "Saved",
+    "SavedCheckpoint",
     "Within",
     "decide",
     "parse_rule",
@@ -35,7 +35,7 @@ _TIME = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedCheckpoint:
     """What is known of one checkpoint.
 
     Attributes:
@@ -65,7 +65,7 @@ class Saved:
 class Rule(Protocol):
     """One reason to keep checkpoints."""
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """Those to keep.
 
         Args:
@@ -87,7 +87,7 @@ class Latest:
         """Refuse what keeps nothing."""
         _at_least(self.count, 1, "Latest")
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """See `Rule.select`."""
         return saved[-self.count :]
 
@@ -111,9 +111,9 @@ class Every:
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise InvalidInputError(f"Every(minutes={self.minutes}): more than 0")
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """See `Rule.select`."""
-        first: dict[tuple[str, int], Saved] = {}
+        first: dict[tuple[str, int], SavedCheckpoint] = {}
         for each in saved:
             if self.steps is not None and each.step is not None:
                 first.setdefault(("steps", each.step // self.steps), each)
@@ -138,10 +138,10 @@ class Geometric:
         if not 1 < self.base < math.inf:
             raise InvalidInputError(f"Geometric({self.base}): the base must be more than 1")
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """See `Rule.select`."""
         steps = [each.step for each in saved if each.step is not None]
-        oldest: dict[int, Saved] = {}
+        oldest: dict[int, SavedCheckpoint] = {}
         for each in saved:
             if each.step is not None:
                 distance = max(steps) - each.step
@@ -166,7 +166,7 @@ class Best:
         if self.mode not in {"min", "max"}:
             raise InvalidInputError(f"Best(mode={self.mode!r}): min or max")
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """See `Rule.select`."""
         sign = 1 if self.mode == "min" else -1
         known = [each for each in saved[::-1] if math.isfinite(each.metrics.get(self.metric, math.nan))]
@@ -192,7 +192,7 @@ class Within:
         """The time in seconds."""
         return parse_time(self.time, "Within")
 
-    def select(self, saved: Sequence[Saved], now_ns: int) -> Iterable[Saved]:
+    def select(self, saved: Sequence[SavedCheckpoint], now_ns: int) -> Iterable[SavedCheckpoint]:
         """See `Rule.select`."""
         oldest_ns = now_ns - int(self.seconds * 1e9)
         return [each for each in saved if each.created_ns >= oldest_ns]
@@ -210,7 +210,7 @@ class Decision:
         reasons: Why it is kept; empty if it is to go.
     """
 
-    saved: Saved
+    saved: SavedCheckpoint
     reasons: tuple[str, ...]
 
     @property
@@ -219,7 +219,7 @@ class Decision:
         return bool(self.reasons)
 
 
-def decide(saved: Iterable[Saved], keep: Sequence[Rule], now_ns: int) -> list[Decision]:
+def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) -> list[Decision]:
     """What to keep of these checkpoints, and why; the oldest first.
 
     Raises:

@@ -21,7 +21,7 @@ from tierfs.store.maintenance.names import NameSet, encode_names
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
 
-__all__ = ["PREFIXES", "CondemnedLists", "Prefix", "Sorted", "list_prefixes", "read_lists", "sort_prefix"]
+__all__ = ["PREFIXES", "CondemnedLists", "PrefixChunks", "Sorted", "list_prefixes", "read_lists", "sort_prefix"]
 
 PREFIXES = tuple(f"{number:02x}" for number in range(256))
 
@@ -30,7 +30,7 @@ Found: TypeAlias = tuple[bytes, int]
 
 
 @dataclass(slots=True)
-class Prefix:
+class PrefixChunks:
     """The chunk objects of one prefix: their encoded names, sizes and times.
 
     Attributes:
@@ -139,7 +139,7 @@ def _encoded(listed: Condemned) -> bytes:
     return encode_names(sorted(listed.names))
 
 
-def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) -> Iterator[Prefix]:
+def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) -> Iterator[PrefixChunks]:
     """The chunk objects of a store, prefix by prefix.
 
     Raises:
@@ -147,8 +147,8 @@ def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) 
     """
     kind = store.descriptor.digest_kind
 
-    def listed(prefix: str) -> Prefix:
-        found = Prefix(int(prefix, 16))
+    def listed(prefix: str) -> PrefixChunks:
+        found = PrefixChunks(int(prefix, 16))
         for item in store.objects.list(f"{keys.CHUNKS}{prefix}/"):
             if not isinstance(item, ObjectInfo):
                 continue
@@ -165,7 +165,7 @@ def list_prefixes(store: Store, pool: Pool, prefixes: Iterable[str] = PREFIXES) 
 
 
 def sort_prefix(
-    prefix: Prefix,
+    prefix: PrefixChunks,
     reached: NameSet,
     lists: CondemnedLists,
     *,

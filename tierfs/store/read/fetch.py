@@ -79,7 +79,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
     """
     for generation in range(GENERATIONS_MAX):
         candidate = ChunkName(row.name.digest, generation)
-        if not store.presence.is_unusable(candidate):
+        if not store.lease_cache.is_unusable(candidate):
             found = inspect(store, candidate, row.raw_length)
             if found is None:
                 break
@@ -92,7 +92,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
             name = keys.parse_chunk_key(item.key, kind)
         except FormatError:
             continue  # it belongs to nothing
-        if name.recipe != NO_RECIPE and not store.presence.is_unusable(name):
+        if name.recipe != NO_RECIPE and not store.lease_cache.is_unusable(name):
             found = inspect(store, name, row.raw_length)
             if found is not None and found is not DAMAGED and are_there(store, found.bases):
                 return found
@@ -157,9 +157,9 @@ def _fetch_verified(store: Store, row: Row, parts: Sequence[Part], where: str, d
         try:
             digests = _fetch(store, row, parts, where, depth)
         except CorruptionError:
-            store.distrust(row.name)
+            store.report_damage(row.name)
             raise
-    store.presence.see(row.name, is_whole=len(digests) == block_count(row.raw_length))
+    store.lease_cache.add_verified(row.name, is_whole=len(digests) == block_count(row.raw_length))
     return digests
 
 
@@ -290,16 +290,16 @@ class _Fetch:
         bases = _Bases(self._store, envelope, targets.blocks, self._place, self._depth, self._lend)
         needed = {index: bases.of(index) for index in targets.blocks}
 
-        def settle(index: int) -> None:
+        def ensure_chunks_durable(index: int) -> None:
             self._settle(envelope, index, found[index], needed[index])
 
         with processors().turn():
             # What is stored as it is takes less time than another thread takes to begin.
             if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
-                processors().share_out(settle, targets.blocks)
+                processors().share_out(ensure_chunks_durable, targets.blocks)
             else:
                 for index in targets.blocks:
-                    settle(index)
+                    ensure_chunks_durable(index)
         return envelope
 
     def _encoded_blocks(self, envelope: Envelope, stored: memoryview, info: ObjectInfo) -> dict[int, memoryview]:

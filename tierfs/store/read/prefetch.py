@@ -29,7 +29,7 @@ BATCH_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Copy:
     """A chunk, or as much of a file that tierfs did not write."""
 
     name: bytes
@@ -62,7 +62,7 @@ def prefetch(store: Store, path: str, tier: str = "ram", *, progress: Callable[[
     pieces = iter(_pieces(store, path))
     # All of a batch lie in the ram tier at once, beside what others fill there.
     batch_chunks = max(1, min(BATCH_CHUNKS, tiers.ram.budget_bytes // (4 * CHUNK_BYTES)))
-    brought: list[_Piece] = []
+    brought: list[_Copy] = []
     while batch := list(islice(pieces, batch_chunks)):
         tiers.cache.shares_reads = True
         _bring_all(tiers, batch, tier)
@@ -92,13 +92,13 @@ def evict(store: Store, path: str, tier: str = "nvme") -> int:
     return _tiers(store, tier).cache.evict([piece.name for piece in _pieces(store, path)] if path else None, tier)
 
 
-def _bring_all(tiers: Tiers, batch: Sequence[_Piece], tier: str) -> None:
+def _bring_all(tiers: Tiers, batch: Sequence[_Copy], tier: str) -> None:
     """Bring pieces into a tier: at once, or where the ram tier has no room for all of them, as many as it has."""
     missing = _missing(tiers, batch, tier)
     while missing:
         slots = transfers().map(lambda piece: _bring(tiers, piece), missing.values())
         if tier == "nvme":
-            tiers.cache.keep([slot for slot in slots if slot is not None])
+            tiers.cache.backfill([slot for slot in slots if slot is not None])
         left = _missing(tiers, batch, tier)
         if len(left) >= len(missing):
             if tier == "nvme" and any(slots):
@@ -108,14 +108,14 @@ def _bring_all(tiers: Tiers, batch: Sequence[_Piece], tier: str) -> None:
         missing = left
 
 
-def _bring(tiers: Tiers, piece: _Piece) -> Slot | None:
+def _bring(tiers: Tiers, piece: _Copy) -> Slot | None:
     """Bring one piece into the ram tier, if there is room."""
     with buffers().lend(piece.length) as data:
         piece.read(data)
         return tiers.ram.find(piece.name) or tiers.cache.insert(piece.name, data)
 
 
-def _missing(tiers: Tiers, pieces: Sequence[_Piece], tier: str) -> dict[bytes, _Piece]:
+def _missing(tiers: Tiers, pieces: Sequence[_Copy], tier: str) -> dict[bytes, _Copy]:
     return {piece.name: piece for piece in pieces if not tiers.reader.holds(piece.name, tier)}
 
 
@@ -131,7 +131,7 @@ def _tiers(store: Store, tier: str) -> Tiers:
     return store.tiers
 
 
-def _pieces(store: Store, path: str) -> Iterator[_Piece]:
+def _pieces(store: Store, path: str) -> Iterator[_Copy]:
     top = stat(store, path)
     entries = find(store, path) if top.is_directory else [top]
     for entry in entries:
@@ -139,17 +139,17 @@ def _pieces(store: Store, path: str) -> Iterator[_Piece]:
             yield from _pieces_of(store, entry)
 
 
-def _pieces_of(store: Store, entry: Entry) -> Iterator[_Piece]:
+def _pieces_of(store: Store, entry: Entry) -> Iterator[_Copy]:
     if entry.foreign is not None:
         info, reader = entry.foreign, open_entry(store, entry)
         for offset in range(0, info.size, PIECE_BYTES_MAX):
             name = foreign_name(info.key, str(info.version), offset)
             length = min(PIECE_BYTES_MAX, info.size - offset)
-            yield _Piece(name, length, lambda data, offset=offset: reader.read_into(offset, data))  # type: ignore[misc]
+            yield _Copy(name, length, lambda data, offset=offset: reader.read_into(offset, data))  # type: ignore[misc]
         return
     if entry.manifest is None:
         raise NotFoundError(f"{store.where(entry.path)} is not there", path=entry.path)
     for row in expand_rows(store, entry.manifest, entry.path) if entry.manifest.inline is None else ():
         name = local_name(entry.manifest.digest_kind, row.name.digest)
         where = store.where(entry.path)
-        yield _Piece(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, [(0, data)], where))  # type: ignore[misc]
+        yield _Copy(name, row.raw_length, lambda data, row=row, where=where: fetch(store, row, [(0, data)], where))  # type: ignore[misc]

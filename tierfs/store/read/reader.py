@@ -38,7 +38,7 @@ class Reader(Protocol):
     def starts(self) -> Sequence[int]:
         """Where in the file each of its chunks begins, and its length."""
 
-    def anchor(self, offset: int) -> int:
+    def base_offset(self, offset: int) -> int:
         """An offset to read the chunk at ``offset`` beside: its own, or the last of what it is encoded against in this file.
 
         Who reads all of a file in this order finds on this host what was fetched for that, however little can be kept.
@@ -135,7 +135,7 @@ class _InlineReader:
     def starts(self) -> Sequence[int]:
         return (0, len(self._content))
 
-    def anchor(self, offset: int) -> int:
+    def base_offset(self, offset: int) -> int:
         return 0
 
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -170,7 +170,7 @@ class _ForeignReader:
     def starts(self) -> Sequence[int]:
         return self._starts
 
-    def anchor(self, offset: int) -> int:
+    def base_offset(self, offset: int) -> int:
         return offset
 
     def read_into(self, offset: int, out: memoryview) -> None:
@@ -218,7 +218,7 @@ class _ChunkReader:
     def starts(self) -> Sequence[int]:
         return self._starts
 
-    def anchor(self, offset: int) -> int:
+    def base_offset(self, offset: int) -> int:
         if self._places is None:
             self._places = {row.name: start for row, start in zip(self._rows, self._starts, strict=False)}
         number = bisect.bisect_right(self._starts, offset, hi=len(self._rows)) - 1

@@ -14,7 +14,7 @@ from tierfs.store.tree.directory import make_directory
 from tierfs.store.tree.records import observe, observe_marker, publish
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.staging import replace as replace_record
-from tierfs.store.write.writer import learn_rows, refuse_foreign, settle
+from tierfs.store.write.writer import ensure_chunks_durable, learn_rows, refuse_foreign
 
 __all__ = ["annotate", "annotate_directory"]
 
@@ -45,7 +45,7 @@ def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_i
     if staged:
         rows, indirect, term = expand_rows(store, manifest, path), False, None
     else:
-        rows, indirect, term = settle(store, path, learn_rows(store, observed))
+        rows, indirect, term = ensure_chunks_durable(store, path, learn_rows(store, observed))
     changed = replace(
         manifest,
         write_id=store.random_bytes(16),
@@ -68,7 +68,7 @@ def annotate_directory(store: Store, path: str, metadata: Mapping[str, object]) 
     if observed.manifest is None:
         make_directory(store, path, exist_ok=True)
         observed = observe_marker(store, path)
-    if observed.manifest is None:  # the object tier is away: the directory is there with the first file in it
+    if observed.manifest is None:  # the object tier is unreachable: the directory is there with the first file in it
         return
     merged = {**observed.manifest.metadata, **metadata}
     record = replace(observed.manifest, write_id=store.random_bytes(16), previous=observed.previous, metadata=merged)

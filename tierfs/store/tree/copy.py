@@ -15,7 +15,7 @@ from tierfs.store.tree.listing import Entry, stat_to_read
 from tierfs.store.tree.records import Observed, observe, observe_to_stage
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.staging import replace as replace_record
-from tierfs.store.write.writer import Writer, learn_rows, refuse_foreign, settle
+from tierfs.store.write.writer import Writer, ensure_chunks_durable, learn_rows, refuse_foreign
 
 __all__ = ["copy", "rename", "transfer"]
 
@@ -92,7 +92,7 @@ def _place(
         # The flusher makes sure of the chunks when it comes to publishing this, after what it is a copy of.
         table, indirect, term = expand_rows(store, manifest, source.path), False, None
     else:
-        table, indirect, term = settle(store, source.path, learn_rows(store, source))
+        table, indirect, term = ensure_chunks_durable(store, source.path, learn_rows(store, source))
     moved = replace(
         manifest,
         write_id=store.random_bytes(16),

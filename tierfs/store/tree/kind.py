@@ -1,4 +1,4 @@
-"""What kind of thing is at a path, also while the object tier is away and saves go on without it."""
+"""What kind of thing is at a path, also while the object tier is unreachable and saves go on without it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def kind_of(store: Store, path: str) -> Kind | None:
     """What is at ``path``; ``None`` for nothing.
 
     Who saves below `Level.OBJECT` asks this before and after each save, and is not kept from it by an object tier that is
-    away: then what is pending here counts, and else what this host last saw, which is logged and counted. A change that
+    unreachable: then what is pending here counts, and else what this host last saw, which is logged and counted. A change that
     it did not see is found out when the save is to be published, and the save kept as a conflict.
 
     Raises:

@@ -218,7 +218,7 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
     data = [record.encode(observed.path)]
     mode = CREATE if observed.version is None else Update(observed.version)
     checksum = checksum_for(store.objects.capabilities, data)
-    if term is not None and not store.presence.is_valid(term):
+    if term is not None and not store.lease_cache.is_valid(term):
         raise StoreError(
             f"{store.where(observed.path)}: this process stood still for longer than its lease lasts "
             f"({store.descriptor.lease_s} s): nothing was published; try again",
@@ -243,7 +243,7 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
             raise
         version = found
     _remember(store, observed.key, version, record, data[0])
-    if term is not None and isinstance(record, Manifest) and store.presence.is_too_late():
+    if term is not None and isinstance(record, Manifest) and store.lease_cache.is_too_late():
         _check_chunks(store, observed.path, record)
     return Observed(observed.path, observed.key, record, version)
 

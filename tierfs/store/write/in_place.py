@@ -24,7 +24,7 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.processors import processors
 from tierfs.store.chunks import Alone, store_chunk
-from tierfs.store.encode.hints import Hint
+from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import layout_of, places
 from tierfs.store.soundness import replaced_chunks
@@ -137,12 +137,12 @@ class StagedFile:
         lengths, group = list(map(len, views)), group_of(path)
         save = self._store.encoder.count_save(group)
         layout = layout_of(partial(_read_from, views), sum(lengths))
-        hints = [Hint(tensors, save) for _, tensors in places(layout, lengths, group)]
+        contexts = [ChunkContext(tensors, save) for _, tensors in places(layout, lengths, group)]
 
         unread = replaced_chunks(self._store, path)
 
         def put(number: int) -> Row:
-            return store_chunk(self._store, views[number], Alone(self._store, hints[number]), unread=unread)
+            return store_chunk(self._store, views[number], Alone(self._store, contexts[number]), unread=unread)
 
         missing = [number for number, chunk in enumerate(chunks) if chunk.row is None]
         for number, row in zip(missing, transfers().map(put, missing), strict=True):
@@ -158,7 +158,7 @@ class StagedFile:
 
     def _check_is_ours(self, what: str) -> None:
         if not self._finalizer.alive:
-            raise StoreError(f"{what}: what was staged was saved or given up before: stage it again")
+            raise StoreError(f"{what}: what was staged was saved or discarded before: stage it again")
 
     def commit(
         self,
@@ -179,7 +179,7 @@ class StagedFile:
             is_new: See `Writer`.
 
         Raises:
-            StoreError: It was committed or given up before.
+            StoreError: It was committed or discarded before.
             ReadOnlyError: Nothing can be put into the object tier, where there are no local tiers.
             ConflictError, CapacityError, TimeoutError: See `Writer.commit`.
         """

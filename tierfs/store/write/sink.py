@@ -15,7 +15,7 @@ from tierfs.format.manifest import Row
 from tierfs.host.pending.record import SlotRef, local_name
 from tierfs.processors import processors
 from tierfs.store.chunks import Alone, store_chunk
-from tierfs.store.encode.hints import Hint
+from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import places
 from tierfs.store.store import Store
@@ -118,7 +118,7 @@ class ObjectSink:
         start, self._sent = self._sent, self._sent + filled
         layout = self._cutter.layout(start, self._sent)
         ((_, tensors),) = places(layout, [filled], self._group, start=start)
-        sending = Alone(self._store, Hint(tensors, self._save))
+        sending = Alone(self._store, ChunkContext(tensors, self._save))
 
         def store_it(buffer: memoryview) -> Row:
             try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.format.manifest import Manifest, Record
 from tierfs.host.pending.levels import Level
-from tierfs.host.pending.record import Base, Draft, SlotRef
+from tierfs.host.pending.record import Draft, ObservedBase, SlotRef
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe_published, publish
@@ -58,7 +58,9 @@ def seal(
     tiers = store.tiers
     assert tiers is not None
     rows = record.rows if isinstance(record, Manifest) else ()
-    base = Base(write_id=observed.draft) if observed.draft is not None else Base(version=observed.version)
+    base = (
+        ObservedBase(write_id=observed.draft) if observed.draft is not None else ObservedBase(version=observed.version)
+    )
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
     store.hand_over(writes=True)
     tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
@@ -85,7 +87,7 @@ def check_stands(store: Store, observed: Observed) -> None:
     """
     try:
         is_same = ask_briefly(store, lambda: _stands(store, observed))
-    except StoreError:  # it is away: then that comes out later, too
+    except StoreError:  # it is unreachable: then that comes out later, too
         return
     if not is_same:
         raise _changed(store, observed, "on this host" if store.descriptor.endpoint.host_local else "by somebody else")

@@ -26,7 +26,7 @@ from tierfs.format.manifest import (
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import SlotRef
 from tierfs.store.chunks import rescue, store_chunk
-from tierfs.store.encode.hints import ReadRow
+from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.offline import ask_briefly
 from tierfs.store.read.reader import expand_rows, open_manifest
 from tierfs.store.store import Store
@@ -36,7 +36,7 @@ from tierfs.store.write.sink import ObjectSink, SlabSink
 from tierfs.store.write.staging import check_stands, follow, is_staged, seal
 from tierfs.units import format_bytes
 
-__all__ = ["WriteMode", "Writer", "learn_rows", "refuse_foreign", "save", "settle"]
+__all__ = ["WriteMode", "Writer", "ensure_chunks_durable", "learn_rows", "refuse_foreign", "save"]
 
 SETTLE_ATTEMPTS_MAX = 4
 DIRECT_ROW_BYTES_MAX = 8 << 20
@@ -298,7 +298,9 @@ class Writer:
         kind = store.descriptor.digest_kind
         inline = None if rows else bytes(self._small)
         table, indirect, self._term = (
-            Settled(tuple(rows), indirect=False, term=None) if self._staged else settle(store, self.path, rows)
+            DurableChunks(tuple(rows), indirect=False, term=None)
+            if self._staged
+            else ensure_chunks_durable(store, self.path, rows)
         )
         metadata = self._metadata
         if metadata is None:
@@ -341,17 +343,17 @@ class Writer:
 def learn_rows(store: Store, observed: Observed) -> list[Row]:
     """The chunks of a manifest that was observed, which may be referred to because it names them. None is looked at.
 
-    Where the lease began after the manifest was observed they may not: `settle` looks at each of them then.
+    Where the lease began after the manifest was observed they may not: `ensure_chunks_durable` looks at each of them then.
     """
     manifest, path = observed.manifest, observed.path
     assert manifest is not None
-    term = store.presence.ensure() if manifest.rows else 0
+    term = store.lease_cache.ensure() if manifest.rows else 0
     rows = list(expand_rows(store, manifest, path))
-    store.presence.hear(term, rows, since=observed.seen_s)
+    store.lease_cache.add_listed(term, rows, since=observed.seen_s)
     return rows
 
 
-class Settled(NamedTuple):
+class DurableChunks(NamedTuple):
     """Chunks that a manifest may name.
 
     Attributes:
@@ -365,7 +367,7 @@ class Settled(NamedTuple):
     term: int | None
 
 
-def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> Settled:
+def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> DurableChunks:
     """What a writer does right before it publishes: make sure that every chunk it will name is there to stay.
 
     Args:
@@ -385,16 +387,16 @@ def settle(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = 
     for _ in range(SETTLE_ATTEMPTS_MAX):
         table, indirect = fold_rows(store, settled)
         if not settled:
-            return Settled(table, indirect, None)
-        term = store.presence.ensure()
+            return DurableChunks(table, indirect, None)
+        term = store.lease_cache.ensure()
         named = [*table, *settled] if indirect else settled
-        doubtful = [row for row in store.presence.doubtful(named) if checked.get(row.name) != term]
-        if not doubtful:
-            return Settled(table, indirect, term)
+        unverified = [row for row in store.lease_cache.unverified(named) if checked.get(row.name) != term]
+        if not unverified:
+            return DurableChunks(table, indirect, term)
         saved = {}
-        for row in doubtful:
+        for row in unverified:
             saved[row.name] = rescue(store, row, store.where(path), read)
-            checked[saved[row.name].name] = store.presence.ensure()
+            checked[saved[row.name].name] = store.lease_cache.ensure()
         settled = [saved.get(row.name, row) for row in settled]
     raise StoreError(
         f"{store.where(path)}: looking its chunks up takes longer than a lease lasts "
@@ -411,7 +413,7 @@ def refuse_foreign(store: Store, path: str, *, staged: bool = False) -> None:
     Args:
         store: The store.
         path: Where something is to be written, or removed.
-        staged: Whether the flusher is to do that. Then an object tier that is away is not waited for: the record is
+        staged: Whether the flusher is to do that. Then an object tier that is unreachable is not waited for: the record is
             published on condition, and nobody else's object is ever replaced.
 
     Raises:

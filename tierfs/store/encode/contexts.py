@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from tierfs.format.manifest import Row
 
-__all__ = ["NO_HINT", "Fill", "Hint", "Part", "ReadRow", "Tensor"]
+__all__ = ["NO_CONTEXT", "ChunkContext", "ChunkPart", "Fill", "ReadRow", "Tensor"]
 
 Fill = Callable[[memoryview], bool]
 """Fills memory with a chunk's bytes, unverified; false if they are not there any more. It may be called again."""
@@ -16,7 +16,7 @@ ReadRow = Callable[[Row, int, memoryview], bool]
 """Copies bytes of a chunk, from an offset on, out of a tier of this host, unverified; false if none has it."""
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """A part of a chunk of the same file.
 
     Attributes:
@@ -45,7 +45,7 @@ class Tensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Hint:
+class ChunkContext:
     """What is known of a chunk beside its bytes.
 
     Attributes:
@@ -60,9 +60,9 @@ class Hint:
     tensors: tuple[Tensor, ...] = ()
     save: int = 0
     base: Row | None = None
-    sources: tuple[Part, ...] = ()
+    sources: tuple[ChunkPart, ...] = ()
     unread: set[bytes] | None = field(default=None, compare=False)
 
 
-NO_HINT = Hint()
+NO_CONTEXT = ChunkContext()
 """Of a chunk of which nothing is known."""
