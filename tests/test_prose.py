@@ -86,6 +86,16 @@ def problems(text):
     return found
 
 
+PLAIN_PACKAGES = ["cli", "fs", "session", "objects", "testing"]  # others follow
+
+
+@pytest.mark.parametrize("package", PLAIN_PACKAGES)
+def test_a_docstring_names_its_subject_first(package):
+    opening = re.compile(r"^\s*\"\"\"(?:What|Who|Whoever|Of|That)\b.*", re.MULTILINE)
+    for path in sorted((ROOT / "tierfs" / package).rglob("*.py")):
+        assert not opening.findall(path.read_text()), path.relative_to(ROOT)
+
+
 @pytest.mark.parametrize("name", sorted(set(NAMES) - TO_REWRITE))
 def test_a_page_is_plain_english(name):
     assert not problems(page_text(name))

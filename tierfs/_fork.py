@@ -1,6 +1,6 @@
-"""What a forked child does with what it inherited.
+"""Forked children, and the objects that they inherit.
 
-A `Store` and what hangs on it are the parent's: a child that uses one gets an error, and opens its own. What remains is here: one of something
+A `Store` and what hangs on it are the parent's: a child that uses one gets an error, and opens its own. This file has the rest: one of something
 for each process (`PerProcess`), and files and connections that a child must not keep open, since a lock or the other end would not
 see that the parent is gone (`renew_in_children`).
 """
@@ -44,7 +44,7 @@ def leave_to_parent(inherited: object) -> None:
 
 
 class PerProcess(Generic[_Made]):
-    """What each process has one of; a forked child's is a new one.
+    """An object of which each process has one; a forked child's is a new one.
 
     Args:
         make: Makes it.

@@ -42,13 +42,13 @@ class TierfsError(Exception):
     """Base of every error that tierfs raises on purpose.
 
     Args:
-        message: What went wrong, where, and what to do next.
+        message: The problem, its place, and the next step.
         path: The path, key or URL concerned.
         tier: The tier that the bytes were read from or written to.
 
     Attributes:
         kind: Stable, machine-readable category.
-        exit_code: What the command line exits with for this category.
+        exit_code: The command line's exit code for this category.
     """
 
     kind: ClassVar[str] = "error"
@@ -104,7 +104,7 @@ class CorruptionError(TierfsError):
     """Stored bytes are wrong, cut short or missing. Retrying does not help; repairing may.
 
     Args:
-        message: What went wrong, where, and what to do next.
+        message: The problem, its place, and the next step.
         path: The path, key or URL concerned.
         tier: The tier that the bytes were read from.
         block: Which block of the chunk that was read it is, where it is one alone.
@@ -131,7 +131,7 @@ class StoreError(TierfsError, OSError):
     """The object tier failed.
 
     Args:
-        message: What went wrong, where, and what to do next.
+        message: The problem, its place, and the next step.
         transient: Whether the same request may succeed if it is sent again.
         throttled: Whether the endpoint asks for fewer requests; it is transient then.
         retry_after_s: How many seconds the endpoint asks to wait before it is sent again; ``None`` if it does not say.
@@ -173,7 +173,7 @@ class ReadOnlyError(TierfsError, PermissionError):
     """This may be read but not changed, or the credentials do not allow it.
 
     Args:
-        message: What went wrong, where, and what to do next.
+        message: The problem, its place, and the next step.
         refused: Whether other credentials or options may be accepted: it is about those, and not about this one object.
         path: The path, key or URL concerned.
         tier: The tier concerned.

@@ -1,6 +1,6 @@
 """Folders that code for local paths made of a URL: ``./tierfs::file:`` and the like in the working directory.
 
-``pathlib.Path(url)`` and ``os.makedirs(url)`` succeed. What is saved there is in no store, and nobody says so. It is
+``pathlib.Path(url)`` and ``os.makedirs(url)`` succeed. Files that are saved there are in no store, and nobody says so. It is
 named when the process ends, and by ``tierfs status``.
 """
 

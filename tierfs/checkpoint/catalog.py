@@ -57,8 +57,8 @@ class Standing:
         length: Bytes of tensors and objects; ``None`` where nothing says.
         level: The lowest that a file of it has reached; ``None`` where one is missing, or nothing says which there are.
         created_ns: When, in nanoseconds since the epoch; 0 where that is not known.
-        missing: What keeps it from being complete, in words.
-        damage: What is damaged, in words.
+        missing: The reasons why it is not complete, in words.
+        damage: The damage, in words.
         waiting: Saves to the same place that are announced and not published yet, in words.
     """
 
@@ -223,7 +223,7 @@ def _describe(found: Standing, parts: list[Checkpoint]) -> None:
     levels += [_level(store, inside(directory, metadata_file(part.rank))) for part in parts]
     found.missing += [missing for _, missing, _ in looked if missing]
     found.damage += [damage for _, _, damage in looked if damage]
-    # What is missing has no level.
+    # A missing part has no level.
     found.level = None if found.missing else min(levels)
 
 

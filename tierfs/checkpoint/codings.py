@@ -25,7 +25,7 @@ class Coded:
     """How some bytes are encoded.
 
     Attributes:
-        stored_bytes: What they take in the object tier: of a block that they have a part of, that part.
+        stored_bytes: Their bytes in the object tier; a part of a block counts as that part.
         codecs: By name, how many blocks each has.
         reasons: By name, how many blocks have their codec why.
     """
@@ -83,5 +83,5 @@ class Codings:
 
 
 def _name(kind: type[Codec | Reason], number: int) -> str:
-    """What a number of an envelope means; the number itself where a newer tierfs wrote it."""
+    """The name of an envelope's number; the number itself where a newer tierfs wrote it."""
     return kind(number).name.lower().replace("_", " ") if number in set(kind) else str(number)

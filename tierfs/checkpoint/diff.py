@@ -23,7 +23,7 @@ _INTEGER = re.compile(r"torch\.(u?)int(8|16|32|64)")
 
 @dataclass(slots=True)
 class TensorDifference:
-    """What is different about the elements of two tensors of one dtype and shape.
+    """The differences between the elements of two tensors of one dtype and shape.
 
     Attributes:
         elements: How many they have.
@@ -41,7 +41,7 @@ class TensorDifference:
 
     @property
     def fraction(self) -> float:
-        """Of the elements that differ."""
+        """The share of elements that differ."""
         return self.differing / self.elements if self.elements else 0.0
 
     def add(self, other: TensorDifference) -> None:
@@ -60,7 +60,7 @@ class CheckpointDifference:
     Attributes:
         only_a: Tensors and objects that only A has.
         only_b: The same of B.
-        unlike: What has another dtype or shape, or is a tensor in one and an object in the other: in words, A's and B's.
+        unlike: Names with different dtypes or shapes, or a tensor in one and an object in the other: in words, A's and B's.
         tensors: Tensors whose elements differ.
         objects: Objects whose bytes differ.
         equal: How many tensors and objects are equal.
@@ -132,7 +132,7 @@ def _described(checkpoint: Checkpoint) -> dict[str, str]:
 
 def _boxes(a: Checkpoint, b: Checkpoint, names: list[str]) -> Iterator[Box]:
     for fqn in names:
-        # What one of the two can only be read as a whole is read so of both.
+        # If one of the two can only be read as a whole, both are.
         yield from min(list(boxes_of(a, fqn)), list(boxes_of(b, fqn)), key=len)
 
 
@@ -140,8 +140,8 @@ def compare_tensors(one: Any, other: Any) -> TensorDifference:
     """Compare the elements of two tensors of one dtype and shape, on the CPU.
 
     Args:
-        one: Of any dtype.
-        other: Of the same.
+        one: A tensor of any dtype.
+        other: One of the same dtype.
     """
     dtype: torch.dtype = one.dtype
     found = TensorDifference(elements=one.numel())

@@ -47,7 +47,7 @@ def safetensors_pieces(
     """One safetensors file with every tensor as a whole, in order, as pieces; each is valid until the next is asked for.
 
     Args:
-        checkpoint: What to export.
+        checkpoint: The checkpoint to export.
         skip_objects: Leave values that are no tensors out; else they are refused.
         progress: Called with bytes of tensors as they are read.
 
@@ -109,7 +109,7 @@ def state_of(
     """The whole state, nested as it was saved, in memory.
 
     Args:
-        checkpoint: What to export.
+        checkpoint: The checkpoint to export.
         skip_objects: Leave values that are no tensors out; else they are loaded with ``weights_only=True``.
         progress: Called with bytes of tensors as they are read.
 
@@ -165,7 +165,7 @@ def write_dcp(
     """Write what torch's ``FileSystemReader`` reads: each piece of a tensor as ``torch.save`` writes it, pickled metadata.
 
     Args:
-        checkpoint: What to export.
+        checkpoint: The checkpoint to export.
         directory: A local one, empty.
         skip_objects: Leave values that are no tensors out.
         progress: Called with bytes of tensors as they are written.

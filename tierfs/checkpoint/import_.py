@@ -45,7 +45,7 @@ def import_checkpoint(
     All of it is held in memory.
 
     Args:
-        source: What is imported.
+        source: The file or directory to import.
         url: The directory to save to, as for `TierWriter`.
         overwrite: Whether a checkpoint that is there may be replaced.
         progress: Called with bytes of tensors as they are read.
@@ -92,7 +92,7 @@ def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -
         return
     if not head.startswith((_ZIP, _PICKLE)):
         raise InvalidInputError(f"{where} is neither a safetensors file nor one that torch.save wrote", path=where)
-    # What torch.save wrote long ago is no archive, and cannot be mapped.
+    # Old files of torch.save are no archives, and cannot be mapped.
     is_archive = head.startswith(_ZIP)
     with open(source, "rb") if isinstance(source, str) else io.BytesIO(source) as file:
         problem = problem_of(file)

@@ -21,7 +21,7 @@ _NOTHING_PROMISED = Capabilities(
 
 
 def plain_store(location: Location) -> tuple[Store, str]:
-    """What lies around a place as the files of a store that tierfs did not write. To be read only; nothing is looked up yet.
+    """The files around a place, as files of a store that tierfs did not write. To be read only; nothing is looked up yet.
 
     Args:
         location: A file or directory.

@@ -41,7 +41,7 @@ class ShardDamage:
         length: How many they are.
         tier: Where they were read from: ``object``, or ``local`` for what is in no object tier yet.
         kind: Category of the error.
-        problem: What is wrong, in words.
+        problem: The problem, in words.
     """
 
     names: tuple[str, ...]
@@ -55,7 +55,7 @@ class ShardDamage:
 
 @dataclass(slots=True)
 class CheckpointReport:
-    """What was looked at and found.
+    """The result of a verification.
 
     Attributes:
         files: Shard files that were read.
@@ -63,7 +63,7 @@ class CheckpointReport:
         tensors: How many the checkpoint has.
         objects: The same of values that are no tensors.
         undigested: Files that tierfs did not write: there is no digest to hold their bytes to.
-        damage: What is wrong; empty if all is well.
+        damage: All problems; empty if all is well.
     """
 
     files: int = 0
@@ -227,7 +227,7 @@ def _check_table(checkpoint: Checkpoint, file: _CheckedFile, report: CheckpointR
 
 
 class _Table:
-    """What lies where in a safetensors file."""
+    """The table of a safetensors file."""
 
     def __init__(self, entries: Iterable[HeaderEntry], begin: int) -> None:
         self._begin = begin
@@ -235,7 +235,7 @@ class _Table:
         self._starts = [entry.at for entry in self._entries]
 
     def problem(self, at: int, length: int, dtype: Any, sizes: tuple[int, ...]) -> str:
-        """What is wrong with bytes of the file being a shard of this dtype and shape, or an object; empty for nothing."""
+        """The reason why these bytes of the file cannot be a shard of this dtype and shape, or an object; empty for none."""
         number = bisect.bisect_right(self._starts, at - self._begin) - 1
         entry = self._entries[number] if number >= 0 else None
         if entry is None or at - self._begin + length > entry.at + entry.length:
@@ -270,7 +270,7 @@ def _check_archives(checkpoint: Checkpoint, report: CheckpointReport) -> None:
 
 
 def _error_of(read: Callable[[], object]) -> TierfsError | None:
-    """What is wrong with what is read, if anything is."""
+    """The problem of the bytes that were read, if there is one."""
     try:
         read()
     except StoreError:

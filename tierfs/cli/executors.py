@@ -41,7 +41,7 @@ def add_executor_argument(parser: argparse.ArgumentParser) -> None:
 
 @contextlib.contextmanager
 def engine(text: str | None) -> Iterator[WorkerSet | None]:
-    """What ``--executor`` names, for the time of a ``with`` block; ``None`` for this process.
+    """The executor of ``--executor``, for the time of a ``with`` block; ``None`` for this process.
 
     Raises:
         InvalidInputError: It names nothing, or its package is not installed.

@@ -95,7 +95,7 @@ def _flusher(flusher: Mapping[str, Any]) -> str:
 
 
 def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """What the last gc and the last scrub came to, whoever ran them."""
+    """The results of the last gc and the last scrub, on any host."""
     gc, scrub = upkeep.get("gc"), upkeep.get("scrub")
     if gc:
         deleted, waiting = gc["deleted"], gc["waiting"]["bytes"] + gc["condemned"]["bytes"]

@@ -42,7 +42,7 @@ class Address:
         """From what a user hands to a writer or reader.
 
         Args:
-            path: Of the checkpoint's directory.
+            path: The checkpoint's directory.
             options: Those of `TierOptions`, ``create``, and one mapping per protocol (``s3={...}``), as for
                 ``fsspec.url_to_fs``.
 

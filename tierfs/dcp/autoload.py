@@ -1,4 +1,4 @@
-"""What torch calls when it has been imported, by tierfs' entry point of the group ``torch.backends``: see decision 15.
+"""torch calls this at the end of its import, through tierfs' entry point in ``torch.backends``: see decision 15.
 
 It is called wherever tierfs is installed, so it loads nothing unless it is asked to.
 """

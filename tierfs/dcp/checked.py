@@ -69,7 +69,7 @@ class Checked:
         return value
 
     def known(self, name: str, values: Mapping[str, Any]) -> Any:
-        """What a member that is a string stands for.
+        """The value of a member that is a string.
 
         Raises:
             FormatError: It stands for nothing here.

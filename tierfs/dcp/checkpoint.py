@@ -42,10 +42,10 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a checkpoint, or one rank's part of one, consists of. Nothing of its tensors has been read.
+    """A checkpoint, or one rank's part of one. None of its tensors has been read.
 
     Attributes:
-        store: That holds it.
+        store: The store that holds it.
         directory: Its path there.
         rank: Whose part it is, where ranks saved on their own.
         metadata: torch's `Metadata`, with a `BytesPlace` for every shard and object.
@@ -67,7 +67,7 @@ class Checkpoint:
 
     @property
     def format(self) -> str:
-        """Who wrote it: ``tierfs``, or ``dcp`` for torch's own writers."""
+        """Its writer: ``tierfs``, or ``dcp`` for torch's own writers."""
         return "dcp" if self.note is None else "tierfs"
 
     @property
@@ -128,7 +128,7 @@ class Checkpoint:
         return found
 
     def problem_of(self, fqn: str) -> str:
-        """What keeps a tensor's shards from making up the whole of it, in words; empty for nothing."""
+        """The reason why a tensor's shards do not make up the whole of it, in words; empty for none."""
         item = self.metadata.state_dict_metadata[fqn]
         return problem_of(boxes_in(item), tuple(item.size))
 
@@ -175,7 +175,7 @@ def open_checkpoint(store: Store, directory: str, *, rank: int | None = None) ->
     """Read the metadata of a checkpoint.
 
     Args:
-        store: That holds it.
+        store: The store that holds it.
         directory: Its path there.
         rank: Whose part is meant, where ranks saved on their own.
 
@@ -197,8 +197,8 @@ def open_announced(store: Store, path: str) -> Checkpoint:
     """Read the metadata of a save that has been announced, and is not published yet.
 
     Args:
-        store: That holds it.
-        path: Of the file that announces it.
+        store: The store that holds it.
+        path: The announcing file's.
 
     Raises:
         NotFoundError: It is not there any more: it was published, or superseded.

@@ -61,7 +61,7 @@ class _Finder:
 
 
 class _Loader:
-    """What loads a module, and gives it its own loader back before it runs."""
+    """A loader that loads a module, and gives it its own loader back before it runs."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""What a checkpoint's ``.metadata`` holds: torch's `Metadata` and tierfs's own note as one JSON document, never a pickle.
+"""A checkpoint's ``.metadata``: torch's `Metadata` and tierfs's own note as one JSON document, never a pickle.
 
 Nothing in it is believed before it is checked: who reads one that somebody else wrote gets an error, not a surprise.
 
@@ -56,13 +56,13 @@ class BytesPlace:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNote:
-    """What tierfs notes of a checkpoint beside what torch does.
+    """tierfs's notes of a checkpoint, beside torch's.
 
     Attributes:
-        save_id: Of the save that made it; hexadecimal digits, drawn at random.
+        save_id: Its save's; hexadecimal digits, drawn at random.
         sequence: Grows with each save to the same place.
         created_ns: When, in nanoseconds since the epoch.
-        step: Of the training; ``None`` where nobody said.
+        step: The training's; ``None`` where nobody said.
         files: Length in bytes of every file that the checkpoint lies in.
     """
 
@@ -113,7 +113,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
     }
     try:
         refuse_names([*tensors, *objects])
-        # What would not be read is not written; a mistake is to be heard of while the state is still in memory.
+        # A document that no reader accepts is not written: a mistake must show while the state is still in memory.
         _interpret(document, _WHERE)
         # One by one, as text: as objects they would be so many that each save had Python look through all of its garbage.
         texts = [_tensor_text(fqn, tensors[fqn], places, extra.files) for fqn in sorted(tensors)]
@@ -126,7 +126,7 @@ def encode(metadata: Any, extra: CheckpointNote) -> bytes:
         raise InvalidInputError(str(error)) from error
     except (TypeError, ValueError) as error:
         raise InvalidInputError(f"the checkpoint's metadata cannot be written as JSON: {error}") from error
-    # Of all members it sorts first.
+    # It sorts before all other members.
     return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
 
 

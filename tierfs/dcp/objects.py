@@ -81,7 +81,7 @@ class ObjectUnpickler(pickle._Unpickler):
         self._user_ids = {id(value) for name, value in self._by_user.items() if name != _GETATTR}
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a global stands for, if it is allowed."""
+        """The class or function of a global, if it is allowed."""
         full = _full_name(module, name)
         if full.partition(".")[0] in _blocklisted_modules:
             raise pickle.UnpicklingError(f"Trying to load unsupported GLOBAL {full} whose module is blocked.")
@@ -243,7 +243,7 @@ def check_object(fqn: str, data: memoryview) -> None:
 
     Args:
         fqn: Its name.
-        data: What ``torch.save`` made of it. Anything else, which a planner of somebody's own may make, is not looked at.
+        data: Its form by ``torch.save``. Any other form, which a planner of somebody's own may make, is not looked at.
 
     Raises:
         InvalidInputError: It could not be loaded, whatever were allowed.
@@ -271,7 +271,7 @@ def check_object(fqn: str, data: memoryview) -> None:
 
 
 def _look_up(content: bytes) -> tuple[dict[str, str], str]:
-    """What has to be allowed to load a pickle, each with its module, and why that would not do."""
+    """The names to allow for a pickle to load, each with its module, and why that would not do."""
     allowed = _allowed_by_default()
     needed: dict[str, str] = {}
     try:
@@ -316,7 +316,7 @@ def _operations(content: bytes) -> Iterator[tuple[str, str, str]]:
 
 
 def aliases(data: bytes, allow: Iterable[Any]) -> list[tuple[Any, str]]:
-    """What is allowed, by the names that a pickle has for it, where these are not its own.
+    """Allowed values, by the names that a pickle has for them, where these are not their own.
 
     Raises:
         ValueError: It is no archive of ``torch.save``.

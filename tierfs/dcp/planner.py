@@ -68,7 +68,7 @@ class TierLoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]  # torch's clas
 
 
 def object_loader(planner: Any) -> Callable[[ReadItem, io.BytesIO], None]:
-    """What puts values that are no tensors into the state of a planner: its own ``load_bytes``.
+    """The function that puts values that are no tensors into a planner's state: its own ``load_bytes``.
 
     But of the planners that torch itself hands over where nobody chose one they are loaded as `TierLoadPlanner` does: those run
     what a checkpoint brings along. A class derived from them is somebody's choice.
@@ -98,13 +98,13 @@ def unpickle_safely(
     map_location: str | None = None,
     mmap: bool = False,
 ) -> Any:
-    """What ``torch.save`` wrote, loaded without running anything but what is allowed.
+    """Load the output of ``torch.save``, and run nothing that is not allowed.
 
     Args:
         where: How to name it in errors.
         source: Its content, or the path of a local file.
         allow: Classes and functions that it may be made with, beside those that torch allows.
-        hint: What to do where something is not allowed; ``{name}`` stands for that.
+        hint: The advice where something is not allowed; ``{name}`` stands for that.
         map_location: Where tensors are to be; by default where they were.
         mmap: Whether tensors are to lie in the mapping of the file.
 
@@ -113,7 +113,7 @@ def unpickle_safely(
     """
     try:
         with _allowing():
-            # What is there already the program put there, and needs it afterwards.
+            # The program put the existing entries there, and needs them afterwards.
             added = set(allow).difference(torch.serialization.get_safe_globals())
             with torch.serialization.safe_globals(list(added)):
                 return _load_allowed(source, map_location, allow, mmap=mmap)

@@ -116,7 +116,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         self._metadata = self._note = self._shared = self._failure = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """What is in the checkpoint: torch's `Metadata`.
+        """The content of the checkpoint: torch's `Metadata`.
 
         Args:
             *args: Not used.
@@ -126,7 +126,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
 
         Raises:
             NotFoundError: No checkpoint is there.
-            ConflictError: What one rank saved is not what is to be loaded: all have saved together to the same place.
+            ConflictError: One rank's own save is to be loaded, but all have saved together to the same place.
             CorruptionError, FormatError: Its metadata is damaged, or of another version.
             InvalidInputError: Its metadata is a pickle with more in it than torch's.
             TierfsError: It failed.
@@ -177,7 +177,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
                 return []
             return commits.advance(directory)
         except TierfsError as error:
-            # What stands can be loaded all the same, from this host's tiers for one.
+            # A published checkpoint can be loaded all the same, from this host's tiers for example.
             _logger.warning("%s: a later save that is complete by now may go unseen: %s", self.checkpoint_id, error)
             return []
 
@@ -188,7 +188,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         except NotFoundError:
             return
         except StoreError as error:
-            # What waits here to be published was not saved where all ranks had saved together.
+            # A save that waits here to be published was not made where all ranks had saved together.
             if error.transient and store.tiers is not None and store.tiers.drafts.pending(path) is not None:
                 return
             raise
@@ -202,7 +202,7 @@ class TierReader(StorageReader):  # type: ignore[misc]  # torch's classes are un
         """Take note of what `read_metadata` gave.
 
         Raises:
-            Exception: What kept the metadata from being read, where torch went on all the same.
+            Exception: The reason why the metadata was not read, where torch went on all the same.
         """
         if isinstance(metadata, _Unreadable):
             raise metadata.failure

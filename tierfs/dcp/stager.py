@@ -61,7 +61,7 @@ def stage(
             # All at once, so that they share in the copy what they share.
             memo.update(zip(objects, pickle.loads(pickle.dumps(list(objects.values()))), strict=True))  # noqa: S301 - this process's own
         except Exception as error:  # noqa: BLE001 - what pickling may raise has no end
-            # What cannot be pickled cannot be saved, but by a planner that makes something else of it.
+            # A value that cannot be pickled cannot be saved, unless a planner makes something else of it.
             kinds = ", ".join(sorted({type(value).__name__ for value in objects.values()}))
             _logger.warning(
                 "objects (%s) are copied as their classes copy them, since one cannot be pickled: %s", kinds, str(error)
@@ -94,7 +94,7 @@ def stage(
         else:
             memo.update(_awaited(staged, later))
         if left:
-            # Whoever saves an object saves what it refers to: that is copied, whoever saves the tensor by its name.
+            # An object is saved with everything that it refers to: that is copied, whichever rank saves the tensor by its name.
             for key, value in state_dict.items():
                 for inner in _objects(value):
                     _copied(key, inner, memo)
@@ -108,7 +108,7 @@ def stage(
 
 
 def _awaited(staged: Sequence[tuple[int, torch.Tensor]], later: Later) -> dict[int, Awaited]:
-    """What stands for tensors whose views follow, by their numbers."""
+    """Stand-ins for tensors whose views follow, by their numbers."""
     found = {}
     at = 0
     for number, tensor in staged:
@@ -157,7 +157,7 @@ def _copied(key: str, value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _deep_copy(value: Any, memo: dict[int, Any]) -> Any:
-    """What `copy.deepcopy` makes of it, sooner where it is a dict by names of what was copied already."""
+    """The result of `copy.deepcopy`, faster for a dict by names of values that were copied already."""
     if type(value) is not dict or id(value) in memo:
         return copy.deepcopy(value, memo)
     copied = memo[id(value)] = {}
@@ -203,7 +203,7 @@ def _collect(
 
 
 def _objects(value: Any) -> Iterator[Any]:
-    """What DCP's planners save as objects, tuples among them."""
+    """Values that DCP's planners save as objects, tuples among them."""
     if isinstance(value, (Mapping, list)):
         for inner in value.values() if isinstance(value, Mapping) else value:
             yield from _objects(inner)

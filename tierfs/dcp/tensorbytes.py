@@ -53,7 +53,7 @@ SAFETENSORS_NAMES: dict[torch.dtype, str] = {
     torch.int64: "I64",
     torch.uint64: "U64",
 }
-"""What the safetensors format calls a dtype, in shard files. A tensor of any other is stored as ``U8`` there."""
+"""The safetensors format's names of dtypes, in shard files. A tensor of any other is stored as ``U8`` there."""
 _EXCHANGED = {**SAFETENSORS_NAMES, torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"}
 _BY_NAME = {name: dtype for dtype, name in _EXCHANGED.items()}
 _F4 = "F4"
@@ -129,7 +129,7 @@ def writable_bytes(tensor: Any) -> memoryview | None:
     """A tensor's own memory, to be filled with the bytes of its elements; ``None`` if they do not lie there in order.
 
     Args:
-        tensor: Where to write. Who writes behind torch's back tells autograd by `torch.autograd.graph.increment_version`.
+        tensor: Where to write. A write that torch does not see calls `torch.autograd.graph.increment_version` for autograd.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
         return None
@@ -143,8 +143,8 @@ def tensor_in(buffer: Buffer, dtype: torch.dtype, shape: Sequence[int]) -> Any:
 
     Args:
         buffer: Writable, exactly as long as the tensor's bytes.
-        dtype: Of the elements.
-        shape: Of the tensor.
+        dtype: The elements'.
+        shape: The tensor's.
 
     Raises:
         InvalidInputError: The buffer is read-only, or of another length.

@@ -39,7 +39,7 @@ __all__ = ["TierStorage", "TierStorageConfig"]
 
 @dataclass
 class TierStorageConfig(StorageConfig):  # type: ignore[misc]  # its classes may be unknown here
-    """What `TierStorage` is made from, in this process and in the one that saves.
+    """The configuration of `TierStorage`, in this process and in the one that saves.
 
     Attributes:
         options: As for `TierReader`: ``ack``, ``ram``, ``nvme``, ``state_dir``, ``timeout``, ``bandwidth``, ``codecs``,
@@ -130,7 +130,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         """Rename a file, or a directory with all in it, to a place that is free, or a file that is replaced.
 
         Args:
-            src_path: What.
+            src_path: The path to rename.
             dst_path: To where, in the same store.
             is_directory: Not used: it is looked up.
             background_cleanup: Not used: no bytes are moved.
@@ -186,7 +186,7 @@ class TierStorage(Storage):  # type: ignore[misc]  # see above
         return kind_of(*self._locate(path)) is not None
 
     def getsize(self, path: Path) -> int:
-        """Of a file, in bytes.
+        """The size of a file, in bytes.
 
         Raises:
             NotFoundError: There is none.

@@ -47,12 +47,12 @@ LAYOUTS = ("tierfs", "dcp")
 class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are untyped here
     """Saves checkpoints into a tierfs store. StorageWriter and AsyncStager in one, for all saves of a run.
 
-    `stage` copies tensors into memory that the flusher saves from, so `write_data` moves no tensor bytes. What was not
-    staged (``dcp.save``) is copied there by `write_data`. Picklable, without its saves: of those it keeps which ones are under way, which
-    one came to its end last, and what other ranks saved.
+    `stage` copies tensors into memory that the flusher saves from, so `write_data` moves no tensor bytes. `write_data`
+    itself copies a state that was not staged (``dcp.save``). Picklable, without its saves: it keeps which of them are under way, which one
+    ended last, and which tensors other ranks saved.
 
     Args:
-        path: Of the checkpoint's directory: a URL as for `Address`. DCP's ``checkpoint_id`` takes its place.
+        path: The checkpoint's directory: a URL as for `Address`. DCP's ``checkpoint_id`` takes its place.
         single_file_per_rank: As for ``FileSystemWriter``, and ignored: there is one always. So are ``sync_files``,
             ``thread_count``, ``per_thread_copy_ahead``, ``cache_staged_state_dict`` and ``serialization_format``.
         sync_files: See there.
@@ -210,7 +210,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
             time.sleep(YIELD_S)
 
     def storage_meta(self) -> StorageMeta:
-        """What the metadata says of the place."""
+        """The storage data of the metadata."""
         return StorageMeta(checkpoint_id=self._here.url, save_id=secrets.token_hex(16))
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -230,7 +230,7 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         """Without what another rank has staged. Nothing is asked of the store by each rank.
 
         Raises:
-            Exception: What kept this rank's state from being staged.
+            Exception: The reason why this rank's state was not staged.
             InvalidInputError: torch's planner would fail at a tensor's dtype without its name.
         """
         if (failure := self._save.failure) is not None:
@@ -338,18 +338,18 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
     # -- levels --------------------------------------------------------------------------------------------------------
 
     def wait(self, level: str = "object", timeout: float | None = None) -> None:
-        """Wait until what was saved where the last save went has reached a level.
+        """Wait until the last save has reached a level.
 
-        Call it when the last save is done, as its future says: until then nobody knows what that comes to. Of saves that overlap
+        Call it when the last save is done, as its future says: until then its outcome is open. If saves overlap,
         the last is the one whose `stage` was called last, or that began last without; the others may be under way still.
 
-        Below ``"object"`` that is what this host saved; at ``"object"`` it is the whole checkpoint.
+        Below ``"object"`` this concerns this host's part; at ``"object"`` the whole checkpoint.
 
         Raises:
             TimeoutError: It has not, in time; names what is missing.
             NotFoundError: The last save has not come to its end on this rank; or it failed, on whichever rank, or was removed.
             ConflictError: The last save was superseded by one that began later.
-            TierfsError: What keeps it from getting there.
+            TierfsError: The reason why it cannot get there.
         """
         publish.wait_for(*self._asked(), Level.parse(level), timeout)
 

@@ -46,7 +46,7 @@ class RankGroup:
     """The ranks of one phase, as a context manager; leaving it kills whatever still runs.
 
     Args:
-        name: What the phase is called in messages.
+        name: The phase's, in messages.
         arguments: Arguments of ``tierfs.demo.worker``, the same for all ranks.
         world_size: How many ranks.
         timeout_s: How long the phase may take.

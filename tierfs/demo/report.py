@@ -1,4 +1,4 @@
-"""What ``tierfs demo`` found: two runs compared loss by loss, and what their checkpoints cost."""
+"""The report of ``tierfs demo``: two runs compared loss by loss, and the cost of their checkpoints."""
 
 from __future__ import annotations
 

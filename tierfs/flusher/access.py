@@ -27,7 +27,7 @@ class Way(NamedTuple):
     """How a process reaches the object tier.
 
     Attributes:
-        url: Of the store's root.
+        url: The store's root.
         options: For its filesystem, credentials among them: not to be logged.
         writes: Whether that process has changed something in the store with them.
     """

@@ -1,4 +1,4 @@
-"""What a flusher answers to the processes of its host: messages in, plain values out."""
+"""The flusher's answers to the processes of its host: messages in, plain values out."""
 
 from __future__ import annotations
 

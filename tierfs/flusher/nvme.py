@@ -22,12 +22,12 @@ __all__ = ["NvmePersister"]
 
 # At once to the arena, each of which has one request at the disk at a time. Measured, docs/decisions/0046.
 WRITES_MAX = 6
-# What goes together in one commit, which costs as much for one small file as for all of them.
+# The bounds of one commit, which costs as much for one small file as for all of them.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
-# What may keep a draft that is written from its commit a moment longer, to have one less.
+# How long a written draft may wait for its commit, to have one less.
 LATE_BYTES_MAX = 4 << 20
-# What was written ahead is committed by its draft, if that comes so soon.
+# Chunks that were written ahead are committed by their draft, if that comes so soon.
 DRAFT_S = 2.0
 # For room, for memory that its process has not handed over yet, or for the object tier to say what it has: about ten seconds.
 WAITS_MAX = 40
@@ -38,7 +38,7 @@ class NvmePersister:
     """Brings drafts to the nvme tier, in closing order.
 
     Args:
-        state: What the flusher's parts share.
+        state: Shared by the flusher's parts.
         put: Puts a slot's chunk into the object tier.
     """
 
@@ -244,7 +244,7 @@ class NvmePersister:
         """Whether the object tier has a chunk that this draft took over from another one, published meanwhile.
 
         Raises:
-            NotAskedError: That cannot be told now.
+            NotAskedError: It cannot be told now.
         """
         try:
             self._state.access.call(lambda publisher: publisher.find_chunk(row))
@@ -273,7 +273,7 @@ class NvmePersister:
         Perhaps it never gets one: they take no room from others then. What keeps them from the arena keeps the file from nothing.
 
         Args:
-            slots: Of the chunks.
+            slots: The chunks'.
             length: Bytes that the file has so far.
         """
         state = self._state

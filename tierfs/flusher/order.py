@@ -40,7 +40,7 @@ class ClosingOrder:
                 del self._below[directory]
 
     def first(self, path: str) -> Turn:
-        """Who has to be published before, or is, the draft at ``path``: the first that was closed in or below its directory."""
+        """The draft to publish before the draft at ``path``, or that draft: the first that was closed in or below its directory."""
         return self._below[path.rpartition("/")[0]][0]
 
 

@@ -1,4 +1,4 @@
-"""What whoever publishes a checkpoint has to know of its metadata: which save it is of, and which files it names.
+"""The parts of a checkpoint's metadata that publishing needs: its save, and the files that it names.
 
 docs/reference/checkpoint-format.md, "Commit" and "The metadata document". The rest of the document is torch's business.
 """
@@ -21,7 +21,7 @@ _SAVE_ID = re.compile(r"[0-9a-f]{1,64}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SaveMark:
-    """Which save a file that holds a checkpoint's metadata is of. Of two, the greater one began later.
+    """The save of a file that holds a checkpoint's metadata. The greater of two began later.
 
     Attributes:
         sequence: Grows with each save to the same place.
@@ -32,12 +32,12 @@ class SaveMark:
     save_id: str
 
     def as_metadata(self) -> dict[str, object]:
-        """What the file's manifest says of it."""
+        """The JSON for the file's manifest."""
         return {_KEY: {"save_id": self.save_id, "sequence": self.sequence}}
 
     @classmethod
     def of(cls, metadata: Mapping[str, object]) -> SaveMark | None:
-        """What a manifest says; ``None`` for a file that is no checkpoint's metadata, or says what no save says."""
+        """The mark in a manifest; ``None`` for a file that is no checkpoint's metadata, or has an impossible mark."""
         said = metadata.get(_KEY)
         if not isinstance(said, dict):
             return None

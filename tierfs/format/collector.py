@@ -26,7 +26,7 @@ NOBODY = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class EpochState:
-    """What is known of one condemned list. Times are the object tier's own, in nanoseconds.
+    """The state of one condemned list. Times are the object tier's own, in nanoseconds.
 
     Attributes:
         seen_ns: When the list was known to be there for everybody to see.
@@ -47,7 +47,7 @@ class Collector:
         sequence: Counts puts.
         duration_s: How long the holder's turn lasts from the object tier's time of this put.
         epochs: The condemned lists.
-        last: What the last gc came to, for people; JSON values.
+        last: The result of the last gc, for people; JSON values.
     """
 
     holder: bytes = NOBODY

@@ -25,7 +25,7 @@ _UUID = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an endpoint can promise.
+    """The promises of an endpoint.
 
     Attributes:
         conditional_create: A create fails where the object exists, whoever else is writing.
@@ -50,7 +50,7 @@ class Capabilities:
 
     @property
     def missing(self) -> list[str]:
-        """What it cannot promise, in words for a person."""
+        """The promises that it does not keep, in words for a person."""
         words = {
             "conditional creates": self.conditional_create,
             "conditional updates": self.conditional_update,
@@ -63,7 +63,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Descriptor:
-    """What a store is.
+    """The description of a store.
 
     Attributes:
         uuid: 32 hex digits, made at init.
@@ -73,7 +73,7 @@ class Descriptor:
         chain_max: Deltas a chunk may be away from a standalone one.
         lease_s: How long a writer's knowledge counts without renewal.
         grace_s: How long replaced, deleted and condemned things stay readable.
-        endpoint: What the object tier promised at init.
+        endpoint: The promises of the object tier at init.
     """
 
     uuid: str

@@ -1,4 +1,4 @@
-"""What every binary object has in common: magic, version, kind, and a checksum at its end.
+"""The common frame of binary objects: magic, version, kind, and a checksum at the end.
 
 FORMAT.md, "Common header". Reading is bounded: a count or length found in an object is compared with the bytes that
 are really there before anything is allocated for it.
@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<8sHHI")
 
 
 class Kind(enum.IntEnum):
-    """What an object is."""
+    """The kinds of objects."""
 
     CHUNK = 1
     FILE = 2

@@ -121,7 +121,7 @@ def record_key(path: str) -> str:
 
 
 def directory_prefix(path: str) -> str:
-    """What the keys of all records below the directory ``path`` start with. ``""`` is the root."""
+    """The prefix of the keys of all records below the directory ``path``. ``""`` is the root."""
     if not path:
         return TREE
     return TREE + "/".join(_encode(part) for part in validate_path(path).split("/")) + "/"

@@ -70,7 +70,7 @@ class NameTable(AbstractSet[ChunkName]):
     """Names of chunk objects as a list holds them: a million take 28 MB, where a set of them would take ten times that.
 
     Args:
-        kind: Of the digests.
+        kind: The digests' kind.
         data: The names, each digest, generation and recipe, laid end to end in any order.
     """
 

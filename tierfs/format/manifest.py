@@ -74,13 +74,13 @@ class Manifest:
         created_ns: When the file first appeared, nanoseconds since the epoch.
         modified_ns: When this content was written.
         digest_kind: Kind of every digest in it.
-        digest: Of the content: over the length and the chunks' digests in order.
+        digest: The content's: over the length and the chunks' digests in order.
         rows: The chunks in order; of the table instead of the file where ``indirect`` is set.
         inline: The content itself where it is at most 64 KiB, else ``None``.
         indirect: Whether the row table itself is stored in chunks.
         element: Element type of the content where known, else 0.
         previous: The version that this replaced, as the object tier calls it; empty for a first write.
-        metadata: What the user wants kept with the file; JSON values.
+        metadata: The user's, kept with the file; JSON values.
     """
 
     kind: Kind
@@ -156,7 +156,7 @@ class Tombstone:
 
     @staticmethod
     def check_of(version: str) -> int:
-        """What `previous_check` is for this version."""
+        """The `previous_check` for this version."""
         return xxhash.xxh3_64_intdigest(version.encode())
 
 
@@ -164,7 +164,7 @@ Record: TypeAlias = Manifest | Tombstone
 
 
 def path_check(path: str) -> bytes:
-    """What binds a record to its path."""
+    """The hash that binds a record to its path."""
     return xxhash.xxh3_128_digest(path.encode())
 
 

@@ -72,7 +72,7 @@ class BlockTargets:
 
     Args:
         raw_length: Bytes of the chunk.
-        parts: What is wanted of it, in any order; may overlap. Borrowed until `finish`.
+        parts: The wanted parts of it, in any order; may overlap. Borrowed until `finish`.
         lend: Gives memory that is good until `finish`, by its length in bytes.
 
     Attributes:

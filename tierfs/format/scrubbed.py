@@ -39,8 +39,8 @@ class ScrubRecord:
 
     Attributes:
         prefixes: By the two hexadecimal digits.
-        damaged: What is wrong with which object, by key.
-        last: What the last run came to, for people; JSON values.
+        damaged: The problem of each damaged object, by key.
+        last: The result of the last run, for people; JSON values.
     """
 
     prefixes: Mapping[str, PrefixState] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a filesystem is made of that stands before another one in a URL, with every fsspec from 2025.9 on.
+"""The parts of a filesystem that stands before another one in a URL, with every fsspec from 2025.9 on.
 
 fsspec replaces the path of such a filesystem by the path of what follows it: ``/data/run`` for ``tierfs::file:///data/run``.
 It does so for subclasses of ``ChainedFileSystem``, which came with 2025.10. Before, it does so for subclasses of its cache.

@@ -21,7 +21,7 @@ class WriteDescriptor:
     the bytes since. The descriptor that users get is open for writing only, because a hole would read as zeros.
 
     Args:
-        path: Of the file that is written, for errors.
+        path: The written file's, for errors.
         length: Bytes that the file has already.
 
     Attributes:

@@ -1,7 +1,7 @@
 """`TierFileSystem`: fsspec's face over stores.
 
 The core is synchronous; every asynchronous method runs it on a bounded set of threads. The class is built up in five
-parts, each in a file of its own: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`. What is here opens and writes files.
+parts, each in a file of its own: `PathSpace`, `Looking`, `Reading`, `Changing`, `Tiering`. This file opens and writes files.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TierFileSystem(Tiering):
         state_dir: The state directory.
         timeout: Seconds that a write waits for room in the local tiers, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; that of whoever starts it counts.
-        codecs: What chunks are encoded with: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
+        codecs: How chunks are encoded: ``"auto"`` (what saves time), ``"all"`` (what saves bytes), ``"off"``, or names of
             codecs, ``"zstd,plane"``; of what goes through the flusher, that of whoever starts it counts.
         device: Budget of GPU memory for each process that saves checkpoints with `TierWriter`; off by default.
         asynchronous: As in fsspec.

@@ -1,4 +1,4 @@
-"""What is there: info, listings, walks, times and digests."""
+"""Looking: info, listings, walks, times and digests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Looking(PathSpace):
         return [describe(*pair) for pair in zip(names, entries, strict=True)] if detail else names
 
     def _kinds_now(self, path: str) -> list[dict[str, Any]]:
-        """What lies in a directory, with names and types alone, for which no record is read."""
+        """The entries of a directory, names and types alone; reads no record."""
         store, relative = self._locate(path)
         entries = verbs.list_directory(store, relative, detail=False)
         names = self._names(path, relative, (entry.path for entry in entries))
@@ -61,7 +61,7 @@ class Looking(PathSpace):
         return await super()._glob(path, maxdepth, **kwargs, kinds_alone=not detail)
 
     def _find_now(self, path: str, maxdepth: int | None, *, withdirs: bool, detail: bool) -> dict[str, dict[str, Any]]:
-        """What lies below a path, by name; without ``detail`` with names and types alone."""
+        """Everything below a path, by name; without ``detail``, names and types alone."""
         try:
             store, relative = self._locate(path)
             if maxdepth == 1:

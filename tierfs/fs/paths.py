@@ -1,4 +1,4 @@
-"""What an instance is, and from a path or URL to a store.
+"""The identity of an instance, and the way from a path or URL to a store.
 
 A path handed to an instance is the object tier's own (``bucket/run/x``, ``/data/run/x``), or ``NAME/run/x`` for named
 stores; every method takes a full URL in its place. Which store a path lies in is found by walking up from it.
@@ -172,7 +172,7 @@ class PathSpace(Chained):
 
 
 class _Opened(threading.local):
-    """What each thread opened for writing and still refers to."""
+    """Per thread, the handles that it opened for writing and still refers to."""
 
     def __init__(self) -> None:
         self.handles: weakref.WeakSet[WriteFile] = weakref.WeakSet()

@@ -33,11 +33,11 @@ class ReadFile(io.BufferedReader):
         fs: The filesystem it was opened with.
         path: The path, as that filesystem writes it.
         reader: The opened version.
-        details: What ``fs.info`` says of it.
+        details: From ``fs.info``.
 
     Attributes:
         size: Bytes of the file.
-        details: What ``fs.info`` said of it when it was opened.
+        details: From ``fs.info``, when it was opened.
         blocksize: For ``blockcache::``, which opens what it may keep here; but all is read from tierfs, which has caches itself.
     """
 
@@ -57,7 +57,7 @@ class ReadFile(io.BufferedReader):
         return str(self.fs.unstrip_protocol(self.path))
 
     def info(self) -> dict[str, Any]:
-        """What ``fs.info`` said of it when it was opened."""
+        """The answer of ``fs.info`` when it was opened."""
         return self.details
 
     @property
@@ -67,7 +67,7 @@ class ReadFile(io.BufferedReader):
 
     @closed.setter
     def closed(self, value: bool) -> None:
-        """What ``blockcache::`` says after it closed the handle."""
+        """For ``blockcache::``, after it closed the handle."""
 
     def close(self) -> None:
         """Close the handle. A second call does nothing.

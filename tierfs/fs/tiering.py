@@ -25,7 +25,7 @@ class Tiering(Changing):
         Raises:
             TimeoutError: It has not, in time; names what is pending.
             ConflictError: Somebody else changed a path before it was flushed; theirs stands, this host's is kept.
-            TierfsError: What keeps it from getting there.
+            TierfsError: The reason why it cannot get there.
         """
         store, relative = self._locate(path)
         verbs.wait(store, relative, Level.parse(level), timeout)

@@ -1,4 +1,4 @@
-"""What fsspec's transactions do here: files are published when the transaction ends, in the order they were opened in."""
+"""fsspec's transactions: files are published when one ends, in the order in which they were opened."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TierTransaction"]
 
 
 class TierTransaction(Transaction):
-    """Files written, not yet published. Of several writes to one path only the last one is.
+    """Files written, not yet published. Several writes to one path publish only the last one.
 
     Each file is published whole, one after the other; where one cannot be, those after it are discarded.
     """

@@ -180,7 +180,7 @@ class WriteFile(io.BufferedIOBase):
         self._close_handle()
 
     def give_up(self, error: BaseException) -> None:
-        """Publish nothing, because of this error. What a wrapper still writes before it closes the handle is ignored."""
+        """Publish nothing, because of this error. Later writes of a wrapper are ignored."""
         if self._abort():
             _logger.warning("%s was discarded because of %r and is not published", self.path, error)
 
@@ -214,7 +214,7 @@ class WriteFile(io.BufferedIOBase):
         )
 
     def _dealloc_warn(self, source: Any) -> None:
-        """What a text wrapper of ``io`` calls when it is dropped unclosed, before it flushes and closes this handle."""
+        """A text wrapper of ``io`` calls this when it is dropped unclosed, before it flushes and closes this handle."""
         self.drop()
 
     def __enter__(self) -> WriteFile:

@@ -1,4 +1,4 @@
-"""What one process counts of its use of a store's local tiers, and what it logs once and not each time."""
+"""One process's counters of its use of a store's local tiers, and messages that it logs once and not each time."""
 
 from __future__ import annotations
 

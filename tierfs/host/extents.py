@@ -13,7 +13,7 @@ class Extents:
     Lengths are rounded up to whole units everywhere, so whoever took a length gives the same length back.
 
     Args:
-        size: Of the region in bytes; what lies behind the last whole unit is not used.
+        size: The region's in bytes; the rest behind the last whole unit is not used.
         align: Bytes of one unit.
     """
 

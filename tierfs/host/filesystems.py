@@ -1,4 +1,4 @@
-"""What kind of filesystem a path lies on, and what that kind can be trusted with."""
+"""The kind of filesystem that a path lies on, and which guarantees that kind gives."""
 
 from __future__ import annotations
 

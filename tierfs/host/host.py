@@ -34,7 +34,7 @@ SMALL_SHM = (
     "container a larger /dev/shm."
 )
 PAGE_BYTES = 4096
-"""What everything in the local tiers is aligned to."""
+"""The alignment of everything in the local tiers."""
 
 _OWNER = re.compile(r"[0-9a-f]{16}")
 _NAME = re.compile(r"[0-9a-zA-Z_-]{1,64}")
@@ -161,7 +161,7 @@ class ExclusiveLock:
 
 
 class Host:
-    """What the processes of one user on one host share. Safe for use by many threads.
+    """The state that processes of one user on one host share. Safe for use by many threads.
 
     Args:
         directory: The state directory; made, for its owner alone, where it is missing.

@@ -20,7 +20,7 @@ _logger = logging.getLogger("tierfs.local")
 
 
 class DamagedPlaceError(StoreError):
-    """What says whose local tiers these are cannot be read."""
+    """The file that says whose local tiers these are cannot be read."""
 
 
 def claim(host: Host, uuid: str, places: Sequence[str], url: str, *, anew: bool = False) -> Path:

@@ -1,4 +1,4 @@
-"""What a host keeps in directories for its owner alone: made, listed, and what the operating system says of them as errors of ours."""
+"""A host's directories for its owner alone: making, listing, and the operating system's errors as ours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_private(directory: Path, *, follow_links: bool = True) -> None:
 
 
 def entries_of(directory: Path) -> list[os.DirEntry[str]]:
-    """What a directory holds; nothing where there is none.
+    """The entries of a directory; none where there is none.
 
     Raises:
         ReadOnlyError: This user may not.
@@ -58,9 +58,9 @@ def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -
     """The error of ours that says what the operating system refused.
 
     Args:
-        error: What it said.
+        error: The operating system's.
         path: The file or directory concerned.
-        what: What was to be done with it, as ``cannot be made``.
+        what: The failed action, as ``cannot be made``.
         tier: The tier concerned.
     """
     problem = f"{path} {what}: {explain(error)}"
@@ -76,7 +76,7 @@ def refused(error: OSError, path: Path, what: str, *, tier: str | None = None) -
 
 
 def explain(error: OSError) -> str:
-    """What the operating system says, and what to do about it where that is known."""
+    """The operating system's words, and the next step where that is known."""
     problem = error.strerror or str(error)
     if error.errno == errno.EMFILE:
         return f"{problem}: this process has as many as it may, which `ulimit -n` raises"

@@ -1,7 +1,7 @@
 """The local tiers of one store as a process that uses them sees them: what is pending, chunks, and the flusher.
 
 Put together here: `PendingDrafts` knows what is pending, `SlabWriter` puts things into slabs, `ChunkReader` reads what is
-here, `ChunkCache` keeps copies of what is not. What is left is waiting, which takes the first two and the flusher.
+here, `ChunkCache` keeps copies of what is not. This file waits, which takes the first two and the flusher.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class Tiers:
 
     Attributes:
         ram: As given; so are ``nvme``, ``flusher``, ``has_nvme``, ``passes_by`` and ``problems``.
-        drafts: What is pending.
+        drafts: The pending ones.
         writer: Puts chunks and drafts into slabs.
         reader: Reads chunks that are here.
         cache: Keeps and drops copies of chunks.
-        counters: What this process counts.
+        counters: This process's.
         away_until_s: On the clock: the object tier did not answer, and is not asked before.
     """
 
@@ -118,7 +118,7 @@ class Tiers:
         Raises:
             TimeoutError: It has not, in time; names what is pending, and says so if the flusher does not answer.
             ConflictError: Somebody else changed the path; theirs stands.
-            TierfsError: What keeps it from getting there.
+            TierfsError: The reason why it cannot get there.
         """
         if level <= Level.STAGED or self.drafts.is_settled(path):
             return
@@ -197,7 +197,7 @@ class Tiers:
 
 
 def _described(awaited: Mapping[tuple[str, bytes], int], path: str, level: Level) -> str:
-    """What has not reached a level, as far as it can be seen without the flusher; all of ``path`` where nothing can."""
+    """Files that have not reached a level, as far as it can be seen without the flusher; all of ``path`` where nothing can."""
     if not awaited:
         return f"what is pending below {path!r} has not reached {level.label!r} yet"
     first = min(name for name, _ in awaited)

@@ -1,4 +1,4 @@
-"""What the answers of S3, Azure and GCS mean that are not a matter of one key: which error of ours, and what to do.
+"""Answers of S3, Azure and GCS that do not concern one key: the error of ours for each, and the next step.
 
 One table from their codes, one from the names of their clients' own errors, one from what they say where a client keeps
 nothing but the text. Codes: https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html,
@@ -18,7 +18,7 @@ __all__ = ["BY_CLASS", "BY_CODE", "BY_TEXT", "DENIED", "NOT_ACCEPTED", "NO_BUCKE
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What is the matter.
+    """The cause of an answer.
 
     Attributes:
         text: With what to do about it. ``{bucket}`` and ``{region}`` are filled in.
@@ -44,7 +44,7 @@ class Meaning:
             said: The endpoint's or the client's word for it.
             bucket: The bucket or container, where known.
             region: The bucket's, where known.
-            retry_after_s: What the endpoint asks to wait, where it does.
+            retry_after_s: The pause that the endpoint asks for, if it does.
         """
         text = self.text.format(bucket=bucket or "NAME", region=region or "another region")
         message = f"{key}: {text} ({said})"

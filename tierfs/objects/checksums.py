@@ -89,7 +89,7 @@ def checksum_for(capabilities: Capabilities, data: Sequence[Buffer]) -> Checksum
 
 
 def verify_checksum(checksum: Checksum | None, data: Sequence[Buffer], key: str) -> None:
-    """What a backend that verifies XXH3-128 itself does before it stores.
+    """Verify XXH3-128, for a backend that does so itself before it stores.
 
     Raises:
         InvalidInputError: Another algorithm.

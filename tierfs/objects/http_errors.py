@@ -46,7 +46,7 @@ _SOMETHING_ELSE = "is endpoint_url right, or does a proxy or a login page answer
 _REASON_CHARS_MAX = 300
 _SEARCHED_CHARS_MAX = 4096
 _RETRY_AFTER_S_MAX = 3600.0
-# What gcsfs says of a 404 to a request that names a bucket and no object: a listing, or an upload.
+# gcsfs's words for a 404 to a request that names a bucket and no object: a listing, or an upload.
 _GCS_BUCKET = re.compile(r"^(?:https?://\S+/)?b/([^/]{3,})/o$")
 _REGION = re.compile(r"\b[a-z]{2,}(?:-[a-z]+)+-\d+\b")
 _REGION_SAID = re.compile(r"expecting '([^']+)'|the (\S+) location constraint", re.IGNORECASE)
@@ -122,7 +122,7 @@ def refused_options(error: Exception, protocol: str) -> InvalidInputError:
 
 
 def cause_of(error: BaseException) -> BaseException | None:
-    """What to raise ours from, where a traceback may show it: nothing where it says what may be a credential.
+    """The cause of our error, as a traceback may show it: none where its text may hold a credential.
 
     Nor where it says more than is searched for one.
     """
@@ -135,7 +135,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
 
     Args:
         error: The client's.
-        key: What was asked for.
+        key: The requested object's.
         bucket: Where, for answers that do not name it.
     """
     if isinstance(error, TierfsError):
@@ -145,7 +145,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return ReadOnlyError(f"{key}: this filesystem cannot do that: {reason}", path=key)
     causes = list(_with_causes(error))
     if any(isinstance(cause, RecursionError) for cause in causes):
-        # What botocore makes of a redirection that names no region.
+        # botocore's answer to a redirection that names no region.
         return StoreError(
             f"{key}: the endpoint redirects to itself or to a page: {_SOMETHING_ELSE} ({reason})", path=key
         )
@@ -165,7 +165,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
         return NO_BUCKET_GCS.error(key, "HTTP status 404", bucket=without[1])
     if isinstance(error, PermissionError) and statuses:
         return DENIED.error(key, f"{reason}, HTTP status {statuses[0]}")
-    # What s3fs makes of a 412 or 500 is an OSError like any other; the answer in its cause is more precise.
+    # s3fs turns a 412 or 500 into an OSError like any other; the answer in its cause is more precise.
     if isinstance(error, _PRECISE) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
         return translate_os_error(error, key, reason)
     if statuses:
@@ -175,7 +175,7 @@ def translate_client_error(error: BaseException, key: str, *, bucket: str = "") 
     if isinstance(error, OSError):
         return translate_os_error(error, key, reason)
     if isinstance(error, KeyError):
-        # What HTTP clients make of an answer that broke off within its head, or comes from something else.
+        # HTTP clients raise this for an answer that broke off within its head, or comes from something else.
         return StoreError(
             f"{key}: the answer is not whole: it has no {reason}; if it never has, {_SOMETHING_ELSE}",
             transient=True,
@@ -195,7 +195,7 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _reason(error: BaseException) -> str:
-    """What an error says, as one line without anything that may hold a credential."""
+    """The text of an error, as one line without anything that may hold a credential."""
     message = getattr(error, "message", None)  # azure.core's text repeats the whole answer
     text = getattr(error, "strerror", None) or (message if isinstance(message, str) and message else str(error))
     text = _without_secrets(_line(text)) or type(error).__name__
@@ -216,7 +216,7 @@ def _without_secrets(line: str) -> str:
 
 
 def _meanings(causes: Sequence[BaseException]) -> Iterator[tuple[BaseException, Meaning, str]]:
-    """What an error and its causes mean by themselves, the most telling first: whose meaning, and their word for it."""
+    """The meanings of an error and of its causes, the most telling first: the error, and its word for it."""
     for cause in causes:
         code = _code(cause)
         if code in BY_CODE:

@@ -53,8 +53,8 @@ def translate_os_error(error: OSError, key: str, reason: str = "") -> TierfsErro
 
     Args:
         error: Theirs.
-        key: What was asked for.
-        reason: What to say of it, if not what it says itself.
+        key: The requested object's.
+        reason: Text in place of the error's own.
     """
     reason = reason or error.strerror or str(error) or type(error).__name__
     match error.errno:

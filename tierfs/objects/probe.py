@@ -1,4 +1,4 @@
-"""What an endpoint really keeps of what its kind promises, found out by trying.
+"""Test which promises of its kind an endpoint keeps.
 
 Servers that speak a cloud's protocol differ in what they heed: many take a condition or a checksum without a word and
 pass over it. So each promise is put to a test that only a server which keeps it can pass, on a few small objects beside
@@ -30,12 +30,12 @@ _logger = logging.getLogger("tierfs.objects")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one test has shown.
+    """The result of one test.
 
     Attributes:
-        name: What was tried, in words for a person.
+        name: The tested promise, in words for a person.
         kept: Whether the endpoint heeds it.
-        detail: What it did instead, or what was not tried and why.
+        detail: The endpoint's other behaviour, or why nothing was tested.
     """
 
     name: str
@@ -45,10 +45,10 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What all of them have shown.
+    """The results of all tests.
 
     Attributes:
-        capabilities: What the endpoint keeps.
+        capabilities: The promises that the endpoint keeps.
         tests: One each.
     """
 

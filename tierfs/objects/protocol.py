@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Version = NewType("Version", str)
-"""What an object tier calls one content of a key. Two writes never get the same one."""
+"""An object tier's name for one content of a key. Two writes never get the same one."""
 
 Range: TypeAlias = tuple[int, memoryview]
 """An offset into an object, and the writable buffer that the bytes from there are to fill entirely."""
@@ -63,7 +63,7 @@ OVERWRITE = Overwrite()
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What the endpoint is to verify before it stores.
+    """A checksum for the endpoint to verify before it stores.
 
     Attributes:
         algorithm: One of `Capabilities.checksums`.
@@ -81,8 +81,8 @@ class ObjectInfo:
     Attributes:
         key: Its key.
         size: Bytes.
-        version: Of its content.
-        modified_ns: When it was stored, by the tier's clock, to the second; 0 where unknown. What a put answers may differ
+        version: Its content's.
+        modified_ns: When it was stored, by the tier's clock, to the second; 0 where unknown. The answer of a put may differ
             from what is told later, so it does not count when two are compared.
     """
 
@@ -113,7 +113,7 @@ class ObjectTier(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What this endpoint promises. Costs nothing."""
+        """The promises of this endpoint. Costs nothing."""
 
     @property
     def streams(self) -> bool:
@@ -171,7 +171,7 @@ class ObjectTier(Protocol):
             CorruptionError: The object is too short.
             ConflictError: It was changed meanwhile.
             StoreError, ReadOnlyError: It failed, perhaps after some were used.
-            TierfsError: What ``use`` raises. Of its other errors the tier may make one of its own.
+            TierfsError: Raised by ``use``. The tier may turn other errors of ``use`` into one of its own.
         """
 
     def read(self, key: str, limit: int) -> tuple[bytes, ObjectInfo]:

@@ -69,7 +69,7 @@ def connect(protocol: str, path: str, options: Mapping[str, object], *, attempts
     Args:
         protocol: ``file``, ``memory``, or that of any fsspec filesystem.
         path: Path there, without the protocol.
-        options: What the filesystem is made with, credentials for example; those in `OPTIONS` are passed over. Those of
+        options: For the filesystem, credentials for example; those in `OPTIONS` are ignored. Those of
             ``file`` and ``memory`` decide nothing here.
         attempts: How often a request is sent at most.
 

@@ -31,7 +31,7 @@ _logger = logging.getLogger("tierfs.store")
 
 
 class StartedFlusher(Protocol):
-    """Who started the flusher, if this process did."""
+    """The starter of the flusher, if this process started one."""
 
     @property
     def ends_with_us(self) -> bool:
@@ -106,7 +106,7 @@ def _register(_process: int) -> None:
 def _wait_for_threads() -> None:
     """Wait for the flushers that are threads of this process, which need executors to get done."""
     for tiers, launcher in _opened():
-        # What is left, and why, is said in the end.
+        # The end logs how many are left, and why.
         with contextlib.suppress(TierfsError, OSError):
             if launcher.ends_with_us and tiers.drafts.pending_below(""):
                 tiers.wait("", Level.OBJECT, WAIT_FOR_THREAD_S)
@@ -137,6 +137,6 @@ def _put_away_all() -> None:
 
 
 def _opened() -> list[tuple[Tiers, StartedFlusher]]:
-    """What this process opened, not a parent that forked it, and still uses; the newest first."""
+    """The tiers that this process opened, not a parent that forked it, and still uses; the newest first."""
     known = [(tiers, one.launcher()) for tiers, one in _open.items() if one.process == os.getpid()]
     return [(tiers, launcher) for tiers, launcher in reversed(known) if launcher is not None]

@@ -1,4 +1,4 @@
-"""What this host has pending for a store that is not where it was: it lies on something that is not mounted, perhaps."""
+"""Pending changes of this host for a store that is not where it was: its disk may not be mounted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _places_in(kept: Path) -> list[str]:
     try:
         return places_in(kept)
     except StoreError as error:
-        # That store says so when it is opened. All others have nothing to do with it.
+        # Opening that store says so. The others are not concerned.
         _logger.warning("what is pending for one store is not known: %s", error)
         return []
 

@@ -281,7 +281,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
     """Open the store at ``root``.
 
     Args:
-        location: What it is opened for.
+        location: The place that it is opened for.
         root: Where it may be.
         has_known: Whether this host knows a store here or further up, so that it need not wait for an object tier.
         is_unreachable: Whether the object tier was found not to answer, so that it is not asked.
@@ -325,7 +325,7 @@ def _remember(location: Location, url: str, descriptor: Descriptor, places: tupl
 
 
 def known_descriptor(location: Location, url: str) -> Descriptor | None:
-    """What this host knows of the store at a root, whatever the object tier says."""
+    """This host's knowledge of the store at a root, without asking the object tier."""
     found = _known_stores(location).find(url)
     return None if found is None else found[0]
 
@@ -365,7 +365,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
             try:
                 home = localtiers.home_of(target, settings)
             except TierfsError as error:
-                # What was published can be read without them.
+                # Published files can be read without them.
                 if options.is_explicit and not isinstance(error, DamagedPlaceError):
                     raise
                 _logger.warning("%s is used without local tiers: %s", url, error)

@@ -20,13 +20,13 @@ __all__ = ["ProbeReport", "probe_store"]
 
 @dataclass(frozen=True, slots=True)
 class ProbeReport:
-    """What was found out.
+    """The result of a probe.
 
     Attributes:
         url: Root of the store; where there is none, what was asked about.
-        tests: What was tried, one each.
-        before: What the store's descriptor said; ``None`` where there is no store.
-        endpoint: What the endpoint keeps.
+        tests: One for each promise.
+        before: From the store's descriptor; ``None`` where there is no store.
+        endpoint: The promises that the endpoint keeps.
     """
 
     url: str
@@ -85,6 +85,6 @@ def _probe_bare(location: Location, root: str, url: str) -> Findings:
         return probe(connect(location.protocol, root, location.options, attempts=1))
     if not os.path.isdir(root):
         raise NotFoundError(f"{url} is no directory: make it, or try the one that it is to be in", path=url)
-    # What is put has directories and locks beside it, which can be removed where nobody else uses them.
+    # A put makes directories and locks, which can be removed where nobody else uses them.
     with translated(url), tempfile.TemporaryDirectory(prefix=".tierfs-probe-", dir=root) as directory:
         return probe(connect(location.protocol, directory, location.options, attempts=1))

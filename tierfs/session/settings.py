@@ -31,7 +31,7 @@ TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What was asked for, as it was written; ``None`` where nothing was.
+    """The settings as they were written; ``None`` where there is none.
 
     Attributes:
         ack: The level at which a write is acknowledged.
@@ -40,7 +40,7 @@ class TierOptions:
         state_dir: The state directory.
         timeout: Seconds that a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most.
-        codecs: What chunks may be encoded with; see `tierfs.store.encode.codecs.Codecs.parse`.
+        codecs: Codecs that chunks may have; see `tierfs.store.encode.codecs.Codecs.parse`.
         device: Budget of the device tier of each process, in GPU memory; nothing where it is not given.
     """
 
@@ -55,7 +55,7 @@ class TierOptions:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """What they are called, in arguments, URL options and the configuration file."""
+        """Their names, in arguments, URL options and the configuration file."""
         return tuple(field.name for field in fields(cls))
 
     @classmethod
@@ -90,16 +90,16 @@ class TierOptions:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedTiers:
-    """What the options come to on this host.
+    """The options, resolved on this host.
 
     Attributes:
         ack: The level at which a write is acknowledged.
         ram_bytes: Budget; 0 switches the tier off.
         nvme_bytes: Budget; 0 switches the tier off.
         directory: The state directory.
-        timeout_s: What a writer waits for room, and for its level.
+        timeout_s: How long a writer waits for room, and for its level.
         bandwidth: Bytes per second that the flusher sends to the object tier at most; 0 for no bound.
-        codecs: What chunks may be encoded with.
+        codecs: Codecs that chunks may have.
         device_bytes: Budget of the device tier of each process; 0 switches the tier off.
         problems: Why this host cannot give a tier as it was asked for, by the tier's name.
     """
@@ -185,7 +185,7 @@ def _nvme_on(options: TierOptions, directory: Path, uuid: str, budget_bytes: int
 
 
 def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
-    """Of a budget that somebody asked for."""
+    """The problem of a budget that somebody asked for; empty for none."""
     if options.ram is None:
         return ""
     memory, folder = memory_limit(), Path(os.environ.get("TIERFS_SHM_DIR") or SHARED_MEMORY)
@@ -204,7 +204,7 @@ def _ram_problem(options: TierOptions, ram_bytes: int) -> str:
 
 
 def from_environment() -> TierOptions:
-    """What the environment asks for."""
+    """The settings of the environment."""
     return TierOptions(
         ram=os.environ.get("TIERFS_RAM") or None,
         nvme=os.environ.get("TIERFS_NVME") or None,
@@ -226,13 +226,13 @@ def _default_ack() -> Level:
 
 
 def _default_nvme(directory: Path) -> str | int:
-    """What the arena was made with, or what it is made with where there is none: the share is taken once."""
+    """The size of the arena, or the share that a new one gets: the share is taken once."""
     arena = directory / ARENA_FILE
     return arena.stat().st_size if arena.exists() else NVME_SHARE
 
 
 def _free_bytes(directory: Path) -> int:
-    """Of the filesystem that the directory lies on, or will."""
+    """Free bytes of the filesystem that the directory lies on, or will."""
     existing = directory
     while not existing.exists():
         existing = existing.parent

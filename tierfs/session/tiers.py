@@ -135,7 +135,7 @@ def tiers_for(
         _logger.warning("%s: %s", target.url, problem)
     finish_at_exit(tiers, target.url, launcher)
     if tiers.drafts.pending_below(""):
-        # Left by processes that are gone. Whoever opens the store need not wait for the flusher to come up.
+        # Left by processes that are gone. Opening the store need not wait for the flusher to come up.
         start_daemon(tiers.writer.announce, name="resume")
     return tiers
 
@@ -199,7 +199,7 @@ class Launcher:
         return self.thread is not None and self.thread.is_alive()
 
     def hello(self) -> dict[str, Any]:
-        """What a flusher is told of the object tier, credentials included."""
+        """The options of the object tier for a flusher, credentials included."""
         options, writes = self._handed_over
         return {"url": self._target.url, "options": options, "writes": writes}
 

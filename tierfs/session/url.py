@@ -213,7 +213,7 @@ def named_location(path: str) -> Location:
 
 
 def configured_tiers() -> TierOptions:
-    """What the configuration file says of the local tiers of all stores.
+    """The settings of the configuration file for the local tiers of all stores.
 
     A file that this user may not read says nothing, which is logged.
 

@@ -1,4 +1,4 @@
-"""What processes of this host say of their device tiers, for whoever asks for a store's status.
+"""Notes of this host's processes on their device tiers, for a store's status.
 
 GPU memory belongs to a process, and nobody else can look into it. So each process leaves a note, a small file in the store's
 directory, after every save. A note counts while the process that left it lives.
@@ -54,7 +54,7 @@ def leave_note(store: Store, report: Mapping[str, Any]) -> None:
 
 
 def read_notes(store: Store) -> dict[str, Any] | None:
-    """What all living processes say, added up; ``None`` where none says anything. Removes the notes of dead ones."""
+    """The notes of all living processes, added up; ``None`` where there are none. Removes the notes of dead ones."""
     assert store.tiers is not None
     host = store.tiers.ram.host
     found: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""What an object tier was asked, and where it fell back, gathered from the wrappers around it."""
+"""Requests and fallbacks of an object tier, gathered from the wrappers around it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["asked"]
 
 
 def asked(objects: ObjectTier) -> dict[str, Any]:
-    """What was counted since the tier was made, as plain values.
+    """The counts since the tier was made, as plain values.
 
     Returns:
         ``object_requests``: by method, of those that were used, ``requests``, ``errors``, ``bytes`` and ``seconds``; see

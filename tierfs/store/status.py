@@ -1,4 +1,4 @@
-"""What a person asks of a store on this host: the tiers, the queue, conflicts, errors."""
+"""The status of a store on this host, for a person: the tiers, the queue, conflicts, errors."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _ram_tier(ram: RamTier) -> dict[str, Any]:
 
 
 def _object_tier(store: Store) -> dict[str, Any]:
-    """What it survives, and what it has been asked by this process."""
+    """The object tier: its level, and the requests of this process."""
     local = store.descriptor.endpoint.host_local
     counted = asked(store.objects)
     return {

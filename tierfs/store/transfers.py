@@ -59,7 +59,7 @@ class Transfers:
 
     Args:
         workers: Requests under way at once.
-        name: Of the threads.
+        name: The threads'.
     """
 
     def __init__(self, workers: int = WORKERS, *, name: str = "tierfs-transfer") -> None:

@@ -25,7 +25,7 @@ def wait(store: Store, path: str, level: Level, timeout_s: float | None = None) 
     Raises:
         TimeoutError: It has not, in time; names what is pending.
         ConflictError: Somebody else changed a path before it was flushed; theirs stands, this one is kept.
-        TierfsError: What keeps it from getting there.
+        TierfsError: The reason why it cannot get there.
     """
     tiers = _tiers_of(store)
     if tiers is not None:

@@ -48,7 +48,7 @@ class MessageReader:
         self._ahead = piece + self._ahead
 
     async def read(self, limit: int = PIECE_BYTES) -> bytes:
-        """What is there, at most ``limit`` bytes; empty at the end."""
+        """The bytes that are there, at most ``limit``; empty at the end."""
         if not self._ahead:
             return await self._reader.read(limit)
         piece, self._ahead = self._ahead[:limit], self._ahead[limit:]

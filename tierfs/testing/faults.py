@@ -37,7 +37,7 @@ Answer = TypeVar("Answer")
 
 
 class Fault(enum.Enum):
-    """What goes wrong."""
+    """The kinds of faults."""
 
     REFUSED = "refused"
     """Nothing happens, then a transient `StoreError`."""
@@ -77,7 +77,7 @@ class PlannedFault:
     """One fault, and the call that it is to strike.
 
     Attributes:
-        fault: What goes wrong.
+        fault: The kind.
         method: Which method it waits for; ``None`` for any that it can strike.
         after: How many calls that it might strike it lets pass first.
         key_part: Only calls with this in their key, prefix, or one of their keys.
@@ -117,10 +117,10 @@ class FaultyObjects:
         inner: The tier to hand on to.
         plan: Faults to begin with.
         seed: Decides where bits flip and writes tear; shown by ``repr``.
-        clock: What slow calls wait with.
+        clock: For the waits of slow calls.
 
     Attributes:
-        fired: What has struck: the fault, the method, and the key.
+        fired: The faults that struck: fault, method and key.
     """
 
     def __init__(

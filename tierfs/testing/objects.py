@@ -560,13 +560,13 @@ def _content(objects: ObjectTier, key: str) -> bytes:
 
 
 def _identity(listed: Listed) -> tuple[str, int, Version]:
-    """What head and listings agree on; the time one of them may give to the second only."""
+    """The fields that head and listings agree on; one of them may round the time to the second."""
     assert isinstance(listed, ObjectInfo)
     return listed.key, listed.size, listed.version
 
 
 def _together(action: Callable[[int], Answer]) -> list[Answer | TierfsError]:
-    """What each of many threads came to that began at once."""
+    """The outcomes of many threads that began at once."""
     start = threading.Barrier(RACERS, timeout=60)
 
     def race(racer: int) -> Answer | TierfsError:

@@ -1,4 +1,4 @@
-"""What can go wrong on a connection, and which request it is to strike: the words in which `TcpFaultProxy` is told."""
+"""Faults of a connection, and the requests that they strike: the input of `TcpFaultProxy`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DUPLICATE_BYTES_MAX = 64 << 20  # a request is kept in memory until it is sent a
 
 
 class TcpFault(enum.Enum):
-    """What goes wrong. All but `DUPLICATED` strike at one byte of a request or response."""
+    """The kinds of faults. All but `DUPLICATED` strike at one byte of a request or response."""
 
     RESET = "reset"
-    """What came before the byte is passed on (of a slow reader's, not all may arrive); then both sides see a reset."""
+    """The bytes before it are passed on (a slow reader may not get all); then both sides see a reset."""
     BLACK_HOLE = "black-hole"
     """From the byte on nothing passes in either direction, and the connection stays open until the client closes it."""
     TRUNCATED = "truncated"
@@ -40,7 +40,7 @@ class PlannedTcpFault:
     A connection without HTTP counts as one request, with empty method and path, that is all body.
 
     Attributes:
-        fault: What goes wrong.
+        fault: The kind.
         side: Whether it strikes the request or the response on its way.
         at: At which byte, counted from 0. 0 of a response means that the server has carried the request out and the
             client learns nothing of it. ``None``: drawn by the seed, from the whole message where its head tells its
@@ -68,13 +68,13 @@ class PlannedTcpFault:
             raise InvalidInputError(f"no such byte: {self.at}")
 
     def matches(self, method: str, path: str, head_bytes: int, total_bytes: int | None) -> bool:
-        """Whether it might strike this request. What is not known yet, the response's length above all, may prevent it.
+        """Whether it might strike this request. Facts that are not known yet, the response's length above all, may prevent it.
 
         Args:
             method: Empty without HTTP.
             path: As the client sent it, query included. Empty without HTTP.
-            head_bytes: Of the request, blank line included.
-            total_bytes: Of the request; ``None`` when its head does not tell.
+            head_bytes: Of the request's head, blank line included.
+            total_bytes: Of the whole request; ``None`` when its head does not tell.
         """
         if self.aim is not None and not self.aim(method, path):
             return False

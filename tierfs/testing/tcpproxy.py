@@ -1,6 +1,6 @@
 """A TCP proxy that injures the connections between a client and an HTTP server, as it is told.
 
-It passes bytes on as they are. Of HTTP/1.1 it reads just enough to know where each request begins and ends and where a
+It passes bytes on as they are. It reads just enough of HTTP/1.1 to know where each request begins and ends and where a
 body starts, so that a fault strikes a request of a connection that lives on in a pool. It can end the clients' TLS for a server
 that has none; other TLS is passed on unread.
 
@@ -65,7 +65,7 @@ class TcpFaultProxy:
         target_port: Its port.
         plan: Faults to begin with; each strikes once.
         random: Faults to draw from, again and again; their ``after`` is not used.
-        probability: Of such a fault, per request.
+        probability: That such a fault strikes, per request.
         seed: Decides whether and which random faults strike which request, counted in the order of arrival, and bytes
             and bits that are not given. Required with ``random``; shown by ``repr``.
         tls: With which clients are answered, who speak TLS then, as the server does not; ``None`` for none of its own.
@@ -76,7 +76,7 @@ class TcpFaultProxy:
             its heels. May be changed at any time, as the next two.
         bandwidth: Bytes per second, for each connection and direction; ``None`` for no limit.
         probability: As above; 0 ends the random faults.
-        fired: What has struck: the fault, the request's method and path, and where or with what outcome.
+        fired: The faults that struck: fault, the request's method and path, and where or with which outcome.
 
     Raises:
         InvalidInputError: ``random`` without a seed.

@@ -292,7 +292,7 @@ def _sidecar(arguments: argparse.Namespace) -> tuple[FlushEngine, Path]:
 
 
 def _policy(arguments: argparse.Namespace) -> UpkeepPolicy:
-    """What is to be done in the background.
+    """The work in the background.
 
     Raises:
         InvalidInputError: A time or size that is none.

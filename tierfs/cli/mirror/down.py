@@ -25,7 +25,7 @@ WINDOW_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class Materialized:
-    """What was done.
+    """The result of a run.
 
     Attributes:
         files: How many files were written.

@@ -27,7 +27,7 @@ class LocalTree:
 
 
 def scan(root: str) -> LocalTree:
-    """What lies in a directory; links are not followed but counted among ``others``. Nothing where there is none."""
+    """The entries of a directory; links are not followed but counted among ``others``. None where there is no directory."""
     tree = LocalTree()
     todo = [""]
     while todo:
@@ -52,7 +52,7 @@ def scan(root: str) -> LocalTree:
 
 
 def scan_source(root: str) -> LocalTree:
-    """What is to be stored: links are followed. Raises as `walk` does."""
+    """The files to store: links are followed. Raises as `walk` does."""
     tree = LocalTree()
     for relative, size in walk(root):
         if size is None:

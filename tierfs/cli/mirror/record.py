@@ -1,4 +1,4 @@
-"""What this host knows of the files of a mirrored directory: which content each had, and how it looked then.
+"""This host's notes on the files of a mirrored directory: which content each had, and how it looked then.
 
 A file that looks the same has the same content, so it is not read again. It lies in the state directory; without it
 files are compared by their bytes.

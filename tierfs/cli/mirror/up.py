@@ -28,7 +28,7 @@ ATTEMPTS_MAX = 3
 
 @dataclass(slots=True)
 class Synced:
-    """What was done.
+    """The result of a run.
 
     Attributes:
         files: How many files were stored.

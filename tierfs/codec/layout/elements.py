@@ -22,7 +22,7 @@ class Span(NamedTuple):
         start: Offset of the first byte.
         stop: Behind the last one.
         width: Bytes of an element: 1, 2, 4 or 8; 1 also where it is not known, or no number.
-        name: Of the tensor, unique in the file; of a storage of ``torch.save`` its record's, as ``data/3``. Empty for what
+        name: The tensor's, unique in the file; for a storage of ``torch.save`` its record's, as ``data/3``. Empty for what
             is no tensor: headers, padding.
         kind: "float", "integer" or "bytes".
     """
@@ -41,18 +41,18 @@ def follow() -> Steps:
 
 
 def spans(read: Callable[[int, memoryview], None], length: int) -> list[Span]:
-    """What a file consists of.
+    """The elements of a file.
 
     Args:
-        read: Fills a buffer from an offset of the file on. Of a file that is known, its tables are read, about 100
+        read: Fills a buffer from an offset of the file on. If the file's kind is known, its tables are read, about 100
             bytes for each record of ``torch.save``; of any other, a few bytes.
-        length: Of the file, in bytes.
+        length: The file's, in bytes.
 
     Returns:
         In order, without gaps, covering the file exactly. Nothing for a file that nobody knows, that is damaged or lies.
 
     Raises:
-        Exception: What ``read`` raises.
+        Exception: Raised by ``read``.
     """
     steps = follow()
     found: list[Span] = []
@@ -89,7 +89,7 @@ def _fill_up(found: list[Span], to: int) -> None:
 
 
 def _read(read: Callable[[int, memoryview], None], at: int, length: int, request: Read | ReadTo) -> bytes | None:
-    """What is asked for; ``None`` if it is not there."""
+    """The requested element; ``None`` if it is not there."""
     most = min(request.length, length - at)
     if isinstance(request, Read):
         if request.length > most:

@@ -16,9 +16,9 @@ from tierfs.errors import CorruptionError
 __all__ = ["ELEMENTS", "HEADER_BYTES_MAX", "METADATA_NAME", "HeaderEntry", "follow_safetensors", "read_table"]
 
 HEADER_BYTES_MAX = 100_000_000
-"""What the safetensors library reads at most."""
+"""The largest header that the safetensors library reads."""
 METADATA_NAME = "__metadata__"
-"""What the header has its own notes under, so that no tensor can have it."""
+"""The header's key for its own notes, so that no tensor can have it."""
 ELEMENTS: Mapping[str, Element] = {
     **{name: Element(size, size, "float") for name, size in {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}.items()},
     **{f"F8_{name}": Element(1, 1, "float") for name in ("E5M2", "E4M3", "E8M0", "E4M3FN", "E4M3FNUZ", "E5M2FNUZ")},
@@ -26,7 +26,7 @@ ELEMENTS: Mapping[str, Element] = {
     "BOOL": Element(1, 1, "integer"),
     "C64": Element(8, 4, "float"),
 }
-"""Of the format's dtypes, those that are made of whole bytes."""
+"""The format's dtypes that consist of whole bytes."""
 _LENGTH_BYTES = 8
 _DIMENSIONS_MAX = 64
 _INTEGER_MAX = (1 << 63) - 1
@@ -53,11 +53,11 @@ class HeaderEntry(NamedTuple):
 def read_table(
     read_into: Callable[[int, memoryview], None], length: int, where: str
 ) -> tuple[dict[str, HeaderEntry], int]:
-    """What a safetensors file says of itself.
+    """The header of a safetensors file.
 
     Args:
         read_into: Fills a buffer from an offset of the file on.
-        length: Of the file, in bytes.
+        length: The file's, in bytes.
         where: How to name it in errors.
 
     Returns:

@@ -13,11 +13,11 @@ from typing import NamedTuple, TypeAlias
 __all__ = ["BYTES", "HEAD_BYTES_MAX", "Element", "Item", "Read", "ReadTo", "Rest", "Steps"]
 
 HEAD_BYTES_MAX = 4 << 20
-"""Of a table: what is held in memory and parsed of one file. It is enough for tens of thousands of tensors."""
+"""Size of a table that is held in memory and parsed. It is enough for tens of thousands of tensors."""
 
 
 class Element(NamedTuple):
-    """What a tensor consists of.
+    """The elements of a tensor in a file.
 
     Attributes:
         size: Bytes of one element in the file.

@@ -19,7 +19,7 @@ from tierfs.codec.layout.steps import BYTES, HEAD_BYTES_MAX, Element, Item, Read
 __all__ = ["LOCAL", "follow_torchzip", "storages_in"]
 
 LOCAL = b"PK\x03\x04"
-"""What each record, and so the file, begins with."""
+"""The first bytes of each record, and so of the file."""
 _BEHIND = b"PK\x07\x08"
 _DIRECTORY = b"PK\x01\x02"
 _HEADER = struct.Struct("<4s2xHH8xIIHH")  # signature; flags, method; sizes; lengths of name and extra field
@@ -43,7 +43,7 @@ _STORAGES: Mapping[str, Element] = {
     "torch QUInt2x4Storage": BYTES,
     "torch.storage UntypedStorage": BYTES,
 }
-# What torch has no kind of storage for, it stores untyped and rebuilds with the dtype.
+# A dtype without a kind of storage is stored untyped, and rebuilt with the dtype.
 _REBUILD = "torch._utils _rebuild_tensor_v3"
 _DTYPE_ARGUMENT = 6
 _DTYPES: Mapping[str, Element] = {
@@ -179,7 +179,7 @@ class _Machine:
         return taken
 
     def _made(self, name: str, argument: Any, taken: list[object]) -> object:
-        """What an opcode leaves on the stack."""
+        """The value that an opcode leaves on the stack."""
         if not taken:
             return argument if name != "EMPTY_TUPLE" else ()
         if name == "TUPLE":

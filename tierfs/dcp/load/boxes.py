@@ -34,7 +34,7 @@ class Box:
 
     Attributes:
         fqn: The tensor's name.
-        dtype: Of its elements.
+        dtype: Its elements'.
         offsets: Where it begins in the tensor, in elements.
         sizes: How many elements of each dimension it has.
     """
@@ -54,9 +54,9 @@ def boxes_of(checkpoint: Checkpoint, fqn: str, *, bytes_max: int = BATCH_BYTES) 
     """Cut a tensor into boxes, in the order of its bytes, each of which follows the last one's without a gap.
 
     Args:
-        checkpoint: That has it.
+        checkpoint: The checkpoint that has it.
         fqn: Its name.
-        bytes_max: How large a box may be. What ``torch.save`` wrote can only be read as a whole, so there is one box then.
+        bytes_max: How large a box may be. A file of ``torch.save`` can only be read as a whole, so there is one box then.
     """
     item = checkpoint.metadata.state_dict_metadata[fqn]
     dtype, shape = item.properties.dtype, tuple(item.size)
@@ -85,7 +85,7 @@ class BoxReader:
     """Reads parts of one checkpoint. Its files are looked up once. For one thread at a time.
 
     Args:
-        checkpoint: What to read.
+        checkpoint: The checkpoint to read.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:

@@ -26,7 +26,7 @@ class Absent:
     """Stands in ``storage_data`` for a chunk that was not saved, or whose content is ambiguous.
 
     Attributes:
-        why: What is wrong with the tensor, in words.
+        why: The problem of the tensor, in words.
     """
 
     why: str
@@ -85,7 +85,7 @@ def boxes_in(item: Any) -> list[Box]:
 
 
 def problem_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> str:
-    """What keeps boxes from making up a tensor, in words; empty for nothing."""
+    """The reason why boxes do not make up a tensor, in words; empty for none."""
     if len(boxes) == 1 and boxes[0][1] == shape and not any(boxes[0][0]):  # as nearly all are
         return ""
     full = [box for box in boxes if 0 not in box[1]]
@@ -114,7 +114,7 @@ def gaps_of(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box] | None:
 
     Args:
         boxes: Inside of the tensor, without overlaps.
-        shape: Of the tensor.
+        shape: The tensor's.
 
     Returns:
         The gaps, or ``None`` where there are too many to say.

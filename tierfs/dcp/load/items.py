@@ -36,7 +36,7 @@ WAVE_BYTES_MAX = 1 << 30
 SLACK_BYTES = 128 << 20
 """How much more it may be until a chunk ends."""
 BUFFERS_MAX = KEPT_MAX
-"""Of 16 MiB each: what `buffers` keeps, so that no load but the first takes new memory."""
+"""The number of buffers of 16 MiB that `buffers` keeps, so that no load but the first takes new memory."""
 DENSE_BYTES_MAX = 1 << 62
 ALIGN = 16
 """Bytes, of the largest element: tensors need not be aligned in a file, and not every processor reads elements that are not."""
@@ -48,8 +48,8 @@ class SavedItem:
 
     Attributes:
         place: Where its bytes are.
-        dtype: Of its elements; ``None`` for an object.
-        shape: Of the chunk.
+        dtype: Its elements'; ``None`` for an object.
+        shape: The chunk's.
     """
 
     place: BytesPlace
@@ -240,7 +240,7 @@ def put_in(target: Any, source: Any, uploads: Uploads | None = None) -> None:
     """Copy a tensor into another one of the same shape, converting the dtype.
 
     Args:
-        target: Of any device, strides and dtype.
+        target: A tensor of any device, strides and dtype.
         source: On the CPU.
         uploads: Where the source lies, if the copy to a GPU may be done later.
     """

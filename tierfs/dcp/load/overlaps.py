@@ -23,7 +23,7 @@ class Destinations:
         """Have one more destination; of one name there may be several, which are taken not to overlap.
 
         Args:
-            name: Of the tensor that is loaded.
+            name: The loaded tensor's.
             tensor: Where to, or a part of that.
 
         Returns:

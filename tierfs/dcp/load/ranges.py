@@ -52,7 +52,7 @@ def extents_of(
     Gaps between the elements of one part are at most `GAP_BYTES_MAX`, and it is at most `READ_BYTES_MAX` long.
 
     Args:
-        shape: Of the chunk, in elements.
+        shape: The chunk's, in elements.
         itemsize: Bytes of an element.
         offsets: Where the box begins in the chunk.
         lengths: Its shape; the box lies in the chunk.

@@ -28,7 +28,7 @@ class FileRange(NamedTuple):
         file: Name in the directory of the checkpoint.
         at: Offset in the file.
         out: Memory to fill. Borrowed until the read ends.
-        label: What it is read for, in errors: a tensor's name.
+        label: Its purpose, in errors: a tensor's name.
     """
 
     file: str
@@ -38,7 +38,7 @@ class FileRange(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Of one chunk, by offsets in it."""
+    """The parts of one chunk, by offsets in it."""
 
     file: str
     number: int
@@ -51,7 +51,7 @@ class ShardFiles:
     Args:
         store: Where they are.
         directory: The checkpoint's, relative to the store's root.
-        lengths: What the metadata says of their lengths, of those that it names.
+        lengths: Their lengths by the metadata, for those that it names.
     """
 
     def __init__(self, store: Store, directory: str, lengths: Mapping[str, int]) -> None:
@@ -113,10 +113,10 @@ class ShardFiles:
         """Check that a range lies in its file.
 
         Args:
-            name: Of the file.
+            name: The file's.
             at: Where the range begins in it.
-            length: Of the range.
-            label: What it is of, in errors.
+            length: The range's.
+            label: Its owner, in errors.
 
         Raises:
             CorruptionError: It does not, or the file is missing or of another length.
@@ -178,7 +178,7 @@ class ShardFiles:
 
 
 def _labels(items: Iterable[FileRange], start: int, end: int, error: TierfsError) -> str:
-    """What of a file is read from the chunk between two offsets: from its damaged block, where that is known."""
+    """The reads of a file from the chunk between two offsets: from its damaged block, where that is known."""
     here = [item for item in items if item.at < end and item.at + len(item.out) > start]
     if isinstance(error, CorruptionError) and error.block is not None:
         begin = start + error.block * BLOCK_BYTES

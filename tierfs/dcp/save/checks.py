@@ -1,4 +1,4 @@
-"""What has to hold of the items of a save before they are stored."""
+"""Checks of a save's items before they are stored."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_free(store: Store, url: str, path: str, root: str, *, overwrite: bool,
 
     Args:
         store: Where.
-        url: What messages call the place.
+        url: The place's name in messages.
         path: The checkpoint's directory, relative to the store.
         root: The path of its metadata.
         overwrite: Whether one that is there may be replaced.

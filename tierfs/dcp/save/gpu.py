@@ -141,7 +141,7 @@ class GpuStaging:
             self._skipped_bytes += count
 
     def status(self, store: Store) -> dict[str, Any] | None:
-        """What `tierfs status` shows of the device tier; ``None`` where no GPU is in use and no budget is given."""
+        """The device tier's part of `tierfs status`; ``None`` where no GPU is in use and no budget is given."""
         budget = self._budget_of(store)
         if not budget and not self._accelerators:
             return None
@@ -246,12 +246,12 @@ def _fall_back(store: Store) -> Callable[[str, str], None]:
 
 
 class GpuPart:
-    """What comes from one GPU.
+    """The tensors of one GPU.
 
     Args:
         transfer: How.
         plan: How it lies in the file.
-        numbers: Of its tensors, among those that were handed in together.
+        numbers: Its tensors' numbers, among those that were handed in together.
     """
 
     def __init__(self, transfer: Transfer, plan: TensorPlan, numbers: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ class Later:
         views: As given; complete once `ready` is set, unless there is an error.
         ready: Set when nothing follows any more.
         error: Why some are missing.
-        transfers: What follows.
+        transfers: The transfers that follow.
         fill: Makes what follows.
     """
 
@@ -50,7 +50,7 @@ class Later:
                 transfer.discard()
 
     def result(self) -> list[torch.Tensor]:
-        """All views, waiting for those that follow. What lies there is another matter: see `ShardFile.wait_filled`.
+        """All views, waiting for those that follow. Their bytes are another matter: see `ShardFile.wait_filled`.
 
         Raises:
             TierfsError: They could not be made.

@@ -19,7 +19,7 @@ def holds_shards(tensor: Any) -> bool:
 
 
 def shards_of(tensor: Any) -> dict[str, Any] | None:
-    """What it says of its shards; ``None`` for any other tensor."""
+    """Its own description of its shards; ``None`` for any other tensor."""
     return {name: getattr(tensor, name) for name in _FIELDS} if holds_shards(tensor) else None
 
 

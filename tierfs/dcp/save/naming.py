@@ -140,7 +140,7 @@ class Naming:
 
 
 def _seen_otherwise(wanted: Iterable[Placed]) -> dict[int, tuple[str, tuple[int, ...]]]:
-    """What is saved with another dtype or shape than it was staged with: by the number of what was staged, what it is now.
+    """Tensors that are saved with another dtype or shape than they were staged with, by their number in the staged state.
 
     A planner may reshape a tensor, or take its bits for another dtype. Where some of them take them for one and some for
     another, they are bytes.

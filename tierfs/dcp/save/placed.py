@@ -53,7 +53,7 @@ class FileRun:
 
     Args:
         memory: The run.
-        address: Of its first byte in this process.
+        address: Its first byte's in this process.
         entries: In order.
     """
 
@@ -75,7 +75,7 @@ class FileRun:
         return self._placed
 
     def find(self, inside: int) -> Placed:
-        """What lies at, or else before, an offset in the run, in bytes."""
+        """The tensor at, or else before, an offset in the run, in bytes."""
         if not self._begins:
             self._begins = [entry.at for entry in self.entries]
         return self.placed[bisect_right(self._begins, inside) - 1]

@@ -23,7 +23,7 @@ from tierfs.digest import CHUNK_BYTES
 __all__ = ["PlannedPiece", "RunPlan", "cut", "header", "plan_runs"]
 
 HEADER_ALIGN = 8
-# What is below this has packs of its own.
+# Smaller tensors have packs of their own.
 SMALL_BYTES = 1 << 20
 # Roles that take no more than this together share a chunk: what one of them takes along when it changes is less than a request is worth.
 SHARED_BYTES_MAX = 4 << 20
@@ -37,8 +37,8 @@ class PlannedPiece(NamedTuple):
     """Bytes that are to lie in the file without a gap: a tensor, a part of one, or an object.
 
     Attributes:
-        name: Of the tensor it belongs to.
-        kind: What it is packed with: the name of its dtype.
+        name: Its tensor's.
+        kind: It is packed with others of this kind: the name of its dtype.
         length: In bytes; not 0.
     """
 
@@ -53,7 +53,7 @@ class RunPlan:
 
     Attributes:
         pieces: Which ones are in it, by their numbers, in order.
-        lengths: Of its chunks, in bytes.
+        lengths: Its chunks', in bytes.
     """
 
     pieces: tuple[int, ...]

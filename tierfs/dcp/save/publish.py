@@ -31,10 +31,10 @@ __all__ = [
 
 @dataclass(slots=True)
 class Parts:
-    """What the ranks stored.
+    """The results of the ranks.
 
     Attributes:
-        places: Of each item.
+        places: Each item's.
         files: The length of each file, in bytes.
         hosts: Where they were written: see `host_of`.
     """
@@ -62,7 +62,7 @@ class Publication:
 
     Attributes:
         store: Where.
-        url: What messages call it.
+        url: Its name in messages.
         path: Its directory, relative to the store.
         root: The path of its metadata.
         mark: Which save it is.

@@ -1,4 +1,4 @@
-"""What stands in a staged state for a tensor of which there is no copy: plans are made of it, and so every rank hears of it."""
+"""A stand-in for a tensor that cannot be copied. Plans are made of it, so every rank learns of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Refused(torch.Tensor):  # type: ignore[misc]  # torch's classes are untype
     """Has no elements, and is never saved.
 
     Attributes:
-        why: Names the tensor, and says what to store in its place. What torch makes of this one knows no more than the default.
+        why: Names the tensor, and says what to store in its place. torch's copies of this one know no more than the default.
     """
 
     why = "a tensor of which there is no copy"

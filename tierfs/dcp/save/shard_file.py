@@ -78,7 +78,7 @@ class ShardFile:
 
     @property
     def transfers(self) -> list[Transfer]:
-        """What came, or comes, from a GPU."""
+        """The part that came, or comes, from a GPU."""
         return [transfer for transfer, _ in self._transfers]
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> list[torch.Tensor]:
@@ -281,11 +281,11 @@ class ShardFile:
         return Placed(placed.name, dtype, shape, run, at, length)
 
     def commit(self, path: str, wanted: Iterable[Placed], *, note: Mapping[str, str]) -> tuple[int, dict[int, int]]:
-        """Give the file its name. What lies in runs in which nothing is wanted is left out.
+        """Give the file its name. Runs without wanted parts are left out.
 
         Args:
             path: Relative to the store; drawn at random.
-            wanted: What the checkpoint refers to.
+            wanted: The parts that the checkpoint refers to.
             note: Strings for the header.
 
         Returns:

@@ -32,7 +32,7 @@ def write_shard(store: Store, path: str, items: Sequence[tuple[WriteItem, Any]],
         store: Where to.
         path: Relative to it; drawn at random.
         items: With their data.
-        gpu: What is told where the items lie in the device tier, and how tensors leave a GPU.
+        gpu: Is told where the items lie in the device tier, and how tensors leave a GPU.
         save: Which.
 
     Raises:

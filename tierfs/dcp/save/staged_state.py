@@ -24,7 +24,7 @@ from tierfs.dcp.save.shard_file import ShardFile
 __all__ = ["StagedState", "UnstagedState"]
 
 ALIGN_BYTES = 64
-# Of a tensor: where its bytes are, its dtype and its shape.
+# For a tensor: where its bytes are, its dtype and its shape.
 _Place = tuple[int, torch.dtype, torch.Size]
 
 
@@ -32,7 +32,7 @@ class StagedState(dict[str, Any]):
     """A state dict.
 
     Args:
-        content: What is in it.
+        content: Its content.
         later: Those tensors in there that were staged: contiguous, on the CPU, each with a storage of its own. They may be
             anywhere in it, and be the local parts of DTensors and ShardedTensors. Where they follow, something `Awaited`
             is in each one's place, until somebody looks.

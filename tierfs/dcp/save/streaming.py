@@ -22,7 +22,7 @@ class StreamPart:
     """A tensor or object to be written.
 
     Attributes:
-        name: Of it; made unique in the file.
+        name: Its name; made unique in the file.
         dtype: The format's name for it.
         shape: Rows first.
         length: In bytes.

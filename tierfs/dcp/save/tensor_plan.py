@@ -23,10 +23,10 @@ class TensorRun:
     Attributes:
         dtype: Theirs.
         numbers: Which of the tensors lie in it, in order.
-        shapes: Of each; ``None`` if all have one dimension.
+        shapes: Each one's; ``None`` if all have one dimension.
         counts: How many elements each has.
-        entries: Of each.
-        lengths: Of the run's chunks, in bytes.
+        entries: Each one's.
+        lengths: The run's chunks', in bytes.
     """
 
     dtype: torch.dtype
@@ -53,9 +53,9 @@ class TensorPlan:
     """All runs.
 
     Attributes:
-        runs: Of the tensors that have elements.
-        names: Of these; no two are the same.
-        length: Of all, in bytes.
+        runs: For the tensors that have elements.
+        names: Their names; no two are the same.
+        length: In all, in bytes.
     """
 
     runs: tuple[TensorRun, ...]

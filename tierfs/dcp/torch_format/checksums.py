@@ -26,8 +26,8 @@ def check_checksums(
     Args:
         files: The checkpoint's.
         place: Where it is.
-        fqn: What it is.
-        stream: What lies there, at its start.
+        fqn: Its name.
+        stream: Its bytes, at their start.
         known: As for `problem_of`.
 
     Raises:
@@ -40,11 +40,11 @@ def check_checksums(
 
 
 def problem_of(file: IO[bytes], known: memoryview | None = None) -> str | None:
-    """What is in an archive that does not have its checksum, in words.
+    """The records of an archive that do not have their checksum, in words.
 
     Args:
         file: The archive, at its start.
-        known: What was loaded of the record that has this length, which then need not be read again. Borrowed.
+        known: The loaded bytes of the record that has this length, which then need not be read again. Borrowed.
 
     Returns:
         ``None`` for nothing, and for what is no archive, is compressed, as torch's never are, or was written without checksums
@@ -55,7 +55,7 @@ def problem_of(file: IO[bytes], known: memoryview | None = None) -> str | None:
     try:
         with zipfile.ZipFile(file) as archive:
             records = [record for record in archive.infolist() if record.file_size]
-            # What is not compressed is not longer than the file, so reading it is bounded.
+            # An uncompressed record is not longer than the file, so reading it is bounded.
             is_torchs = all(record.compress_type == zipfile.ZIP_STORED for record in records)
             for record in records if is_torchs and any(record.CRC for record in records) else ():
                 if known is None or record.file_size != len(known) or zlib.crc32(known) != record.CRC:

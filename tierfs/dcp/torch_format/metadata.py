@@ -82,7 +82,7 @@ class _Room:
     """How much may be made of a pickle: one that names a long list many times over would make much more of it than it is long.
 
     Args:
-        count: Of numbers, names and chunks in all: each takes bytes of the pickle where torch wrote it.
+        count: The number of numbers, names and chunks in all: each takes bytes of the pickle where torch wrote it.
     """
 
     def __init__(self, count: int) -> None:

@@ -24,7 +24,7 @@ MEMORY_FORMATS: Mapping[str, torch.memory_format] = _all_of(torch.memory_format)
 
 
 def name_of(names: Mapping[str, Any], value: Any, fqn: str) -> str:
-    """What ``value`` is called in documents.
+    """The name of ``value`` in documents.
 
     Raises:
         InvalidInputError: It has no name there.

@@ -18,7 +18,7 @@ class SaveSink(io.RawIOBase):
         writer: Where it goes.
 
     Attributes:
-        error: What kept a write from being done. torch covers it with an error about the end of its own file.
+        error: The reason why a write failed. torch covers it with an error about the end of its own file.
     """
 
     def __init__(self, writer: Writer) -> None:
@@ -81,9 +81,9 @@ class ReadStream(io.RawIOBase):
     """A range of a file. Every byte is verified.
 
     Args:
-        reader: Of the file.
+        reader: The file's.
         at: Where the range begins, in bytes.
-        length: Of the range; by default to the file's end.
+        length: The range's; by default to the file's end.
     """
 
     def __init__(self, reader: Reader, at: int = 0, length: int | None = None) -> None:
@@ -120,7 +120,7 @@ class ReadStream(io.RawIOBase):
         return count
 
     def readall(self) -> bytes:
-        """What is left, read at once."""
+        """The rest, read at once."""
         content = bytearray(max(0, self._length - self._at))
         self.readinto(content)
         return bytes(content)

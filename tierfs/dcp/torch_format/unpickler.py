@@ -54,11 +54,11 @@ _PATHS = {"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
 class Record:
-    """What stands for an instance of one of torch's classes.
+    """A stand-in for an instance of one of torch's classes.
 
     Attributes:
         kind: The class's name.
-        state: What it was to be restored from. What its class was called with is kept by nobody.
+        state: The state to restore it from. Nobody keeps the arguments of its class.
     """
 
     __slots__ = ("state",)
@@ -143,7 +143,7 @@ class _Unpickler(pickle._Unpickler):
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
         if (module, name) == ("torch", "Size"):
-            # Of a list it would be another copy each time.
+            # A list would be copied each time.
             return lambda sizes: sizes if type(sizes) is tuple else None
         if (module, name) == ("torch.serialization", "_get_layout"):
             known = {f"torch.{layout}" for layout in LAYOUTS}
@@ -158,7 +158,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def unpickle(data: bytes, where: str) -> Any:
-    """What the pickle holds, with `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
+    """The content of the pickle, with `Record` for torch's objects, strings for layouts and paths, tuples for sizes.
 
     Args:
         data: The pickle.

@@ -92,7 +92,7 @@ class ChunkCache:
             raw_length: See there.
             parts: See there.
             fetch: Fills such parts with verified bytes from the object tier, and returns the digests of the blocks that it
-                touched, or nothing where there are none. What it raises is passed on. It may read through others, as long as
+                touched, or nothing where there are none. Its errors are passed on. It may read through others, as long as
                 those never lead back to this ``flight``.
             flight: Names what is fetched, for those who want it at once; ``name`` by default.
             share: From which part of the chunk on it is fetched whole.

@@ -1,4 +1,4 @@
-"""What lies beside a chunk in the local tiers: the envelope that it would have in the object tier, stored as it is."""
+"""The metadata of a chunk in the local tiers: the envelope that it would have in the object tier, stored as it is."""
 
 from __future__ import annotations
 

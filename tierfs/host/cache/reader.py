@@ -53,7 +53,7 @@ class ChunkReader:
         Args:
             name: The chunk's local name.
             raw_length: Bytes of the whole chunk.
-            parts: What is wanted of it. The memory's content is undefined if no tier has them.
+            parts: The wanted parts of it. The memory's content is undefined if no tier has them.
 
         Returns:
             The tier: ``"ram"`` or ``"nvme"``; ``None`` if neither has a good copy.
@@ -94,7 +94,7 @@ class ChunkReader:
         return str(problem)
 
     def holds(self, name: bytes, tier: str) -> bool:
-        """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk. Who asks is about to want it: there it was used just now."""
+        """Whether ``"ram"`` or ``"nvme"`` seems to have a chunk. The caller is about to want it: it counts as used."""
         if tier == "nvme":
             return self._nvme.find(name) is not None
         slot = self._ram.find(name)

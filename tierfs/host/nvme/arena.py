@@ -40,7 +40,7 @@ _large = AlignedBuffers(CHUNK_BYTES + 2 * PAGE_BYTES, keep_max=BUFFERS_KEPT_MAX)
 
 
 def no_faults(point: str) -> None:
-    """What production does at each step."""
+    """Do nothing: the hook that production has at each step."""
 
 
 def _floor(number: int) -> int:
@@ -154,7 +154,7 @@ class Arena:
 
         Args:
             offset: Where the extent begins.
-            start: Of the part, counted in the data.
+            start: The part's, counted in the data.
             out: Filled whole. Where it begins at a page in memory, and ``start`` at a page of the data, it is read into
                 without a copy.
 
@@ -195,7 +195,7 @@ class Arena:
             self._write_page(PAGE_BYTES, intents.encode())
 
     def read_intents(self) -> IntentPage | None:
-        """What `write_intents` noted last."""
+        """The last notes of `write_intents`."""
         page = self._read_page(PAGE_BYTES)
         return IntentPage.decode(page) if page is not None else None
 

@@ -104,7 +104,7 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
             new.append(NewDraft(record, data, state.take(len(data))))
         _write_drafts(state, new)
         with state.tables:
-            # What is written from here on may not be covered by the flush.
+            # The flush may not cover later writes.
             written = dict(state.ledger.written)
         released = list(state.released)
         if written or new:
@@ -150,7 +150,7 @@ def _flush(state: NvmeState) -> None:
     try:
         state.arena.sync()
     except Exception:
-        # What the disk did not keep cannot be told apart, and asking again may be answered with a lie.
+        # Nobody knows which bytes the disk did not keep, and asking again may be answered with a lie.
         with state.tables:
             state.flushes_failed += 1
             for written in state.ledger.written.values():

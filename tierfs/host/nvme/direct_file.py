@@ -17,7 +17,7 @@ from tierfs.host.nvme.disk_errors import disk_errors
 __all__ = ["DirectFile"]
 
 CALL_BYTES = 1 << 20
-"""What the disk is asked for at once. Of more it gets requests of several MiB, of which it was measured to take less in the same time.
+"""Bytes of one call to the disk. With more, it gets requests of several MiB, of which it was measured to take less in the same time.
 docs/decisions/0046."""
 
 _logger = logging.getLogger("tierfs.local")
@@ -28,7 +28,7 @@ class DirectFile:
     """An open file. Offsets, lengths and the memory that is lent are page-aligned; safe for use by many threads.
 
     Args:
-        path: Of a file that is there.
+        path: An existing file's.
         writable: Whether it will be written.
 
     Attributes:
@@ -98,7 +98,7 @@ class DirectFile:
 
 
 def _first(pieces: list[memoryview]) -> list[memoryview]:
-    """What one call gets of ``pieces``."""
+    """The part of ``pieces`` for one call."""
     found, length = [], 0
     for piece in pieces:
         found.append(piece[: CALL_BYTES - length])
@@ -109,7 +109,7 @@ def _first(pieces: list[memoryview]) -> list[memoryview]:
 
 
 def _rest(pieces: list[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``pieces`` when their first ``done`` bytes are through."""
+    """The rest of ``pieces`` when their first ``done`` bytes are through."""
     for index, piece in enumerate(pieces):
         if done < len(piece):
             return [piece[done:], *pieces[index + 1 :]]

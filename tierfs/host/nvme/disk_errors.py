@@ -1,4 +1,4 @@
-"""What the local disk and SQLite report, as errors of ours: with the file concerned and what to do next."""
+"""Errors of the local disk and SQLite as ours: with the file concerned and the next step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["disk_errors"]
 
 _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 _NO_RIGHTS = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-# What it has open at once to look something up: the database, its journal, their directory, and one for the moment.
+# Descriptors of one look-up: the database, its journal, their directory, and one for the moment.
 _SQLITE_FILES = 4
 
 
@@ -26,7 +26,7 @@ def disk_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
     Raises:
         CapacityError: The disk, or what the user may use of it, is full.
-        CorruptionError: What should be a database is none, or is damaged.
+        CorruptionError: The database is none, or is damaged.
         ReadOnlyError: It may not be written.
         StoreError: Anything else; ``transient`` where somebody else held a lock for too long.
     """
@@ -64,7 +64,7 @@ def _from_sqlite(error: sqlite3.Error, path: str) -> TierfsError:
 
 
 def _shortage() -> str:
-    """What keeps SQLite from opening files where it is a want of descriptors, which it does not tell; empty where not."""
+    """The reason why SQLite cannot open files, if it lacks descriptors, which it does not tell; empty if not."""
     opened: list[int] = []
     try:
         for _ in range(_SQLITE_FILES):

@@ -57,7 +57,7 @@ EXTENT_MAGIC = b"TFSXTENT"
 
 
 class ExtentKind(enum.IntEnum):
-    """What an extent holds."""
+    """The content of an extent."""
 
     RELEASED = 0
     CHUNK = 1
@@ -80,7 +80,7 @@ def _is_sealed(page: bytes, magic: bytes) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ArenaPage:
-    """What the arena says of itself. The epoch is drawn when it is made, and is what the index must name."""
+    """The arena's own page. The epoch is drawn when it is made; the index must name it."""
 
     epoch: bytes
 
@@ -133,10 +133,10 @@ class IntentPage:
 
 @dataclass(frozen=True, slots=True)
 class ExtentPage:
-    """What an extent says of itself.
+    """An extent's own page.
 
     Attributes:
-        kind: What it holds.
+        kind: Its content's.
         epoch: The arena's.
         serial: Grows with every extent written, so of two that overlap the later one is known.
         offset: Where the extent begins in the arena, so that a copy of a page elsewhere is not taken for one.
@@ -205,8 +205,8 @@ class DraftRecord:
     Attributes:
         seq: Its place in the order of closing.
         at_ns: When it was stored, wall clock.
-        write_id: Of the file's manifest.
-        path: Of the file, in the store.
+        write_id: The file's manifest's.
+        path: The file's, in the store.
         names: The chunks it needs from this tier.
         data: The manifest.
     """

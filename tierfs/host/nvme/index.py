@@ -74,7 +74,7 @@ class Index:
         path: The database, which must be there; see `create`.
 
     Attributes:
-        epoch: Of the arena it belongs to.
+        epoch: Its arena's.
 
     Raises:
         CorruptionError: It is damaged, or no database.
@@ -107,7 +107,7 @@ class Index:
 
         Args:
             path: Where.
-            epoch: Of the arena.
+            epoch: The arena's.
             rows: Statements with their values.
             make_way: Called when it is ready, to move what is there out of the way; not needed where nothing is.
 

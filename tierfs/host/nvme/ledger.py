@@ -1,4 +1,4 @@
-"""What the writer of the nvme tier knows: which chunk lies where, who needs it, what may go. In memory; no I/O but loading.
+"""The tables of the nvme tier's writer: which chunk lies where, who needs it, what may go. In memory; no I/O but loading.
 
 Whatever the ledger says is free is free in the committed index, too; the other way round it may be behind, after a
 commit whose outcome is not known. So an extent is never used for two things.
@@ -34,7 +34,7 @@ class Extent(NamedTuple):
         offset: Where it begins, with its page.
         size: Bytes of the arena.
         length: Bytes of data.
-        serial: Of its page.
+        serial: Its page's.
         used_s: When it was used last as far as the index knows, seconds of the wall clock.
         bad: Whether its data was found damaged.
     """
@@ -105,7 +105,7 @@ class Ledger:
         return self._extents.used_bytes - GRANULE
 
     def load(self, index: Index) -> None:
-        """Read the index anew. What is not committed stays as it is.
+        """Read the index anew. Uncommitted changes stay as they are.
 
         Raises:
             CorruptionError: Two rows claim the same part of the arena, or one lies behind its end.
@@ -127,7 +127,7 @@ class Ledger:
                 raise CorruptionError(
                     f"{index.path}: an extent at {offset} cannot be", path=str(index.path), tier="nvme"
                 )
-        # What does not fit beside the rows was committed after all.
+        # A chunk that does not fit beside the rows was committed after all.
         self._taken = {offset: size for offset, size in self._taken.items() if extents.take_at(offset, size)}
         self._extents, self.chunks, self.drafts = extents, chunks, drafts
         self.written = {name: written for name, written in self.written.items() if written.extent.offset in self._taken}

@@ -63,7 +63,7 @@ class NvmeReader:
     once for each reason. About drafts a wrong answer would be an old file, so there waiting is longer, and then an error.
 
     Args:
-        directory: Of the tier; nothing need be there.
+        directory: The tier's; nothing need be there.
         clock: Says when a chunk was used.
         busy_s: How long a look-up of a chunk waits at most for a commit.
         draft_busy_s: How long a look-up of drafts does.
@@ -93,7 +93,7 @@ class NvmeReader:
         return f"NvmeReader({str(self.directory)!r}, fallbacks={dict(self.fallbacks)})"
 
     def find(self, name: bytes) -> FoundChunk | None:
-        """What the index says of a chunk; None if it is not there."""
+        """The index's entry of a chunk; None if it is not there."""
         found = self._find(name)
         return found[1] if found is not None else None
 
@@ -114,7 +114,7 @@ class NvmeReader:
         looked up again after reading, and no extent is reused before its row is gone.
 
         Args:
-            name: Of the chunk.
+            name: The chunk's.
             start: First byte wanted, counted in the chunk.
             out: Filled whole; undefined where None is returned. Page-aligned memory saves a copy.
 
@@ -185,7 +185,7 @@ class NvmeReader:
         return self._select_drafts(f"{query} AND (path = ? OR (path >= ? AND path < ?)) ORDER BY seq", values)
 
     def usage(self) -> NvmeUsage:
-        """What is committed, in bytes of the arena. ``evicted_bytes`` is the writer's to know."""
+        """The committed bytes of the arena. Only the writer knows ``evicted_bytes``."""
         durable = is_durable(filesystem_of(self.directory))
         found = self._select(self._chunks, _USAGE, [])
         chunk_bytes, draft_bytes, needed, chunks, drafts, conflicts, damaged, budget = (

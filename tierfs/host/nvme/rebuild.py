@@ -1,7 +1,7 @@
 """The index made anew from what the arena says of itself, and how both are opened together.
 
 The arena is the truth: its pages name every chunk and every draft, and a draft's record names the chunks it needs. Of two
-extents that overlap the later one counts. What the arena cannot give back is reported: such a draft comes back as
+extents that overlap the later one counts. It reports what the arena cannot give back: such a draft comes back as
 ``damaged``, with its path, and never silently disappears.
 """
 
@@ -51,7 +51,7 @@ def open_tier(
 
     Args:
         directory: Where they are.
-        size: Of an arena that has to be made.
+        size: For an arena that has to be made.
         faults: For the arena, and for the steps of a rebuild.
         clock: Says when chunks were used that nobody knows more about.
         trust_index: Whether to use an index that is sound in itself.
@@ -75,7 +75,7 @@ def open_tier(
             fresh = True
         if fresh:
             if index is None and not counts:
-                # What may be left is the journal of a database that is gone. The index is first, so that an arena without
+                # The journal of a database that is gone may be left. The index is first, so that an arena without
                 # one has lost it.
                 _move_aside(directory / INDEX_FILE, faults)
                 faults("before index.create")
@@ -227,7 +227,7 @@ def _rebuild(
     # The old one goes when the new one is ready, so that readers are without one for a moment only.
     Index.create(path, epoch=arena.epoch, rows=statements(), make_way=lambda: _move_aside(path, faults))
     faults("after index.create")
-    # What a later rebuild must not find either.
+    # A later rebuild must not find these either.
     kept = {page.serial for page in drafts.values()}
     for page in sound:
         if page.kind is ExtentKind.DRAFT and page.serial not in kept:

@@ -1,4 +1,4 @@
-"""What the parts of the nvme tier's writer share: arena, index, tables, locks, and the order in which they change.
+"""The shared state of the nvme tier's writer: arena, index, tables, locks, and the order in which they change.
 
 Locks, always taken in this order: commits one at a time; the index; the tables in memory. None is held while chunks are
 written, and the tables' never while anything waits for the disk, except to load them.
@@ -197,7 +197,7 @@ class NvmeState:
         """Drop committed chunks that nobody needs. The index is locked. Returns bytes freed.
 
         Args:
-            names: Of the chunks; none is busy.
+            names: The chunks'; none is busy.
             release: Whether a rebuild must not find them.
         """
         with self.tables:

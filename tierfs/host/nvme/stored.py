@@ -1,4 +1,4 @@
-"""What the nvme tier tells its callers: drafts, usage, and chunks that are gone."""
+"""The values that the nvme tier returns: drafts, usage, and chunks that are gone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ChunksGoneError", "NvmeUsage", "StoredDraft"]
 
 ARENA_FILE = "nvme.arena"
 BUDGET_BYTES_MIN = 256 << 10
-"""What an nvme tier has room for at least: four extents."""
+"""The smallest budget of an nvme tier: four extents."""
 INDEX_FILE = "nvme.db"
 USED_FILE = "nvme.used"
 
@@ -23,7 +23,7 @@ class StoredDraft:
 
     Attributes:
         seq: Its place in the order of closing.
-        write_id: Of its manifest.
+        write_id: Its manifest's.
         path: In the store.
         data: The manifest; empty where it is lost, see ``state``.
         state: ``pending``; ``conflict``: somebody else changed the file first; ``damaged``: a chunk that only this tier had
@@ -46,11 +46,11 @@ DRAFT_COLUMNS = "seq, write_id, path, data, state, note, at_ns"
 
 @dataclass(frozen=True, slots=True)
 class NvmeUsage:
-    """What the nvme tier holds, in bytes of the arena.
+    """The usage of the nvme tier, in bytes of the arena.
 
     Attributes:
-        budget_bytes: What it may hold.
-        used_bytes: What it holds: dirty, clean, and what is being written.
+        budget_bytes: Its budget.
+        used_bytes: Dirty, clean, and being written.
         dirty_bytes: Needed by a draft or by an open file, or not committed yet; drafts themselves, too.
         clean_bytes: May be evicted.
         chunks: How many are committed.
@@ -79,7 +79,7 @@ class ChunksGoneError(ConflictError):
     """Chunks that a draft needs are not in this tier, or not any more: write them again, then commit again.
 
     Attributes:
-        names: Of these chunks.
+        names: These chunks'.
     """
 
     def __init__(self, directory: Path, names: Iterable[bytes]) -> None:

@@ -56,7 +56,7 @@ class NvmeTier:
 
     Args:
         directory: Where arena and index lie; made, for its owner alone, where it is missing.
-        budget_bytes: What the arena may take of the disk.
+        budget_bytes: Of the disk, for the arena.
         clock: Says when chunks were used.
         faults: Called before and after every ordered step, with ``"before STEP"`` and ``"after STEP"``. Steps are
             ``arena.create``, ``arena.grow``, ``arena.shrink``, ``arena.write``, ``arena.intents``, ``arena.sync``,
@@ -115,8 +115,8 @@ class NvmeTier:
         """Put a chunk into the arena. It is durable only after `commit`; nothing is written if it is there already.
 
         Args:
-            name: Of the chunk, at most 33 bytes.
-            meta: What is kept with it, at most 900 bytes.
+            name: The chunk's, at most 33 bytes.
+            meta: Kept with it, at most 900 bytes.
             data: Borrowed for the call only; page-aligned memory saves a copy.
             keep: Whether a draft will name it: for some time it is not evicted, even if another thread commits first.
             is_sound: Asked once it is written, and before anybody can rely on it: whether ``data`` was the chunk all the
@@ -223,7 +223,7 @@ class NvmeTier:
                 for seq, draft in gone.items():
                     database.execute("DELETE FROM drafts WHERE seq = ?", [seq])
                     if draft.extent.size:
-                        # Whoever opens the tier after a crash finishes what is begun here.
+                        # The next process that opens the tier after a crash finishes this.
                         database.execute(INSERT_RELEASE, [draft.extent.serial, draft.extent.offset])
                     names += unref(database, f"d{seq}")
             for draft in gone.values():
@@ -252,7 +252,7 @@ class NvmeTier:
         return [StoredDraft(*row) for row in rows]
 
     def meta(self, name: bytes) -> bytes | None:
-        """What is kept with a chunk; None if it is not there."""
+        """The metadata kept with a chunk; None if it is not there."""
         state = self._state
         with state.tables:
             written = state.ledger.written.get(name)
@@ -307,7 +307,7 @@ class NvmeTier:
         """Drop clean chunks: these, or all.
 
         Returns:
-            Bytes freed. What is dirty stays.
+            Bytes freed. Dirty ones stay.
         """
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
@@ -319,7 +319,7 @@ class NvmeTier:
             return state.evict(clean) if clean else 0
 
     def usage(self) -> NvmeUsage:
-        """What it holds."""
+        """Its usage."""
         state, ledger = self._state, self._state.ledger
         with state.index_lock:
             state.refresh()
@@ -332,5 +332,5 @@ class NvmeTier:
         return NvmeUsage(state.budget_bytes, used, dirty, used - dirty, *counts, self._durable, fallbacks)
 
     def close(self) -> None:
-        """Close the files. What was not committed is lost, as after a crash."""
+        """Close the files. Uncommitted changes are lost, as after a crash."""
         self._state.close()

@@ -1,1 +1,1 @@
-"""What was saved on this host and is not in the object tier yet."""
+"""Files that were saved on this host and are not in the object tier yet."""

@@ -1,4 +1,4 @@
-"""What is pending on this host: drafts that were closed and are not in the object tier yet.
+"""Pending files of this host: drafts that were closed and are not in the object tier yet.
 
 They are found in the tiers themselves, the ram tier before the nvme tier, because a draft moves down and never up. So
 looking needs no flusher, but to have a damaged index made anew.
@@ -44,7 +44,7 @@ class PendingDrafts:
         nvme: The nvme tier.
         flusher: How to reach the flusher.
         counters: Where it is told of what could not be had as it is meant to be.
-        stored_level: What a draft in the nvme tier has reached.
+        stored_level: The level of a draft in the nvme tier.
 
     Attributes:
         stored_level: As given.
@@ -96,7 +96,7 @@ class PendingDrafts:
         return Pending(staged[-1], Level.STAGED) if staged else None
 
     def level(self, path: str) -> Level:
-        """What the newest write of ``path`` on this host has reached."""
+        """The level of the newest write of ``path`` on this host."""
         pending = self.pending(path)
         return Level.OBJECT if pending is None else pending.level
 
@@ -153,7 +153,7 @@ class PendingDrafts:
         return found[-1] if found else None
 
     def own(self) -> list[Draft]:
-        """What this process closed and has not left its slabs yet, or the nvme tier's commit where there is none."""
+        """Drafts that this process closed and that have not left its slabs yet, or the nvme tier's commit where there is none."""
         own = {segment.id for segment in self._ram.own_segments()}
         slots = [slot for slot in self._ram.drafts((SlotState.SEALED,)) if slot.segment.id in own]
         return [draft for draft in map(self._decoded.in_slot, slots) if draft is not None]
@@ -190,7 +190,7 @@ class PendingDrafts:
 
 
 def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:
-    """What to raise of a path that nothing is known of, because a segment cannot be read."""
+    """The error for a path of which nothing is known, because a segment cannot be read."""
     what = f"{path}: {name}" if path else name
     return CorruptionError(
         f"{what} is no segment any more, and what was saved may have been in it alone: {error}: delete that file to give "

@@ -1,4 +1,4 @@
-"""What those who use the local tiers want of the way to the flusher; `tierfs.host.rpc.client` is that way."""
+"""The way to the flusher, as users of the local tiers need it; `tierfs.host.rpc.client` implements it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["Caller", "NoAnswerError"]
 
 
 class NoAnswerError(TimeoutError):
-    """The flusher did not answer in time: it is stopped, hangs, or cannot be started. What it answers itself is no such error."""
+    """The flusher did not answer in time: it is stopped, hangs, or cannot be started. Its own answers are no such error."""
 
 
 class Caller(Protocol):
@@ -26,7 +26,7 @@ class Caller(Protocol):
         Raises:
             NoAnswerError: No answer in time.
             StoreError: No flusher can be reached or started.
-            TierfsError: What the flusher answers.
+            TierfsError: From the flusher's answer.
         """
 
     def is_running(self) -> bool:

@@ -51,8 +51,8 @@ class FlusherClient:
         directory: The store's directory on this host, absolute.
         launch: Starts a flusher for it. Called while nobody else does the same. Returns the process, so that its end
             is noticed; None where there is none to watch, as when a thread is started.
-        version: Of this tierfs.
-        hello: What each connection begins with, credentials included: what JSON holds.
+        version: This tierfs's.
+        hello: The first message of each connection, credentials included, as JSON.
         start_timeout_s: How long to wait for a flusher to answer at all.
     """
 
@@ -118,8 +118,8 @@ class FlusherClient:
         """Ask the flusher, and wait for its answer.
 
         Args:
-            do: What it is to do; must be something that may be done twice.
-            arguments: What JSON holds, within a message.
+            do: The request; must be one that may be done twice.
+            arguments: JSON values, within a message.
             timeout_s: For all of it. When it is over the flusher sees this client hang up.
 
         Raises:
@@ -339,7 +339,7 @@ class FlusherClient:
 
 
 def _outcome(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What an answer says. Raises the error that it describes."""
+    """The content of an answer. Raises the error that it describes."""
     outcome = answer.get("ok")
     if isinstance(outcome, dict):
         return outcome

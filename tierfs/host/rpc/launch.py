@@ -1,8 +1,8 @@
 """Starting the flusher's process, so that it outlives who started it.
 
 It gets its own session (torchrun kills process groups), ``/`` as its directory (so that nothing stays mounted for it)
-and a log file for what it says. It keeps its starter's umask, by which files in a store on a directory are made. What it is
-given to do, credentials above all, travels over its socket, never here.
+and a log file for what it says. It keeps its starter's umask, by which files in a store on a directory are made. Its task,
+credentials above all, travels over its socket, never here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Launched:
 
     Attributes:
         pid: Its id.
-        log: What it writes to stdout and stderr, after what earlier ones wrote.
+        log: Its stdout and stderr, after those of earlier ones.
     """
 
     def __init__(self, pid: int, log: Path, log_start: int) -> None:

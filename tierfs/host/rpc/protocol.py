@@ -1,4 +1,4 @@
-"""What goes between a client and the flusher: messages over a Unix socket, and errors as messages.
+"""The protocol between a client and the flusher: messages over a Unix socket, and errors as messages.
 
 A message is one packet of a ``SOCK_SEQPACKET`` socket, a bounded JSON object, so nobody waits for the second half of one. Both ends ask the kernel who the other is; only processes of the same user are talked to.
 What the messages say is the business of `tierfs.flusher.server` and `tierfs.host.rpc.client`.
@@ -107,7 +107,7 @@ def receive(sock: socket.socket) -> dict[str, Any] | None:
 
 
 def describe_error(error: Exception) -> dict[str, Any]:
-    """What an answer says of ``error``; always short enough for one."""
+    """The answer for ``error``; always short enough for one message."""
     text = str(error)[:_ERROR_TEXT_MAX]
     if isinstance(error, TimeoutError):
         return {"kind": "timeout", "message": text, "transient": True}
@@ -155,7 +155,7 @@ def credentials_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def listen(directory: Path) -> socket.socket:
-    """Listen in ``directory``, for this user only. What is left there of an earlier flusher is replaced: hold its lock.
+    """Listen in ``directory``, for this user only. The socket of an earlier flusher is replaced: hold its lock.
 
     Raises:
         StoreError: Nothing can be made there.
@@ -180,7 +180,7 @@ def listen(directory: Path) -> socket.socket:
 
 
 def identity_of(directory: Path) -> tuple[int, int] | None:
-    """What tells the socket that is in ``directory`` now from any other; None where there is none."""
+    """The identity of the socket that is in ``directory`` now; None where there is none."""
     try:
         with _address(directory) as address:
             status = os.stat(address)

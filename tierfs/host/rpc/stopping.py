@@ -24,7 +24,7 @@ def stop_flusher(directory: Path, version: str, *, timeout_s: float) -> bool:
 
     Args:
         directory: The store's directory on this host, absolute.
-        version: Of this tierfs.
+        version: This tierfs's.
         timeout_s: How long to wait.
 
     Returns:

@@ -60,8 +60,8 @@ class ChunkBuffer:
         Each block is hashed while it is in the processor's cache, once for memory; unless it is known what comes of that.
 
         Args:
-            data: What it holds.
-            digests: Of its blocks. If they are not, the chunk is damaged, and will be found to be when it is read.
+            data: Its bytes.
+            digests: Its blocks'. If they are wrong, the chunk is damaged, and a read will find that.
         """
         source = np.frombuffer(data, dtype=np.uint8)
         self._fault("before chunk.copy")

@@ -33,11 +33,11 @@ from tierfs.units import format_bytes
 
 __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
-# What an answer may take that needs no work. Starting a flusher may be part of it.
+# How long an answer without work may take. Starting a flusher may be part of it.
 ANNOUNCE_S = 10.0
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
-# What a draft grows by when it is closed.
+# A draft grows by this when it is closed.
 STAMP_BYTES = 64
 # For who seals a change of the same path, which takes a moment, unless that process was stopped amid it.
 SEAL_S = 30.0
@@ -89,7 +89,7 @@ class SlabWriter:
         """A chunk's room in a slab; seal it with `seal_chunk` or give it back with `drop`.
 
         Args:
-            length: What it will hold at most, in bytes; by default as much as a chunk can.
+            length: Its bytes at most; by default those of a chunk.
             timeout_s: How long to wait for room; ``None`` for as long as it takes.
 
         Raises:
@@ -177,7 +177,7 @@ class SlabWriter:
         """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
 
         Args:
-            draft: What to seal.
+            draft: The draft to seal.
             timeout_s: How long to wait for room.
             check: Raises if the path is not what the draft replaces any more. From then on until it is sealed, nobody else
                 of the host seals one of this path.

@@ -1,4 +1,4 @@
-"""What the dictionaries that fsspec filesystems describe their files with say about an object's version and time."""
+"""An object's version and time, from the dictionaries with which fsspec filesystems describe files."""
 
 from __future__ import annotations
 

@@ -43,9 +43,9 @@ class AzureSession:
 
     Attributes:
         loop: Where adlfs and its connections live.
-        client: Of azure.storage.
+        client: From azure.storage.
         endpoint: See `Session`.
-        options: Of each request.
+        options: For each request.
     """
 
     def __init__(self, fs: adlfs.AzureBlobFileSystem, loop: LoopThread, *, owns_credential: bool) -> None:
@@ -218,7 +218,7 @@ def _if_match(version: Version) -> dict[str, str]:
 
 
 def _told(answer: Mapping[str, Any], name: str) -> str:
-    """What an answer says; where it does not, Azure's client has nothing under that name."""
+    """A property of an answer; Azure's client has no such name if the answer lacks it."""
     value: str | None = answer[name]
     if not value:
         raise KeyError(name)

@@ -1,4 +1,4 @@
-"""What gives an object's bytes piece by piece: of those that are in memory, and of those that are still to come."""
+"""Sources of an object's bytes, piece by piece: from memory, or while they arrive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def taking_from(read_into: Callable[[memoryview], int | None], length: int, memo
         read_into: Fills a buffer, or its beginning, with the bytes that come next, and says how many; 0 at the end.
         length: How many there are, for errors as well.
         memory: Long enough for each piece.
-        key: Of the object, for errors.
+        key: The object's, for errors.
     """
     taken = 0
 

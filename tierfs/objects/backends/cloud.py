@@ -95,9 +95,9 @@ class CloudObjects:
     Args:
         session: The cloud's, which may be shared with other bases of the same cloud.
         make_client: Makes this base's client from a session; costs nothing.
-        capabilities: What the cloud is known to promise. What an endpoint keeps of it is found out by trying.
+        capabilities: The promises of the cloud. A probe finds which of them an endpoint keeps.
         name: The base, for `repr`.
-        bucket: What the cloud calls the bucket or container, for messages.
+        bucket: The cloud's word for bucket or container, for messages.
 
     Attributes:
         streams: See `ObjectTier`.
@@ -243,11 +243,11 @@ def open_cloud(
     """The object tier at ``bucket/prefix`` of a cloud that promises all there is to promise.
 
     Args:
-        session: Of the cloud.
+        session: The cloud's.
         client: Makes a base's client from a session, ``bucket`` and ``base``.
         path: The bucket, and the prefix in it.
-        scheme: Of URLs there.
-        checksums: That the cloud knows; those that cannot be computed here are not asked for.
+        scheme: For URLs there.
+        checksums: Those that the cloud knows; it is not asked for those that cannot be computed here.
 
     Raises:
         InvalidInputError: The URL has credentials in it, which messages would repeat.
@@ -279,7 +279,7 @@ def _fill(client: CloudClient, key: str, span: RequestRange, version: Version | 
 
 
 def _check(key: str, content: Content, span: RequestRange, version: Version | None) -> None:
-    """That an answer has all that was asked for."""
+    """Check that an answer has all requested bytes."""
     _expect(content.info, version)
     if span.end > content.info.size:
         raise CorruptionError(f"{key} ends at byte {content.info.size}, before byte {span.end}: cut short", path=key)

@@ -1,7 +1,7 @@
 """Object tier on any fsspec filesystem, for those that have no tier of their own here.
 
 fsspec has no conditional writes, so a store here is a single-writer one: conditions are checked before the write, under
-a lock of this process, which other processes do not see. What is written is looked at afterwards; what is read comes
+a lock of this process, which other processes do not see. It looks at written objects afterwards; reads come
 from one version as far as one look before the read can tell.
 """
 

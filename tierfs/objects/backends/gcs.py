@@ -36,7 +36,7 @@ __all__ = ["connect_gcs", "open_gcs"]
 
 # In the order in which they are preferred, by speed.
 _CHECKSUMS = {"crc32c": "crc32c", "md5": "md5Hash"}
-# What is asked for of an object's resource, which has twenty fields more.
+# The requested fields of an object's resource, which has twenty more.
 _FIELDS = "name,size,generation,updated"
 # gcsfs has no limit: a server that has gone silent would be waited for without end.
 _CONNECT_S_MAX = 30
@@ -70,9 +70,9 @@ class GCSSession:
         """Send one request as gcsfs does, with its credentials and who pays; once, where gcsfs sends it up to six times.
 
         Args:
-            method: Of HTTP.
+            method: HTTP's.
             path: A URL, or one below that of the API.
-            *names: What takes, quoted, the place of each ``{}`` in it.
+            *names: Quoted, they replace each ``{}`` in it.
             params: The query.
             headers: Besides the credentials.
             data: The body.
@@ -185,7 +185,7 @@ class _GCSClient:
             data=_pieces(memoryview(head), *body, memoryview(tail)),
         )
         info = self._info(told)
-        # What the server did not understand it would pass over.
+        # The server would ignore what it does not understand.
         if (info.key, info.size) != (key, size) or any(told.get(name) != value for name, value in resource.items()):
             raise StoreError(f"{key}: something else was stored than was sent", transient=True, path=key)
         return info
@@ -290,7 +290,7 @@ def _document(content: bytes) -> dict[str, Any]:
 
 
 def _refusal(answer: aiohttp.ClientResponse, content: bytes) -> Exception:
-    """What gcsfs raises for most of them; not for all, since it loses the status of some."""
+    """The error that gcsfs raises for most of them; not for all, since it loses the status of some."""
     from gcsfs.retry import HttpError  # noqa: PLC0415 - an extra
 
     text = content.decode(errors="replace")

@@ -5,7 +5,7 @@ A put writes a temporary file, flushes it, and puts it in its place with ``link`
 crashes, and conditions hold between processes. Keys are file names. Temporary files and locks lie in ``.tierfs/tmp``.
 
 A version is made of time, inode and size. Where times are whole seconds, what replaces an object is given a later time
-than it, so no two contents have one version. What is deleted and made again within a second may have its version again
+than it, so no two contents have one version. An object that is deleted and made again within a second may have its old version
 there; nobody who goes by versions does that: a record is never deleted, but replaced by a tombstone.
 """
 
@@ -48,7 +48,7 @@ from tierfs.objects.protocol import (
 __all__ = ["DIRECTORY", "LocalObjects"]
 
 DIRECTORY = "directory:"
-"""What the name of a place begins with that is a directory's number, which another directory may have later."""
+"""Prefix of a place that is a directory's number, which another directory may have later."""
 
 _PRIVATE = ".tierfs"
 _TEMPORARY = f"{_PRIVATE}/tmp"  # noqa: S108 - below the root, not the system's

@@ -58,7 +58,7 @@ class LoopThread:
     """Runs coroutines for other threads, until it is closed.
 
     Args:
-        name: Of what it serves, for the thread's name.
+        name: For the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -118,7 +118,7 @@ class BodyReader:
     """Fills buffers with the body of an answer.
 
     Args:
-        loop: That of the client whose answer it is.
+        loop: The loop of the client whose answer it is.
         pieces: The body, as it comes.
     """
 

@@ -306,7 +306,7 @@ def _is_no_batch(error: ClientError) -> bool:
 
 
 def _read_into(body: Any, out: memoryview) -> int:
-    """What `urllib3.HTTPResponse.readinto` promises, which fills memory of its own, and copies that holding the GIL."""
+    """Like `urllib3.HTTPResponse.readinto`, which fills memory of its own and copies that with the GIL held."""
     with body._error_catcher():
         count: int = body._fp.readinto(out)
     return count

@@ -15,7 +15,7 @@ from tierfs.objects.wrappers.wrapper import METHODS, Answer, Request, WrappedObj
 __all__ = ["MeasuredObjects"]
 
 _ANSWERS = (AlreadyExistsError, ConflictError, NotFoundError)
-"""What an object tier in good health says too."""
+"""Errors that a healthy object tier raises too."""
 
 
 @dataclass(slots=True)
@@ -35,7 +35,7 @@ class MeasuredObjects(WrappedObjects):
 
     Args:
         inner: The tier to send to.
-        clock: What measures.
+        clock: For the measurements.
     """
 
     def __init__(self, inner: ObjectTier, clock: Clock | None = None) -> None:
@@ -45,7 +45,7 @@ class MeasuredObjects(WrappedObjects):
         self._lock = threading.Lock()
 
     def snapshot(self) -> dict[str, dict[str, int | float]]:
-        """What was counted since the tier was made: by method ``requests``, ``errors``, ``bytes`` and ``seconds``."""
+        """The counts since the tier was made: by method ``requests``, ``errors``, ``bytes`` and ``seconds``."""
         with self._lock:
             return {method: asdict(counters) for method, counters in self._counters.items()}
 

@@ -33,8 +33,8 @@ class RetryingObjects(WrappedObjects):
         inner: The tier to send to.
         attempts: How often a request is sent at most.
         delay_s: Bound of the first wait.
-        delay_s_max: What the bound grows to at most, and what is waited at most because an endpoint asks for it.
-        clock: What waits.
+        delay_s_max: The largest bound, and the longest pause that an endpoint may ask for.
+        clock: For the waits.
         random: Where the waits' lengths come from.
 
     Attributes:

@@ -39,7 +39,7 @@ class LimitedObjects(WrappedObjects):
         inner: The tier to send to.
         concurrency: Requests in flight at most.
         bytes_per_s: Rate, averaged over more than a second; ``None`` for no limit.
-        clock: What waits.
+        clock: For the waits.
 
     Attributes:
         limit: Requests in flight at most, for now: from 1 to ``concurrency``.

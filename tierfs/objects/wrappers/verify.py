@@ -34,8 +34,8 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
     """An object tier that promises what both it can ask for and its endpoint keeps.
 
     Args:
-        objects: What is asked.
-        endpoint: What the endpoint was found to keep.
+        objects: The wrapped tier.
+        endpoint: The promises that the endpoint keeps.
         verify_writes: Whether to read back what was written: ``always``, ``never``, or ``auto``: where no checksum is
             verified by the endpoint.
 
@@ -52,7 +52,7 @@ def as_promised(objects: ObjectTier, endpoint: Capabilities, verify_writes: str 
         if item.name not in ("checksums", "host_local")
     }
     promised = replace(endpoint, **flags, checksums=kept)
-    # What lies on this host does not travel: there is nothing on its way that could change it.
+    # Objects on this host do not travel: nothing on the way could change them.
     reads_back = verify_writes == "always" or (verify_writes == "auto" and not kept and not can.host_local)
     if promised == can and not reads_back:
         return objects
@@ -70,7 +70,7 @@ class PromisedObjects(WrappedObjects):
 
     Args:
         inner: The tier to send to.
-        capabilities: What to promise.
+        capabilities: The promises to make.
         reads_back: Whether to compare what is stored with what was sent, by the digest of all of it.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""What every wrapper of an object tier has in common: it takes one, and is one."""
+"""The base of every wrapper of an object tier: it takes one, and is one."""
 
 from __future__ import annotations
 

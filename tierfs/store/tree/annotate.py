@@ -26,7 +26,7 @@ def annotate(store: Store, path: str, metadata: Mapping[str, object], *, write_i
         store: The store.
         path: The file.
         metadata: JSON values; all that is kept with the file from now on.
-        write_id: Of the version that the caller saw.
+        write_id: The version's that the caller saw.
 
     Raises:
         NotFoundError: There is no file.

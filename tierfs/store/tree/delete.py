@@ -33,7 +33,7 @@ def bury(store: Store, observed: Observed, *, after: bytes | None = None) -> Non
 
     Args:
         store: The store.
-        observed: What is to be gone.
+        observed: The version to delete.
         after: Write id of a pending draft that has to be published before: of the file that it was moved to.
     """
     assert observed.version is not None or observed.draft is not None

@@ -37,7 +37,7 @@ CREATE TABLE IF NOT EXISTS records (
 )
 """
 
-# What somebody else has seen later stays, unless the clock was set back since.
+# A record that somebody else saw later stays, unless the clock was set back since.
 _NOTE = """
 INSERT INTO records VALUES (?1, ?2, ?3, ?4, ?5)
 ON CONFLICT (store, key) DO UPDATE SET version = excluded.version, seen = excluded.seen, data = excluded.data
@@ -51,7 +51,7 @@ class HostRecords:
     If the file cannot be used, that is logged once, and records are fetched as if there were none.
 
     Args:
-        uuid: Of the store.
+        uuid: The store's.
         directory: The state directory; made, for its owner alone, where it is missing.
 
     Attributes:
@@ -135,7 +135,7 @@ class HostRecords:
         self._use(write)
 
     def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
-        """One transaction. What goes wrong with the file is logged, and ends its use by this process."""
+        """One transaction. An error with the file is logged, and ends its use by this process."""
         try:
             make_private(self._path.parent)
             # SQLite would make it by the umask. Its journal is as open as it is itself.

@@ -1,4 +1,4 @@
-"""What is in a store: one path, one directory, or everything below one.
+"""Looking into a store: one path, one directory, or everything below one.
 
 A directory is there while a live record lies below it, its own marker included, or a file that tierfs did not write.
 As in any object store, a path can be a file and have others below it: by itself it is the file then, and a listing has
@@ -128,7 +128,7 @@ def has_below(store: Store, path: str) -> bool:
 
 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
-    """What lies in a directory, sorted by name; of a file that nothing lies below, the file.
+    """The entries of a directory, sorted by name; for a file with nothing below it, the file.
 
     Args:
         store: The store.
@@ -319,7 +319,7 @@ def _is_known(store: Store, info: ObjectInfo) -> bool:
 
 
 def _pending(store: Store, path: str) -> dict[str, Manifest | None]:
-    """What this host has not published yet at and below ``path``; ``None`` for a removal.
+    """This host's pending changes at and below ``path``; ``None`` for a removal.
 
     To be looked up before the object tier is: drafts move down, so what is in neither place is not there.
     """

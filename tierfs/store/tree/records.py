@@ -41,15 +41,15 @@ _logger = logging.getLogger("tierfs.store")
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What was at a path when it was looked at.
+    """The content of a path when it was looked at.
 
     Attributes:
         path: The path, relative to the store; for a directory's marker it ends with ``/``.
         key: Where its record lies.
         record: The record, or ``None`` where there was none.
-        version: Of the record in the object tier, or ``None`` where there was none.
+        version: The record's in the object tier, or ``None`` where there was none.
         draft: Write id of the draft of this host that the record is, or ``None`` where the object tier has it.
-        slots: Of that draft: where slabs hold its chunks.
+        slots: That draft's: where slabs hold its chunks.
         seen_s: Monotonic seconds before the object tier was asked, if it was; what was seen since then counts from there.
     """
 
@@ -68,12 +68,12 @@ class Observed:
 
     @property
     def previous(self) -> str:
-        """What a record that replaces this one notes as the version before it."""
+        """The note of the earlier version in a record that replaces this one."""
         return self.version or ""
 
 
 def nothing_at(path: str) -> Observed:
-    """What is at a path where no record is. Asks nobody.
+    """The content of a path where no record is. Asks nobody.
 
     Raises:
         InvalidInputError: The path is no good.
@@ -110,7 +110,7 @@ def observe_to_replace(store: Store, path: str) -> Observed:
 
 
 def observe_published(store: Store, path: str) -> Observed:
-    """What the object tier has, to be replaced."""
+    """The object tier's version, to be replaced."""
     key = keys.record_key(path)
     try:
         return _observe(store, path, key)
@@ -140,7 +140,7 @@ def observe_to_stage(store: Store, path: str) -> Observed:
 
 
 def blindly(store: Store, path: str, error: StoreError) -> Observed:
-    """What counts for a write to a store with local tiers whose object tier cannot be asked, which is logged and counted."""
+    """The base of a write while the object tier cannot be asked; logged and counted. The store has local tiers."""
     assert store.tiers is not None
     store.tiers.counters.fall_back(
         "blind_writes", "the object tier cannot be asked what it holds, writes go on: %s", error
@@ -149,7 +149,7 @@ def blindly(store: Store, path: str, error: StoreError) -> Observed:
 
 
 def last_seen(store: Store, path: str) -> Observed:
-    """What this process, or else this host, last saw of a path in the object tier. Asks nobody."""
+    """The version of a path that this process, or else this host, saw last in the object tier. Asks nobody."""
     key = keys.record_key(path)
     seen = store.records.get(key)
     if seen is None and store.host_records is not None:
@@ -201,8 +201,8 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
 
     Args:
         store: The store.
-        observed: What is replaced.
-        record: What replaces it.
+        observed: The replaced version.
+        record: The new one.
         term: The lease in which its chunks were known to be in the store; ``None`` for a record without any.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What files hold: their own bytes, the objects they need, and how many of those something else needs too.
+"""Bytes of files: their own, those of the objects they need, and how many of those something else needs too.
 
 It is what the object tier holds: what this host has not published yet is not counted. A chunk object is counted once,
 whether a manifest names it as a chunk or as a base of one.
@@ -44,7 +44,7 @@ class Usage:
             the reference lists of checkpoints.
         shared_bytes: Of those, the bytes of chunk objects that something else in the store needs too; ``None`` where that was
             not asked for.
-        freed_bytes: What deleting the files would free: all other stored bytes, and ``foreign_bytes``; ``None`` likewise.
+        freed_bytes: The bytes that deleting the files frees: all other stored bytes, and ``foreign_bytes``; ``None`` likewise.
         deduplicated_bytes: Raw bytes that did not have to be stored because an identical chunk was there.
         chunks: Chunk objects they need.
         foreign_files: Files that tierfs did not write.
@@ -67,13 +67,13 @@ class _Group:
     """Files that are counted together.
 
     Attributes:
-        paths: Of those that tierfs wrote.
+        paths: Those that tierfs wrote.
         logical_bytes: Sum of their lengths.
         raw_bytes: Sum of their chunks' raw lengths.
-        record_bytes: Of the manifests and reference lists.
+        record_bytes: The manifests' and reference lists'.
         chunks: The chunk objects they need, each with its raw length; 0 for one that is needed as a base alone.
         foreign: Sizes of files that tierfs did not write.
-        damage: Of records that could not be read.
+        damage: Records that could not be read.
     """
 
     paths: set[str] = field(default_factory=set)
@@ -104,7 +104,7 @@ def usage(store: Store, path: str = "", *, shared: bool = True) -> Usage:
 
 
 def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[str, Usage]:
-    """Count what each of several directories holds. What lies in one inside of another counts for the inner.
+    """Count what each of several directories holds. Files of a directory inside another count for the inner.
 
     That takes a listing of what holds them all, and a request for each record in them that this host does not know. With
     ``shared`` all records of the store are listed and looked at instead. A base that none of these records names as a
@@ -124,7 +124,7 @@ def usages(store: Store, paths: Sequence[str], *, shared: bool = True) -> dict[s
 
 
 class _Counts:
-    """What each of several paths, and all else, needs. Everything is asked for when it is made."""
+    """The chunks that each of several paths needs, and all else. Everything is asked for when it is made."""
 
     def __init__(self, store: Store, paths: Sequence[str], *, shared: bool) -> None:
         self._store = store
@@ -154,7 +154,7 @@ class _Counts:
         self._sizes |= _ask_sizes(store, needed - self._sizes.keys())
 
     def usage(self, path: str) -> Usage:
-        """What one of the paths holds."""
+        """The usage of one of the paths."""
         group, needs = self.groups[path], self._needs
         stored = group.record_bytes + sum(map(self._sizes.__getitem__, group.chunks))
         foreign = sum(group.foreign)
