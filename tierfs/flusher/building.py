@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
 
-# What a process gets to hand chunks on in where the ram tier is switched off: nothing stays there.
+# Shared memory of a process that hands chunks on while the ram tier is off: nothing stays there.
 TRANSIT_BYTES = 128 << 20
 _logger = logging.getLogger("tierfs.flush")
 
 
 class Budgets(Protocol):
-    """What the tiers may hold, and the flusher may send."""
+    """The budgets of the tiers, and of the flusher's bandwidth."""
 
     @property
     def ram_bytes(self) -> int:
@@ -65,10 +65,10 @@ def build_engine(
     Args:
         host: The host.
         uuid: The store's.
-        budgets: Of its tiers.
+        budgets: Its tiers'.
         connect: Makes what publishes to the store from what a client hands over, which is waited for.
         own: A way to the object tier to begin with, before a client hands one over.
-        publisher: What publishes to the store where there is no ``connect``.
+        publisher: Publishes to the store where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
         fallbacks: What this process does otherwise than it is meant to, to be counted.

@@ -106,7 +106,7 @@ class Flusher:
             self._threads.append(thread)
 
     def stop(self) -> None:
-        """End after the steps that are under way; what is left is for the next flusher. What others ask for ends soon."""
+        """End after the steps that are under way; the rest is for the next flusher. Requests of others end soon."""
         state = self._state
         with state.changed:
             state.stopping = True
@@ -133,7 +133,7 @@ class Flusher:
             self._try_again()
 
     def _try_again(self) -> None:
-        """What failed before says nothing of another way to the object tier."""
+        """Forget earlier failures: they say nothing of another way to the object tier."""
         state = self._state
         with state.changed:
             for entry in state.entries:
@@ -275,7 +275,7 @@ class Flusher:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
-        # What it still has to do to get there is to be published, and not only to be taken to the nvme tier.
+        # It still has to be published to get there, and not only to be taken to the nvme tier.
         is_blocked = bool(kept) and (entry.persisted or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
@@ -309,7 +309,7 @@ class Flusher:
                 for entry in state.entries
                 if entry.path == path and (entry.conflict or isinstance(entry.error, CorruptionError))
             ]
-            # Of two that were built on each other, the second is a dependent of the first as well.
+            # If one was built on another, the second is a dependent of the first as well.
             found = {entry: None for first in given_up for entry in (first, *state.entries.dependents(first))}
             kept = sorted((entry for entry in found if not entry.busy), key=lambda entry: entry.turn)
         for entry in reversed(kept):

@@ -26,11 +26,11 @@ class FlushItem:
     """One draft on its way.
 
     Attributes:
-        draft: What is to be published.
+        draft: The draft to publish.
         turn: When its file was closed: see `Draft.turn`.
         slot: Where it lies in a slab; ``None`` once the slab is not needed for it any more.
-        number: Of its row in ``nvme.db``; ``None`` before it is there.
-        level: What it has reached.
+        number: Its row's in ``nvme.db``; ``None`` before it is there.
+        level: The level that it has reached.
         since_s: When this flusher learned of it, monotonic seconds.
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
         contexts: What is known of each chunk; ``None`` before that was asked for.
@@ -40,7 +40,7 @@ class FlushItem:
         published: Whether its record stands, and only the local tiers are still to be told.
         busy: Whether a thread is at work on it.
         conflict: Whether somebody else changed its path, so that it is kept and never published.
-        error: What went wrong last.
+        error: The last one.
         failures: How often in a row something did.
         retry_at: Not before this, monotonic seconds.
     """

@@ -44,8 +44,8 @@ class Peer:
 
     Attributes:
         number: No other connection to this flusher ever has it.
-        pid: Of the client; 0 where it is in another PID namespace. To be shown, not relied on.
-        version: Of its tierfs.
+        pid: The client's; 0 where it is in another PID namespace. To be shown, not relied on.
+        version: Its tierfs's.
         gone: Set when it hung up, before the engine is told.
     """
 
@@ -56,7 +56,7 @@ class Peer:
 
 
 class Engine(Protocol):
-    """What a flusher does, called by many threads."""
+    """The work of a flusher, called by many threads."""
 
     def start(self) -> None:
         """Begin. Only the flusher that holds the lock is started."""
@@ -74,9 +74,9 @@ class Engine(Protocol):
         """Do what a client asks; may take as long as it takes. Returns what JSON holds, within a message.
 
         Args:
-            do: What; "hello" comes first on each connection.
-            arguments: What the client says; checked by nobody yet.
-            peer: Who asks. When it hangs up nobody waits for the answer: see `gone`.
+            do: The request; "hello" comes first on each connection.
+            arguments: From the client; checked by nobody yet.
+            peer: The client. When it hangs up nobody waits for the answer: see `gone`.
 
         Raises:
             TierfsError, TimeoutError: Raised again at the client. Anything else becomes a StoreError there.
@@ -114,11 +114,11 @@ class Service:
     """One flusher, to be run once.
 
     Args:
-        engine: What it does.
+        engine: Does the work.
         directory: The store's directory on this host, absolute; the lock and the socket are put there.
-        version: Of this tierfs. A client with a newer one may have it retire.
+        version: This tierfs's. A client with a newer one may have it retire.
         linger_s: How long it stays when there is neither a client nor anything to do.
-        clock: What lingering is measured with.
+        clock: Measures lingering.
     """
 
     def __init__(
@@ -342,7 +342,7 @@ class Service:
             return wire.encode({"id": number, "error": wire.describe_error(self._known(error, do))})
 
     def _known(self, error: Exception, do: str) -> Exception:
-        """What a client is told of an error that came up in `do`."""
+        """The answer to a client for an error in `do`."""
         if not isinstance(error, (TierfsError, TimeoutError)):
             _logger.error("%s failed", do, exc_info=error)
         return error

@@ -1,6 +1,6 @@
-"""What the parts of a flusher share: the tiers, the drafts on their way, one lock, and what went wrong.
+"""The shared state of a flusher's parts: the tiers, the drafts on their way, one lock, and the errors.
 
-The lock is never held while bytes move. Whoever changes a draft's entry holds it, and tells the others.
+The lock is never held while bytes move. A thread that changes a draft's entry holds it, and tells the others.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class FlushState:
         settling_since: Since when drafts are on their way to the nvme tier, monotonic seconds; None while there are none.
         local_waits: How many wait for drafts to be in the nvme tier.
         holders: Files that are being written and have chunks in the nvme tier already.
-        counters: What happened, by name.
-        local_level: What a draft in the nvme tier has reached.
-        nvme_bytes: What the nvme tier may hold; 0 where there is none.
+        counters: Events, by name.
+        local_level: The level of a draft in the nvme tier.
+        nvme_bytes: The nvme tier's budget; 0 where there is none.
         fault: Called before and after each ordered step.
     """
 
@@ -119,7 +119,7 @@ class FlushState:
         return slot if slot is not None and slot.serial == reference.serial else None
 
     def missing(self, entry: FlushItem, reference: SlotRef | None, error: TierfsError) -> TierfsError:
-        """What it means that no tier has a chunk whose slot was not to be seen: ``error``, or that it has to be tried again.
+        """The error for a chunk that no tier has and whose slot could not be seen: ``error``, or that it has to be tried again.
 
         A segment may have been opened meanwhile. Until then the draft keeps its place before those that were closed later.
         """
@@ -157,7 +157,7 @@ class FlushState:
     # -- what went ahead of a draft ------------------------------------------------------------------------------------
 
     def drop_holds(self, draft: Draft) -> None:
-        """What went ahead of a draft is held for it no longer: it is in the nvme tier itself, or not pending any more."""
+        """Hold chunks that went ahead of a draft no longer: it is in the nvme tier itself, or not pending any more."""
         ours = [holder for holder in self.holders if holder.endswith(f":{draft.write_id.hex()}")]
         if ours and self.nvme is not None:
             self.nvme.drop_hold(*ours)

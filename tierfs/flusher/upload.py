@@ -27,7 +27,7 @@ __all__ = ["Uploader", "uploads_at_once"]
 UPLOADS_MIN = 4
 UPLOADS_MAX = 16
 DRAFTS_AT_ONCE_MAX = 4
-# What is uploaded while it is on its way to the nvme tier: less is there before it would have been worth it.
+# Smaller drafts are in the nvme tier before an upload beside it would have been worth it.
 AHEAD_BYTES_MIN = 64 << 20
 PACE_S = 1.0
 RATE_S = 10  # what "now" means for the rate of uploads
@@ -47,7 +47,7 @@ class Uploader:
     flusher that has to begin anew knows its record by the write id.
 
     Args:
-        state: What the flusher's parts share.
+        state: Shared by the flusher's parts.
         bandwidth: See `tierfs.flusher.flusher.Flusher`.
     """
 
@@ -157,7 +157,7 @@ class Uploader:
                 for index in indexes
             ]
 
-        # What others are derived from goes first, and those when that is there, among the rest: deriving takes processors, the rest the link.
+        # Sources of derived chunks go first, and the derived ones among the rest: deriving takes processors, the rest the link.
         derived = [index for index in missing if index in contexts and contexts[index].sources]
         rest = [index for index in missing if index not in sources and index not in derived]
         before = submit(index for index in missing if index in sources)
@@ -214,7 +214,7 @@ class Uploader:
             raise (lost if seen else state.missing(entry, reference, lost)) from error
 
     def _sources(self, name: bytes, reference: SlotRef | None) -> Iterator[Callable[[int, memoryview], bool]]:
-        """Where a chunk may be read from, the nearest first. What is read is checked by whoever uses it."""
+        """Where a chunk may be read from, the nearest first. The caller checks the bytes."""
         state = self._state
         slots = [None if reference is None else state.chunk(reference), state.ram.find(name)]
         for slot in slots:
@@ -225,7 +225,7 @@ class Uploader:
             yield lambda start, out: nvme.read_into(name, start, out)
 
     def _reader(self, entry: FlushItem) -> ReadRow:
-        """What gets at chunks of a draft, and at others that lie on this host."""
+        """A reader of the chunks of a draft, and of others that lie on this host."""
         record = entry.draft.record
         if not isinstance(record, Manifest):
             return lambda *_: False

@@ -28,7 +28,7 @@ __all__ = [
 
 BASES_MAX = 64
 STORED_BYTES_MAX = CHUNK_BYTES + (1 << 16)
-"""Of a chunk object."""
+"""Largest size of a chunk object."""
 # The codec whose encoded bytes are the raw ones; no other may be as long as the raw bytes.
 STORE = 0
 _FIXED_BYTES = 40
@@ -94,7 +94,7 @@ class Envelope:
 
     @property
     def recipe(self) -> bytes:
-        """What tells apart chunk objects of one content: see `recipe_of`."""
+        """The part of a key that tells chunk objects of one content apart: see `recipe_of`."""
         return recipe_of(self.bases)
 
     @property
@@ -182,7 +182,7 @@ class Envelope:
 
 
 def recipe_of(bases: Sequence[BaseRange]) -> bytes:
-    """What tells a chunk object with these bases from others of the same content; `NO_RECIPE` without bases."""
+    """The recipe of a chunk object with these bases, which tells it from others of the same content; `NO_RECIPE` without bases."""
     if not bases:
         return NO_RECIPE
     recipe = digest.checksum(*(base.encode() for base in bases))[: len(NO_RECIPE)]

@@ -39,7 +39,7 @@ def within(seconds: float, look: Callable[[], _Answer]) -> _Answer:
 
     Raises:
         StoreError: There was no answer in time; it is transient.
-        TierfsError: What ``look`` raises.
+        TierfsError: Raised by ``look``.
     """
     future: concurrent.futures.Future[_Answer] = concurrent.futures.Future()
 
@@ -64,7 +64,7 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
 
     Raises:
         StoreError: There was no answer in time, or none a moment ago; it is transient.
-        TierfsError: What ``look`` raises.
+        TierfsError: Raised by ``look``.
     """
     tiers = store.tiers
     assert tiers is not None
@@ -112,7 +112,7 @@ class KnownStores:
             _logger.info("what %s is cannot be kept on this host: %s", url, error)
 
     def find(self, url: str) -> tuple[Descriptor, tuple[str, ...]] | None:
-        """What lay at a root when this host looked last, and where that was: see `ObjectTier.places`."""
+        """The store at a root when this host looked last, and its places: see `ObjectTier.places`."""
         path = self._path(url)
         try:
             kept = json.loads(path.read_bytes())

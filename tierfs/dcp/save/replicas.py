@@ -42,7 +42,7 @@ class RemoteReplica(torch.Tensor):  # type: ignore[misc]
     items: Mapping[str, WriteItem]
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
-        """What a planner makes of it: DCP's protocol for tensors that know their items."""
+        """Its items, by DCP's protocol for tensors that know them."""
         return [self.items[fqn]]
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
@@ -55,13 +55,13 @@ class RemoteReplica(torch.Tensor):  # type: ignore[misc]
 
 @dataclass(frozen=True, slots=True)
 class Delegated:
-    """What a rank's plan leaves to others. It stays with a plan that a planner keeps for later saves."""
+    """Items that a rank's plan leaves to others. They stay with a plan that a planner keeps for later saves."""
 
     indexes: tuple[MetadataIndex, ...]
 
 
 class Replicas:
-    """What one writer knows of the tensors that other ranks save."""
+    """One writer's knowledge of the tensors that other ranks save."""
 
     def __init__(self) -> None:
         self._items: Mapping[str, WriteItem] = {}
@@ -104,8 +104,8 @@ class Replicas:
 
         Args:
             save: Whose.
-            offered: What this rank had to save; ``None`` where a planner said that nothing has changed.
-            kept: What it was given to save.
+            offered: The items of this rank; ``None`` where a planner said that nothing has changed.
+            kept: The items that it was given to save.
             was_left: Whether it left something to others.
         """
         with self._lock():
@@ -126,7 +126,7 @@ class Replicas:
 
 
 def placeholder(tensor: torch.Tensor, names: Sequence[str], items: Mapping[str, WriteItem]) -> RemoteReplica | None:
-    """What stands for a tensor, if another rank saves it under each of its names, and it is what it was then."""
+    """A stand-in for a tensor, if another rank saves it under each of its names, and it has not changed."""
     found = [items.get(name) for name in names]
     if not all(item is not None and _is_of(item, tensor) for item in found):
         return None
@@ -146,7 +146,7 @@ def split(items: Sequence[WriteItem]) -> tuple[list[WriteItem], tuple[MetadataIn
 
 
 def delegated_by(plan: SavePlan) -> tuple[MetadataIndex, ...]:
-    """What a rank leaves to others by its plan, be it of this save or of an earlier one that nothing has changed since."""
+    """Items that a rank leaves to others, by the plan of this save or of an earlier one that still holds."""
     return plan.storage_data.indexes if isinstance(plan.storage_data, Delegated) else ()
 
 

@@ -42,7 +42,7 @@ __all__ = [
 
 
 class Saver(Protocol):
-    """Who saves."""
+    """The owner of saves, which hears how they go on."""
 
     def handed_over(self) -> Save:
         """A save that goes to another process, and was not staged here."""
@@ -66,10 +66,10 @@ class Save:
         address: Where it goes; ``None`` until it begins.
         root: Path of the checkpoint's metadata; empty until this rank's part is there.
         mark: Which save it is; ``None`` until it has come to its end.
-        token: What the process that hands it over knows it by, there and where it runs; else empty.
+        token: Its name in the process that hands it over, there and where it runs; else empty.
         is_foreign: Whether somebody else staged it, and another process makes it.
         asked_on: The thread that asked for it.
-        failure: What kept its state from being staged, to be raised when it is planned.
+        failure: The reason why its state was not staged, to be raised when it is planned.
     """
 
     writer: weakref.ref[Saver]
@@ -90,7 +90,7 @@ class Save:
 
 
 class StagedForSave(Protocol):
-    """What was staged.
+    """The staged state of a save.
 
     Attributes:
         save: For which save, until that begins.
@@ -197,7 +197,7 @@ class Saves:
         """Which was asked for last; ``None`` where none was. One that was asked for before may be under way still.
 
         Args:
-            where: What messages call the checkpoint.
+            where: The checkpoint's name in messages.
 
         Raises:
             NotFoundError: It has not come to its end.
@@ -224,7 +224,7 @@ def hand_over(writer: Saver) -> Any:
 
 
 class ThreadSave(threading.local):
-    """What one thread's save is told of before it begins."""
+    """The facts that one thread's save gets before it begins."""
 
     address: Address | None = None
     is_reset: bool = False
@@ -246,7 +246,7 @@ class ThreadSave(threading.local):
 
     @property
     def metadata_name(self) -> str:
-        """Of the file with the metadata."""
+        """The name of the file with the metadata."""
         return metadata_file(None if self.use_collectives else self.rank_here)
 
 
@@ -275,7 +275,7 @@ class SavedMeta(StorageMeta):  # type: ignore[misc]  # torch's classes are untyp
 
 
 def _hear(url: str, save_id: str, root: str, sequence: int) -> SavedMeta:
-    """What the coordinator sends to the other ranks, on the threads that save there."""
+    """The coordinator's message to the other ranks, on the threads that save there."""
     save, mark = _thread.save, SaveMark(sequence, save_id)
     if save is not None and save.mark is None and save.root == root and mark.save_id not in save.before:
         save.end(root, mark)
@@ -290,7 +290,7 @@ def _send_back(meta: SavedMeta) -> tuple[Any, ...]:
 
 
 def _hear_back(token: str, url: str, said: tuple[str, str, str, int]) -> SavedMeta:
-    """What a process sends of the save that it was handed, on whatever thread."""
+    """A process's message about the save that it was handed, on any thread."""
     meta = SavedMeta(said[0], said[1], root=said[2], sequence=said[3])
     with _lock():
         save = _sent.get(token)

@@ -55,7 +55,7 @@ def write_archives(
 
 
 def encode_pickle(metadata: Metadata, places: Mapping[MetadataIndex, BytesPlace], meta: StorageMeta) -> bytes:
-    """What torch's writers put into ``.metadata``."""
+    """The content that torch's writers put into ``.metadata``."""
     stored = {index: filesystem._StorageInfo(place.file, place.at, place.length) for index, place in places.items()}
     complete = replace(metadata, storage_data=stored, storage_meta=meta)
     return pickle.dumps(complete)

@@ -36,7 +36,7 @@ class SingleFlight:
 
     Args:
         path: The file whose bytes are locked. It stays empty.
-        clock: What waiting is measured with.
+        clock: Measures the waits.
     """
 
     def __init__(self, path: Path, *, clock: Clock | None = None) -> None:

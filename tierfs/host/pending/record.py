@@ -27,11 +27,11 @@ _FOREIGN = 0xF0
 
 @dataclass(frozen=True, slots=True)
 class ObservedBase:
-    """What the write observed at its path; it is published on condition that this is there still.
+    """The version that a write observed at its path; it is published on condition that this is still there.
 
     Attributes:
-        version: Of the record in the object tier; ``None`` where there was none.
-        write_id: Of the draft that was pending at the path then; ``None`` where there was none. It takes precedence.
+        version: The record's in the object tier; ``None`` where there was none.
+        write_id: The draft's that was pending at the path then; ``None`` where there was none. It takes precedence.
     """
 
     version: str | None = None
@@ -44,8 +44,8 @@ class SlotRef:
 
     Attributes:
         segment: The segment's id, 32 hexadecimal digits.
-        index: Of the slot.
-        serial: Of its life.
+        index: The slot's.
+        serial: Its life's.
     """
 
     segment: str
@@ -59,9 +59,9 @@ class Draft:
 
     Attributes:
         path: Relative to the store.
-        record: What is to be published. A manifest's rows have a stored length of 0 where their chunk is not known to
+        record: The record to publish. A manifest's rows have a stored length of 0 where their chunk is not known to
             be in the object tier yet; a tombstone's check is filled in when it is published.
-        base: What it replaces.
+        base: The version that it replaces.
         slots: Per row of a manifest, which slot holds its chunk for this draft; ``None`` for a chunk that lies elsewhere.
         after: Write id of a draft that has to be published before, wherever it lies: a file that was moved is there
             before it is gone where it was.
@@ -99,7 +99,7 @@ class Draft:
         """When it was closed, as something to compare.
 
         Args:
-            boot: The run of the kernel now. What was closed in an earlier one comes first.
+            boot: The run of the kernel now. Drafts of an earlier one come first.
             number: Its number in the nvme tier, which those are ordered by.
         """
         if self.boot != boot:
@@ -171,10 +171,10 @@ class Draft:
 
 
 def local_name(kind: digest.DigestKind, chunk_digest: bytes) -> bytes:
-    """What the local tiers call the chunk with this digest."""
+    """The name in the local tiers of the chunk with this digest."""
     return bytes((kind,)) + chunk_digest
 
 
 def foreign_name(key: str, version: str, offset: int) -> bytes:
-    """What the local tiers call the chunk at ``offset`` of an object that tierfs did not write, at this version."""
+    """The name in the local tiers of the chunk at ``offset`` of an object that tierfs did not write, at this version."""
     return bytes((_FOREIGN,)) + digest.checksum(key.encode(), b"\0", version.encode(), offset.to_bytes(8, "little"))

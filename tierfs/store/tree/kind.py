@@ -18,7 +18,7 @@ Kind = Literal["file", "directory"]
 
 
 def kind_of(store: Store, path: str) -> Kind | None:
-    """What is at ``path``; ``None`` for nothing.
+    """The kind of ``path``; ``None`` for nothing.
 
     Who saves below `Level.OBJECT` asks this before and after each save, and is not kept from it by an object tier that is
     unreachable: then what is pending here counts, and else what this host last saw, which is logged and counted. A change that
