@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from dcp_training_state import TrainingState
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint import _async_process_executor
@@ -32,7 +33,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
 from tierfs.demo.data import ByteStream
 from tierfs.demo.model import ByteGPT, shape_for
-from tierfs.demo.state import TrainingState
 from tierfs.errors import NotFoundError
 
 OPTIONS = {"ram": "512MiB", "nvme": "0"}

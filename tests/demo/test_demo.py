@@ -18,7 +18,7 @@ import pytest
 
 from tierfs.cli.commands import demo
 from tierfs.demo.ranks import RankGroup
-from tierfs.demo.report import CompletedSave, Report, compare_losses
+from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, InvalidInputError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
@@ -84,7 +84,12 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
     assert process.returncode == 0, process.stderr
     document = json.loads(process.stdout)
     assert document["equal"] is True
-    assert (document["killed_at"], document["resumed_from"]) == (4, 2)
+    assert (document["killed_at"], document["resumed_from"], document["terminated_at"]) == (4, 2, 3)
+    # After the kill there is no earlier checkpoint, after SIGTERM there is.
+    assert document["proofs"] == [
+        {"step": 2, "proven": True, "replayed": 0},
+        {"step": 3, "proven": True, "replayed": 1},
+    ]
     assert [row["step"] for row in document["losses"]] == [1, 2, 3, 4]
     assert all(row["equal"] for row in document["losses"])
     assert len({row["uninterrupted"] for row in document["losses"]}) == 4
@@ -92,8 +97,10 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
         "straight/step_2",
         "straight/step_4",
         "resumed/step_2",
+        "resumed/step_3",
         "resumed/step_4",
     ]
+    assert {one["level"] for one in document["checkpoints"]} == {"object"}
     # The save that was killed was made again, in the same directory.
     fs, root = fsspec.url_to_fs(url)
     assert fs.isfile(f"{root}/resumed/step_4/.metadata")
@@ -128,6 +135,16 @@ def test_equal_losses_with_another_final_state_are_different() -> None:
     found = report(uninterrupted=LOSSES, resumed=LOSSES, digests=("d", "e"))
     assert not found.equal
     assert "the final state is not" in found.as_text()
+
+
+def test_a_resume_that_is_not_proven_is_no_equality() -> None:
+    found = report(uninterrupted=LOSSES, resumed=LOSSES)
+    proofs = [Proof(2, proven=True, replayed=3), Proof(3, proven=False, replayed=1, text="losses: different")]
+    assert replace(found, proofs=proofs[:1]).equal
+    assert "PROVEN at step 2" in replace(found, proofs=proofs[:1]).as_text()
+    unproven = replace(found, proofs=proofs)
+    assert not unproven.equal
+    assert "the resume at step 3 is not proven\nlosses: different" in unproven.as_text()
 
 
 def test_nothing_to_compare_is_not_equality() -> None:
@@ -178,7 +195,7 @@ def test_an_earlier_demo_is_not_written_over(tmp_path: Path) -> None:
 @needs_torch
 def test_a_failing_rank_is_named_with_the_end_of_its_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    # No store was made there, so the first save of the ranks fails.
+    # No store was made there, so there is nothing to restore from or to save to.
     options = ["--url", f"tierfs::file://{tmp_path}/no-store", "--steps", "2", "--every", "2", "--params", "200000"]
     group = RankGroup("short run", options, world_size=2, timeout_s=60)
     with (
@@ -202,6 +219,7 @@ def test_a_phase_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytes
 
 @needs_torch
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    init(f"file://{tmp_path}")
     launcher = subprocess.Popen(
         [sys.executable, "-c", START_RANKS_AND_WAIT, f"tierfs::file://{tmp_path}"],
         cwd=ROOT,
@@ -224,6 +242,6 @@ def is_demo_worker(pid: int) -> bool:
     """Whether the process runs and is, still, a rank of a demo."""
     try:
         os.kill(pid, 0)
-        return b"demo_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return b"tierfs.demo.worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
     except (ProcessLookupError, FileNotFoundError):
         return False

@@ -10,6 +10,7 @@ import os
 import random
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,15 @@ class ByteStream:
         # A copy, because torch refuses to promise anything about a tensor over read-only bytes.
         self._text = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         self._starts = [(rank * batch + row) * self._lane_size for row in range(batch)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, and the state of the generator."""
+        return {"position": self.position, "generator": self.generator.getstate()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.position = int(state["position"])
+        self.generator.setstate(state["generator"])
 
     def next_batch(self) -> tuple[Tensor, Tensor]:
         """The next tokens and the bytes that follow them, both int64, (batch, context)."""

@@ -50,13 +50,17 @@ class RankGroup:
         arguments: Arguments of ``tierfs.demo.worker``, the same for all ranks.
         world_size: How many ranks.
         timeout_s: How long the phase may take.
+        ends_with: The exit code of every rank.
     """
 
-    def __init__(self, name: str, arguments: Sequence[str], *, world_size: int, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, arguments: Sequence[str], *, world_size: int, timeout_s: float, ends_with: int = 0
+    ) -> None:
         self.name = name
         self._arguments = list(arguments)
         self._world_size = world_size
         self._timeout_s = timeout_s
+        self._ends_with = ends_with
         self._deadline = 0.0
         self._ranks: list[_Rank] = []
         self._selector = selectors.DefaultSelector()
@@ -91,9 +95,9 @@ class RankGroup:
             for key, _ in ready:
                 yield from self._read(key.data)
             codes = [rank.process.poll() for rank in self._ranks]
-            if any(code not in (None, 0) for code in codes):
+            if any(code not in (None, self._ends_with) for code in codes):
                 raise self._failure()
-            if not ready and all(code == 0 for code in codes):
+            if not ready and all(code == self._ends_with for code in codes):
                 return
             if time.monotonic() > self._deadline:
                 self.kill()
@@ -155,7 +159,7 @@ class RankGroup:
         moment = time.monotonic() + _GRACE_S
         while time.monotonic() < moment and any(rank.process.poll() is None for rank in self._ranks):
             time.sleep(0.05)
-        failed = [rank for rank in self._ranks if rank.process.poll() not in (None, 0)]
+        failed = [rank for rank in self._ranks if rank.process.poll() not in (None, self._ends_with)]
         self.kill()
         named = ", ".join(f"rank {rank.number} with {_ending(rank.process.returncode)}" for rank in failed)
         return TierfsError(f"the {self.name} failed: {named}{self._tails(failed)}")

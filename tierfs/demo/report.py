@@ -8,7 +8,7 @@ from typing import Any
 
 from tierfs.units import format_bytes
 
-__all__ = ["CompletedSave", "LossRow", "Report", "compare_losses"]
+__all__ = ["CompletedSave", "LossRow", "Proof", "Report", "compare_losses"]
 
 _ROWS_BEFORE = 3
 _ROWS_AFTER = 6
@@ -31,11 +31,12 @@ class LossRow:
 
 @dataclass(frozen=True, slots=True)
 class CompletedSave:
-    """One completed save: where, the bytes of its files, and how long training stood still for it."""
+    """One completed save: where, the bytes of its files, how long training stood still for it, the level that it reached."""
 
     name: str
     logical_bytes: int
     blocked_s: float
+    level: str = "object"
 
 
 def compare_losses(
@@ -46,6 +47,16 @@ def compare_losses(
 
 
 @dataclass(frozen=True, slots=True)
+class Proof:
+    """What a process that resumed found out: whether each part of the state is what was saved, and losses that were made again."""
+
+    step: int
+    proven: bool
+    replayed: int
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The outcome of the demo.
 
@@ -53,6 +64,8 @@ class Report:
         rows: Every step from 1 to the last; up to ``resumed_from``, the resumed run's losses are those of the
             process that was killed later.
         killed_at: The step whose save was killed.
+        terminated_at: The step at which the resumed run was told to end, and saved.
+        proofs: Those of the processes that resumed.
         digests: Digest of the final state of the uninterrupted and of the resumed run.
         stored_bytes: How many bytes each run added to the object tier, by the run's name.
         training_s: Seconds that all runs together spent in steps and saves.
@@ -67,12 +80,15 @@ class Report:
     checkpoints: Sequence[CompletedSave]
     stored_bytes: Mapping[str, int]
     training_s: float
+    terminated_at: int | None = None
+    proofs: Sequence[Proof] = ()
 
     @property
     def equal(self) -> bool:
-        """Whether every step after the resume point, and the final state, came out equal in every bit."""
+        """Whether each resume was proven, and every step after the first one, and the final state, came out equal in every bit."""
         after = [row for row in self.rows if row.step > self.resumed_from]
-        return bool(after) and all(row.equal for row in after) and self.digests[0] == self.digests[1]
+        proven = all(proof.proven for proof in self.proofs)
+        return proven and bool(after) and all(row.equal for row in after) and self.digests[0] == self.digests[1]
 
     @property
     def logical_bytes(self) -> int:
@@ -92,13 +108,22 @@ class Report:
             "parameters": self.parameters,
             "killed_at": self.killed_at,
             "resumed_from": self.resumed_from,
+            "terminated_at": self.terminated_at,
+            "proofs": [
+                {"step": proof.step, "proven": proof.proven, "replayed": proof.replayed} for proof in self.proofs
+            ],
             "state_digest": {"uninterrupted": self.digests[0], "resumed": self.digests[1]},
             "losses": [
                 {"step": row.step, "uninterrupted": row.uninterrupted, "resumed": row.resumed, "equal": row.equal}
                 for row in self.rows
             ],
             "checkpoints": [
-                {"name": one.name, "logical_bytes": one.logical_bytes, "blocked_s": one.blocked_s}
+                {
+                    "name": one.name,
+                    "logical_bytes": one.logical_bytes,
+                    "blocked_s": one.blocked_s,
+                    "level": one.level,
+                }
                 for one in self.checkpoints
             ],
             "totals": {
@@ -119,6 +144,8 @@ class Report:
         """The steps around the resume point, the last one, and the first unequal ones."""
         shown_steps = {*range(self.resumed_from - _ROWS_BEFORE + 1, self.killed_at + _ROWS_AFTER + 1)}
         shown_steps |= {row.step for row in self.rows[-1:]}
+        if self.terminated_at is not None:
+            shown_steps |= {self.terminated_at, self.terminated_at + 1}
         shown_steps |= set([row.step for row in self.rows if not row.equal][:_ROWS_UNEQUAL_MAX])
         lines = [f"{'step':>6}  {'uninterrupted':>24}  {'resumed':>24}  equal"]
         shown = 0
@@ -133,15 +160,24 @@ class Report:
             )
             if row.step == self.resumed_from:
                 lines.append(f"{'':>6}  resumed here, after the save of step {self.killed_at} was killed")
+            if row.step == self.terminated_at:
+                lines.append(f"{'':>6}  resumed here, after SIGTERM to one rank had all of them save this step")
         return lines
 
     def _verdict_lines(self) -> list[str]:
         """Whether the equality held."""
         after = [row for row in self.rows if row.step > self.resumed_from]
         different = [row.step for row in after if not row.equal]
+        unproven = [proof for proof in self.proofs if not proof.proven]
+        if unproven:
+            return [f"DIFFERENT: the resume at step {unproven[0].step} is not proven", unproven[0].text]
         if self.equal:
             losses = "the loss after resuming is" if len(after) == 1 else f"all {len(after)} losses after resuming are"
-            return [f"EQUAL: {losses} those of the uninterrupted run, bit for bit; so is the final state"]
+            proven = [
+                f"PROVEN at step {proof.step}: each part of the state is what was saved{_again(proof)}"
+                for proof in self.proofs
+            ]
+            return [*proven, f"EQUAL: {losses} those of the uninterrupted run, bit for bit; so is the final state"]
         if different:
             return [f"DIFFERENT: {len(different)} of {len(after)} losses differ, first at step {different[0]}"]
         return ["DIFFERENT: the losses are equal, but the final state is not"]
@@ -150,15 +186,16 @@ class Report:
         """One line per checkpoint, one per run with what it added to the store, and the sum."""
         names = [one.name for one in self.checkpoints] + [_count(run, 99) for run in self.stored_bytes]
         width = max(len(name) for name in names)
-        lines = [f"{'checkpoint':<{width}}  {'logical':>10}  {'stored':>10}  {'blocked':>8}"]
+        lines = [f"{'checkpoint':<{width}}  {'logical':>10}  {'stored':>10}  {'blocked':>9}  level"]
 
-        def add(name: str, logical_bytes: int, stored: str, blocked_s: float) -> None:
-            lines.append(f"{name:<{width}}  {format_bytes(logical_bytes):>10}  {stored:>10}  {blocked_s:>6.2f} s")
+        def add(name: str, logical_bytes: int, stored: str, blocked_s: float, level: str = "") -> None:
+            sizes = f"{format_bytes(logical_bytes):>10}  {stored:>10}"
+            lines.append(f"{name:<{width}}  {sizes}  {blocked_s * 1000:>6.0f} ms  {level}".rstrip())
 
         for run, stored_bytes in self.stored_bytes.items():
             of_run = [one for one in self.checkpoints if one.name.startswith(f"{run}/")]
             for one in of_run:
-                add(one.name, one.logical_bytes, "", one.blocked_s)
+                add(one.name, one.logical_bytes, "", one.blocked_s, one.level)
             logical_bytes = sum(one.logical_bytes for one in of_run)
             blocked_s = sum(one.blocked_s for one in of_run)
             add(_count(run, len(of_run)), logical_bytes, format_bytes(stored_bytes), blocked_s)
@@ -171,6 +208,11 @@ class Report:
             "The resumed run saves the bytes of the uninterrupted one again: it adds little where they are stored once.",
         ]
         return lines
+
+
+def _again(proof: Proof) -> str:
+    """Which steps were made again."""
+    return f"; {proof.replayed} steps made again have the losses that were noted" if proof.replayed else ""
 
 
 def _count(run: str, count: int) -> str:

@@ -1,8 +1,8 @@
 """One rank of ``tierfs demo``: ``python -m tierfs.demo.worker``, started by `tierfs.cli.commands.demo`.
 
-Trains a small GPT under FSDP2 on gloo, deterministically, and saves through stock `torch.distributed.checkpoint`.
-Events go to stdout, one JSON object per line: ``start``, ``step``, ``save`` and ``done`` from rank 0, ``mid-save``
-from every rank. The process ends itself when its stdin is closed, so it never outlives its launcher.
+Trains a small GPT under FSDP2 on gloo, deterministically, with a `tierfs.train.Manager`: saves go on while training does.
+Events go to stdout, one JSON object per line: ``start``, ``proof``, ``step``, ``save``, ``stopped`` and ``done`` from rank 0,
+``mid-save`` from every rank. The process ends itself when its stdin is closed, so it never outlives its launcher.
 """
 
 from __future__ import annotations
@@ -25,20 +25,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tierfs.demo.data import ByteStream, standard_library_text
 from tierfs.demo.model import ByteGPT, shape_for
-from tierfs.demo.state import TrainingState
+from tierfs.digest import checksum
+from tierfs.train import Every, Manager, Preemption, TrainState
+from tierfs.train.digests import digests_of
+from tierfs.train.randomness import reseed
 
 __all__ = ["HaltingSavePlanner", "main"]
 
 _BATCH = 4
 _LEARNING_RATE = 1e-3
 _WARM_UP_STEPS = 10
+_REPLAYED_STEPS = 4
 _STATE_BYTES = 3 * 4  # a weight and two moments of AdamW, all float32
 _HALT_S_MAX = 120.0
 
@@ -115,8 +117,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, required=True, help="steps from one save to the next")
     parser.add_argument("--params", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", type=int, help="start from the checkpoint of this step")
     parser.add_argument("--halt", type=int, help="stop for good in the middle of the save of this step")
+    parser.add_argument("--terminate", type=int, help="send SIGTERM to the last rank at this step")
     parser.add_argument("--timeout", type=float, default=600, help="seconds any collective may take")
     return parser.parse_args()
 
@@ -142,37 +144,56 @@ def _end_with_launcher() -> None:
 
 
 def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> None:
-    """Train from the start or a checkpoint to the last step, saving on the way."""
+    """Train from the start or the newest checkpoint to the last step, saving on the way."""
 
     def tell(event: str, **fields: object) -> None:
         if place.rank == 0:
             announce(event, **fields)
 
-    def checkpoint_url(step: int) -> str:
-        return f"{arguments.url}/step_{step}"
+    def planner() -> DefaultSavePlanner:
+        if (step := halting.pop("step", None)) is None:
+            return DefaultSavePlanner()
+        return HaltingSavePlanner(partial(announce, "mid-save", step=step, rank=place.rank))
 
-    state = _fresh_state(arguments, place)
-    parameters = sum(parameter.numel() for parameter in state.model.parameters())
-    if arguments.resume is not None:
-        load({"app": state}, checkpoint_id=checkpoint_url(arguments.resume))
-    tell("start", parameters=parameters, step=state.step)
-    while state.step < arguments.steps:
-        began = time.perf_counter()
-        loss = _one_step(state, place)
-        tell("step", step=state.step, loss=loss.hex(), seconds=time.perf_counter() - began)
-        if state.step % arguments.every == 0:
-            planner = None
-            if state.step == arguments.halt:
-                planner = HaltingSavePlanner(partial(announce, "mid-save", step=state.step, rank=place.rank))
-            dist.barrier()  # so that the time of the save holds no waiting for a slower rank's step
+    halting: dict[str, int] = {}
+    run = _fresh_run(arguments, place)
+    parameters = sum(parameter.numel() for parameter in run.state.model.parameters())
+    save = [Every(steps=arguments.every), Preemption()]
+    with Manager(arguments.url, save=save, planner=planner, timeout=arguments.timeout) as manager:
+        restored = manager.restore(run.state)
+        begin = restored.step if restored is not None else 0
+        tell("start", parameters=parameters, step=begin)
+        if restored is not None:
+            report = manager.verify_resume(run.state, lambda step: _one_step(run, place, step), steps=_REPLAYED_STEPS)
+            tell("proof", step=report.step, proven=report.is_proven, replayed=len(report.replayed), text=str(report))
+        for step in range(begin + 1, arguments.steps + 1):
             began = time.perf_counter()
-            save({"app": state}, checkpoint_id=checkpoint_url(state.step), planner=planner)
-            tell("save", step=state.step, seconds=time.perf_counter() - began, bytes=parameters * _STATE_BYTES)
-    digest = state.digest()
-    tell("done", step=state.step, digest=digest)
+            loss = _one_step(run, place, step)
+            tell("step", step=step, loss=loss.hex(), seconds=time.perf_counter() - began)
+            if step == arguments.halt:
+                manager.wait()  # the halt is for the save of this step, and not for an earlier one
+                halting["step"] = step
+            if step == arguments.terminate and place.rank == place.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saved = manager.step(step, run.state, metrics={"loss": loss})
+            if saved is not None:
+                tell("save", step=step, seconds=saved.blocked_s, bytes=parameters * _STATE_BYTES)
+            if manager.stopping:
+                tell("stopped", step=step)
+                return
+        manager.wait()
+        tell("done", step=arguments.steps, digest=_digest(run, place))
 
 
-def _fresh_state(arguments: argparse.Namespace, place: _Place) -> TrainingState:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What is trained, with what."""
+
+    state: TrainState
+    stream: ByteStream
+
+
+def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _Run:
     """A model that is equal on all ranks before it is sharded, its optimizer, and the data at its beginning."""
     torch.manual_seed(arguments.seed)
     shape = shape_for(arguments.params)
@@ -182,6 +203,7 @@ def _fresh_state(arguments: argparse.Namespace, place: _Place) -> TrainingState:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / _WARM_UP_STEPS))
     stream = ByteStream(
         standard_library_text(),
         batch=_BATCH,
@@ -191,29 +213,39 @@ def _fresh_state(arguments: argparse.Namespace, place: _Place) -> TrainingState:
         seed=arguments.seed,
     )
     # From here on each rank draws its own dropout; the weights above had to come out equal.
-    torch.manual_seed(arguments.seed + 1 + place.rank)
-    return TrainingState(model, optimizer, stream, rank=place.rank)
+    reseed(arguments.seed, place.rank)
+    return _Run(TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream), stream)
 
 
-def _one_step(state: TrainingState, place: _Place) -> float:
+def _digest(run: _Run, place: _Place) -> str:
+    """One digest over all of the state of all ranks. A collective."""
+    values, _ = run.state.to_save(run.state.step, "full")
+    shares: list[dict[str, str]] = [{}] * place.world_size
+    dist.all_gather_object(shares, digests_of(values))
+    return checksum(json.dumps(shares, sort_keys=True).encode()).hex()
+
+
+def _one_step(run: _Run, place: _Place, step: int) -> float:
     """One update. Returns the mean loss over all ranks, in nats per byte."""
-    for group in state.optimizer.param_groups:
-        group["lr"] = _LEARNING_RATE * min(1.0, (state.step + 1) / _WARM_UP_STEPS)
-    loss: torch.Tensor = state.model(*state.stream.next_batch())
+    state = run.state
+    loss: torch.Tensor = state.model(*run.stream.next_batch())
     torch.autograd.backward(loss)
     state.optimizer.step()
     state.optimizer.zero_grad()
-    state.step += 1
+    state.scheduler.step()
     mean = loss.detach().clone()
     dist.all_reduce(mean)
     value = float(mean.item()) / place.world_size
     if not math.isfinite(value):
-        raise FloatingPointError(f"the loss of step {state.step} is {value}: nothing could be compared with it")
+        raise FloatingPointError(f"the loss of step {step} is {value}: nothing could be compared with it")
     return value
 
 
 if __name__ == "__main__":
-    ended = main()
+    try:
+        ended = main()
+    except SystemExit as exit_:
+        ended = int(exit_.code or 0)
     sys.stderr.flush()
     # At once: an interpreter that took itself apart here has been seen to abort, for a reason that was not found. All that was
     # saved is safe.

@@ -19,7 +19,7 @@ from typing import Any
 import fsspec
 
 from tierfs.demo.ranks import RankGroup
-from tierfs.demo.report import CompletedSave, Report, compare_losses
+from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, StoreNotFoundError, TierfsError
 from tierfs.session import init, open_store, parse_url
 from tierfs.store import usage
@@ -35,6 +35,7 @@ tierfs demo --keep --json
 tierfs demo --url tierfs::s3://bucket/demo --steps 200 --every 20 --params 100M"""
 
 _WORLD_SIZE = 2
+_TERMINATED = 128 + signal.SIGTERM
 _PARAMETERS_MIN = 50_000
 _PARAMETERS_MAX = 10_000_000_000
 
@@ -42,7 +43,7 @@ _PARAMETERS_MAX = 10_000_000_000
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--url", help="where to save (default: a store in a temporary directory, removed at the end)")
-    parser.add_argument("--steps", type=int, default=30, help="steps of the uninterrupted run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=24, help="steps of the uninterrupted run (default: %(default)s)")
     parser.add_argument("--every", type=int, default=6, help="steps from one save to the next (default: %(default)s)")
     parser.add_argument("--params", default="10M", help="size of the model, roughly (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="leave the temporary directory, and print its path")
@@ -87,6 +88,11 @@ class _DemoPlan:
         """The step whose save is killed: one after the middle save, and never the first."""
         return (self.steps // self.every // 2 + 1) * self.every
 
+    def terminated_at(self, resumed_from: int) -> int:
+        """The step at which a rank of the resumed run gets SIGTERM: about half way to the end, where no save is due."""
+        step = resumed_from + max(1, (self.steps - resumed_from) // 2)
+        return step - 1 if step % self.every == 0 and step - 1 > resumed_from else step
+
 
 def _checked(arguments: argparse.Namespace) -> _DemoPlan:
     """The options, or an error that says which one is wrong."""
@@ -123,11 +129,22 @@ class _DemoRun:
     training_s: float = 0.0
     parameters: int = 0
     digest: str = ""
+    begun_at: int = 0
+    stopped_at: int | None = None
+    proofs: list[Proof] = field(default_factory=list)
 
     def take(self, event: dict[str, Any]) -> None:
         """Note one event of rank 0."""
         if event["event"] == "start":
             self.parameters = event["parameters"]
+            self.begun_at = event["step"]
+        elif event["event"] == "proof":
+            self.proofs.append(Proof(event["step"], event["proven"], event["replayed"], event["text"]))
+            found = "what was saved" if event["proven"] else "NOT what was saved"
+            again = f", {event['replayed']} steps made again" if event["replayed"] else ""
+            _say(f"  step {event['step']:>4}  the resumed state is {found}, part by part{again}")
+        elif event["event"] == "stopped":
+            self.stopped_at = event["step"]
         elif event["event"] == "step":
             self.losses[event["step"]] = event["loss"]
             self.training_s += event["seconds"]
@@ -136,7 +153,8 @@ class _DemoRun:
             self.training_s += event["seconds"]
             loss = float.fromhex(self.losses[event["step"]])
             size = format_bytes(event["bytes"])
-            _say(f"  step {event['step']:>4}  loss {loss:.4f}  saved {size} in {event['seconds']:.2f} s")
+            blocked_ms = event["seconds"] * 1000
+            _say(f"  step {event['step']:>4}  loss {loss:.4f}  saves {size}, training blocked for {blocked_ms:.0f} ms")
         elif event["event"] == "done":
             self.digest = event["digest"]
 
@@ -169,24 +187,40 @@ class _Demo:
         plan = self._plan
         began = time.monotonic()
 
-        _say(f"1/3 {plan.steps} steps without interruption, {_WORLD_SIZE} ranks, saving every {plan.every}")
+        _say(f"1/4 {plan.steps} steps without interruption, {_WORLD_SIZE} ranks, saving every {plan.every}")
         straight, resumed = _DemoRun(), _DemoRun()
         self._follow("uninterrupted run", straight, "straight")
+        filesystem.wait(root, "object", timeout=plan.timeout_s)
         stored.append(usage(store, path, shared=False).stored_bytes)
 
-        _say(f"2/3 the same again, killed in the middle of the save of step {plan.killed_at}")
+        _say(f"2/4 the same again, killed in the middle of the save of step {plan.killed_at}")
         self._follow_until_killed(resumed)
         resumed_from = self._newest_complete(filesystem, f"{root}/resumed")
+        kept = {step: loss for step, loss in resumed.losses.items() if step <= resumed_from}
 
-        _say(f"3/3 resuming from step {resumed_from}")
-        before_kill, resumed.losses = resumed.losses, {}
-        self._follow("resumed run", resumed, "resumed", "--resume", str(resumed_from))
+        _say(f"3/4 resuming from step {resumed_from}; SIGTERM to one rank at step {plan.terminated_at(resumed_from)}")
+        resumed.losses = {}
+        self._follow("run to be terminated", resumed, "resumed", terminate=plan.terminated_at(resumed_from))
+        self._check_begun(resumed, resumed_from)
+        stopped_at = resumed.stopped_at
+        assert stopped_at is not None, "every rank ended with the exit code for it"
+        _say(f"  step {stopped_at:>4}  all ranks saved it, and ended with exit code {_TERMINATED}")
+
+        _say(f"4/4 resuming from step {stopped_at}")
+        self._follow("resumed run", resumed, "resumed")
+        self._check_begun(resumed, stopped_at)
+        filesystem.wait(root, "object", timeout=plan.timeout_s)
         _say(f"done after {time.monotonic() - began:.0f} s")
 
-        # Up to the resume point there is only the killed process; after it, only what the resumed one computed.
-        resumed.losses.update({step: loss for step, loss in before_kill.items() if step <= resumed_from})
+        # Up to the resume point there is only the killed process; after it, only what the resumed ones computed.
+        resumed.losses.update(kept)
         checkpoints = [
-            CompletedSave(f"{name}/step_{step}", filesystem.du(f"{root}/{name}/step_{step}"), blocked_s)
+            CompletedSave(
+                f"{name}/step_{step}",
+                filesystem.du(f"{root}/{name}/step_{step}"),
+                blocked_s,
+                filesystem.ack(f"{root}/{name}/step_{step}/.metadata"),
+            )
             for name, one in (("straight", straight), ("resumed", resumed))
             for step, blocked_s in sorted(one.blocked_s.items())
         ]
@@ -196,6 +230,8 @@ class _Demo:
             parameters=straight.parameters,
             killed_at=plan.killed_at,
             resumed_from=resumed_from,
+            terminated_at=stopped_at,
+            proofs=resumed.proofs,
             rows=compare_losses(straight.losses, resumed.losses, first=1, last=plan.steps),
             digests=(straight.digest, resumed.digest),
             checkpoints=checkpoints,
@@ -203,16 +239,26 @@ class _Demo:
             training_s=straight.training_s + resumed.training_s,
         )
 
-    def _ranks(self, phase: str, name: str, *more: str) -> RankGroup:
+    def _check_begun(self, run: _DemoRun, expected: int) -> None:
+        """See that the manager went on from the newest complete checkpoint."""
+        if run.begun_at != expected:
+            raise CorruptionError(
+                f"step {expected} is the newest complete one, and the run went on from {run.begun_at}"
+            )
+
+    def _ranks(self, phase: str, name: str, *more: str, ends_with: int = 0) -> RankGroup:
         """The processes of one phase."""
         plan = self._plan
         options = {"url": f"{self._url}/{name}", "steps": plan.steps, "every": plan.every, "params": plan.parameters}
         arguments = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-        return RankGroup(phase, [*arguments, *more], world_size=_WORLD_SIZE, timeout_s=plan.timeout_s)
+        return RankGroup(
+            phase, [*arguments, *more], world_size=_WORLD_SIZE, timeout_s=plan.timeout_s, ends_with=ends_with
+        )
 
-    def _follow(self, phase: str, told: _DemoRun, name: str, *more: str) -> None:
-        """Run one phase to its end."""
-        with self._ranks(phase, name, *more) as ranks:
+    def _follow(self, phase: str, told: _DemoRun, name: str, *, terminate: int | None = None) -> None:
+        """Run one phase to its end, which SIGTERM may bring about."""
+        more = () if terminate is None else ("--terminate", str(terminate))
+        with self._ranks(phase, name, *more, ends_with=0 if terminate is None else _TERMINATED) as ranks:
             for event in ranks.events():
                 told.take(event)
 
@@ -230,7 +276,9 @@ class _Demo:
             codes = ranks.kill()
         if codes != [-signal.SIGKILL] * _WORLD_SIZE:
             raise TierfsError(f"SIGKILL was to end every rank in the middle of the save; their exit codes are {codes}")
-        _say(f"  step {self._plan.killed_at:>4}  half of its save was written: SIGKILL to all {_WORLD_SIZE} ranks")
+        _say(
+            f"  step {self._plan.killed_at:>4}  it stood in the middle of its save: SIGKILL to all {_WORLD_SIZE} ranks"
+        )
 
     def _newest_complete(self, filesystem: fsspec.AbstractFileSystem, directory: str) -> int:
         """The newest step with a complete checkpoint, once it is sure that the killed save is none."""

@@ -1,4 +1,4 @@
-"""Everything a run of ``tierfs demo`` needs to go on as if it had never stopped, as one DCP ``Stateful``.
+"""Everything a run of the demo's model needs to go on as if it had never stopped, as one DCP ``Stateful``.
 
 Model and optimizer go through `torch.distributed.checkpoint.state_dict`; what differs from rank to rank (random
 generators, data position) is kept under a key per rank, because DCP stores one value per name.
