@@ -48,7 +48,7 @@ def compare_losses(
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What a process that resumed found out: whether each part of the state is what was saved, and losses that were made again."""
+    """The proof of one resume: each part of the state was compared with the save, and steps were replayed."""
 
     step: int
     proven: bool

@@ -187,7 +187,7 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What is trained, with what."""
+    """The trained state and its data."""
 
     state: TrainState
     stream: ByteStream

@@ -1,4 +1,4 @@
-"""What ranks tell each other: a few numbers at a step, so that all of them save, stop and fail at the same one."""
+"""Ranks exchange a few numbers at a step, so that all of them save, stop and fail at the same one."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tierfs.errors import ConflictError
 __all__ = ["Agreed", "Agreement", "World"]
 
 SHARE_MAX = 0.001
-"""Of a step's time that agreeing may take."""
+"""The share of a step's time that agreeing may take."""
 APART_S_MAX = 2.0
 """Ranks agree that often at least, whatever it costs: a signal is answered within that time."""
 MEASURED = 8
-"""Of so many agreements the quickest says what one costs: the others waited for a rank that was late."""
+"""The quickest of this many agreements gives their cost: in the others, this rank waited for a late one."""
 
 
 class World:
@@ -88,7 +88,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know after an agreement.
+    """The outcome of an agreement, the same on all ranks.
 
     Attributes:
         signal: That any rank was sent; 0 for none.

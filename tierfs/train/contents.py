@@ -1,4 +1,4 @@
-"""What of a user's state is saved and loaded: of a dict of tensors and objects, or of a `TrainState`."""
+"""Take the values to save out of a user's state, a dict or a `TrainState`, and put loaded ones back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SECTION, _, NAME = ABOUT.partition(".")
 
 
 def to_save(state: Any, step: int, kind: str) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    """What is to be saved by name, and what the state says of itself.
+    """Collect the values to save by name, and the facts that describe them.
 
     Raises:
         InvalidInputError: Something is missing, or has the manager's name.
@@ -37,7 +37,7 @@ def with_about(values: Mapping[str, Any], about: About) -> dict[str, Any]:
 
 
 def to_load(state: Any, kind: str, about: About | None) -> dict[str, Any]:
-    """What is to be loaded into: by name, with live tensors."""
+    """Collect the live tensors to load into, by name."""
     if isinstance(state, Mapping):
         return {name: _values_of(value) for name, value in state.items() if kind == "full" or name != FULL_ONLY}
     return dict(state.to_load(kind, about))

@@ -24,7 +24,7 @@ _logger = logging.getLogger("tierfs.train")
 
 
 class Retention:
-    """What is known of a run's checkpoints, and which of them stay.
+    """Keeps track of a run's checkpoints, and removes those that no policy wants.
 
     It knows the steps that this run saved, or that the checkpoint it was restored from knew. Each save carries that knowledge on, so
     checkpoints of another run in the same root are never touched.
@@ -66,7 +66,7 @@ class Retention:
         return any(self._policies.values())
 
     def told(self) -> tuple[Mapping[str, Any], ...]:
-        """What a checkpoint that is saved now tells whoever goes on from it: of the newest ones, where all are kept."""
+        """The newest known checkpoints, to be recorded with a save."""
         with self._lock:
             return tuple(
                 {"step": each.step, "created_ns": each.created_ns, "metrics": dict(each.metrics)}

@@ -40,7 +40,7 @@ KINDS = {"light": LIGHT, "full": FULL}
 WAITING_MAX = 2
 """Saves that may be under way: one that is written, and one whose state was copied meanwhile."""
 HISTORY_STEPS = 256
-"""Of so many steps before a save the metrics are noted with it, for a proof of resume."""
+"""Each save records the metrics of this many steps before it, for a proof of resume."""
 DEADLINE_GRACE_S = 120.0
 """How long the last save may take where no `Preemption` says it."""
 _logger = logging.getLogger("tierfs.train")
@@ -201,7 +201,7 @@ class Manager:
         return self._is_stopping
 
     def _opinion(self, step: int) -> Agreed:
-        """What this rank has to say at an agreement."""
+        """This rank's contribution to an agreement."""
         context = self._context()
         stops = [getattr(policy, "should_stop", None) for policies in self._policies.values() for policy in policies]
         return Agreed(
@@ -295,7 +295,7 @@ class Manager:
         return handle
 
     def _noted(self) -> Mapping[str, Any]:
-        """What a checkpoint that is published now tells whoever goes on from it."""
+        """The facts that a resumed run needs beside the state."""
         return {"known": self._keep.told()}
 
     def _ended(self, handle: SaveHandle, order: SaveOrder, error: Exception | None) -> None:

@@ -38,7 +38,7 @@ MILLISECONDS_FROM = 1e11
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a policy may know beside the steps.
+    """The facts that a policy gets beside the steps.
 
     Attributes:
         now_s: Wall-clock time, in seconds since the epoch.
@@ -227,7 +227,7 @@ def deadline_of(environment: Mapping[str, str]) -> float | None:
 
 
 def _ray_deadline_s() -> list[float]:
-    """What Ray Train says, where it runs this worker."""
+    """The deadline that Ray Train gives this worker, if it runs it."""
     train: Any = sys.modules.get("ray.train")
     ask = getattr(train, "get_preemption_info", None)
     info = ask() if ask is not None else None
@@ -236,7 +236,7 @@ def _ray_deadline_s() -> list[float]:
 
 
 def as_save_policies(policies: Iterable[Any]) -> list[SavePolicy]:
-    """What a user gives as reasons to save.
+    """Check the save policies that a user gives.
 
     Raises:
         InvalidInputError: One is none.
@@ -270,7 +270,7 @@ class _Preserving:
 
 
 def as_rules(policies: Iterable[Any], context: Context) -> list[Rule]:
-    """What a user gives as reasons to keep, as rules of retention.
+    """Turn the keep policies that a user gives into rules of retention.
 
     Raises:
         InvalidInputError: One is none.

@@ -21,7 +21,7 @@ _ORDER = ("step", "learning rate", "model", "optimizer", "scheduler", "scaler", 
 
 @dataclass(frozen=True, slots=True)
 class PartCheck:
-    """What was found of one part.
+    """The outcome of comparing one part.
 
     Attributes:
         part: ``step``, ``learning rate``, a part of the state, or ``losses``.
@@ -110,7 +110,7 @@ class Prover:
         return checks
 
     def plan(self, metric: str, count: int) -> tuple[int, tuple[int, ...], dict[int, float]]:
-        """What to make again: the checkpoint to begin from, the steps after it, and what was noted of each; no steps if nothing was."""
+        """Choose the checkpoint to replay from, the steps to replay, and their recorded losses; no steps if none was recorded."""
         step = self._restored.step
         recorded = {at: values[metric] for at, values in history_in(self._record, self._world.rank) if metric in values}
         begin, steps = -1, tuple[int, ...]()

@@ -23,14 +23,14 @@ from tierfs.train.run import About, RunDirectory
 __all__ = ["Restored", "Restorer"]
 
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
-"""What says that a checkpoint cannot be loaded, and not that the wrong thing was asked for."""
+"""These errors are the checkpoint's fault; any other one is not, and an older checkpoint would not help."""
 NONE = -1
 _logger = logging.getLogger("tierfs.train")
 
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was restored.
+    """The outcome of a restore.
 
     Attributes:
         step: Of the training: the next one to make is one more.
@@ -194,7 +194,7 @@ class Restorer:
         return Restored(step, kind, level, "object" if level == "object" else "local", skipped, tuple(notes), about)
 
     def _about(self, step: int) -> About | None:
-        """What a checkpoint says of itself, on every rank; one that cannot read it fails on all."""
+        """Read a checkpoint's own description on every rank; if one rank fails, all do."""
         about: About | None = None
         failure: Exception | None = None
         try:

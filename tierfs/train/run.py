@@ -32,7 +32,7 @@ _logger = logging.getLogger("tierfs.train")
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What a checkpoint says of itself. It is published with it, in one piece.
+    """A checkpoint's own description, published with it in one piece.
 
     Attributes:
         step: Of the training.
@@ -167,7 +167,7 @@ class RunDirectory:
         return found
 
     def problem_of(self, step: int) -> str:
-        """What keeps a step from being loaded, as far as is seen without reading it; empty for nothing."""
+        """The reason why a step cannot be loaded, as far as is seen without reading it; empty for none."""
         found = self.standing(step)
         if found.state != "complete":
             return "; ".join(found.damage + found.missing)
@@ -185,7 +185,7 @@ class RunDirectory:
                 yield step
 
     def describe(self, step: int) -> SavedStep:
-        """What is known of a step."""
+        """Describe a step."""
         found = self.standing(step)
         return SavedStep(
             step=step,
@@ -203,7 +203,7 @@ class RunDirectory:
         return open_checkpoint(*self.path_of(step))
 
     def about(self, step: int) -> About | None:
-        """What a checkpoint says of itself; ``None`` where no manager saved it.
+        """Read a checkpoint's own description; ``None`` where no manager saved it.
 
         Raises:
             NotFoundError, CorruptionError, FormatError: It cannot be read.
@@ -246,7 +246,7 @@ class RunDirectory:
             return
 
     def record_of(self, step: int) -> dict[str, Any] | None:
-        """What was noted of the state when a step was saved; ``None`` where nothing was, or for another save of it."""
+        """The record of the state at a step's save; ``None`` where there is none, or it belongs to another save of the step."""
         record = self.note_of(step, RECORD)
         if not record:
             return None

@@ -54,7 +54,7 @@ class RunWriter(TierWriter):
 
 @dataclass(frozen=True, slots=True)
 class SaveChecks:
-    """What is checked of each save.
+    """The checks that each save has to pass.
 
     Attributes:
         on_stale: ``warn``, ``raise`` or ``ignore``, where all tensors are as they were at the step before.
@@ -205,7 +205,7 @@ class SaveThread:
             _logger.warning(text)
 
     def _damage_in(self, handle: SaveHandle) -> str:
-        """What is wrong with a save, read back from the tier that has it."""
+        """Read a save back from the tier that has it, and return the damage in words."""
         try:
             report = verify_checkpoint(self._run.checkpoint(handle.step))
             damage = "; ".join(each.problem for each in report.damage)

@@ -78,7 +78,7 @@ class TrainState:
 
     @property
     def learning_rates(self) -> list[float]:
-        """Of each group of parameters."""
+        """The learning rate of each group of parameters."""
         return [float(group["lr"]) for optimizer in self._optimizers for group in optimizer.param_groups]
 
     @property
@@ -108,7 +108,7 @@ class TrainState:
             )
 
     def to_save(self, step: int, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What is to be saved, and what the checkpoint says of it. A collective where the model is sharded.
+        """Collect the values to save, and the facts that describe them. A collective where the model is sharded.
 
         Raises:
             InvalidInputError: Something is missing.
@@ -126,7 +126,7 @@ class TrainState:
         return values, {"epoch": self.epoch, "lr": self.learning_rates}
 
     def to_load(self, kind: str, about: About | None) -> dict[str, Any]:
-        """What is to be loaded into: live tensors, and empty text for what is packed. A collective where the model is sharded."""
+        """Collect live tensors to load into, and empty text for packed values. A collective where the model is sharded."""
         values = self._weights(kind)
         values["scheduler"] = ["" for _ in _listed(self.scheduler)]
         own = {"rng": ""}
