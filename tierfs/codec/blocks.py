@@ -19,7 +19,7 @@ from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 __all__ = ["Codec", "Coding", "decode_block", "encode_block", "encode_blocks"]
 
 PROBE_BYTES = 16 * 1024
-# What zstd is to shrink must come down to this share, or the time it takes is not worth it: plain zstd wins 8 % on
+# zstd must shrink a block to this share, or the time it takes is not worth it: plain zstd wins 8 % on
 # dense floats, at a tenth of the speed of a disk, and far more on text, indices and zeros.
 WORTH = 0.75
 
@@ -41,7 +41,7 @@ class Codec(enum.IntEnum):
         return _BASE_FACTORS.get(self, 0)
 
 
-# What is found out about blocks together takes a fifth of what it takes to encode one. Of more, what they are encoded as is in no cache any more.
+# Looking at blocks together takes a fifth of the time to encode one. With more, their encoded bytes are in no cache any more.
 _TOGETHER = 4
 _OF_PLANES = frozenset({Codec.PLANE, Codec.DPLANE})
 _BASE_FACTORS = {Codec.DPLANE: 1, Codec.SPARSE: 1, Codec.DERIVE: 2}
@@ -74,7 +74,7 @@ def encode_block(raw: memoryview, coding: Coding, base: memoryview | None, out: 
 
     Args:
         raw: The block, 1 byte to 1 MiB. Borrowed, as are the others.
-        coding: What to try.
+        coding: The coding to try.
         base: The block's reference: as long as ``raw`` for DPLANE and SPARSE, twice as long for DERIVE.
         out: At least as long as ``raw``, and not overlapping it. Undefined behind the encoded bytes.
 
@@ -98,7 +98,7 @@ def encode_blocks(
 
     Args:
         raws: The blocks; at most `Coding.together` of them.
-        coding: What to try with all of them.
+        coding: The coding to try with all of them.
         bases: The reference of each.
         outs: For each block.
 
@@ -124,7 +124,7 @@ def decode_block(codec: int, encoded: memoryview, out: memoryview, base: memoryv
         out: Exactly as long as the block's raw bytes. Every byte is written, or there is an error and it is undefined.
         base: The block's reference, if its chunk has bases: as long as ``out`` for DPLANE and SPARSE, twice as long for
             DERIVE, and not overlapping it. Others ignore it.
-        where: What messages say of the block's place.
+        where: The block's place in messages.
 
     Raises:
         CorruptionError: The bytes do not decode to that size.

@@ -14,7 +14,7 @@ __all__ = ["DELTA_WORTH", "SAMPLE_BYTES", "Choice", "choose", "sample_of"]
 SAMPLE_BYTES = 128 << 10
 # A delta is read together with its base, so it has to be that much smaller than what needs none. docs/decisions/0019.
 DELTA_WORTH = 0.85
-# Of bytes that are no numbers hardly any are the same where nothing follows from the base; chance makes 1 in 256 the same.
+# If nothing follows from the base, hardly any bytes that are no numbers are the same; chance makes 1 in 256 the same.
 BYTES_EQUAL = 0.05
 # SPARSE is slow to make, and no smaller than DPLANE, where more elements differ.
 SPARSE_EQUAL = 0.6
@@ -22,7 +22,7 @@ _STORE = Coding(Codec.STORE)
 
 
 class Choice(NamedTuple):
-    """What was found out about a tensor.
+    """The findings about a tensor.
 
     Attributes:
         static: How to encode it by itself.
@@ -38,7 +38,7 @@ class Choice(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """What a base saves, of the raw size; nothing where it is not worth it or there was none."""
+        """The share of the raw size that a base saves; nothing where it is not worth it or there was none."""
         return 0.0 if self.delta is None or self.delta_ratio is None else self.static_ratio - self.delta_ratio
 
     def alone(self) -> Choice:
@@ -59,8 +59,8 @@ def choose(
 
     Args:
         sample: Some of the tensor's bytes, at most 1 MiB, from the beginning of an element on.
-        kind: Of its elements: ``"float"``, ``"integer"`` or ``"bytes"``.
-        width: Of an element, in bytes.
+        kind: Its elements': ``"float"``, ``"integer"`` or ``"bytes"``.
+        width: An element's, in bytes.
         base: The same part of what it may be encoded against.
         allowed: Codecs that may be chosen; STORE always may.
         out: Scratch, at least as long as the sample.

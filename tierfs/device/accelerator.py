@@ -31,7 +31,7 @@ __all__ = [
 
 LARGE_BYTES = 1 << 20
 """Tensors of so many bytes are copied on the device one by one."""
-# What torch copies bit for bit in fused launches.
+# torch copies these bit for bit in fused launches.
 _FUSED = frozenset({torch.int16, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32, torch.float64})
 
 
@@ -132,7 +132,7 @@ class CudaAccelerator:
     """One CUDA device by torch, and by CuPy for the kernels. See `Accelerator`.
 
     Args:
-        index: Of the device.
+        index: The device's.
     """
 
     def __init__(self, index: int) -> None:

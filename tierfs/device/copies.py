@@ -13,7 +13,7 @@ from tierfs.device.modules import function, launch
 __all__ = ["PIECE_BYTES", "THREADS", "copy_pieces", "piece_table"]
 
 PIECE_BYTES = 1 << 20
-"""What one thread block copies at most: 20 GB make 20,000 thread blocks, far more than run at once."""
+"""The most that one thread block copies: 20 GB make 20,000 thread blocks, far more than run at once."""
 THREADS = 512
 
 

@@ -118,7 +118,7 @@ class Drain:
         """Move bytes, one piece in flight, as the gate allows. In a hurry, queue all that is left at once.
 
         Args:
-            pieces: Of any length. The drain's stream already waits for whoever wrote the sources.
+            pieces: Of any length. The drain's stream already waits for the writers of the sources.
             hurry: Set by whoever needs everything queued now, on any thread.
             stop: Set by whoever does not need the rest, on any thread.
             queued: Called with the event behind the last piece, when that is queued.

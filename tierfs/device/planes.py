@@ -173,7 +173,7 @@ def join_planes_reference(
     Args:
         planes: E x ``width`` bytes.
         width: Bytes of an element.
-        order: Of the bits.
+        order: The bits'.
         base: As long as the block, if any.
         tail: The bytes of the block behind its last whole element.
 

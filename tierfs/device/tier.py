@@ -45,7 +45,7 @@ class Generation:
         drained: Whether the ram tier has all of it.
         owner: Whose snapshot it holds.
         save_id: The save that it was published as; empty until then.
-        digests: Of its blocks, in order, as they were before the bytes left the device; empty where CuPy is missing.
+        digests: Its blocks', in order, as they were before the bytes left the device; empty where CuPy is missing.
         blocks: Address and length of each block.
         items: For what was published, its place: see `DeviceTier.publish`.
     """
@@ -203,7 +203,7 @@ class DeviceTier:
         return accelerator.hash(accelerator.current(), addresses, lengths) == generation.digests
 
     def status(self) -> dict[str, Any]:
-        """What the tier holds, as plain values; see `tierfs status`."""
+        """The content of the tier, as plain values; see `tierfs status`."""
         now = time.monotonic()
         taken = [generation.taken_s for generation in self._generations if generation.taken_s is not None]
         return {

@@ -63,11 +63,11 @@ class MemoryRegion(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """What a transfer asks of the owner of the host memory.
+    """The owner of the host memory, as a transfer sees it.
 
     Attributes:
         pin: Registers the memory with the GPU, as far as it is not.
-        find: Of chunks, by their digests, those that the host has: for each a function that fills a place with its bytes and
+        find: Finds the chunks that the host has, by their digests: for each a function that fills a place with its bytes and
             returns whether it did. ``None`` where the store's digests are of another kind.
         fall_back: Called with a name and a message for what a fallback did.
     """
@@ -88,10 +88,10 @@ class Transfer:
         host: See `HostMemory`.
 
     Attributes:
-        mode: What it came to: ``ram`` where the device tier has no room.
+        mode: The mode in effect: ``ram`` where the device tier has no room.
         generation: Where the snapshot lies, in `CaptureMode.DEVICE`.
-        offsets: Of each region, where it begins in the generation.
-        digests: Of each region, the digest of each of its chunks, as of before the bytes left the device; empty without CuPy.
+        offsets: Where each region begins in the generation.
+        digests: For each region, the digest of each of its chunks, as of before the bytes left the device; empty without CuPy.
         skipped_bytes: How many bytes did not cross the link, because the host had equal chunks.
     """
 
@@ -296,7 +296,7 @@ class Transfer:
             )
 
     def _missing(self, targets: Sequence[torch.Tensor]) -> Iterator[DrainPiece]:
-        """What has to cross the link."""
+        """The pieces that have to cross the link."""
         wanted = [[(0, region.length)] for region in self._regions]
         if self.generation is not None and self._accelerator.can_hash:
             wanted = self._without_known(targets)

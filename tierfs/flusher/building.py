@@ -71,7 +71,7 @@ def build_engine(
         publisher: Publishes to the store where there is no ``connect``.
         clock: Where time comes from.
         faults: Called before and after each ordered step.
-        fallbacks: What this process does otherwise than it is meant to, to be counted.
+        fallbacks: Those of this process, to be counted.
     """
     clock = clock or SystemClock()
 

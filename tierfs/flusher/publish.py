@@ -59,7 +59,7 @@ class StorePublisher:
         return f"StorePublisher({self._store!r})"
 
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
-        """What is known of each chunk of a file, before they are put; nothing where nothing is."""
+        """The facts about each chunk of a file, before they are put; none where nothing is known."""
         store = self._open()
         assert self._keyframes is not None
         plan = self._keyframes.plan(draft, read, derives=store.encoder.derives)
@@ -88,10 +88,10 @@ class StorePublisher:
         """Make sure that the object tier holds a chunk's bytes, and say under which name; ``None`` if ``fill`` says that they are gone.
 
         Args:
-            length: Of the chunk: 1 byte to 16 MiB.
+            length: The chunk's: 1 byte to 16 MiB.
             fill: Gets its bytes.
-            context: What is known of them, if anything is.
-            rows: Of the file, as far as they are stored: those that the context's sources are parts of.
+            context: The facts about them, if there are any.
+            rows: The file's, as far as they are stored: those that the context's sources are parts of.
             read: Gets at chunks that lie on this host.
             pace: Called with the number of bytes before they are sent, to wait until so many may be.
 
@@ -184,7 +184,7 @@ class StorePublisher:
         publish(store, observed, record, term=term)
 
     def _commit(self, store: Store, directory: str) -> None:
-        """What was published may be the last that a checkpoint waited for.
+        """Commit a checkpoint, if the published file is the last that it waited for.
 
         Raises:
             StoreError: It cannot be told now; it is transient.
@@ -199,7 +199,7 @@ class StorePublisher:
             _logger.error("%s: no save there can be committed: %s", store.where(directory), error)  # noqa: TRY400 - says it all
 
     def _base(self, store: Store, draft: Draft) -> Observed | None:
-        """What the draft replaces; ``None`` if it is published already."""
+        """The version that the draft replaces; ``None`` if it is published already."""
         if draft.base.write_id is None:
             version = None if draft.base.version is None else Version(draft.base.version)
             return Observed(draft.path, keys.record_key(draft.path), None, version)

@@ -33,7 +33,7 @@ class FlushItem:
         level: The level that it has reached.
         since_s: When this flusher learned of it, monotonic seconds.
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
-        contexts: What is known of each chunk; ``None`` before that was asked for.
+        contexts: The facts about each chunk; ``None`` before they were asked for.
         persisted: Whether it has left the slab for the nvme tier, or does not need to.
         ahead: Whether it was uploaded, or that was tried, before it was settled.
         uploaded: Whether every row is there.

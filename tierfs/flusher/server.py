@@ -30,7 +30,7 @@ __all__ = ["Engine", "Peer", "Service"]
 
 CONNECTIONS_MAX = 256  # and as many threads
 FIRST_CLIENT_S = 5.0  # it was started for somebody: even without a linger they get this long to connect
-# Who looks whether a flusher is there holds its lock for an instant, and a retiring one until it has closed all.
+# A process that looks for a flusher holds its lock for an instant, and a retiring one until it has closed all.
 ACQUIRE_S = 1.0
 TICK_S = 0.1
 TICK_BUSY_S = 1.0  # while there are clients or work: it cannot retire anyway

@@ -36,7 +36,7 @@ class Alone:
 
     Args:
         store: The store.
-        context: What is known of it.
+        context: The facts about it.
     """
 
     def __init__(self, store: Store, context: ChunkContext = NO_CONTEXT) -> None:
@@ -155,7 +155,7 @@ def _find_or_put(
 
 
 def _look(store: Store, name: ChunkName, raw_length: int) -> Row | None:
-    """What is known to stand under a name before anything is sent: see `inspect`."""
+    """The object under a name, as known before anything is sent: see `inspect`."""
     if _is_unusable(store, name):
         return DAMAGED
     # Where a put does not say that it found something, there is nothing else; else one of little costs no more than a look.
@@ -192,7 +192,7 @@ def _put(store: Store, row: Row, payload: list[Buffer], sending: Sending) -> Row
         if isinstance(error, AlreadyExistsError):
             return found if is_sound(store, found) else DAMAGED
         if isinstance(store.objects, PromisedObjects) and store.objects.reads_back:
-            # What is acknowledged is read back, and nobody has read this.
+            # An acknowledged chunk is read back, and nobody has read this one.
             return _read_back(store, found)
         return found
     store.lease_cache.note_put(row.name)
@@ -217,7 +217,7 @@ def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> R
     Args:
         store: The store.
         row: The chunk.
-        where: What file it belongs to, for errors.
+        where: Its file, for errors.
         read: Gets at it where it lies on this host.
 
     Raises:

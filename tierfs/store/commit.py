@@ -98,7 +98,7 @@ class Commits:
         While the object tier is unreachable, what this host saw last of the checkpoint counts.
 
         Args:
-            path: Of the checkpoint's metadata.
+            path: The checkpoint's metadata.
             save_id: Hexadecimal digits, drawn at random.
 
         Returns:
@@ -158,9 +158,9 @@ class Commits:
         """Write a checkpoint's metadata at the store's level, behind the files that this host closed before.
 
         Args:
-            path: Of the metadata.
-            document: What it is to hold.
-            mark: Of the save.
+            path: The metadata's.
+            document: Its content.
+            mark: The save's.
             is_new: No record lay at the path when the save began. Then it is not looked at again, unless the put, which is on
                 condition, finds something there; but where the flusher puts it, it is: for that a conflict is one for good.
 
@@ -189,9 +189,9 @@ class Commits:
         From then on the save is committed when they are, even where this host cannot look now.
 
         Args:
-            directory: Of the checkpoint.
+            directory: The checkpoint's.
             document: The metadata.
-            mark: Of the save.
+            mark: The save's.
 
         Raises:
             ConflictError: A save that began later is published already.
@@ -333,7 +333,7 @@ class Commits:
     # -- parts ---------------------------------------------------------------------------------------------------------
 
     def _announced(self, directory: str) -> list[tuple[SaveMark, Observed]]:
-        """What is announced, the newest first: each lies under its save's id. What else lies there is somebody's own."""
+        """The announced saves, the newest first: each lies under its save's id. Other files there are somebody's own."""
         found = []
         for path, info in live_records(self._store, _inside(directory, PENDING), deep=False):
             try:
@@ -406,7 +406,7 @@ class Commits:
 
 
 def part_of(store: Store) -> Mapping[str, object]:
-    """What to say in the manifest of a part that is saved at a store's level."""
+    """The note in the manifest of a part that is saved at a store's level."""
     return PART_IN_PLACE if store.ack is Level.OBJECT else PART
 
 

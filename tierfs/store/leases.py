@@ -56,7 +56,7 @@ class ChunkCheck(NamedTuple):
 
 
 class LeaseCache:
-    """What one writer knows to be in the store, and until when that counts. Safe for use by many threads."""
+    """One writer's knowledge of chunks in the store, and until when it counts. Safe for use by many threads."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class LeaseCache:
 
     def add_verified(self, name: ChunkName, *, is_whole: bool = False) -> None:
         """Note that this chunk object, or all of it, was read just now: if a manifest names it, it need not be looked for any more."""
-        # Whoever reads waits for no lease: the lock is held while one is renewed.
+        # Readers wait for no lease: the lock is held while one is renewed.
         if name.digest not in self._listed or not self._lock.acquire(blocking=False):
             return
         try:
@@ -220,7 +220,7 @@ class LeaseCache:
             self._note_check(name, at, is_whole=is_whole)
 
     def checked(self, name: ChunkName) -> ChunkCheck | None:
-        """What this writer has read back of this chunk object, if it did."""
+        """This writer's read-back of this chunk object, if there was one."""
         with self._lock:
             return self._checks.get(name)
 

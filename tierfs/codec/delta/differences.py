@@ -65,7 +65,7 @@ def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
 
 
 def _order_of(pairs: Elements) -> tuple[PlaneOrder, list[PlaneFit]]:
-    """What is to be zigzagged, by some differences: of wide numbers no more than the upper 16 bits, where all below are noise."""
+    """The bits to zigzag, by some differences: no more than the upper 16 bits of wide numbers, if all below are noise."""
     lower = pairs.itemsize - 2
     if lower > 0:
         looks = looks_of(pairs, PlaneOrder.ZIGZAG)

@@ -43,7 +43,7 @@ def pack_plane(data: Buffer) -> bytes:
 
 
 def decompress(frame: memoryview, size: int) -> bytes:
-    """What is in a frame of ``size`` bytes.
+    """The content of a frame of ``size`` bytes.
 
     Raises:
         DamageError: It is not exactly one frame that states this size and holds it.

@@ -25,7 +25,7 @@ from tierfs.digest import Buffer
 __all__ = ["WORTH", "Kept", "Mode", "PlaneFit", "look", "pack", "unpack", "unpack_wide"]
 
 WORTH = 0.97
-"""What a plane has to shrink to, and a block as well, or it is not worth the time to decode it."""
+"""The share that a plane has to shrink to, and a block as well, or it is not worth the time to decode it."""
 
 
 class Mode(enum.IntEnum):
@@ -51,9 +51,9 @@ _OUTSIDE_MAX = 0.005
 _OTHERS_MAX = 1 / 64
 # Where more are the same, zstd finds runs of them, and is as fast with all bytes.
 _SAME_MAX = 0.9
-# What chi squared is of 512 bytes of a plane that is left as it is. At 425, a Huffman coder could save 3 %.
+# Chi squared of 512 bytes of a plane that is left as it is. At 425, a Huffman coder could save 3 %.
 _CHI_SQUARED_MIN, _CHI_SQUARED_MAX = 150, 425
-# Of random bytes, one in 256 is the same as the one before.
+# One in 256 random bytes is the same as the one before.
 _REPEATED_MAX = 0.05
 # Bit 7 of eight bytes, and by how much to shift the other bits of such bytes to get there.
 _HIGHEST = np.uint64(0x8080808080808080)
@@ -62,7 +62,7 @@ _SEVEN_PART = 64
 
 
 class PlaneFit(NamedTuple):
-    """What a plane seems to be good for.
+    """The prospects of a plane.
 
     Attributes:
         mode: RAW, SEVEN, CODES, MOSTLY or FRAME.
@@ -74,7 +74,7 @@ class PlaneFit(NamedTuple):
 
 
 def look(pairs: Elements) -> list[PlaneFit]:
-    """What to make of planes.
+    """How to keep planes.
 
     Args:
         pairs: Rows of some element and the one behind it, from all over the block.
@@ -100,7 +100,7 @@ def look(pairs: Elements) -> list[PlaneFit]:
 
 
 def _look(counts: NDArray[np.intp], size: int) -> PlaneFit:
-    """What to make of a plane that is no noise, by how often each byte is in it."""
+    """How to keep a plane that is no noise, by how often each byte is in it."""
     most = int(counts.argmax())
     if counts[most] >= (1 - _OTHERS_MAX) * size:
         return PlaneFit(Mode.MOSTLY, most)

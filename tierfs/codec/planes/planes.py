@@ -51,7 +51,7 @@ _REST = 0x807F
 
 
 class PlaneOrder(enum.IntEnum):
-    """What is done to the upper 16 bits of elements before they are taken apart. The number is stored in a block's head."""
+    """Orders of the upper 16 bits of elements before they are taken apart. The number is stored in a block's head."""
 
     AS_IT_IS = 0
     SIGN_LAST = 1
@@ -60,7 +60,7 @@ class PlaneOrder(enum.IntEnum):
     """They are zigzagged by themselves: what is below them is noise, whatever the sign."""
 
 
-# What `tierfs._kernels` calls differences that are zigzagged whole.
+# The number in `tierfs._kernels` of differences that are zigzagged whole.
 _ZIGZAG_WHOLE = 3
 
 
@@ -69,7 +69,7 @@ class PlaneWriter:
 
     Args:
         raw: The block.
-        width: Of its elements.
+        width: Its elements'.
         out: Where to. What comes before the heads is the caller's.
         at: Where the heads begin.
         count: How many planes there will be.
@@ -99,7 +99,7 @@ class PlaneWriter:
         return place
 
     def since(self, length: int) -> memoryview:
-        """What was placed last, of so many bytes in all."""
+        """The part that was placed last, of so many bytes in all."""
         return self._out[self._end - length : self._end]
 
     def put(self, mode: Mode, parts: Sequence[Buffer]) -> None:
@@ -155,8 +155,8 @@ class PlaneReader:
 
         Args:
             target: For the elements.
-            order: Of their upper 16 bits.
-            base: What to add them to as differences; for the kernels only.
+            order: That of their upper 16 bits.
+            base: The elements to add them to as differences; for the kernels only.
         """
         width, count = target.itemsize, target.size
         if kernels.active is not None:
@@ -301,7 +301,7 @@ def pairs_of(blocks: Sequence[Elements]) -> Elements:
 
 
 def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS) -> list[PlaneFit]:
-    """What to make of the planes of elements like these, once their upper 16 bits are in that order: the least significant first."""
+    """How to keep the planes of elements like these, once their upper 16 bits are in that order: the least significant first."""
     width = pairs.itemsize
     if not pairs.size:
         return [PlaneFit(Mode.FRAME)] * width

@@ -30,7 +30,7 @@ __all__ = ["DAMAGED", "GENERATIONS_MAX", "are_there", "fetch", "fetch_object", "
 
 GENERATIONS_MAX = 64
 DAMAGED = Row(ChunkName(b""), 0, 0)
-"""What `inspect` says of a chunk object that is there and not whole."""
+"""The answer of `inspect` for a chunk object that is there and not whole."""
 _CODECS = frozenset(Codec)
 _logger = logging.getLogger("tierfs.store")
 
@@ -43,8 +43,8 @@ def fetch(store: Store, row: Row, parts: Sequence[Part], where: str, *, exact: b
     Args:
         store: The store.
         row: The chunk.
-        parts: What is wanted of it, by offsets in the raw chunk.
-        where: What file the chunk belongs to, for errors.
+        parts: The wanted parts of it, by offsets in the raw chunk.
+        where: The file of the chunk, for errors.
         exact: Whether it is known that nothing else is wanted of the chunk: then it is fetched whole only if next to all of it is wanted.
 
     Raises:
@@ -102,7 +102,7 @@ def find_chunk(store: Store, row: Row, where: str) -> Row:
 
 
 def inspect(store: Store, name: ChunkName, raw_length: int) -> Row | None:
-    """What stands under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
+    """The object under a chunk's name, as far as its envelope tells: ``None`` for nothing, `DAMAGED`, reported, for no whole chunk.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
@@ -178,7 +178,7 @@ def _fetch(store: Store, row: Row, parts: Sequence[Part], where: str, depth: int
     except CorruptionError as error:
         if str(error).startswith(place):
             raise
-        # What the object tier itself finds out, an object cut short for example, names the key alone.
+        # An error of the object tier itself, for an object cut short for example, names the key alone.
         raise CorruptionError(f"{place}: {error}", path=where, tier="object") from error
 
 
@@ -188,7 +188,7 @@ def fetch_object(store: Store, row: Row, parts: Sequence[Part], place: str, *, d
     Args:
         store: The store.
         row: The chunk.
-        parts: What is wanted of it, by offsets in the raw chunk.
+        parts: The wanted parts of it, by offsets in the raw chunk.
         place: How to call the object in an error.
         depth: How many chunks are encoded against it, one against the other, on the way here.
 
@@ -294,7 +294,7 @@ class _Fetch:
             self._settle(envelope, index, found[index], needed[index])
 
         with processors().turn():
-            # What is stored as it is takes less time than another thread takes to begin.
+            # A raw chunk takes less time than another thread takes to begin.
             if sum(envelope.blocks[index].codec != Codec.STORE for index in targets.blocks) > 1:
                 processors().share_out(ensure_chunks_durable, targets.blocks)
             else:
@@ -350,11 +350,11 @@ def read_envelope(store: Store, row: Row, where: str) -> Envelope:
 
 
 class _Bases:
-    """What blocks of a chunk are encoded against, fetched when the first of them asks for it, and for no others.
+    """The bases of a chunk's blocks, fetched when the first of them asks for one, and for no others.
 
     Args:
         store: The store.
-        envelope: Of the chunk.
+        envelope: The chunk's.
         blocks: Which ones will be decoded, in order.
         place: How to call the chunk in an error.
         depth: See `fetch_object`.
@@ -378,12 +378,12 @@ class _Bases:
         self._factor = sum(base.length for base in envelope.bases) // envelope.raw_length
         self._blocks = [index for index in blocks if self._needs(envelope.blocks[index].codec)]
         self._start = self._blocks[0] * BLOCK_BYTES * self._factor if self._blocks else 0
-        # Who reads all of a chunk is about to read those beside it, against which the rest of the same bases is needed.
+        # A reader of a whole chunk is about to read those beside it, which need the rest of the same bases.
         self._share = EXACT_SHARE if len(blocks) < len(envelope.blocks) else ANY_SHARE
         self._bytes: memoryview | None = None
 
     def of(self, index: int) -> memoryview | None:
-        """What block ``index`` is encoded against; ``None`` if against nothing."""
+        """The base of block ``index``; ``None`` if it has none."""
         if index not in self._blocks:
             return None  # which the decoder refuses, if it needs one
         if self._bytes is None:
@@ -408,7 +408,7 @@ class _Bases:
             for run in runs_of(self._blocks)
         ]
         needed = self._lend(runs[-1][1] - self._start)
-        # Of each chunk all that is wanted at once: a request costs more than a part.
+        # All wanted parts of a chunk at once: a request costs more than a part.
         parts: dict[Row, list[Part]] = {}
         at = 0
         for base in self._envelope.bases:

@@ -76,7 +76,7 @@ def open_entry(store: Store, entry: Entry, *, exact: bool = False) -> Reader:
 
     Args:
         store: The store.
-        entry: Of a file.
+        entry: A file's.
         exact: Fetch what is asked for and little more: who reads knows what is wanted of the file. Otherwise chunks of
             which a good part is read are fetched, and kept on this host, as a whole.
 
@@ -238,7 +238,7 @@ class _ChunkReader:
             name = local_name(self._store.descriptor.digest_kind, self._rows[number].name.digest)
             is_near = self._store.tiers is not None and self._store.tiers.reader.holds(name, "ram")
             (near if is_near else far).append((number, wanted))
-        # What takes waiting goes on many threads, what takes copying on as many as there are processors.
+        # Waiting goes on many threads, copying on as many as there are processors.
         transfers().map(fill, far)
         processors().share_out(fill, near)
 

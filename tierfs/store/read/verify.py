@@ -39,7 +39,7 @@ class Damage:
         path: The file it concerns, or the object's key where it belongs to no file.
         key: The object that is damaged or missing.
         kind: Category of the error.
-        problem: What is wrong, in words.
+        problem: The problem, in words.
     """
 
     path: str
@@ -50,13 +50,13 @@ class Damage:
 
 @dataclass(slots=True)
 class VerifyReport:
-    """What `verify` looked at and found.
+    """The result of `verify`.
 
     Attributes:
         files: Files whose manifest could be read; directories and tombstones are read too.
         chunks: Chunk objects read, each once.
         raw_bytes: Decoded bytes that were checked.
-        damage: What is wrong; empty if all is well.
+        damage: All problems; empty if all is well.
     """
 
     files: int = 0
@@ -186,7 +186,7 @@ def _records(store: Store, path: str, report: VerifyReport) -> Iterator[tuple[st
 
 
 def _check_rest(store: Store, seen: set[ChunkName], report: VerifyReport) -> None:
-    """What belongs to no file: the descriptor, leases, condemned and reference lists, chunks that no file names, strays."""
+    """Objects that belong to no file: the descriptor, leases, condemned and reference lists, chunks that no file names, strays."""
 
     def check(key: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What kind of thing is at a path, also while the object tier is unreachable and saves go on without it."""
+"""The kind of thing at a path, also while the object tier is unreachable and saves go on without it."""
 
 from __future__ import annotations
 

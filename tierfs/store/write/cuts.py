@@ -68,7 +68,7 @@ class Cutter:
         return ends
 
     def layout(self, start: int, stop: int) -> list[Span]:
-        """What a chunk consists of that ended with the bytes taken last, or has not ended: without gaps, in order.
+        """The elements of the chunk that ended with the bytes taken last, or has not ended: without gaps, in order.
 
         Whoever wants to know asks of one chunk after the other.
         """

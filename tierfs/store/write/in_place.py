@@ -93,7 +93,7 @@ class StagedFile:
         """Room for chunks, those of a run side by side.
 
         Args:
-            runs: Of each the lengths of its chunks in bytes, each 1 to 16 MiB; all but its last are multiples of 4096.
+            runs: For each, the lengths of its chunks in bytes, each 1 to 16 MiB; all but its last are multiples of 4096.
             wait: Whether to wait for room.
 
         Raises:
@@ -174,7 +174,7 @@ class StagedFile:
         Args:
             path: Relative to the store.
             runs: Sealed, where there are local tiers.
-            level: What is waited for; by default the store's.
+            level: The level to wait for; by default the store's.
             metadata: See `Writer`.
             is_new: See `Writer`.
 

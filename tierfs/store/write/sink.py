@@ -56,7 +56,7 @@ class ObjectSink:
 
     Args:
         store: The store.
-        path: Of the file.
+        path: The file's.
         cutter: Says where chunks end, and what is in them.
         unread: See `store_chunk`.
     """
@@ -140,7 +140,7 @@ class SlabSink:
 
     Args:
         tiers: The local tiers.
-        write_id: Of the file, so that the flusher knows whose chunks went ahead of it.
+        write_id: The file's, so that the flusher knows whose chunks went ahead of it.
         cutter: Says where chunks end.
         timeout_s: How long to wait for room; ``None`` for as long as it takes.
     """

@@ -45,8 +45,8 @@ def seal(
 
     Args:
         store: The store, with local tiers.
-        observed: What the change replaces.
-        record: What is to be published.
+        observed: The version that the change replaces.
+        record: The record to publish.
         slots: Per row of a manifest, which slot holds the chunk for this change; none for rows whose chunks lie elsewhere.
         after: Write id of a draft that has to be published before.
 
@@ -118,7 +118,7 @@ def follow(store: Store, record: Record, path: str, level: Level | None = None) 
     Raises:
         ConflictError: Somebody else changed the path since; theirs stands.
         TimeoutError: The level was not reached in time; the change is pending all the same.
-        TierfsError: What keeps it from getting there; the change is pending all the same.
+        TierfsError: The reason why it cannot get there; the change is pending all the same.
     """
     assert store.tiers is not None
     wanted = store.ack if level is None else level
@@ -142,8 +142,8 @@ def replace(
 
     Args:
         store: The store.
-        observed: What the change replaces.
-        record: What is to be there.
+        observed: The version that the change replaces.
+        record: The new record.
         staged: Whether it depends on something that is pending, other than what it replaces.
         slots: See `seal`.
         after: Write id of a draft that has to be published before.

@@ -43,7 +43,7 @@ DIRECT_ROW_BYTES_MAX = 8 << 20
 
 
 class WriteMode(enum.Enum):
-    """What a write does with what is there."""
+    """How a write treats an existing file."""
 
     OVERWRITE = "wb"
     CREATE = "xb"
@@ -73,7 +73,7 @@ class Writer:
     Args:
         store: The store.
         path: Relative to its root.
-        mode: What to do with what is there. The path is observed now, unless it is new, and the commit is conditional on it.
+        mode: How to treat an existing file. The path is observed now, unless it is new, and the commit is conditional on it.
         metadata: JSON values to keep with the file.
         level: At which level `commit` returns; by default the store's. Below what the object tier gives, the rest is left
             to the flusher.
@@ -83,7 +83,7 @@ class Writer:
 
     Attributes:
         is_replacing: Whether a file was there when the path was observed.
-        published: What `commit` published, or made pending; also where it raised because that did not reach its level in time.
+        published: The version that `commit` published, or made pending; also if it raised because that did not reach its level in time.
 
     Raises:
         AlreadyExistsError: `WriteMode.CREATE`, and there is a file.
@@ -164,7 +164,7 @@ class Writer:
 
         Args:
             rows: In order.
-            slots: Of each, which slot holds it for this file; ``None`` for one that is in the object tier. If there is any,
+            slots: For each, the slot that holds it for this file; ``None`` for one that is in the object tier. If there is any,
                 the writer has to be ``staged``.
         """
         self._kept, self._kept_slots = list(rows), list(slots)
@@ -211,7 +211,7 @@ class Writer:
             manifest = self._manifest(rows)
             # Asked again: something may have been closed in this directory since, and has to be published before.
             if not self._staged and is_staged(self._store, self.path, self._level):
-                # What was observed may be old, and a conflict of what is pending is one for good.
+                # The observed version may be old, and a conflict of a pending file is one for good.
                 check_stands(self._store, self._observed)
                 self._staged = True
             if self._staged:
@@ -368,11 +368,11 @@ class DurableChunks(NamedTuple):
 
 
 def ensure_chunks_durable(store: Store, path: str, rows: Sequence[Row], read: ReadRow | None = None) -> DurableChunks:
-    """What a writer does right before it publishes: make sure that every chunk it will name is there to stay.
+    """A writer's last step before it publishes: make sure that every chunk it will name is there to stay.
 
     Args:
         store: The store.
-        path: Of the file, for errors.
+        path: The file's, for errors.
         rows: Its chunks.
         read: Gets at those that lie on this host, should one of them have to be stored anew.
 
