@@ -752,3 +752,41 @@ def test_what_is_stored_without_its_table_or_the_save_before_is_counted_and_said
     assert flushing.publisher.asked()["codecs"]["unknown_layouts"] == 2
     assert [record.levelname for record in caplog.records].count("WARNING") == 1
     assert "without regard to its tensors" in caplog.text
+
+
+def lists_of(measured, save, count):
+    """Listings for so many files of one directory, beside those that open the store."""
+    save(count)
+    before = measured.snapshot()["list"]["requests"]
+    for number in range(count):
+        save(number)
+    return measured.snapshot()["list"]["requests"] - before
+
+
+def test_files_too_small_for_differences_look_for_no_parent(objects):
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+    assert lists_of(measured, lambda number: flushing.save(f"logs/event-{number}.json", b"{}" * (number + 1)), 20) == 0
+
+
+def test_names_of_a_directory_are_listed_once_in_five_seconds(objects, training):
+    measured = MeasuredObjects(objects)
+    flushing = Flushing(measured)
+
+    def save(number):
+        flushing.clock.sleep(0.1)
+        flushing.save(f"run/{uuid.UUID(int=number * 7919)}-part/shard_{number}_of_all.bin", training.step().file())
+
+    assert lists_of(measured, save, 20) <= 2
+    flushing.clock.sleep(6)
+    assert lists_of(measured, save, 1) <= 1
+
+
+def test_a_parent_that_another_host_published_is_found_when_the_names_are_listed_again(objects, training):
+    here, there = Flushing(objects), Flushing(objects)
+    here.save("other/step_1/shard.bin", training.file())
+    first = there.save(path_of(1), training.file())
+    here.clock.sleep(6)
+    second = here.save(path_of(2), training.step().file())
+    assert needs(second) <= names(first)
+    assert needs(second)

@@ -23,7 +23,7 @@ from tierfs.format.envelope import BASES_MAX
 from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.record import Draft
 from tierfs.store.encode.contexts import ChunkContext, ChunkPart, ReadRow
-from tierfs.store.encode.parents import find_parent, given_parent
+from tierfs.store.encode.parents import ListedNames, find_parent, given_parent
 from tierfs.store.encode.series import group_of
 from tierfs.store.encode.tensors import TensorPlace, layout_of, places, stored_layout, unknown_layout
 from tierfs.store.read.fetch import read_envelope
@@ -78,12 +78,12 @@ class FilePlan(NamedTuple):
     """What is known of a file that is to be published.
 
     Attributes:
-        series: The saves that it comes after.
+        series: The saves that it comes after; ``None`` for a file that is too small for differences.
         places: Of its chunks.
         contexts: For each of them.
     """
 
-    series: SaveSeries
+    series: SaveSeries | None
     places: list[TensorPlace]
     contexts: list[ChunkContext]
 
@@ -99,6 +99,7 @@ class KeyframeIndex:
         self._store = store
         self._lock = threading.Lock()
         self._known: dict[str, SaveSeries] = {}
+        self._listed = ListedNames(store)
         self._fallbacks: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -133,6 +134,9 @@ class KeyframeIndex:
             text = "%s is stored without regard to its tensors, whose table is not on this host any more: %s"
             self._fall_back("unknown_layouts", text, self._store.where(draft.path), error)
             layout = unknown_layout(0, manifest.length)
+        if manifest.length < DELTA_BYTES_MIN:
+            spans = list(places(layout, [row.raw_length for row in manifest.rows], group_of(draft.path)))
+            return FilePlan(None, [place for place, _ in spans], [ChunkContext(tensors) for _, tensors in spans])
         series = self._series(draft)
         found, contexts = [], []
         # Those that come behind before it is published go on with what there is, unless it never is.
@@ -154,6 +158,8 @@ class KeyframeIndex:
     def note(self, draft: Draft, plan: FilePlan, rows: Sequence[Row]) -> None:
         """Learn from what was published: its rows, in order."""
         series = plan.series
+        if series is None:
+            return
         with self._lock:
             for place, uploaded in zip(plan.places, rows, strict=True):
                 # It may have had to be stored anew right before it was published.
@@ -188,7 +194,7 @@ class KeyframeIndex:
             series = next((self._known[key] for key in keys if key in self._known), None)
         try:
             if series is None:
-                parent = find_parent(self._store, draft) if given is None else given
+                parent = find_parent(self._listed, draft) if given is None else given
                 series = (
                     SaveSeries(draft.path, term=self._store.lease_cache.ensure())
                     if parent is None
