@@ -2,6 +2,7 @@
 
 import errno
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from tierfs.cli import app as frame
 from tierfs.cli import main
 from tierfs.cli.commands import ls
 from tierfs.cli.failures import describe
+from tierfs.cli.output import colored
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "reference" / "cli.md").read_text()
@@ -156,6 +158,20 @@ def test_wrong_usage_exits_with_2_and_says_where_to_look(words, capsys):
     assert "--help` shows examples" in shown.err
     assert main([*words, "--json"]) == 2
     assert json.loads(capsys.readouterr().out)["error"]["kind"] == "invalid-input"
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_terminal", "has_color"),
+    [({}, True, True), ({"NO_COLOR": "1"}, True, False), ({"TERM": "dumb"}, True, False), ({}, False, False)],
+)
+def test_colours_are_for_terminals_that_want_them(environment, is_terminal, has_color, monkeypatch):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal
+    assert ("\x1b" in colored("text", "ok", stream)) == has_color
 
 
 def test_the_help_lists_every_command(capsys):

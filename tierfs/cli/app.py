@@ -20,7 +20,7 @@ from typing import NoReturn, Protocol, TypeVar, cast
 from tierfs import __version__
 from tierfs.cli.failures import Failure, describe
 from tierfs.cli.log import logging_to_stderr
-from tierfs.cli.output import print_json, printable
+from tierfs.cli.output import colored, print_json, printable
 from tierfs.cli.overview import show_stores
 from tierfs.errors import InvalidInputError, TierfsError
 from tierfs.misplaced import do_not_warn
@@ -287,7 +287,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _report(failure: Failure, *, as_json: bool) -> int:
     message = "\n".join(map(printable, failure.message.split("\n")))
-    print(f"tierfs: {message}", file=sys.stderr)
+    print(f"{colored('tierfs:', 'problem', sys.stderr)} {message}", file=sys.stderr)
     try:
         if as_json:
             print_json({"error": {"kind": failure.kind, "message": failure.message, "path": failure.path}})

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from typing import IO
 
-__all__ = ["add_json_argument", "align", "format_time", "print_json", "printable"]
+__all__ = ["add_json_argument", "align", "colored", "format_time", "print_json", "printable"]
+
+_COLORS = {"ok": "32", "note": "33", "problem": "31"}
 
 
 def add_json_argument(parser: argparse._ActionsContainer) -> None:
@@ -36,6 +41,18 @@ def align(rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> list[s
         ]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def colored(text: str, state: str, stream: IO[str] | None = None) -> str:
+    """Text in the colour of a state, on a terminal that shows colours: not with ``NO_COLOR``, nor ``TERM=dumb``, nor in a pipe.
+
+    Args:
+        text: To be coloured as a whole, after it was aligned.
+        state: ``ok``, ``note`` or ``problem``.
+        stream: Where it goes; stdout by default.
+    """
+    shows = (stream or sys.stdout).isatty() and os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")
+    return f"\x1b[{_COLORS[state]}m{text}\x1b[0m" if shows else text
 
 
 def format_time(time_ns: int, *, precise: bool = False) -> str:

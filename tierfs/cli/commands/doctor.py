@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.output import add_json_argument, align, print_json, printable
+from tierfs.cli.output import add_json_argument, align, colored, print_json, printable
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
         return code
     lines = align([(check.state, check.name, printable(check.found)) for check in checks])
     for line, check in zip(lines, checks, strict=True):
-        print(line)
+        print(colored(check.state, check.state) + line.removeprefix(check.state))
         if check.advice:
             print(f"      -> {printable(check.advice)}")
     return code
