@@ -44,6 +44,12 @@ def test_every_page_is_reached_from_the_index():
     assert reached >= set(PAGES), sorted(str(page) for page in set(PAGES) - reached)
 
 
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = (ROOT / ".mkdocs.yml").read_text()
+    pages = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for page in pages if not page.startswith("decisions/") and f" {page}\n" not in menu} == set()
+
+
 def test_every_environment_variable_that_is_read_is_documented():
     used = set()
     for path in (ROOT / "tierfs").rglob("*.py"):
