@@ -277,15 +277,15 @@ FINAL = [
         StoreError,
         "does not accept the credentials",
     ),
-    (_named("NoCredentialsError"), StoreError, "no credentials could be had"),
-    (_named("PartialCredentialsError"), StoreError, "no credentials could be had"),
+    (_named("NoCredentialsError"), StoreError, "no credentials were found"),
+    (_named("PartialCredentialsError"), StoreError, "no credentials were found"),
     (
         _named("MetadataError", type("CredentialRetrievalError", (Exception,), {})),
         StoreError,
-        "no credentials could be had",
+        "no credentials were found",
     ),
-    (_named("DefaultCredentialsError"), StoreError, "no credentials could be had"),
-    (_caused(ValueError("unable"), _named("CredentialUnavailableError")), StoreError, "no credentials could be had"),
+    (_named("DefaultCredentialsError"), StoreError, "no credentials were found"),
+    (_caused(ValueError("unable"), _named("CredentialUnavailableError")), StoreError, "no credentials were found"),
     (
         type("SSLError", (Exception,), {})(
             "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: expired (_ssl.c:1)"
@@ -315,8 +315,8 @@ FINAL = [
     (GcsError(403, "retentionPolicyNotMet"), ReadOnlyError, "lift it"),
     (AzureError(409, "BlobArchived"), StoreError, "bring it back"),
     (_caused(PermissionError("no"), BotoError(403, "InvalidObjectState")), StoreError, "bring it back"),
-    (AzureError(412, "LeaseIdMissing"), StoreError, "somebody holds a lease"),
-    (AzureError(412, "LeaseLost"), StoreError, "somebody holds a lease"),
+    (AzureError(412, "LeaseIdMissing"), StoreError, "another client holds a lease"),
+    (AzureError(412, "LeaseLost"), StoreError, "another client holds a lease"),
     (AzureError(409, "SnapshotsPresent"), StoreError, "delete them"),
     (AzureError(409, "InvalidBlobType"), StoreError, "move it away"),
     (AzureError(404, x_ms_error_code="ContainerNotFound"), StoreError, "az storage container create"),

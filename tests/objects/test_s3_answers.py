@@ -210,7 +210,7 @@ def test_credentials_that_come_late_are_found_by_the_next_request(monkeypatch, t
     # Nothing listens there: what matters is what is said of it.
     sessions = SharedSession("s3", lambda: connect_s3({"endpoint_url": "http://127.0.0.1:1"}))
     objects = open_s3(sessions, "bucket/base")
-    with pytest.raises(StoreError, match="no credentials could be had") as caught:
+    with pytest.raises(StoreError, match="no credentials were found") as caught:
         objects.head("a")
     (tmp_path / "credentials").write_text("[default]\naws_access_key_id = a\naws_secret_access_key = b\n")
     with pytest.raises(StoreError, match="Could not connect") as caught:

@@ -90,7 +90,7 @@ _NOT_TRUSTED = Meaning(
 )
 _EXPIRED = Meaning("the credentials have expired: renew them", refused=True)
 _NO_CREDENTIALS = Meaning(
-    "no credentials could be had: give them as options, in the environment, or in the provider's own file",
+    "no credentials were found: give them as options, in the environment, or in the provider's own file",
     refused=True,
 )
 _NO_BUCKET_S3 = Meaning(
@@ -114,10 +114,10 @@ _IMMUTABLE = Meaning(
 _ARCHIVED = Meaning(
     "the object is archived: bring it back from there, and exempt the store's objects from the rule that archives them"
 )
-_LEASED = Meaning("somebody holds a lease on this blob or its container: break it, or have it given back")
+_LEASED = Meaning("another client holds a lease on this blob or its container: break it, or release it")
 _SNAPSHOTS = Meaning("the blob has snapshots, without which it cannot be deleted: delete them")
 _OTHER_KIND = Meaning(
-    "something of another kind is there, or it is encrypted with a key that is not given: it is none of the store's: move it away"
+    "the object is of another kind, or encrypted with a key that was not given, so it is not part of the store: move it away"
 )
 _DENIED_UNSAID = Meaning(
     "access was denied, and the endpoint does not say why: check the credentials, their rights, and this machine's clock",
