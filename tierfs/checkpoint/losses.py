@@ -18,7 +18,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointLoss:
-    """What a checkpoint has lost.
+    """The losses of a checkpoint.
 
     Attributes:
         path: Of its directory.

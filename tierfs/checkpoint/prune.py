@@ -30,7 +30,7 @@ METRICS_BYTES_MAX = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What became of one checkpoint.
+    """The fate of one checkpoint.
 
     Attributes:
         decision: What was decided.
@@ -44,7 +44,7 @@ class Pruned:
 
 
 def look(store: Store, path: str, *, pinned: Collection[str] = ()) -> dict[Candidate, SavedCheckpoint]:
-    """What is known of each checkpoint at or below a path.
+    """The facts about each checkpoint at or below a path.
 
     Raises:
         StoreError, ReadOnlyError: The object tier failed.

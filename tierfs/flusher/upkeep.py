@@ -22,14 +22,14 @@ __all__ = ["Upkeep", "UpkeepPolicy"]
 # How often it is seen whether something is due, and how long scrubbing goes on before that.
 TURN_S = 60.0
 SCRUB_AGE_S = 7 * 86400.0
-"""What was verified within so long is not read again: a bucket's reads cost money."""
+"""Chunks that were verified within so long are not read again: a bucket's reads cost money."""
 STOP_S = 30.0
 _logger = logging.getLogger("tierfs.flush")
 
 
 @dataclass(frozen=True, slots=True)
 class UpkeepPolicy:
-    """What is to be done in the background.
+    """The work in the background.
 
     Attributes:
         gc_every_s: Collect garbage when so much time has passed since that was done; ``None`` for never.

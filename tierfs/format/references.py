@@ -24,7 +24,7 @@ REFERENCES_BYTES_MAX = RECORDS_MAX * CHECK_BYTES + REFERENCED_MAX * 44 + PATH_BY
 
 
 def record_check(key: str, version: str) -> bytes:
-    """What stands in a list for one version of one record."""
+    """A list's entry for one version of one record."""
     return digest.checksum(f"{key}\0{version}".encode())
 
 

@@ -80,7 +80,7 @@ def ask_briefly(store: Store, look: Callable[[], _Answer]) -> _Answer:
 
 
 class KnownStores:
-    """What the stores are that this host has opened, so that they can be opened while their object tier is unreachable.
+    """The stores that this host has opened, so that they can be opened while their object tier is unreachable.
 
     Args:
         directory: The state directory.
