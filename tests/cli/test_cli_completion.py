@@ -39,9 +39,10 @@ def test_bash_completes(script, words, there, not_there):
     assert done.stderr == ""
 
 
-def test_zsh_and_fish_know_every_command(script):
+def test_zsh_and_fish_know_every_command(script, tmp_path):
     for shell in ("zsh", "fish"):
         text = script(shell)
         assert all(f" {name}" in text or f'"{name}' in text for name in app.COMMANDS)
         if shutil.which(shell):
-            subprocess.run([shell, "-n", "-c", text], check=True)
+            (tmp_path / shell).write_text(text)
+            subprocess.run([shell, "-n", str(tmp_path / shell)], check=True)
