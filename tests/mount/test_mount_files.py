@@ -96,6 +96,23 @@ def test_a_file_that_another_host_replaced_is_another_inode(hand, other):
     assert hand.read(handle) == b"old" * MIB
 
 
+def test_a_file_that_is_replaced_all_the_time_can_be_opened(hand, other):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    hand.write_file("a", b"0")
+    node = hand.node("a")
+    verbs.save(other, "a", b"replaced")
+    with pytest.raises(OSError) as caught:
+        hand.files.open(node, os.O_RDONLY)
+    assert caught.value.errno == errno.ESTALE
+    again = hand.node("a")
+    verbs.save(other, "a", b"1")
+    handle = hand.files.open(again, os.O_RDONLY)  # the kernel tries no third time
+    assert hand.read(handle) == b"replaced"
+    assert hand.read_file("a") == b"1"
+    hand.close(handle)
+
+
 def test_a_version_that_another_host_published_is_not_overwritten(hand, other):
     if hand.state.store.tiers is not None:
         pytest.skip("what is staged here is not seen there")

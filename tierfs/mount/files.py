@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import time
+from functools import partial
 
 from tierfs import store as verbs
 from tierfs.errors import ConflictError, NotFoundError
@@ -18,7 +20,7 @@ from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.reading import ReadAhead, Views
 from tierfs.mount.staging import StagedInode
-from tierfs.mount.state import MountState
+from tierfs.mount.state import STALE_S, MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
 
@@ -98,8 +100,11 @@ class Files:
         """Put bytes at ``offset``."""
         node = handle.node
         with node.lock:
-            written = self._staged(node).write(offset, data)
+            staged = self._staged(node)
+            written = staged.write(offset, data)
             self._touched(node)
+            if node.path is not None:
+                staged.feed_ahead(partial(Writer, self._state.store, node.path, level=self._state.level))
         return written
 
     def allocate(self, handle: Handle, offset: int, length: int, mode: int) -> None:
@@ -236,19 +241,25 @@ class Files:
         # What is at the start and did not change is kept as it is.
         keep = staged.kept if base is not None and base.inline is None else 0
         metadata = with_posix(base.metadata if base is not None else {}, node.attributes)
-        writer = Writer(
-            store,
-            path,
-            mode=WriteMode.APPEND if keep else WriteMode.OVERWRITE,
-            metadata=metadata,
-            level=self._state.level,
-            keep=keep,
-        )
+        writer, fed = staged.fed() or (None, 0)
+        if writer is not None and (keep or writer.path != path):
+            writer.abort()
+            writer = None
+        if writer is None:
+            fed = keep
+            writer = Writer(
+                store,
+                path,
+                mode=WriteMode.APPEND if keep else WriteMode.OVERWRITE,
+                level=self._state.level,
+                keep=keep,
+            )
+        writer.metadata = metadata
         try:
             there = writer.replaces.write_id if writer.replaces is not None else None
             if there != (base.write_id if base is not None else None):
                 raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
-            staged.feed(writer, keep)
+            staged.feed(writer, fed)
         except BaseException:
             writer.abort()
             raise
@@ -292,7 +303,8 @@ class Files:
         """
         if node.path is None:
             raise refusal(errno.ESTALE)
-        if node.is_ahead:
+        checked_s, node.checked_s = node.checked_s, -math.inf
+        if node.is_ahead or time.monotonic() - checked_s < STALE_S:
             return
         try:
             entry = verbs.stat_to_read(self._state.store, node.path)
@@ -300,6 +312,7 @@ class Files:
             self._state.nodes.remove(node)
             raise refusal(errno.ESTALE) from None
         if version_of(entry) != node.version or entry.is_directory:
+            self._state.stale.note(node.path)
             self._state.nodes.replaced(node)
             raise refusal(errno.ESTALE)
 

@@ -10,12 +10,13 @@ import contextlib
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.mount.errnos import refusal
+from tierfs.mount.feeding import FEED_FROM_BYTES, Feeding
 from tierfs.store import Reader, Writer
 
 __all__ = ["StagedInode"]
@@ -35,6 +36,8 @@ class StagedInode:
         kept: The first so many bytes are those of the version that is published.
         is_dirty: Whether something changed since it was published.
         was_written: Whether bytes were written since, and not only the length changed.
+        gapless: The first so many bytes were written one after the other.
+        feeding: Stores them meanwhile, if anything does.
     """
 
     def __init__(self, directory: Path, base: Reader | None) -> None:
@@ -45,6 +48,9 @@ class StagedInode:
         self._own: set[int] = set()  # blocks that lie in the local file
         self.kept = self.length
         self.is_dirty = self.was_written = False
+        self.gapless = 0
+        self.feeding: Feeding | None = None
+        self._was_fed = False
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from ``offset``, fewer at the end of the file. Raises as `Reader.read_into` does."""
@@ -77,7 +83,22 @@ class StagedInode:
         self.length = max(self.length, end)
         self._changed(offset)
         self.was_written = True
+        if offset <= self.gapless:
+            self.gapless = max(self.gapless, end)
         return len(data)
+
+    def feed_ahead(self, make: Callable[[], Writer]) -> None:
+        """Have a new file stored while it is being written, by a writer that ``make`` makes."""
+        if self.feeding is None and self._base is None and self.gapless >= FEED_FROM_BYTES and not self._was_fed:
+            self.feeding = Feeding.start(self._fd, make)
+            self._was_fed = self.feeding is not None
+        if self.feeding is not None:
+            self.feeding.grown(self.gapless)
+
+    def fed(self) -> tuple[Writer, int] | None:
+        """The writer that has the start of the file, and how much of it; it is the caller's."""
+        feeding, self.feeding = self.feeding, None
+        return feeding.finish() if feeding is not None else None
 
     def resize(self, length: int) -> None:
         """Cut off what is behind, or add zeros."""
@@ -91,6 +112,7 @@ class StagedInode:
         if length != self.length:
             self._changed(min(length, self.length))
             self.length = length
+            self.gapless = min(self.gapless, length)
 
     def allocate(self, offset: int, length: int) -> None:
         """See that there is room for these bytes on the local disk."""
@@ -112,6 +134,9 @@ class StagedInode:
 
     def close(self) -> None:
         """Give the local file up."""
+        feeding, self.feeding = self.feeding, None
+        if feeding is not None:
+            feeding.abandon()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -119,6 +144,8 @@ class StagedInode:
     def _changed(self, offset: int) -> None:
         self.kept = min(self.kept, offset)
         self.is_dirty = True
+        if self.feeding is not None:
+            self.feeding.changed(offset)
 
     def _take_over(self, block: int) -> None:
         """Have a block in the local file."""

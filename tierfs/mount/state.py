@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +23,35 @@ VALID_SETTLED_S = 60.0
 ATTEMPTS_MAX = 20
 # The kernel looks a name up and makes the file at once, unless it remembers from before that there is none.
 MISSING_S = 0.02
-MISSING_MAX = 256
+# It looks up a name again whose inode was old, once: whatever is found then is opened, also if it is replaced meanwhile.
+STALE_S = 0.2
+RECENT_MAX = 256
+
+
+class RecentPaths:
+    """Paths that something was found out of a moment ago. Safe for use by many threads.
+
+    Args:
+        seconds: How long that is.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._noted: OrderedDict[str, float] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def note(self, path: str) -> None:
+        """Note it of a path."""
+        with self._lock:
+            self._noted[path] = time.monotonic()
+            self._noted.move_to_end(path)
+            while len(self._noted) > RECENT_MAX:
+                self._noted.popitem(last=False)
+
+    def take(self, path: str) -> bool:
+        """Whether it was noted a moment ago. Says so once."""
+        with self._lock:
+            return time.monotonic() - self._noted.pop(path, -math.inf) < self._seconds
 
 
 @dataclass(slots=True)
@@ -35,6 +64,8 @@ class MountState:
         staging: A private directory on this host.
         level: At which level a file is published when it is closed.
         read_only: Whether nothing may be changed.
+        missing: Paths where a look-up found nothing.
+        stale: Paths of which an `open` was told that the kernel has an old version.
     """
 
     store: Store
@@ -44,8 +75,8 @@ class MountState:
     read_only: bool = False
     nodes: Nodes = field(init=False)
     _handle_ids: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
-    _missing: OrderedDict[str, float] = field(init=False, default_factory=OrderedDict)
-    _missing_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    missing: RecentPaths = field(init=False, default_factory=lambda: RecentPaths(MISSING_S))
+    stale: RecentPaths = field(init=False, default_factory=lambda: RecentPaths(STALE_S))
 
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.root, time.time_ns())
@@ -53,19 +84,6 @@ class MountState:
     def next_handle(self) -> int:
         """A number for a handle, never used before."""
         return next(self._handle_ids)
-
-    def note_missing(self, path: str) -> None:
-        """Note that the store was asked for a path just now and has nothing there."""
-        with self._missing_lock:
-            self._missing[path] = time.monotonic()
-            self._missing.move_to_end(path)
-            while len(self._missing) > MISSING_MAX:
-                self._missing.popitem(last=False)
-
-    def was_just_missing(self, path: str) -> bool:
-        """Whether that was so recently that the store need not be asked again. Says so once."""
-        with self._missing_lock:
-            return time.monotonic() - self._missing.pop(path, -MISSING_S) < MISSING_S
 
     def valid_s(self, node: Node) -> float:
         """How long the kernel may show what it was told of an inode without asking again."""
@@ -96,5 +114,7 @@ def look_up(state: MountState, path: str) -> Node:
             raise
         found = nodes.show(entry, seen)
         if found is not None:
+            if state.stale.take(path):
+                found.checked_s = time.monotonic()
             return found
     raise BlockingIOError(f"{path} changes all the time")

@@ -50,7 +50,7 @@ class NameTree:
         try:
             return look_up(self._state, path)
         except NotFoundError:
-            self._state.note_missing(path)
+            self._state.missing.note(path)
             raise
 
     def list_directory(self, node: Node) -> list[tuple[str, Node]]:
@@ -87,7 +87,7 @@ class NameTree:
         The store has it once it is published.
         """
         path = self._path(parent, name, is_new=True)
-        is_missing = self._state.was_just_missing(path)
+        is_missing = self._state.missing.take(path)
         for _ in range(ATTEMPTS_MAX):
             if is_missing and self._state.nodes.at(path) is None:
                 break

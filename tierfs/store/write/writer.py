@@ -82,6 +82,7 @@ class Writer:
             be one after all, the commit is a conflict.
 
     Attributes:
+        metadata: As given; may be changed until `commit`.
         is_replacing: Whether a file was there when the path was observed.
         published: The version that `commit` published, or made pending; also if it raised because that did not reach its level in time.
 
@@ -115,7 +116,7 @@ class Writer:
         else:
             self._observed = observe(store, path)
         self._staged = self._staged or self._observed.draft is not None
-        self._metadata = metadata
+        self.metadata = metadata
         self._write_id = store.random_bytes(16)
         # Bytes gather in `_small` until it is clear that they do not fit into the manifest, then in the sink.
         self._small = bytearray()
@@ -302,7 +303,7 @@ class Writer:
             if self._staged
             else ensure_chunks_durable(store, self.path, rows)
         )
-        metadata = self._metadata
+        metadata = self.metadata
         if metadata is None:
             metadata = old.metadata if old is not None and self._mode is WriteMode.APPEND else {}
         return Manifest(
