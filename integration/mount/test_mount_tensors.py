@@ -2,6 +2,10 @@
 
 import mmap
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import mounts
 import pytest
@@ -106,3 +110,41 @@ def test_transformers_save_over_what_is_mapped(mounted_s3):
     second.save_pretrained(directory)
     assert_same(loaded.state_dict(), first.state_dict())
     assert_same(transformers.GPT2LMHeadModel.from_pretrained(directory).state_dict(), second.state_dict())
+
+
+def test_a_trainer_that_is_killed_resumes_in_the_mount(mounted):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    output = mounted / "out"
+    command = [sys.executable, Path(__file__).with_name("hf_trainer.py"), output]
+    trainer = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ends = time.monotonic() + 120
+    while not (output / "checkpoint-4" / "trainer_state.json").exists():
+        assert trainer.poll() is None
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    trainer.kill()
+    trainer.wait()
+    said = run(*command).split("\n")
+    assert int(said[0].removeprefix("from checkpoint-")) >= 4
+    assert "done 12" in said
+    assert sorted(path.name for path in output.iterdir() if path.name.startswith("checkpoint")) == [
+        "checkpoint-10",
+        "checkpoint-12",
+    ]
+
+
+def test_accelerate_saves_a_state_and_loads_it(mounted_s3):
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = torch.nn.Linear(300, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model(torch.ones(300)).sum().backward()
+    optimizer.step()
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    accelerator.save_state(mounted_s3 / "state")
+    with torch.no_grad():
+        model.weight.zero_()
+    accelerator.load_state(mounted_s3 / "state")
+    assert_same(model.state_dict(), wanted)
