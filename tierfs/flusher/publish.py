@@ -28,7 +28,7 @@ from tierfs.store.request_metrics import asked
 from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
-from tierfs.store.tree.references import is_root, write_references
+from tierfs.store.tree.references import is_root
 from tierfs.store.write.writer import ensure_chunks_durable
 
 __all__ = ["PLANS_MAX", "StorePublisher"]
@@ -147,7 +147,8 @@ class StorePublisher:
         if plan is not None and self._keyframes is not None:
             self._keyframes.note(draft, plan, rows)
         if isinstance(draft.record, Manifest) and is_root(draft.path):
-            write_references(store, draft.path.rpartition("/")[0])
+            assert self._commits is not None
+            self._commits.note_published(draft.path.rpartition("/")[0])
         if isinstance(draft.record, Manifest) and draft.record.metadata.items() >= PART.items():
             self._commit(store, draft.path.rpartition("/")[0])
 

@@ -21,6 +21,7 @@ from tierfs.format.manifest import Manifest, Row
 from tierfs.host.pending.levels import Level
 from tierfs.store.offline import ask_briefly
 from tierfs.store.read.reader import open_manifest
+from tierfs.store.replaced import remove_replaced
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.listing import live_records
@@ -281,9 +282,23 @@ class Commits:
                 waiting.append(Waiting(mark, tuple(sorted(missing)), len(named)))
                 continue
             self._forget(found)
-            write_references(self._store, directory)
             root = self._root(directory)
+            self.note_published(directory)
         return waiting
+
+    def note_published(self, directory: str) -> None:
+        """Do what is due once a checkpoint's metadata is in the object tier: remove what it replaced, write its reference list."""
+        try:
+            root = observe(self._store, _inside(directory, ROOT))
+            if root.manifest is not None and root.manifest.previous and SaveMark.of(root.manifest.metadata) is not None:
+                remove_replaced(
+                    self._store, directory, self._files(root) | {ROOT}, PART, lambda: self._waited_for(directory)
+                )
+        except TierfsError as error:
+            _logger.info(
+                "%s: what was replaced there stays until the next save: %s", self._store.where(directory), error
+            )
+        write_references(self._store, directory)
 
     def overtake(self, path: str, record: Manifest, rows: Sequence[Row]) -> bool:
         """See that of two saves the later one stands, where another was published in the meantime.
@@ -347,6 +362,9 @@ class Commits:
             if mark is not None and mark.save_id == path.rpartition("/")[2]:
                 found.append((mark, observed))
         return sorted(found, key=lambda pair: pair[0], reverse=True)
+
+    def _waited_for(self, directory: str) -> set[str]:
+        return set().union(*(self._files(found) for _, found in self._announced(directory)))
 
     def _there(self, directory: str) -> set[str]:
         """Names of the files of a directory that are in the object tier."""

@@ -102,6 +102,9 @@ class Store:
         self._checked_at = self.clock.monotonic()
         self._descriptor_version: Version | None = None
         self.records = RecordCache()
+        # By directory: keys of files that its checkpoint does not name, and since when. See `tierfs.store.replaced`.
+        self.replaced_lock = threading.Lock()
+        self.replaced_since: dict[str, dict[str, float]] = {}
         # Where the object tier is this host's own, looking a record up there costs no more than here.
         local = descriptor.endpoint.host_local
         self.host_records = None if local else HostRecords(descriptor.uuid, state_dir or state_directory())

@@ -1,7 +1,5 @@
 """Large tensors are copied byte for byte, in a few long pieces, and nothing beside them is."""
 
-import types
-
 import pytest
 import torch
 
@@ -18,15 +16,15 @@ def pieces(request, monkeypatch):
     if request.param == "kernels" and kernels.active is None:
         pytest.skip(f"kernels: {kernels.status()}")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    real = kernels.active.copy if request.param == "kernels" else copying._memcpy
-    lengths = []
+    if request.param == "memcpy":
+        monkeypatch.setattr(kernels, "active", None)
+    lengths, real = [], copying._copy
 
     def copy(to, begin, length):
         lengths.append(length)
         real(to, begin, length)
 
-    monkeypatch.setattr(copying, "_memcpy", copy)
-    monkeypatch.setattr(kernels, "active", types.SimpleNamespace(copy=copy) if request.param == "kernels" else None)
+    monkeypatch.setattr(copying, "_copy", copy)
     return lengths
 
 

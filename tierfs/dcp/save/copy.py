@@ -90,18 +90,13 @@ def copy_large(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     Args:
         pairs: Targets, each with its source, of the same length; contiguous, in this process's memory, and without overlaps.
     """
-    if kernels.active is not None:
-        copy, most = kernels.active.copy, _PIECE_BYTES
-    else:
-        copy, most = (
-            _memcpy,
-            max(sum(target.nbytes for target, _ in pairs) // (_PIECES * processors().count), LARGE_BYTES),
-        )
+    total = sum(target.nbytes for target, _ in pairs)
+    most = _PIECE_BYTES if kernels.active is not None else max(total // (_PIECES * processors().count), LARGE_BYTES)
     pieces = []
     for target, source in pairs:
         to, begin, length = target.data_ptr(), source.data_ptr(), target.nbytes
         pieces += [(to + at, begin + at, min(most, length - at)) for at in range(0, length, most)]
-    processors().share_out(lambda piece: copy(*piece), pieces)
+    processors().share_out(lambda piece: _copy(*piece), pieces)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -112,6 +107,11 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 def _is_its_memory(tensor: torch.Tensor) -> bool:
     """Whether it shows what lies there: a subclass may show anything, and some tensors of zeros, and wrappers, lie nowhere."""
     return type(tensor) in {torch.Tensor, torch.nn.Parameter} and not lies_nowhere(tensor)
+
+
+def _copy(to: int, begin: int, length: int) -> None:
+    """Copy bytes from one address to another, without the interpreter's lock."""
+    (_memcpy if kernels.active is None else kernels.active.copy)(to, begin, length)
 
 
 _memcpy = ctypes.CDLL(None).memcpy  # releases the interpreter's lock, which ctypes.memmove does not

@@ -15,7 +15,7 @@ from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
 from tierfs.store.commit import Commits
-from tierfs.store.tree.references import is_root, write_references
+from tierfs.store.tree.references import is_root
 from tierfs.store.write.staging import is_staged
 
 __all__ = [
@@ -117,9 +117,10 @@ def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) 
 def _publish(checkpoint: Publication, document: bytes) -> None:
     store = checkpoint.store
     leaves_to_flusher = is_staged(store, checkpoint.root, store.ack)
-    Commits(store).publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
+    commits = Commits(store)
+    commits.publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
     if is_root(checkpoint.root) and not leaves_to_flusher:
-        write_references(store, checkpoint.path)
+        commits.note_published(checkpoint.path)
 
 
 def wait_for(store: Store, path: str, root: str, mark: SaveMark | None, level: Level, timeout_s: float | None) -> None:

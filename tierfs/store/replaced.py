@@ -1,0 +1,70 @@
+"""Removes the shard files of saves that another save to the same directory replaced.
+
+Every save writes files of its own and then replaces the checkpoint's metadata, so a directory that is saved to again and again
+would keep them all. A file that the metadata does not name goes one grace after it was first seen like that: until then a reader of the
+earlier checkpoint may need it. docs/reference/checkpoint-format.md, "Writing", step 4.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container
+
+from tierfs.errors import ConflictError, NotFoundError, TierfsError
+from tierfs.objects.protocol import ObjectInfo
+from tierfs.store.store import Store
+from tierfs.store.tree.delete import bury
+from tierfs.store.tree.listing import live_records
+from tierfs.store.tree.records import observe_listed
+
+__all__ = ["remove_replaced"]
+
+DIRECTORIES_MAX = 1000
+_logger = logging.getLogger("tierfs.store")
+
+
+def remove_replaced(
+    store: Store, directory: str, named: Container[str], part: Container[str], announced: Callable[[], Container[str]]
+) -> int:
+    """Remove what a directory's checkpoint has not named for a grace, as far as this process saw.
+
+    Args:
+        store: The store.
+        directory: Where a checkpoint was published just now, in place of another one.
+        named: The names of its files.
+        part: The manifest of a shard file has metadata of one of these names: nobody else's file is touched.
+        announced: Names the files of saves that wait for others. Called if there is something to remove.
+
+    Returns:
+        How many files were removed.
+
+    Raises:
+        StoreError, ReadOnlyError: The directory cannot be listed.
+        CorruptionError, FormatError: As ``announced`` does.
+    """
+    listed = live_records(store, directory, deep=False)
+    others = {info.key: (path, info) for path, info in listed if path.rpartition("/")[2] not in named}
+    now = store.clock.monotonic()
+    with store.replaced_lock:
+        before = store.replaced_since.pop(directory, {})
+        store.replaced_since[directory] = since = {key: before.get(key, now) for key in others}
+        if len(store.replaced_since) > DIRECTORIES_MAX:
+            del store.replaced_since[next(iter(store.replaced_since))]
+        over = [others[key] for key, seen in since.items() if now - seen >= store.descriptor.grace_s]
+    kept = announced() if over else ()
+    return sum(_remove(store, path, info, part) for path, info in over if path.rpartition("/")[2] not in kept)
+
+
+def _remove(store: Store, path: str, info: ObjectInfo, part: Container[str]) -> bool:
+    try:
+        found = observe_listed(store, path, info)
+        if found.manifest is None or not any(name in part for name in found.manifest.metadata):
+            return False
+        bury(store, found)
+    except (ConflictError, NotFoundError):
+        return False  # somebody else did
+    except TierfsError as error:
+        _logger.info("%s was replaced, and stays until the next save: %s", store.where(path), error)
+        return False
+    _logger.info("removed %s: another save replaced it", store.where(path))
+    return True
