@@ -596,7 +596,7 @@ def test_a_save_that_the_flusher_keeps_as_a_conflict_is_not_written_again(make_h
             publishing = pool.submit(Commits(host.store).publish, path, document(), began, is_new=is_new)
             while not host.tiers.drafts.pending(path) and not publishing.done():
                 time.sleep(0.01)
-        with pytest.raises(ConflictError, match="was changed by somebody else"):
+        with pytest.raises(ConflictError, match="was changed by another writer"):
             publishing.result(20)
     assert [kept for kept, _ in host.tiers.drafts.conflicts()] == [path]
     with pytest.raises(NotFoundError):

@@ -67,7 +67,7 @@ def test_a_late_flush_never_replaces_what_another_host_wrote(make_host):
     with here.held():
         save(here.store, "a", b"late")
         save_at(there.store, "a", b"theirs", Level.OBJECT)
-    with pytest.raises(ConflictError, match="somebody else"):
+    with pytest.raises(ConflictError, match="another writer"):
         wait(here.store, "a", Level.OBJECT, 30)
     assert load(here.plain(), "a") == b"theirs"
     assert load(here.store, "a") == b"theirs"

@@ -80,7 +80,7 @@ def prune(
         try:
             remove(store, candidate, seen[candidate.directory])
         except (ConflictError, NotFoundError) as error:
-            pruned.append(Pruned(decision, removed=False, problem=f"somebody else changed it: {error}"))
+            pruned.append(Pruned(decision, removed=False, problem=f"another writer changed it: {error}"))
         else:
             pruned.append(Pruned(decision, removed=True))
     return pruned

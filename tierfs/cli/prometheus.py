@@ -33,7 +33,11 @@ _STORE_GAUGES = (
 )
 # The same, of a key that a flusher gives, else the length of a list: a flusher does not list all.
 _STORE_COUNTS = (
-    ("conflict_files", "conflicts", "Files that somebody else changed before they were flushed; kept until discarded."),
+    (
+        "conflict_files",
+        "conflicts",
+        "Files that another writer changed before they were flushed; kept until discarded.",
+    ),
     ("failing_files", "errors", "Files whose last way down failed; it is tried again."),
 )
 # For a tier: counters, then gauges.

@@ -154,7 +154,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     errors = [(item["path"], f"attempt {item['attempts']}: {item['message']}") for item in report["errors"]]
     for title, count, items in (
         (
-            "conflicts: somebody else was faster; `tierfs flusher discard` gives the host's own change up",
+            "conflicts: another writer was faster; `tierfs flusher discard` deletes this host's own change",
             _conflicts(report),
             conflicts,
         ),

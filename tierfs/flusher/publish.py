@@ -211,7 +211,7 @@ class StorePublisher:
             return None
         if found != draft.base.write_id:
             raise ConflictError(
-                f"{store.where(draft.path)} was changed by somebody else before this host's changes were flushed: "
+                f"{store.where(draft.path)} was changed by another writer before this host's changes were flushed: "
                 "theirs stands, this one is kept",
                 path=draft.path,
             )

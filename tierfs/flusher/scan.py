@@ -87,7 +87,7 @@ class PendingScan:
                 turn = draft.turn(self._boot)
                 entry = FlushItem(draft, turn, state.clock.monotonic(), slot=slot, persisted=kept)
                 if kept:
-                    text = f"{draft.path} was changed by somebody else before it was flushed: theirs stands, this one is kept"
+                    text = f"{draft.path} was changed by another writer before it was flushed: theirs stands, this one is kept"
                     entry.fail(ConflictError(text, path=draft.path), float("inf"))
                 state.entries.add(entry)
                 state.changed.notify_all()

@@ -136,7 +136,7 @@ class PendingDrafts:
 
     def conflicts(self) -> list[tuple[str, str]]:
         """Paths that somebody else changed before this host's change was published, and a word on each."""
-        text = "changed by somebody else before it was flushed: theirs stands, this one is kept"
+        text = "changed by another writer before it was flushed: theirs stands, this one is kept"
         found = [(draft.path, text) for draft in self._staged((SlotState.CONFLICT,))]
         stored = self._stored_below("", conflicts=True)
         return found + [(item.path, item.note) for item in stored if item.state == "conflict"]

@@ -232,7 +232,7 @@ def publish(store: Store, observed: Observed, record: Record, *, term: int | Non
         found = _find_own(store, observed, record)
         if found is None:
             raise ConflictError(
-                f"{store.where(observed.path)} was changed by somebody else in the meantime: theirs stands, "
+                f"{store.where(observed.path)} was changed by another writer in the meantime: theirs stands, "
                 "this change was not made, or was replaced already; reload and try again",
                 path=observed.path,
             ) from error

@@ -90,7 +90,7 @@ def check_stands(store: Store, observed: Observed) -> None:
     except StoreError:  # it is unreachable: then that comes out later, too
         return
     if not is_same:
-        raise _changed(store, observed, "on this host" if store.descriptor.endpoint.host_local else "by somebody else")
+        raise _changed(store, observed, "on this host" if store.descriptor.endpoint.host_local else "by another writer")
 
 
 def _changed(store: Store, observed: Observed, who: str) -> ConflictError:

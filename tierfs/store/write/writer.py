@@ -242,7 +242,7 @@ class Writer:
         """In a conflict: what it is for who wanted to create a file, if there is one now."""
         if self._mode is WriteMode.CREATE and observe(self._store, self.path).manifest is not None:
             raise AlreadyExistsError(
-                f"{self._store.where(self.path)} was created by somebody else in the meantime", path=self.path
+                f"{self._store.where(self.path)} was created by another writer in the meantime", path=self.path
             ) from None
 
     def abort(self) -> None:
