@@ -325,3 +325,16 @@ def test_a_link_to_where_this_user_may_not_look_is_passed_over(
     entries = [*os.scandir(root), Closed()]
     monkeypatch.setattr(os, "scandir", lambda path: entries if Path(path) == root else [])
     assert [listed.key for listed in objects.list("")] == ["a"]
+
+
+def test_a_batch_of_deletions_flushes_each_directory_once(
+    objects: LocalObjects, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"d{number % 2}/{number}" for number in range(10)]
+    for name in names:
+        objects.put(name, [b"x"])
+    flushed: list[Path] = []
+    monkeypatch.setattr(local_module, "_flush_directory", flushed.append)
+    objects.delete([*names, "d0/none", "none/none"])
+    assert sorted(flushed) == [root / "d0", root / "d1"]
+    assert list(objects.list("")) == []

@@ -236,10 +236,18 @@ class LocalObjects:
             _logger.warning("%s may not be looked into and is passed over", self._name(directory))
 
     def delete(self, keys: Iterable[str]) -> None:
-        """See `ObjectTier.delete`."""
-        for key in keys:
-            with contextlib.suppress(NotFoundError), translated(self._name(key)), self._lock(key):
-                self._unlink(key)
+        """See `ObjectTier.delete`. Each directory is flushed once, after all its objects are gone."""
+        changed: dict[Path, str] = {}
+        try:
+            for key in keys:
+                path = self._path(key)
+                with contextlib.suppress(NotFoundError), translated(self._name(key)), self._lock(key):
+                    os.unlink(path)
+                    changed[path.parent] = key
+        finally:
+            for directory, key in changed.items():
+                with contextlib.suppress(NotFoundError), translated(self._name(key)):
+                    _flush_directory(directory)
 
     def delete_version(self, key: str, version: Version) -> None:
         """See `ObjectTier.delete_version`."""
@@ -247,12 +255,9 @@ class LocalObjects:
             self.head(key)
             with self._lock(key):
                 self._expect(key, version)
-                self._unlink(key)
-
-    def _unlink(self, key: str) -> None:
-        path = self._path(key)
-        os.unlink(path)
-        _flush_directory(path.parent)
+                path = self._path(key)
+                os.unlink(path)
+                _flush_directory(path.parent)
 
     def _path(self, key: str) -> Path:
         return self.root / key
