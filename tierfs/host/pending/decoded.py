@@ -12,7 +12,8 @@ from tierfs.host.slab.segment import Slot
 
 __all__ = ["DecodedDrafts"]
 
-DECODED_MAX = 4096
+# As many as are pending on a host that writes small files faster than they are flushed; 2 KiB each.
+DECODED_MAX = 16_384
 
 
 class DecodedDrafts:

@@ -16,6 +16,7 @@ from tierfs.host.counters import Counters
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import StoredDraft
 from tierfs.host.pending.decoded import DecodedDrafts
+from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.caller import Caller
@@ -65,6 +66,7 @@ class PendingDrafts:
         self._flusher = flusher
         self._counters = counters
         self._decoded = DecodedDrafts(counters)
+        self._index = StagedIndex(ram, self._decoded)
         self._boot = boot_id()
 
     def __repr__(self) -> str:
@@ -76,13 +78,8 @@ class PendingDrafts:
         Raises:
             CorruptionError: There is one, and it cannot be read; what was there before is no answer.
         """
-        damaged: list[str] = []
-        staged = []
-        for draft in self._staged(damaged=damaged):
-            if draft.path == path:
-                staged.append(draft)
-                damaged.clear()  # what was closed before this one is not the newest of the path, whatever it was
-        if not {path, ""}.isdisjoint(damaged):
+        staged, is_hidden = self._index.newest(path)
+        if is_hidden:
             raise CorruptionError(
                 f"{path}: what this host wrote last, perhaps to this path, is damaged in shared memory: give it up with `tierfs flusher "
                 "discard`, of this path or else of the store's root, and write it again",
@@ -91,9 +88,9 @@ class PendingDrafts:
             )
         item = self._ask_index(lambda: self._nvme.draft(path))
         stored = None if item is None else self._decoded.in_index(item)
-        if stored is not None and (not staged or not self._is_newer(staged[-1], stored)):
+        if stored is not None and (staged is None or not self._is_newer(staged, stored)):
             return Pending(stored, self.stored_level)
-        return Pending(staged[-1], Level.STAGED) if staged else None
+        return Pending(staged, Level.STAGED) if staged is not None else None
 
     def level(self, path: str) -> Level:
         """The level of the newest write of ``path`` on this host."""
@@ -105,7 +102,7 @@ class PendingDrafts:
 
         One that cannot be read is passed over, which is logged.
         """
-        staged = [draft for draft in self._staged() if _is_below(draft.path, path)]
+        staged = list(self._index.below(path))
         stored = self._stored_below(path)
         readable = [(item.path, self._decoded.readable_in_index(item)) for item in stored]
         found = {name: Pending(draft, self.stored_level) for name, draft in readable if draft is not None}

@@ -15,7 +15,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
@@ -397,6 +397,22 @@ class Segment:
         with self._view_lock:
             row = self._current_view().rows.get(index)
         return None if row is None else self._slot(index, row)
+
+    def take_changed_drafts(self) -> dict[int, Slot | None]:
+        """The slots of drafts that changed since the last call, by index; ``None`` where no draft is now. For one caller."""
+        with self._view_lock:
+            view = self._current_view()
+            changed, view.changed_drafts = view.changed_drafts, set()
+            rows = {index: view.rows.get(index) for index in changed}
+        return {
+            index: self._slot(index, row) if row is not None and row.kind == SlotKind.DRAFT else None
+            for index, row in rows.items()
+        }
+
+    def put_back_changed_drafts(self, indices: Iterable[int]) -> None:
+        """Undo `take_changed_drafts` for these: its caller did not get to them."""
+        with self._view_lock:
+            self._view.changed_drafts.update(indices)
 
     def find(self, name: bytes) -> Slot | None:
         """The chunk of this name that was sealed last and is not hidden. Costs microseconds while nothing changes."""

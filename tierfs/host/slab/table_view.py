@@ -20,6 +20,7 @@ class TableView:
         changes: The table's counter of changes at that time; -1 before the first look.
         rows: The slots that are not free and make sense, by index.
         unsound: How many slots did not make sense.
+        changed_drafts: Slots that hold a draft, or did, and changed since somebody emptied this set.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -27,6 +28,7 @@ class TableView:
         self.changes = -1
         self.rows: dict[int, SlotRow] = {}
         self.unsound: set[int] = set()
+        self.changed_drafts: set[int] = set()
         self._names: dict[bytes, list[int]] = {}
         self._state = np.zeros(layout.slots, np.uint8)
         self._hidden = np.zeros(layout.slots, np.uint8)
@@ -75,6 +77,8 @@ class TableView:
         row = self.rows.pop(index, None)
         if row is None:
             return
+        if row.kind == SlotKind.DRAFT:
+            self.changed_drafts.add(index)
         indices = self._names.get(row.name, [])
         if index in indices:
             indices.remove(index)
@@ -88,5 +92,7 @@ class TableView:
             self.unsound.add(index)
             return
         self.rows[index] = row
+        if row.kind == SlotKind.DRAFT:
+            self.changed_drafts.add(index)
         if row.kind == SlotKind.CHUNK and row.state in DATA_STATES and not row.hidden:
             self._names.setdefault(row.name, []).append(index)

@@ -1,0 +1,122 @@
+"""Which drafts in segments are of which path, so that looking for one file does not take longer the more are pending."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+
+from tierfs.host.pending.decoded import DecodedDrafts
+from tierfs.host.pending.record import Draft
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Segment, Slot, SlotState
+
+__all__ = ["StagedIndex"]
+
+
+class StagedIndex:
+    """The sealed drafts in the segments of one store, by path. Safe for use by many threads.
+
+    Each look takes in what changed in the segments' tables since the one before.
+
+    Args:
+        ram: The ram tier.
+        decoded: Decodes drafts.
+    """
+
+    def __init__(self, ram: RamTier, decoded: DecodedDrafts) -> None:
+        self._ram = ram
+        self._decoded = decoded
+        self._lock = threading.Lock()
+        self._seen: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._paths: dict[str, dict[int, str]] = {}  # by segment, and by place in its table
+        self._places: dict[str, set[tuple[str, int]]] = {}  # by path: segments and places
+        self._damaged: set[tuple[str, int]] = set()
+
+    def __repr__(self) -> str:
+        return f"StagedIndex({len(self._places)} paths)"
+
+    def newest(self, path: str) -> tuple[Draft | None, bool]:
+        """The draft of a path that was closed last, and whether one that cannot be read may be newer."""
+        with self._lock:
+            segments = self._refresh()
+            slots, damaged = _slots(segments, self._places.get(path, ())), _slots(segments, self._damaged)
+        for slot in reversed(slots):
+            draft = self._decoded.in_slot(slot)
+            if draft is not None and draft.path == path:
+                return draft, self._is_hidden(path, [each for each in damaged if _turn(each) > _turn(slot)])
+            if draft is None:
+                damaged.append(slot)
+        return None, self._is_hidden(path, damaged)
+
+    def below(self, path: str) -> Iterator[Draft]:
+        """The drafts of paths that are, or lie below, ``path``, as they were closed; those that cannot be read are left out."""
+        inside = f"{path}/" if path else ""
+        with self._lock:
+            segments = self._refresh()
+            names = [name for name in self._places if name.startswith(inside) or name == path]
+            slots = _slots(segments, itertools.chain.from_iterable(self._places[name] for name in names))
+        for slot in slots:
+            draft = self._decoded.in_slot(slot)
+            if draft is not None:
+                yield draft
+
+    def _is_hidden(self, path: str, damaged: Iterable[Slot]) -> bool:
+        """Whether one of these slots is of the path, or of one that nobody knows."""
+        return any(not {path, ""}.isdisjoint(self._decoded.damaged_in_slot(slot)) for slot in damaged)
+
+    def _refresh(self) -> dict[str, Segment]:
+        """Take in what changed, and return the segments by id. The lock is held."""
+        segments = {segment.id: segment for segment in self._ram.segments()}
+        for segment_id in [known for known in self._paths if known not in segments]:
+            self._forget(segment_id)
+        for segment in segments.values():
+            if segment not in self._seen:  # perhaps one that was known, opened anew
+                self._forget(segment.id)
+                self._seen.add(segment)
+            changed = segment.take_changed_drafts()
+            try:
+                while changed:
+                    index, slot = next(iter(changed.items()))
+                    self._note(segment.id, index, slot)
+                    del changed[index]
+            finally:
+                segment.put_back_changed_drafts(changed)
+        return segments
+
+    def _note(self, segment_id: str, index: int, slot: Slot | None) -> None:
+        self._remove(segment_id, index)
+        if slot is None or slot.state is not SlotState.SEALED:
+            return
+        draft = self._decoded.in_slot(slot)
+        if draft is None:
+            self._damaged.add((segment_id, index))
+        else:
+            self._paths.setdefault(segment_id, {})[index] = draft.path
+            self._places.setdefault(draft.path, set()).add((segment_id, index))
+
+    def _remove(self, segment_id: str, index: int) -> None:
+        self._damaged.discard((segment_id, index))
+        path = self._paths.get(segment_id, {}).pop(index, None)
+        if path is not None:
+            self._places[path].discard((segment_id, index))
+            if not self._places[path]:
+                del self._places[path]
+
+    def _forget(self, segment_id: str) -> None:
+        for index in list(self._paths.get(segment_id, ())):
+            self._remove(segment_id, index)
+        self._paths.pop(segment_id, None)
+        self._damaged = {place for place in self._damaged if place[0] != segment_id}
+
+
+def _slots(segments: Mapping[str, Segment], places: Iterable[tuple[str, int]]) -> list[Slot]:
+    """The sealed ones among these, as they were sealed."""
+    found = [segments[segment_id].slot(index) for segment_id, index in places]
+    return sorted((slot for slot in found if slot is not None and slot.state is SlotState.SEALED), key=_turn)
+
+
+def _turn(slot: Slot) -> tuple[int, str, int]:
+    """The greater of two was sealed later."""
+    return slot.stamp_ns, slot.segment.id, slot.serial
