@@ -715,7 +715,7 @@ class TieredHosts(RuleBasedStateMachine):
         for _ in range(count):
             self.hosts[host].work()
 
-    @rule(host=hosts, what=st.sampled_from(["discover", "sweep", "settle", "take", "take"]))
+    @rule(host=hosts, what=st.sampled_from(["discover", "sweep", "persist", "take", "take"]))
     def work_a_little(self, host, what):
         self.hosts[host].step(what)
 
@@ -763,7 +763,7 @@ class TieredHosts(RuleBasedStateMachine):
         other=hosts,
         process=processes,
         path=paths,
-        what=st.sampled_from(["write", "append", "remove", "move", "evict", "sweep", "settle", "advance", "crash"]),
+        what=st.sampled_from(["write", "append", "remove", "move", "evict", "sweep", "persist", "advance", "crash"]),
     )
     def meanwhile(self, host, point, other, process, path, what):
         """Have something happen while a flusher is in the middle of something."""
@@ -774,7 +774,7 @@ class TieredHosts(RuleBasedStateMachine):
             "move": lambda: self.move_or_copy(other, process, path, "d/b", Level.STAGED, True),
             "evict": lambda: self.make_room(other, process, "", "ram"),
             "sweep": lambda: self.hosts[host].step("sweep"),
-            "settle": lambda: self.hosts[host].step("settle"),
+            "persist": lambda: self.hosts[host].step("persist"),
             "advance": lambda: self.hosts[host].step("take") and self.hosts[host].step("advance", -1),
             "crash": lambda: self.crash(other, process),
         }
