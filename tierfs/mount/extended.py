@@ -116,7 +116,13 @@ class Extended:
         if entry is None or entry.manifest is None or node.path is None:
             return 0 if entry is None else entry.length
         try:
-            return sum(row.stored_length for row in expand_rows(store, entry.manifest, node.path))
+            rows = expand_rows(store, entry.manifest, node.path)
+            if any(not row.stored_length for row in rows):
+                # It was opened before it was flushed.
+                found = verbs.stat_to_read(store, node.path)
+                if found.manifest is not None and found.manifest.write_id == entry.manifest.write_id:
+                    rows = expand_rows(store, found.manifest, node.path)
+            return sum(row.stored_length for row in rows)
         except TierfsError:
             return 0
 
