@@ -11,7 +11,7 @@ from tierfs.store.tree.copy import copy, rename, transfer
 from tierfs.store.tree.delete import delete
 from tierfs.store.tree.directory import make_directory, remove_directory
 from tierfs.store.tree.kind import is_directory_nearby, kind_of
-from tierfs.store.tree.listing import Entry, find, is_directory, list_directory, stat, stat_to_read
+from tierfs.store.tree.listing import Entry, directories_in, find, is_directory, list_directory, stat, stat_to_read
 from tierfs.store.tree.usage import Usage, usage, usages
 from tierfs.store.waiting import discard_conflict, level_of, open_conflict, wait
 from tierfs.store.write.writer import WriteMode, Writer, save
@@ -29,6 +29,7 @@ __all__ = [
     "annotate_directory",
     "copy",
     "delete",
+    "directories_in",
     "discard_conflict",
     "evict",
     "find",

@@ -158,7 +158,7 @@ class Restorer:
 
     def _complete(self, bound: int | None, damaged: dict[int, str]) -> Iterator[int]:
         """Steps that this rank finds complete, the newest first; those that were so, and are not any more, go to ``damaged``."""
-        for step in reversed(self._run.steps()):
+        for step in reversed(self._run.candidates()):
             if bound is not None and step > bound:
                 continue
             problem = self._problem_of(step)

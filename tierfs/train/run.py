@@ -16,7 +16,7 @@ from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
-from tierfs.store import Store, delete, list_directory, load, open_entry, save, stat_to_read
+from tierfs.store import Store, delete, directories_in, list_directory, load, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
 from tierfs.store.maintenance.retention import Best, SavedCheckpoint
 from tierfs.store.transfers import transfers
@@ -135,7 +135,7 @@ class RunDirectory:
         return store, inside(path, f"step_{step}")
 
     def steps(self) -> list[int]:
-        """The steps that have a directory, ascending, whatever is in there. One listing; no record is read.
+        """The steps that have a directory, ascending, whatever is in there. A listing for each one; no record is read.
 
         Raises:
             StoreNotFoundError: There is no store.
@@ -147,6 +147,11 @@ class RunDirectory:
         except NotFoundError:
             return []
         found = (_STEP.fullmatch(entry.path.rpartition("/")[2]) for entry in entries if entry.is_directory)
+        return sorted(int(match[1]) for match in found if match is not None)
+
+    def candidates(self) -> list[int]:
+        """The same, and steps that were removed lately; two listings, however many there are."""
+        found = (_STEP.fullmatch(name) for name in directories_in(*self.open()))
         return sorted(int(match[1]) for match in found if match is not None)
 
     def standing(self, step: int) -> Standing:
@@ -180,7 +185,7 @@ class RunDirectory:
 
     def complete(self) -> Iterator[int]:
         """Steps that can be loaded as far as is seen without reading them, the newest first. Looked at one by one."""
-        for step in reversed(self.steps()):
+        for step in reversed(self.candidates()):
             if not self.problem_of(step):
                 yield step
 

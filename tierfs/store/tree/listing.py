@@ -24,6 +24,7 @@ from tierfs.store.tree.records import observe, observe_listed, observe_marker, r
 
 __all__ = [
     "Entry",
+    "directories_in",
     "find",
     "foreign_objects",
     "has_below",
@@ -239,6 +240,26 @@ def names_in(store: Store, path: str) -> list[str]:
         if name:
             names.append(name)
     return names
+
+
+def directories_in(store: Store, path: str) -> list[str]:
+    """Names of the directories in a directory, sorted, however many there are: two listings, no look into each one.
+
+    A directory of which all files were deleted may be among them, until garbage collection.
+
+    Raises:
+        StoreError, ReadOnlyError: The object tier failed.
+    """
+    names = set(_child_directories(path, _pending(store, path)))
+    for item in store.objects.list(_foreign_prefix(path), delimiter=True):
+        name = item.key.rstrip("/").rpartition("/")[2]
+        if isinstance(item, Prefix) and name != keys.PRIVATE and _is_valid(item.key.rstrip("/")):
+            names.add(name)
+    for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
+        found = _directory_name(item.key) if isinstance(item, Prefix) else None
+        if found is not None:
+            names.add(found)
+    return sorted(names)
 
 
 def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:

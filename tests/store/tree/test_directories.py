@@ -1,0 +1,41 @@
+"""Names of directories are found by two listings, whoever wrote what is in them."""
+
+import uuid
+
+import fsspec
+import pytest
+
+import tierfs
+from tierfs.session import open_store, parse_url
+from tierfs.store import delete, directories_in, save
+from tierfs.store.tree import listing
+
+
+@pytest.fixture
+def store():
+    url = f"memory://{uuid.uuid4().hex}"
+    tierfs.init(url)
+    yield open_store(parse_url(url))[0]
+    fsspec.filesystem("memory").rm(url, recursive=True)
+
+
+def test_directories_are_named_and_files_are_not(store):
+    for path in ("run/step_10/a", "run/step_9/x/y", "run/file", "top"):
+        save(store, path, b"data")
+    fsspec.filesystem("memory").pipe(f"{store.url}/run/foreign/b", b"data")
+    assert directories_in(store, "run") == ["foreign", "step_10", "step_9"]
+    assert directories_in(store, "") == ["run"]
+    assert directories_in(store, "nothing") == []
+
+
+def test_a_directory_whose_files_were_deleted_may_still_be_named(store):
+    save(store, "run/step_1/a", b"data")
+    delete(store, "run/step_1/a")
+    assert directories_in(store, "run") == ["step_1"]
+
+
+def test_no_directory_is_looked_into(store, monkeypatch):
+    for step in range(20):
+        save(store, f"run/step_{step}/a", b"data")
+    monkeypatch.setattr(listing, "live_records", None)
+    assert len(directories_in(store, "run")) == 20
