@@ -1,0 +1,146 @@
+"""How much the training manager costs: a step without a save, on one rank and on two, and looking for a step among many.
+
+``python integration/bench/manager.py``: under a minute. ``--roots 500`` for fewer steps to look through, ``--json`` for plain values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from aims import Aims, show
+
+import tierfs
+from tierfs.dcp.address import Address
+from tierfs.store import copy, list_directory
+from tierfs.store.transfers import transfers
+from tierfs.train import Deadline, Every, Manager, Preemption, YoungDaly
+
+OPTIONS: dict[str, Any] = {"ram": "0", "nvme": "0"}
+POLICIES = [Every(steps=10**9), Every(minutes=10**6), Preemption(), Deadline(), YoungDaly(mtbf="10000d")]
+STEPS = 20_000
+STEP_S = 0.02
+STEPS_OF_TWO = 400
+TIMES = 5
+
+
+def state() -> dict[str, Any]:
+    return {"weight": torch.ones(1000), "count": 1}
+
+
+def one_rank(url: str) -> dict[str, float]:
+    """Microseconds of a call, the mean and the median."""
+    live, metrics = state(), {"loss": 1.0}
+    took_ns = []
+    with Manager(url, save=POLICIES, **OPTIONS) as run:
+        for step in range(STEPS):
+            begun = time.perf_counter_ns()
+            saved = run.step(step, live, metrics=metrics)
+            took_ns.append(time.perf_counter_ns() - begun)
+            assert saved is None or step < 5, "a policy asked for a save"  # the first one is to learn its cost
+        run.wait()
+    quiet = took_ns[100:]
+    return {"mean us": statistics.fmean(quiet) / 1e3, "median us": statistics.median(quiet) / 1e3}
+
+
+def two_ranks(rank: int, directory: str, url: str) -> None:
+    """The share of the time that calls take, with steps of 20 ms."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory}/world", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    live, gradient = state(), torch.ones(1000)
+    with Manager(url, save=[Every(steps=10**9), Every(minutes=10**6), Preemption()], **OPTIONS) as run:
+        in_calls_s = 0.0
+        for step in range(STEPS_OF_TWO + 50):
+            if step == 50:  # by then ranks have found out how often to agree
+                in_calls_s, begun_all = 0.0, time.perf_counter()
+            time.sleep(STEP_S)
+            dist.all_reduce(gradient)  # as training does: ranks end a step together
+            begun = time.perf_counter()
+            run.step(step, live)
+            in_calls_s += time.perf_counter() - begun
+        found = {
+            "share": in_calls_s / (time.perf_counter() - begun_all),
+            "us a step": in_calls_s / STEPS_OF_TWO * 1e6,
+            "agree every": run._at_steps.every,
+        }
+    if rank == 0:
+        Path(directory, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def many_steps(base: Path, count: int) -> dict[str, float]:
+    """Seconds to find the newest step of many, in this process and from the beginning of a restore."""
+    url = f"tierfs::file://{base}/run"
+    with Manager(url, save=(), **OPTIONS) as run:
+        run.save(0, state()).wait()
+    store, path = Address.of(url, OPTIONS).open()
+    names = [entry.path.rpartition("/")[2] for entry in list_directory(store, f"{path}/step_0", detail=False)]
+
+    def copy_step(step: int) -> None:
+        # Nobody looks at more than the metadata of an earlier one.
+        for name in names if step == count - 1 else [".metadata"]:
+            copy(store, f"{path}/step_0/{name}", f"{path}/step_{step}/{name}")
+
+    transfers().map(copy_step, range(1, count))
+    found: dict[str, list[float]] = {"latest s": [], "restore s": [], "restore one s": []}
+    for _ in range(TIMES):
+        with Manager(url, save=(), **OPTIONS) as run:
+            begun = time.perf_counter()
+            assert run.latest() == count - 1
+            found["latest s"].append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            assert run.restore(state()).step == count - 1
+            found["restore s"].append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            run.restore(state(), step=count - 1)
+            found["restore one s"].append(time.perf_counter() - begun)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    medians["search s"] = medians["restore s"] - medians["restore one s"]
+    return medians
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--roots", type=int, default=10_000, help="steps to look through")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    logging.disable(logging.WARNING)
+    aims = Aims()
+    results: dict[str, Any] = {"cpus": len(os.sched_getaffinity(0)), "torch": torch.__version__}
+    with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as directory:
+        base = Path(directory)
+        os.environ["TIERFS_STATE_DIR"] = str(base / "state")
+        for name in ("one", "two", "many"):
+            tierfs.init(f"file://{base}/{name}")
+        results["one rank"] = one_rank(f"tierfs::file://{base}/one/run")
+        mp.spawn(two_ranks, (directory, f"tierfs::file://{base}/two/run"), nprocs=2)
+        results["two ranks"] = json.loads((base / "found.json").read_text())
+        results["many steps"] = many_steps(base / "many", arguments.roots)
+    aims.at_most("us a step without a save, one rank", results["one rank"]["mean us"], 50)
+    aims.at_most("share of the time, two ranks, steps of 20 ms", results["two ranks"]["share"], 0.001)
+    aims.at_most(f"s for latest() among {arguments.roots} steps", results["many steps"]["latest s"], 1)
+    aims.at_most(f"s for restore's search among {arguments.roots} steps", results["many steps"]["search s"], 1)
+    results["aims"] = aims.found
+    if arguments.json:
+        print(json.dumps(results, indent=2))
+    else:
+        print(json.dumps({name: value for name, value in results.items() if name != "aims"}, indent=2))
+        show(aims.found)
+    return 0 if all(aim["holds"] for aim in aims.found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
