@@ -9,10 +9,13 @@ import pytest
 from support.mount_hand import Hand
 
 from tierfs import store as verbs
-from tierfs.errors import AlreadyExistsError
+from tierfs.errors import AlreadyExistsError, CorruptionError
 from tierfs.mount import wire
 from tierfs.mount.state import MISSING_S
 from tierfs.mount.tree import NO_REPLACE
+from tierfs.session import TierOptions, init, open_store
+from tierfs.session.url import Location
+from tierfs.testing import damage
 
 
 def rename(hand, old, new, flags=0):
@@ -175,3 +178,20 @@ def test_an_inode_that_is_forgotten_while_it_is_looked_up_can_be_used(hand):
     hand.state.nodes.told(found)
     assert hand.state.nodes.get(found.id) is found
     assert hand.node("a") is found
+
+
+def test_a_damaged_record_hides_no_other_file(tmp_path, caplog):
+    init(f"file://{tmp_path}/store")
+    options = TierOptions(ram="0", nvme="0", state_dir=str(tmp_path / "state"))
+    store = open_store(Location("file", f"{tmp_path}/store", tiers=options))[0]
+    for name in ("d/a", "d/b", "d/c/e"):
+        verbs.save(store, name, b"x")
+    (record,) = (tmp_path / "store" / ".tierfs" / "tree").rglob("b*")
+    damage.flip_bit(store.objects, str(record.relative_to(tmp_path / "store")), 800)
+    again = open_store(Location("file", f"{tmp_path}/store", tiers=options))[0]
+    hand = Hand(again, tmp_path)
+    assert hand.names("d") == ["a", "c"]
+    assert "damaged" in caplog.text
+    assert hand.read_file("d/a") == b"x"
+    with pytest.raises(CorruptionError):
+        hand.node("d/b")

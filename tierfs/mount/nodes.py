@@ -149,6 +149,8 @@ class Nodes:
                 return node
             if self._changes.get(entry.path, self._forgotten_change) > seen:
                 return None
+            if node is not None and entry.manifest is not None and _has_record(node, entry):
+                return node
             version = version_of(entry)
             if node is not None and node.is_directory == entry.is_directory and node.version == version:
                 node.attributes = self._described(entry, node)
@@ -292,6 +294,11 @@ class Nodes:
         while True:
             attempt += 1
             yield f"{attempt}\n"
+
+
+def _has_record(node: Node, entry: Entry) -> bool:
+    """Whether an inode was made of this very record, which the store keeps in memory: a listing of many files is quick."""
+    return not entry.is_directory and node.entry is not None and node.entry.manifest is entry.manifest
 
 
 def version_of(entry: Entry) -> str | None:

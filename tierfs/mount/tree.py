@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import stat
 import threading
 import time
 
 from tierfs import store as verbs
-from tierfs.errors import ConflictError, NotFoundError, StoreError
+from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
 from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, with_posix
 from tierfs.mount.errnos import refusal
@@ -29,6 +30,7 @@ NAME_MAX = keys.COMPONENT_BYTES_MAX
 NO_REPLACE = 1
 CHECKPOINT_METADATA = ".metadata"
 ATTEMPTS_MAX = 5
+_logger = logging.getLogger("tierfs.mount")
 
 
 class NameTree:
@@ -66,6 +68,9 @@ class NameTree:
         except NotFoundError:
             # It is only implied by what lies in it, which may be nothing but new files.
             entries = []
+        except (CorruptionError, FormatError) as error:
+            _logger.error("%s: %s; the other files are shown", self._state.store.where(path), error)  # noqa: TRY400
+            entries = self._undamaged(path)
         found: dict[str, Node] = {}
         is_settled = any(_name(entry.path) == CHECKPOINT_METADATA for entry in entries)
         for entry in entries:
@@ -80,6 +85,14 @@ class NameTree:
             if child.path is not None and child.path.rpartition("/")[0] == path:
                 found[_name(child.path)] = child
         return sorted(found.items())
+
+    def _undamaged(self, path: str) -> list[Entry]:
+        """The entries of a directory whose records can be read. A look-up of another one is an error that says what is damaged."""
+        entries = []
+        for found in verbs.list_directory(self._state.store, path, detail=False):
+            with contextlib.suppress(CorruptionError, FormatError, NotFoundError):
+                entries.append(found if found.is_directory else verbs.stat_to_read(self._state.store, found.path))
+        return entries
 
     def make_file(self, parent: Node, name: str, mode: int, flags: int) -> tuple[Node, Handle]:
         """Make a file and open it; without ``O_EXCL`` open one that is there.
