@@ -721,12 +721,13 @@ def test_who_has_been_idle_gives_back_all_but_what_is_dirty(open_tier, host):
     filling = idle.take(SlotKind.CHUNK, 100, timeout_s=0)
     put(idle, b"copy", b"clean", clean=True, stamp_ns=2)
     kept.segment.mark(kept, SlotState.CONFLICT)
-    another_claims(host, 64 * MIB, 100)
-    assert idle.give_back_claimed() == 0  # it fills something, and is within its share
+    another_claims(host, 64 * MIB, time.monotonic())
+    assert idle.give_back_claimed() == 0  # it took a slot just now, and is within its share
     kept.segment.give(filling)
     another_claims(host, 64 * MIB, 1)
     assert idle.give_back_claimed() == 0  # it sealed something just now
-    another_claims(host, 64 * MIB, 100)
+    idle.take(SlotKind.CHUNK, 100, timeout_s=0)
+    another_claims(host, 64 * MIB, time.monotonic() + 10)
     assert idle.give_back_claimed() > 7 * MIB
     assert idle.usage().host_bytes < 100 * KIB
     assert content(idle.find(b"kept")) == b"dirty"

@@ -30,7 +30,7 @@ LOCK = "ram"
 DISK_SPARED = 16
 DISK_SPARED_BYTES_MAX = 1 << 30
 
-# A process that fills nothing and sealed nothing for so long has no use for its share while others wait.
+# A process that took and sealed nothing for so long has no use for its share while others wait.
 IDLE_S = 2.0
 _logger = logging.getLogger("tierfs.local")
 
@@ -124,8 +124,8 @@ class RamBudget:
     def claim(self, budget_bytes: int, now_s: float) -> None:
         """Have the other live processes give back what they have beyond their share of so many bytes. Under the host's lock.
 
-        Their owners put nothing more into those segments, and remove them once nothing in them is needed. A process that fills
-        nothing now, and sealed nothing for some seconds, has no share.
+        Their owners put nothing more into those segments, and remove them once nothing in them is needed. A process that
+        took and sealed nothing for some seconds has no share.
         """
         others: dict[str, list[Segment]] = {}
         for segment in self._segments():

@@ -198,12 +198,13 @@ class Segment:
         Returns:
             For each run its slots; None for one that does not fit, whether those behind it do or not.
         """
+        now_s = int(time.monotonic()) & _U32
         with self._lock.held():
             allocator = self._own()
             found = [None if self.retired else allocator.take(lengths) for lengths in runs]
             taken = [
                 [
-                    Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, 0, hidden=False)
+                    Slot(self, index, serial, kind, SlotState.FILLING, b"", offset, length, 0, now_s, hidden=False)
                     for (index, serial, offset), length in zip(one, lengths, strict=True)
                 ]
                 if one is not None
@@ -214,7 +215,12 @@ class Segment:
                 with changing(self._table):
                     for slot in itertools.chain.from_iterable(filter(None, taken)):
                         self._table.begin(
-                            slot.index, kind=kind, serial=slot.serial, offset=slot.offset, length=slot.length
+                            slot.index,
+                            kind=kind,
+                            serial=slot.serial,
+                            offset=slot.offset,
+                            length=slot.length,
+                            used_s=now_s,
                         )
         return taken
 
@@ -334,9 +340,10 @@ class Segment:
             self._table.retired[0] = 1
 
     def is_idle(self, since_s: float) -> bool:
-        """Whether nothing is being filled, and nothing was sealed since then on the host's monotonic clock."""
+        """Whether no slot was taken or sealed since then, in seconds of the host's monotonic clock."""
         table = self._table
-        return not table.has({SlotState.FILLING}) and int(table.stamp_ns.max(initial=0)) <= since_s * 1e9
+        taken_s = table.used_s[table.state == SlotState.FILLING]
+        return int(taken_s.max(initial=0)) <= since_s and int(table.stamp_ns.max(initial=0)) <= since_s * 1e9
 
     def shed(self) -> None:
         """Give back the memory of all that is not dirty or being filled, and no more slots away: there is no memory for them.

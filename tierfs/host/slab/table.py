@@ -209,9 +209,9 @@ class Table:
         """The head of a slot as it is now."""
         return SlotRow._make(self.heads[index].tolist())
 
-    def begin(self, index: int, *, kind: SlotKind, serial: int, offset: int, length: int) -> None:
+    def begin(self, index: int, *, kind: SlotKind, serial: int, offset: int, length: int, used_s: int) -> None:
         """Make a free slot one that is being filled."""
-        self.heads[index] = (SlotState.FREE, kind, 0, 0, 0, serial, offset, length, 0, 0, b"")
+        self.heads[index] = (SlotState.FREE, kind, 0, 0, 0, serial, offset, length, 0, used_s, b"")
         self.state[index] = SlotState.FILLING
 
     def describe(self, index: int, name: bytes, meta: bytes, *, length: int, stamp_ns: int, used_s: int) -> None:
