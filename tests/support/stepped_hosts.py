@@ -405,7 +405,7 @@ class SteppedHost:
             self.flusher.scan.discover()
             self.flusher.scan.sweep()
             self.flusher.persister.commit_ahead()
-            if self._step_persist():
+            if self._step_settle():
                 return True
         return self._step_advance(0) or (self._step_take() and self._step_advance(0))
 
@@ -418,7 +418,7 @@ class SteppedHost:
             self.flusher.scan.sweep()
         return True
 
-    def _step_persist(self):
+    def _step_settle(self):
         """The next drafts that are to go to the nvme tier."""
         if self.settling:
             return False
