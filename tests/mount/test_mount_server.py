@@ -105,6 +105,22 @@ def test_a_request_that_hangs_is_answered_with_eio_and_others_go_on(kernel_for):
     assert kernel.ask(Opcode.READ) == (0, b"fine")
 
 
+def test_many_requests_that_wait_keep_no_other_one_waiting(kernel_for):
+    hang = threading.Event()
+
+    def serve(header, body):
+        if header.opcode == Opcode.READ:
+            hang.wait(30)
+        return b"fine"
+
+    kernel = kernel_for(serve)
+    waiting = [kernel.send(Opcode.READ) for _ in range(60)]
+    answered = kernel.send(Opcode.GETATTR)
+    assert kernel.answer() == (answered, 0, b"fine")
+    hang.set()
+    assert sorted(kernel.answer()[0] for _ in waiting) == waiting
+
+
 def test_what_is_forgotten_is_not_answered(kernel_for):
     kernel = kernel_for(lambda header, body: None if header.opcode == Opcode.FORGET else b"fine")
     kernel.send(Opcode.FORGET)

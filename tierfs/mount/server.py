@@ -27,6 +27,9 @@ __all__ = ["Server"]
 THREADS_FIRST = 2
 THREADS_MAX = 32
 LOST_MAX = 64
+# Requests that wait for long, for a file that is being stored, say, get other threads in their place, so that others go on.
+STUCK_S = 1.0
+STUCK_MAX = 96
 TIMEOUT_S = 30.0
 SLOW_TIMEOUT_S = 600.0
 LOOK_S = 0.5
@@ -68,7 +71,7 @@ class Server:
         self._timeout_s, self._slow_timeout_s = timeout_s, slow_timeout_s
         self._lock = threading.Lock()
         self._underway: dict[int, _Underway] = {}
-        self._threads = self._idle = self._lost = 0
+        self._threads = self._idle = self._lost = self._stuck = 0
         self.is_ready = threading.Event()
         self.ended = threading.Event()
 
@@ -117,7 +120,7 @@ class Server:
         header = RequestHeader.parse(request)
         with self._lock:
             self._idle -= 1
-            is_last = not self._idle and self._threads - self._lost < THREADS_MAX
+            is_last = self._needs_thread()
         if is_last:
             self._start_thread()
         underway = _Underway(header, time.monotonic())
@@ -163,12 +166,21 @@ class Server:
                     os.write(self._device, OUT_HEADER.pack(OUT_HEADER.size, -errno.EIO, underway.header.unique))
         return True
 
+    def _needs_thread(self) -> bool:
+        """Whether nobody would take the next request. The lock is held."""
+        return not self._idle and self._threads - self._lost - self._stuck < THREADS_MAX
+
     def _watch(self) -> None:
         while not self.ended.wait(LOOK_S):
             now_s = time.monotonic()
             requests = list(self._underway.values())
             # Who reads or writes a file that is being stored waits for that.
             slow_nodes = {underway.header.node for underway in requests if underway.header.opcode in SLOW}
+            with self._lock:
+                self._stuck = min(STUCK_MAX, sum(now_s - underway.begun_s > STUCK_S for underway in requests))
+                needs_thread = self._needs_thread()
+            if needs_thread:
+                self._start_thread()
             for underway in requests:
                 limit_s = self._slow_timeout_s if underway.header.node in slow_nodes else self._timeout_s
                 if now_s - underway.begun_s > limit_s:
