@@ -162,6 +162,7 @@ def forget(tiers):
     tiers.nvme.close()
     for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
         part._ram = None
+    tiers.drafts._index._ram = None
     tiers.ram = None
 
 
