@@ -186,14 +186,14 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class _DemoRun:
+class _RankRun:
     """The trained state and its data."""
 
     state: TrainState
     stream: ByteStream
 
 
-def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _DemoRun:
+def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _RankRun:
     """A model that is equal on all ranks before it is sharded, its optimizer, and the data at its beginning."""
     torch.manual_seed(arguments.seed)
     shape = shape_for(arguments.params)
@@ -214,10 +214,10 @@ def _fresh_run(arguments: argparse.Namespace, place: _Place) -> _DemoRun:
     )
     # From here on each rank draws its own dropout; the weights above had to come out equal.
     reseed(arguments.seed, place.rank)
-    return _DemoRun(TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream), stream)
+    return _RankRun(TrainState(model=model, optimizer=optimizer, scheduler=scheduler, dataloader=stream), stream)
 
 
-def _digest(run: _DemoRun, place: _Place) -> str:
+def _digest(run: _RankRun, place: _Place) -> str:
     """One digest over all of the state of all ranks. A collective."""
     values, _ = run.state.to_save(run.state.step, "full")
     shares: list[dict[str, str]] = [{}] * place.world_size
@@ -225,7 +225,7 @@ def _digest(run: _DemoRun, place: _Place) -> str:
     return checksum(json.dumps(shares, sort_keys=True).encode()).hex()
 
 
-def _one_step(run: _DemoRun, place: _Place, step: int) -> float:
+def _one_step(run: _RankRun, place: _Place, step: int) -> float:
     """One update. Returns the mean loss over all ranks, in nats per byte."""
     state = run.state
     loss: torch.Tensor = state.model(*run.stream.next_batch())
