@@ -3,6 +3,7 @@
 import os
 import signal
 import tempfile
+import time
 
 import pytest
 from leftovers import end_flushers
@@ -25,6 +26,15 @@ LONG = (
 def pytest_collection_modifyitems(items):
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+
+
+UNTIL_S = float(os.environ.get("TIERFS_TESTS_UNTIL", "inf"))
+"""Seconds since the epoch after which no test begins; `.ci/run` has 40 minutes for everything."""
+
+
+def pytest_runtest_setup(item):
+    if time.time() > UNTIL_S:
+        pytest.skip("the time for these tests is over (TIERFS_TESTS_UNTIL)")
 
 
 def pytest_configure():
