@@ -30,9 +30,10 @@ from tierfs.store import Store, WriteMode, Writer, copy, delete, find, load, ren
 from tierfs.store.maintenance.gc import GcOptions, collect
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.tree.records import observe
+from tierfs.store.tree.references import write_references
 from tierfs.testing import Fault, FaultyObjects
 
-PATHS = st.sampled_from(["a", "b", "d/a", "d/b"])
+PATHS = st.sampled_from(["a", "b", "d/a", "d/b", "d/.metadata"])
 CONTENTS = st.sampled_from([b"", b"one", b"two" * 1000, b"three" * 40000])
 HOSTS = st.integers(0, 1)
 LEASE_S = 20
@@ -235,7 +236,7 @@ class TwoHosts(RuleBasedStateMachine):
     @rule(
         host=HOSTS,
         fault=st.sampled_from([Fault.LATE, Fault.LOST_RESPONSE, Fault.REFUSED]),
-        key_part=st.sampled_from(["/tree/", "/tree/", "/chunks/", "/leases/"]),
+        key_part=st.sampled_from(["/tree/", "/tree/", "/chunks/", "/leases/", "/references/"]),
         after=st.sampled_from([0, 0, 1, 2]),
     )
     def break_a_put(self, host, fault, key_part, after):
@@ -273,6 +274,11 @@ class TwoHosts(RuleBasedStateMachine):
                 else:
                     faulty.deliver_late()
         self.clock.sleep(seconds)
+
+    @rule(host=HOSTS)
+    def write_the_list_of_the_checkpoint(self, host):
+        """Of what this host sees there now; a put that is late may come when all of that is something else."""
+        write_references(self.hosts[host], "d")
 
     @rule(host=HOSTS)
     def stay_busy_for_a_grace(self, host):
@@ -378,6 +384,8 @@ class TwoHosts(RuleBasedStateMachine):
         assert {keys.parse_chunk_key(item.key, kind) for item in self.tier.list(keys.CHUNKS)} == reached
         assert {item.key for item in self.tier.list(keys.TREE)} == {keys.record_key(path) for path in self.contents}
         assert [item.key for item in self.tier.list(keys.GC)] == [keys.COLLECTOR]
+        lists = {keys.references_key("d")} if "d/.metadata" in self.contents else set()
+        assert {item.key for item in self.tier.list(keys.REFERENCES)} == lists
 
     # -- what must hold ----------------------------------------------------------------------------------------
 
@@ -387,7 +395,7 @@ class TwoHosts(RuleBasedStateMachine):
             return
         listed = {entry.path for entry in find(self.oracle, "") if not entry.is_directory}
         assert listed == set(self.contents)
-        for path in ("a", "b", "d/a", "d/b", "busy"):
+        for path in ("a", "b", "d/a", "d/b", "d/.metadata", "busy"):
             assert self.real(path) == self.contents.get(path)
 
 
