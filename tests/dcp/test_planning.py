@@ -118,3 +118,23 @@ def test_a_save_on_another_thread_ends_only_what_it_began_itself(place, monkeypa
     assert not gc.isenabled()
     planning.end_planning()
     assert gc.isenabled()
+
+
+def test_nothing_is_collected_while_a_state_is_staged(url):
+    """Ten thousand tensors set a collection off, which looks at all that torch has."""
+    state = {f"layer{number}": torch.zeros(2) for number in range(3000)}
+    writer = TierWriter(url)
+    collected = []
+
+    def note(phase, info):
+        collected.append((phase, info["generation"]))
+
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        staged = writer.stage(state)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(staged) == 3000
+    assert gc.isenabled()
+    assert [generation for phase, generation in collected if phase == "start" and generation > 0] == []

@@ -34,6 +34,7 @@ from tierfs.dcp.torch_format.layout import SUFFIX, write_archives
 from tierfs.device.drain import Gate
 from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.format.checkpoint import SaveMark
+from tierfs.gc_pause import Uncollected
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, status
 from tierfs.store.commit import Commits
@@ -171,7 +172,8 @@ class TierWriter(StorageWriter):  # type: ignore[misc]  # torch's classes are un
         save = self._saves.ask()
         try:
             store, _ = self._address.open(write=True)
-            return self._staged(store, state_dict, save)
+            with Uncollected():  # a collection looks at all that torch has; 10,000 tensors set one off
+                return self._staged(store, state_dict, save)
         except BaseException as error:
             if not isinstance(error, Exception) or not others_wait():
                 raise
