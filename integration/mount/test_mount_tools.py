@@ -83,7 +83,7 @@ def test_git_clones_into_a_mount_and_from_one(mounted, source, tmp_path):
     git("-C", source, "add", ".")
     git("-C", source, "commit", "-q", "-m", "first")
     clone = mounted / "clone"
-    git("clone", "-q", f"file://{source}", clone)
+    git("clone", "-q", "--template=", f"file://{source}", clone)
     assert git("-C", clone, "status", "--porcelain") == ""
     (clone / "new").write_bytes(b"new")
     (clone / "a").unlink()
