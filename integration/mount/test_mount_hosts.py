@@ -1,6 +1,8 @@
 """Two hosts mount one store: a file that one closed is what the other opens next."""
 
+import errno
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -15,6 +17,8 @@ from tierfs.session import open_store, parse_url
 from tierfs.store import load, verify
 
 mounts.require()
+
+SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 
 
 @pytest.fixture(params=["local", "bucket"])
@@ -193,3 +197,53 @@ def test_what_is_in_the_store_is_what_the_mount_shows(hosts, local):
     store, _ = open_store(parse_url(local))
     assert load(store, "d/file") == b"y" * 200_000
     assert verify(store).damage == []
+
+
+ORDINARY = {errno.ENOENT, errno.ESTALE, errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR}
+
+
+def test_two_hosts_that_change_the_same_names_end_up_with_the_same_files(hosts, local):
+    print(f"seed {SEED}")
+    paths = [hosts(local, ack="object").start() for _ in range(2)]
+    errors = []
+
+    def work(path, noise):
+        def name():
+            return path / noise.choice(["a", "b", "d/a", "d/b", "e/a"])
+
+        for _ in range(100):
+            try:
+                match noise.randrange(7):
+                    case 0 | 1:
+                        content = bytes([noise.randrange(256)]) * noise.choice([10, 100_000])
+                        name().write_bytes(content)
+                    case 2:
+                        assert len(set(name().read_bytes())) <= 1
+                    case 3:
+                        os.replace(name(), name())
+                    case 4:
+                        name().unlink()
+                    case 5:
+                        noise.choice([path / "d", path / "e"]).mkdir()
+                    case 6:
+                        os.rename(path / "d", path / "e")
+            except OSError as error:
+                if error.errno not in ORDINARY:
+                    errors.append(error)
+            except BaseException as error:
+                errors.append(error)
+
+    workers = [threading.Thread(target=work, args=(path, random.Random(SEED + n))) for n, path in enumerate(paths)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors, errors
+    time.sleep(1.2)
+    shown = [
+        {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()} for path in paths
+    ]
+    assert shown[0] == shown[1]
+    store, _ = open_store(parse_url(local))
+    assert verify(store).damage == []
+    assert {name: load(store, name) for name in shown[0]} == shown[0]

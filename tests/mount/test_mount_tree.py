@@ -195,3 +195,43 @@ def test_a_damaged_record_hides_no_other_file(tmp_path, caplog):
     assert hand.read_file("d/a") == b"x"
     with pytest.raises(CorruptionError):
         hand.node("d/b")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_file_that_another_host_replaces_around_a_rename_is_another_inode(hand, other, monkeypatch, when):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    hand.write_file("a", b"ours")
+    node = hand.node("a")
+    real = verbs.rename
+
+    def replaced(store, source, target, **options):
+        if when == "before":
+            verbs.save(other, source, b"theirs")
+        real(store, source, target, **options)
+        if when == "after":
+            verbs.save(other, target, b"theirs")
+
+    monkeypatch.setattr(verbs, "rename", replaced)
+    rename(hand, "a", "b")
+    assert hand.read_file("b") == b"theirs"
+    assert hand.node("b") is not node
+
+
+def test_a_file_that_another_host_removes_after_a_rename_is_gone(hand, other, monkeypatch):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    hand.tree.make_directory(*hand.parent("d"), 0o755)
+    hand.write_file("d/a", b"ours")
+    real = verbs.rename
+
+    def removed(store, source, target, **options):
+        real(store, source, target, **options)
+        verbs.delete(other, target)
+
+    monkeypatch.setattr(verbs, "rename", removed)
+    rename(hand, "d", "e")
+    assert hand.names("e") == []
+    hand.write_file("b", b"x")
+    rename(hand, "b", "c")
+    assert hand.names() == ["e"]

@@ -16,10 +16,11 @@ import time
 from tierfs import store as verbs
 from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError, StoreError
 from tierfs.format import keys
+from tierfs.format.manifest import Manifest
 from tierfs.mount.attributes import DIRECTORY_MODE, MODE_BITS, new_attributes, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.files import Files
-from tierfs.mount.nodes import Handle, Node, child_path
+from tierfs.mount.nodes import Handle, Node, child_path, version_of
 from tierfs.mount.state import MountState, look_up
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry
@@ -219,7 +220,7 @@ class NameTree:
                 self._files.keep_bytes(there)
             if not node.is_unpublished:
                 verbs.rename(store, source, target, overwrite=overwrite)
-                moved: Entry | None = verbs.stat_to_read(store, target)
+                moved = self._entry_at(target)
             else:
                 # What is published next replaces what is there; what it was to replace before is gone.
                 moved = there.entry if there is not None else None
@@ -228,10 +229,10 @@ class NameTree:
             if there is not None:
                 nodes.remove(there)
             nodes.move(node, target)
-            if not node.is_unpublished and moved is not None and moved.manifest is not None:
-                node.entry, node.version = moved, moved.manifest.write_id.hex()
-            elif node.is_unpublished:
+            if node.is_unpublished:
                 node.entry = moved
+            else:
+                self._take_version(node, moved)
 
     def _rename_directory(self, node: Node, there: Node | None, target: str) -> None:
         source = self._alive(node)
@@ -278,9 +279,29 @@ class NameTree:
         for child in self._state.nodes.below(target, deep=True):
             if child.is_directory or child.entry is None or child.path is None:
                 continue
-            child.entry = verbs.stat_to_read(self._state.store, child.path)
-            if not child.is_unpublished and child.entry.manifest is not None:
-                child.version = child.entry.manifest.write_id.hex()
+            moved = self._entry_at(child.path)
+            if child.is_unpublished:
+                child.entry = moved
+            else:
+                self._take_version(child, moved)
+
+    def _entry_at(self, path: str) -> Entry | None:
+        try:
+            return verbs.stat_to_read(self._state.store, path)
+        except NotFoundError:
+            return None
+
+    def _take_version(self, node: Node, moved: Entry | None) -> None:
+        """Have an inode be what was moved, if that has its content: another host may have replaced it just before or since.
+
+        The kernel keeps pages of the inode, so other content needs another one. What is being written to it is a conflict then.
+        """
+        before = node.entry.manifest if node.entry is not None else None
+        now = moved.manifest if moved is not None else None
+        if moved is not None and now is not None and before is not None and _content(now) == _content(before):
+            node.entry, node.version = moved, version_of(moved)
+        elif not node.is_ahead:
+            self._state.nodes.replaced(node)
 
     def _delete(self, path: str) -> None:
         with contextlib.suppress(NotFoundError):
@@ -315,6 +336,10 @@ class NameTree:
         if node.path is None:
             raise refusal(errno.ESTALE if node.is_replaced else errno.ENOENT)
         return node.path
+
+
+def _content(manifest: Manifest) -> tuple[bytes, int]:
+    return manifest.digest, manifest.length
 
 
 def _name(path: str) -> str:
