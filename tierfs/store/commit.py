@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -286,8 +286,16 @@ class Commits:
             self.note_published(directory)
         return waiting
 
-    def note_published(self, directory: str) -> None:
-        """Do what is due once a checkpoint's metadata is in the object tier: remove what it replaced, write its reference list."""
+    def note_published(self, directory: str, names: Iterable[str] | None = None) -> None:
+        """Do what is due once a checkpoint's metadata is in the object tier: remove what it replaced, write its reference list.
+
+        Args:
+            directory: Of the checkpoint.
+            names: All files in it, where this process wrote them into a new directory: then nothing has to be looked up.
+        """
+        if names is not None:
+            write_references(self._store, directory, names)
+            return
         try:
             root = observe(self._store, _inside(directory, ROOT))
             if root.manifest is not None and root.manifest.previous and SaveMark.of(root.manifest.metadata) is not None:

@@ -14,7 +14,7 @@ from tierfs.errors import InvalidInputError
 from tierfs.format.checkpoint import SaveMark
 from tierfs.host.pending.levels import Level
 from tierfs.store import Store, level_of, wait
-from tierfs.store.commit import Commits
+from tierfs.store.commit import ROOT, Commits
 from tierfs.store.tree.references import is_root
 from tierfs.store.write.staging import is_staged
 
@@ -95,7 +95,7 @@ def publish_shards(checkpoint: Publication, metadata: Metadata, parts: Parts) ->
     if checkpoint.spans_hosts(parts):
         Commits(store).announce(checkpoint.path, document, mark)
     else:
-        _publish(checkpoint, document)
+        _publish(checkpoint, document, parts)
 
 
 def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) -> None:
@@ -111,16 +111,17 @@ def publish_archives(checkpoint: Publication, metadata: Metadata, parts: Parts) 
         )
     meta = StorageMeta(checkpoint_id=checkpoint.url, save_id=checkpoint.mark.save_id)
     document = encode_pickle(metadata, parts.places, meta)
-    _publish(checkpoint, document)
+    _publish(checkpoint, document, parts)
 
 
-def _publish(checkpoint: Publication, document: bytes) -> None:
+def _publish(checkpoint: Publication, document: bytes, parts: Parts) -> None:
     store = checkpoint.store
     leaves_to_flusher = is_staged(store, checkpoint.root, store.ack)
     commits = Commits(store)
     commits.publish(checkpoint.root, document, checkpoint.mark, is_new=checkpoint.is_new)
     if is_root(checkpoint.root) and not leaves_to_flusher:
-        commits.note_published(checkpoint.path)
+        is_all = checkpoint.is_new and bool(parts.files)
+        commits.note_published(checkpoint.path, [*parts.files, ROOT] if is_all else None)
 
 
 def wait_for(store: Store, path: str, root: str, mark: SaveMark | None, level: Level, timeout_s: float | None) -> None:

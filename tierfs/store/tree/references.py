@@ -22,6 +22,7 @@ from tierfs.store.tree.listing import live_records, read_manifests
 __all__ = ["ROOT_NAME", "is_root", "names_of", "owned_records", "parents_of", "put_references", "write_references"]
 
 ROOT_NAME = ".metadata"
+_Record = tuple[str, str, str, Manifest]
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -61,25 +62,41 @@ def parents_of(path: str, top: str) -> Iterator[str]:
         parent = parent.rpartition("/")[0]
 
 
-def write_references(store: Store, directory: str) -> bool:
+def write_references(store: Store, directory: str, names: Iterable[str] | None = None) -> bool:
     """Write the reference list of a checkpoint that was published just now.
 
-    That takes a listing, the records in it that this host does not know, and a put. Returns whether it was done.
+    That takes a put. Unless ``names`` are all the files in the directory, and this process knows their records because it wrote
+    them, it takes a listing and the records that this host does not know as well.
+
+    Returns:
+        Whether it was done.
     """
     try:
-        listed = owned_records(store, directory)
-        checks: list[bytes] = []
-        names: set[bytes] = set()
-        found = read_manifests(store, listed)
-        if len(found) != len(listed):
-            return False  # it changes: whoever changes it writes the list
-        for path, info, manifest in found:
-            checks.append(record_check(info.key, info.version))
-            names.update(names_of(store, path, manifest))
-        return put_references(store, directory, checks, names)
+        found = None if names is None else _known(store, directory, names)
+        if found is None:
+            listed = owned_records(store, directory)
+            found = [(path, info.key, info.version, manifest) for path, info, manifest in read_manifests(store, listed)]
+            if len(found) != len(listed):
+                return False  # it changes: whoever changes it writes the list
+        checks = [record_check(key, version) for _, key, version, _ in found]
+        needed = {name for path, _, _, manifest in found for name in names_of(store, path, manifest)}
+        return put_references(store, directory, checks, needed)
     except (TierfsError, OSError) as error:
         _logger.debug("%s gets its reference list from the next gc: %s", store.where(directory), error)
         return False
+
+
+def _known(store: Store, directory: str, names: Iterable[str]) -> list[_Record] | None:
+    """The records of these files as this process wrote or saw them last; ``None`` if it does not know one of them."""
+    found: list[_Record] = []
+    for name in names:
+        path = f"{directory}/{name}" if directory else name
+        key = keys.record_key(path)
+        known = store.records.get(key)
+        if known is None or not isinstance(known[1], Manifest):
+            return None
+        found.append((path, key, known[0], known[1]))
+    return found
 
 
 def put_references(store: Store, directory: str, checks: Iterable[bytes], names: Iterable[bytes]) -> bool:
