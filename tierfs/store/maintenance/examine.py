@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tierfs import digest
 from tierfs.buffers import buffers
-from tierfs.codec import decode_block
+from tierfs.codec import Codec, decode_block
 from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
 from tierfs.errors import CorruptionError, FormatError, NotFoundError
 from tierfs.format import keys
@@ -115,7 +115,10 @@ def _check_blocks(envelope: Envelope, head: memoryview, tail: memoryview, where:
                 encoded = memoryview(bytes(head[begin:end]) + bytes(tail[: max(0, end - len(head))]))
             block = envelope.blocks[index]
             out = memory[: envelope.raw_length - index * BLOCK_BYTES]
-            decode_block(block.codec, encoded, out, None, where)
+            if block.codec == Codec.STORE:
+                out = encoded
+            else:
+                decode_block(block.codec, encoded, out, None, where)
             if digest.hash_bytes(envelope.digest_kind, out) != block.digest:
                 raise CorruptionError(
                     f"{where} is damaged: block {index} does not have its digest",

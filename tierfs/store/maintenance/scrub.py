@@ -11,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -51,6 +51,7 @@ PIECE_BYTES = 4 << 30
 PIECE_S = 20.0
 DAMAGED_MAX = 10_000
 ATTEMPTS = 5
+PIECES_AT_ONCE = 4
 SAVE_S = 5.0
 _logger = logging.getLogger("tierfs.scrub")
 
@@ -187,6 +188,12 @@ def scrub(
     """
     options = options or ScrubOptions()
     run = run_piece or (lambda piece: scrub_piece(store, piece, replicas=replicas, progress=progress))
+    if executor is None and run_piece is None and options.concurrency > 1:
+        # A small store has few objects of one prefix: several prefixes at once keep the threads busy.
+        workers = min(PIECES_AT_ONCE, options.concurrency)
+        options = replace(options, concurrency=max(1, options.concurrency // workers))
+        with ThreadPoolExecutor(workers, thread_name_prefix="tierfs-scrub") as threads:
+            return _Round(store, options, run, threads, workers, lambda _: None, stop).run()
     return _Round(store, options, run, executor, workers, progress if run_piece else lambda _: None, stop).run()
 
 
