@@ -24,7 +24,7 @@ from tierfs.session import init, open_store, parse_url
 from tierfs.store import save, usage
 
 ROOT = Path(__file__).parents[2]
-TINY = ("--params", "200k", "--steps", "4", "--every", "2")
+TINY = ("--params", "200k", "--steps", "6", "--every", "2")
 RUN_DEMO = """
 import argparse, sys
 from tierfs.cli.commands import demo
@@ -84,21 +84,22 @@ def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_pat
     assert process.returncode == 0, process.stderr
     document = json.loads(process.stdout)
     assert document["equal"] is True
-    assert (document["killed_at"], document["resumed_from"], document["terminated_at"]) == (4, 2, 3)
+    assert (document["killed_at"], document["resumed_from"], document["terminated_at"]) == (4, 2, 4)
     # After the kill there is no earlier checkpoint, after SIGTERM there is.
     assert document["proofs"] == [
         {"step": 2, "proven": True, "replayed": 0},
-        {"step": 3, "proven": True, "replayed": 1},
+        {"step": 4, "proven": True, "replayed": 2},
     ]
-    assert [row["step"] for row in document["losses"]] == [1, 2, 3, 4]
+    assert [row["step"] for row in document["losses"]] == [1, 2, 3, 4, 5, 6]
     assert all(row["equal"] for row in document["losses"])
-    assert len({row["uninterrupted"] for row in document["losses"]}) == 4
+    assert len({row["uninterrupted"] for row in document["losses"]}) == 6
     assert [one["name"] for one in document["checkpoints"]] == [
         "straight/step_2",
         "straight/step_4",
+        "straight/step_6",
         "resumed/step_2",
-        "resumed/step_3",
         "resumed/step_4",
+        "resumed/step_6",
     ]
     assert {one["level"] for one in document["checkpoints"]} == {"object"}
     # The save that was killed was made again, in the same directory.

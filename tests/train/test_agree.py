@@ -12,9 +12,12 @@ class Slow(World):
         self.rank, self.size, self.training, self.saving = 0, 2, None, None
         self.cost_s, self.clock = cost_s, clock
 
-    def greatest(self, values, group):
-        self.clock[0] += self.cost_s
-        return list(values)
+    def begin_greatest(self, values, group):
+        def end():
+            self.clock[0] += self.cost_s
+            return list(values)
+
+        return end
 
 
 @pytest.fixture
@@ -29,14 +32,18 @@ def clock(monkeypatch):
 )
 def test_agreeing_takes_a_thousandth_of_the_steps(clock, cost_s, step_s, every):
     agreement = Agreement(Slow(cost_s, clock), 0)
-    agreed = 0
+    sent = []
+
+    def tell():
+        sent.append(step)
+        return Agreed(signal=step)
+
     for step in range(1000):
         clock[0] += step_s
-        if agreement.is_due:
-            agreement.agree(step, Agreed(), step_s)
-            agreed += 1
-        else:
-            agreement.skip()
+        received = agreement.receive().signal
+        assert received == (sent[-1] if sent and sent[-1] == step - 1 else 0)
+        agreement.send(step, tell, step_s)
+    agreed = len(sent)
     assert agreement.every == pytest.approx(every, abs=1)
     assert agreed == pytest.approx(1000 / every, rel=0.2)
     assert agreement.every * step_s <= max(step_s, APART_S_MAX)
@@ -45,14 +52,25 @@ def test_agreeing_takes_a_thousandth_of_the_steps(clock, cost_s, step_s, every):
 def test_one_slow_answer_is_somebody_who_was_late(clock):
     world = Slow(1e-4, clock)
     agreement = Agreement(world, 0)
-    for step in range(5):
+    for step in range(6):
         world.cost_s = 3.0 if step == 3 else 1e-4
-        agreement.agree(step, Agreed(), 0.2)
+        agreement.receive()
+        agreement.send(step, Agreed, 0.2)
     assert agreement.every == 1
 
 
-def test_one_rank_agrees_with_itself_at_once():
+def test_a_reason_that_all_ranks_have_is_enough(clock):
+    agreement = Agreement(Slow(1.0, clock), 0)
+    told = []
+    for step in range(40):
+        agreement.receive()
+        agreement.send(step, lambda: told.append(1) or Agreed(), 0.1, now=step > 30)
+    assert agreement.every == 20
+    assert len(told) == 3 + 9
+
+
+def test_one_rank_knows_its_own_values():
     world = World(1.0)
-    agreement = Agreement(world, 0)
-    mine = Agreed(wish=2, stop=True)
-    assert (agreement.is_due, agreement.agree(1, mine, 1.0)) == (True, mine)
+    assert world.begin_greatest((1, -2), None)() == [1, -2]
+    assert world.gather("x", None) == ["x"]
+    assert world.from_first("x", None) == "x"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -53,14 +53,19 @@ class World:
         """Whether this is the rank that does what one has to."""
         return self.rank == 0
 
-    def greatest(self, values: Sequence[int], group: Any) -> list[int]:
-        """The greatest of all ranks' values, number by number."""
+    def begin_greatest(self, values: Sequence[int], group: Any) -> Callable[[], list[int]]:
+        """Begin to find the greatest of all ranks' values, number by number. The returned function waits for them."""
         if self.size == 1:
-            return list(values)
+            return lambda: list(values)
         tensor = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group)
-        found: list[int] = tensor.tolist()
-        return found
+        work = dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+
+        def end() -> list[int]:
+            work.wait()
+            found: list[int] = tensor.tolist()
+            return found
+
+        return end
 
     def gather(self, value: Any, group: Any) -> list[Any]:
         """Every rank's value, on every rank."""
@@ -108,6 +113,8 @@ class Agreed:
 class Agreement:
     """Has ranks agree at some of the calls that all of them make: at as many as cost little enough.
 
+    Numbers that are sent at one call are received at the next one, so that nobody waits for them in between.
+
     Args:
         world: The ranks.
         kind: A number for the place of these calls, by which it is seen that another rank is at another place.
@@ -118,57 +125,61 @@ class Agreement:
         self._kind = kind
         self._costs_s: deque[float] = deque(maxlen=MEASURED)
         self._calls = 0
+        self._sent: tuple[int, float, Callable[[], list[int]]] | None = None
         self.every = 1
 
     def __repr__(self) -> str:
         return f"Agreement(every={self.every})"
 
-    @property
-    def is_due(self) -> bool:
-        """Whether ranks agree at this call."""
-        return self._world.size == 1 or self._calls + 1 >= self.every
-
-    def skip(self) -> None:
-        """Count a call at which they do not."""
-        self._calls += 1
-
-    def agree(self, step: int, mine: Agreed, call_s: float) -> Agreed:
-        """Agree. A collective.
-
-        Args:
-            step: At which this rank is.
-            mine: What it knows.
-            call_s: The time from one of these calls to the next.
+    def receive(self) -> Agreed:
+        """Return what ranks agreed on at the call before; nothing if they did not. A collective.
 
         Raises:
-            ConflictError: Ranks are not at the same step.
+            ConflictError: Ranks were not at the same step.
         """
-        if self._world.size == 1:
-            return mine
-        place = step * 2 + self._kind
+        if self._sent is None:
+            return Agreed()
+        (step, sent_s, end), self._sent = self._sent, None
         begun = time.perf_counter()
-        # What every rank has to know is the same only if the least and the greatest are.
-        numbers = self._world.greatest(
-            (
-                mine.signal,
-                mine.wish,
-                int(mine.stop),
-                mine.failures,
-                int(mine.is_old),
-                self._wanted_every(call_s),
-                place,
-                -place,
-            ),
-            self._world.training,
-        )
-        self._costs_s.append(time.perf_counter() - begun)
-        self._calls, self.every = 0, numbers[5]
+        numbers = end()
+        self._costs_s.append(sent_s + time.perf_counter() - begun)
+        self.every = numbers[5]
         if numbers[6] != -numbers[7]:
             raise ConflictError(
-                f"ranks are not at the same place: this one is at step {step}, and they are from step {-numbers[7] // 2} to "
+                f"ranks are not at the same place: this one was at step {step}, and they were from step {-numbers[7] // 2} to "
                 f"{numbers[6] // 2}; every rank has to call step() and check() the same number of times"
             )
         return Agreed(numbers[0], numbers[1], bool(numbers[2]), numbers[3], bool(numbers[4]))
+
+    def send(self, step: int, tell: Callable[[], Agreed], call_s: float, *, now: bool = False) -> None:
+        """Tell the other ranks, if it is time for that. A collective.
+
+        Args:
+            step: At which this rank is.
+            tell: Returns what this rank knows. Called only if it is needed.
+            call_s: The time from one of these calls to the next.
+            now: Whether all ranks have a reason to agree at this call.
+        """
+        self._calls += 1
+        if not now and self._calls < self.every:
+            return
+        self._calls = 0
+        begun = time.perf_counter()
+        mine = tell()
+        place = step * 2 + self._kind
+        # All are at the same place if the least and the greatest are the same.
+        numbers = (
+            mine.signal,
+            mine.wish,
+            int(mine.stop),
+            mine.failures,
+            int(mine.is_old),
+            self._wanted_every(call_s),
+            place,
+            -place,
+        )
+        end = self._world.begin_greatest(numbers, self._world.training)
+        self._sent = step, time.perf_counter() - begun, end
 
     def _wanted_every(self, call_s: float) -> int:
         if not self._costs_s or call_s <= 0:

@@ -164,12 +164,13 @@ class Manager:
         self._restored = None
         if metrics:
             self._history.append((step, metrics))
-        saved = None
-        # A save costs more than agreeing does, and every rank finds without asking that it has to agree.
-        if self._at_steps.is_due or self._wish(step, uniform=True):
-            saved = self._act(self._at_steps.agree(step, self._opinion(step), self._timer.step_s))
+        uniform = self._wish(step, uniform=True)
+        if self._world.size == 1:
+            saved = self._act(self._opinion(step), uniform)
         else:
-            self._at_steps.skip()
+            saved = self._act(self._at_steps.receive(), uniform)
+            # A save costs more than agreeing does, and every rank knows of a uniform one without asking.
+            self._at_steps.send(step, lambda: self._opinion(step), self._timer.step_s, now=bool(uniform))
         self._timer.go_on()
         return saved
 
@@ -184,14 +185,13 @@ class Manager:
         if self._last is None or self._is_stopping:
             return self._is_stopping
         self._checks.made_step()
-        if self._at_checks.is_due:
-            mine = self._opinion(self._last[0])
-            agreed = self._at_checks.agree(self._last[0], mine, self._checks.step_s)
-            # A periodic save can wait for the next step; one before the end cannot.
-            if agreed.stop:
-                self._act(agreed)
-        else:
-            self._at_checks.skip()
+        step = self._last[0]
+        agreed = self._opinion(step) if self._world.size == 1 else self._at_checks.receive()
+        # A periodic save can wait for the next step; one before the end cannot.
+        if agreed.stop:
+            self._act(agreed)
+        elif self._world.size > 1:
+            self._at_checks.send(step, lambda: self._opinion(step), self._checks.step_s)
         self._checks.go_on()
         return self._is_stopping
 
@@ -206,20 +206,21 @@ class Manager:
         stops = [getattr(policy, "should_stop", None) for policies in self._policies.values() for policy in policies]
         return Agreed(
             signal=self._signals.received,
-            wish=self._wish(step),
+            wish=self._wish(step, uniform=False),
             stop=any(stop(step, self._steps_saved, context=context) for stop in stops if stop is not None),
             failures=self._health.in_a_row,
             is_old=self._world.is_first and self._health.is_old(),
         )
 
-    def _act(self, agreed: Agreed) -> SaveHandle | None:
-        """Do what the ranks agreed on. Raises as `Health.check` does."""
+    def _act(self, agreed: Agreed, uniform: int = 0) -> SaveHandle | None:
+        """Do what the ranks agreed on, and what all of them want without asking. Raises as `Health.check` does."""
         self._health.check(agreed)
         assert self._last is not None, "an agreement follows a step"
         step, state, metrics = self._last
         saved = None
-        if agreed.wish or agreed.stop:
-            kind = "light" if agreed.wish == LIGHT and not agreed.stop else "full"
+        wish = max(agreed.wish, uniform)
+        if wish or agreed.stop:
+            kind = "light" if wish == LIGHT and not agreed.stop else "full"
             saved = self.save(step, state, kind=kind, metrics=metrics)
         if agreed.stop:
             self._is_stopping = True
@@ -327,12 +328,17 @@ class Manager:
         """The saves of this rank that failed, the oldest first."""
         return self._health.errors
 
-    def _wish(self, step: int, *, uniform: bool = False) -> int:
-        """Which kind of save this rank's policies ask for; 0 for none."""
+    def _wish(self, step: int, *, uniform: bool | None = None) -> int:
+        """Which kind of save this rank's policies ask for; 0 for none.
+
+        Args:
+            step: That was made.
+            uniform: Ask only those whose answer is the same on all ranks, or only the others; ``None`` for all.
+        """
         context = self._context()
         for kind in (FULL, LIGHT):
             for policy in self._policies[kind]:
-                if uniform and not getattr(policy, "is_uniform", False):
+                if uniform is not None and getattr(policy, "is_uniform", False) is not uniform:
                     continue
                 if policy.should_save(step, self._steps_saved, context=context):
                     return kind
@@ -346,7 +352,7 @@ class Manager:
             step_s=timer.step_s,
             blocked_s=timer.blocked_s,
             save_s=timer.save_s,
-            agree_every=self._at_steps.every,
+            agree_every=self._at_steps.every + (self._world.size > 1),
             is_saving=bool(self._handles) and not self._handles[-1].done,
             is_preempted=self._signals.received != 0,
         )

@@ -91,7 +91,9 @@ class _DemoPlan:
     def terminated_at(self, resumed_from: int) -> int:
         """The step at which a rank of the resumed run gets SIGTERM: about half way to the end, where no save is due."""
         step = resumed_from + max(1, (self.steps - resumed_from) // 2)
-        return step - 1 if step % self.every == 0 and step - 1 > resumed_from else step
+        if step % self.every:
+            return step
+        return step + 1 if step + 2 < self.steps else max(resumed_from + 1, step - 1)
 
 
 def _checked(arguments: argparse.Namespace) -> _DemoPlan:
