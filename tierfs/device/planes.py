@@ -17,7 +17,14 @@ from numpy.typing import NDArray
 
 from tierfs.codec.delta.differences import decode_difference, difference
 from tierfs.codec.planes.packing import Mode, PlaneFit
-from tierfs.codec.planes.planes import PLANE_HEAD_BYTES, WIDTHS, PlaneOrder, PlaneWriter, decode_plane, put_planes
+from tierfs.codec.planes.planes import (
+    PLANE_HEAD_BYTES,
+    WIDTHS,
+    PlaneOrder,
+    PlaneWriter,
+    decode_plane,
+    put_planes_by_numpy,
+)
 from tierfs.codec.planes.zigzag import zigzag
 from tierfs.codec.scratch import elements_of
 from tierfs.device.modules import function, launch
@@ -161,7 +168,7 @@ def split_planes_reference(raw: Buffer, width: int, order: PlaneOrder, base: Buf
     if not elements.size:
         return b""
     writer = _RawPlanes(view, width)
-    put_planes(writer, elements, [PlaneFit(Mode.RAW)] * width, order)
+    put_planes_by_numpy(writer, elements, [PlaneFit(Mode.RAW)] * width, order)
     return writer.joined()
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "looks_of",
     "pairs_of",
     "put_planes",
+    "put_planes_by_numpy",
 ]
 
 WIDTHS = (1, 2, 4, 8)
@@ -329,7 +330,14 @@ def put_planes(
     looks = looks_of(pairs_of([elements]), order) if looks is None else looks
     if kernels.active is not None:
         _put_split(kernels.active, writer, elements, looks, order, base)
-        return
+    else:
+        put_planes_by_numpy(writer, elements, looks, order)
+
+
+def put_planes_by_numpy(
+    writer: PlaneWriter, elements: Elements, looks: Sequence[PlaneFit], order: PlaneOrder = PlaneOrder.AS_IT_IS
+) -> None:
+    """The same as `put_planes`, without the kernels: what they are compared with."""
     width, count = elements.itemsize, elements.size
     if width == 1:
         _put_plane(writer, elements, 0, looks[0])
