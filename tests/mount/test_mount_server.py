@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+import time
 
 import pytest
 
@@ -52,6 +53,10 @@ class Kernel:
     def close(self):
         self.ours.close()
         assert self.server.ended.wait(5)
+        deadline_s = time.monotonic() + 30
+        while self.server._threads and time.monotonic() < deadline_s:
+            time.sleep(0.005)
+        assert not self.server._threads  # else one would read from whatever gets this descriptor's number next
         self.its.close()
 
 

@@ -17,6 +17,7 @@ from tierfs.format.keys import chunk_key
 from tierfs.host.host import PAGE_BYTES
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.writer import NvmeTier
+from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab import growth
@@ -551,7 +552,11 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
         damage_draft(host, with_path=with_path)
         patch.undo()
         patch.setattr(host.flusher.scan, "_take", lambda _: None)
-        host.tiers.drafts._decoded._decoded.clear()
+        drafts = host.tiers.drafts
+        drafts._decoded._decoded.clear()
+        drafts._index = StagedIndex(host.tiers.ram, drafts._decoded)  # what a process that begins now would find
+        for slot in host.tiers.ram.drafts():
+            slot.segment.put_back_changed_drafts([slot.index])
         assert load(host.store, "a") == b"second"
         if with_path:
             with pytest.raises(CorruptionError, match="perhaps to this path"):

@@ -406,7 +406,7 @@ class SteppedHost:
             self.flusher.scan.discover()
             self.flusher.scan.sweep()
             self.flusher.persister.commit_ahead()
-            if self._step_settle():
+            if self._step_persist():
                 return True
         return self._step_advance(0) or (self._step_take() and self._step_advance(0))
 
@@ -419,7 +419,7 @@ class SteppedHost:
             self.flusher.scan.sweep()
         return True
 
-    def _step_settle(self):
+    def _step_persist(self):
         """The next drafts that are to go to the nvme tier."""
         if self.settling:
             return False

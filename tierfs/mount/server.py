@@ -94,8 +94,8 @@ class Server:
                 self._idle -= 1
 
     def _work(self) -> None:
-        buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
         try:
+            buffer = memoryview(mmap.mmap(-1, BUFFER_BYTES))
             while not self.ended.is_set():
                 try:
                     count = os.readv(self._device, [buffer])
