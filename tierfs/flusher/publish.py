@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from tierfs.buffers import buffers
 from tierfs.errors import ConflictError, StoreNotFoundError, TierfsError
 from tierfs.format import keys
 from tierfs.format.keys import NO_RECIPE, ChunkName
@@ -22,7 +23,6 @@ from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, Fill, ReadRow
 from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.keyframes import FilePlan, KeyframeIndex
 from tierfs.store.encode.pipeline import Encoded
-from tierfs.store.encode.room import Room, lend_room
 from tierfs.store.read.fetch import find_chunk
 from tierfs.store.request_metrics import asked
 from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
@@ -100,11 +100,10 @@ class StorePublisher:
         """
         context = context or NO_CONTEXT
         store = self._open()
-        with lend_room() as room:
-            raw = room.memory[:length]
+        with buffers().lend(length) as raw:
             if not fill(raw):
                 return None
-            return store_chunk(store, raw, _Sending(store, context, rows, read, pace), room=room, unread=context.unread)
+            return store_chunk(store, raw, _Sending(store, context, rows, read, pace), into=raw, unread=context.unread)
 
     def find_chunk(self, row: Row) -> Row:
         """The same for a chunk that no local tier holds: it was published before.
@@ -259,7 +258,7 @@ class _Sending(Alone):
         self._pace = pace
         self._chain_max = store.descriptor.chain_max
 
-    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
         context = self._context
         if self._store.lease_cache.is_lost(ChunkName(digest)):
             # Others may be encoded against it, which are healed by nothing but what stands alone.
@@ -268,7 +267,7 @@ class _Sending(Alone):
             context = replace(context, base=None)
         sources = self._sources(context, digest)
         read = self._read if context.base is None else partial(self._read_base, context.base)
-        return self._store.encoder.encode(raw, context, sources, room=room, read=read, fetch=self._fetch)
+        return self._store.encoder.encode(raw, context, sources, into=into, read=read, fetch=self._fetch)
 
     def _read_base(self, base: Row, row: Row, start: int, out: memoryview) -> bool:
         """See `ReadRow`. A copy of the base on this host says nothing of the object that the chunk is going to need."""

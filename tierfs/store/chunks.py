@@ -20,7 +20,6 @@ from tierfs.objects.protocol import CREATE
 from tierfs.objects.wrappers.verify import PromisedObjects
 from tierfs.store.encode.contexts import NO_CONTEXT, ChunkContext, ReadRow
 from tierfs.store.encode.pipeline import Encoded, Sending, blocks_of
-from tierfs.store.encode.room import Room, lend_room
 from tierfs.store.read.fetch import DAMAGED, GENERATIONS_MAX, are_there, fetch, fetch_object, inspect
 from tierfs.store.soundness import is_sound
 from tierfs.store.store import Store
@@ -43,10 +42,10 @@ class Alone:
         self._store = store
         self._context = context
 
-    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
         """See `Sending.encode`."""
         del digest
-        return self._store.encoder.encode(raw, self._context, (), room=room, read=lambda *_: False, fetch=self._fetch)
+        return self._store.encoder.encode(raw, self._context, (), into=into, read=lambda *_: False, fetch=self._fetch)
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
         """See `Sending.putting`."""
@@ -62,7 +61,7 @@ def store_chunk(
     raw: memoryview,
     sending: Sending | None = None,
     *,
-    room: Room | None = None,
+    into: memoryview | None = None,
     unread: set[bytes] | None = None,
 ) -> Row:
     """Make sure that the store holds these bytes, and say under which name. Identical bytes travel once.
@@ -73,7 +72,7 @@ def store_chunk(
         store: The store.
         raw: 1 byte to 16 MiB. Borrowed for the call.
         sending: How to encode them, if they have to travel; by themselves unless it is given.
-        room: Where they lie: then they are overwritten. Without one they are left as they are.
+        into: Memory for what they are encoded as, as long as they are: ``raw`` itself where the caller needs them no more.
         unread: Digests of chunks of the file that is replaced, which are read back whatever was read of them before. Each is
             taken out when that was done.
 
@@ -89,8 +88,8 @@ def store_chunk(
     if row is None:
         row = _find_listed(store, name, len(raw))
         if row is None:
-            with contextlib.nullcontext(room) if room is not None else lend_room() as place:
-                row = _find_or_put(store, name, raw, digests, sending or Alone(store), place, reread=reread)
+            with buffers().lend(len(raw)) if into is None else contextlib.nullcontext(into) as memory:
+                row = _find_or_put(store, name, raw, digests, sending or Alone(store), memory, reread=reread)
         store.lease_cache.learn(term, [row])
     if unread is not None:
         unread.discard(name)
@@ -121,7 +120,7 @@ def _find_or_put(
     raw: memoryview,
     digests: Sequence[bytes],
     sending: Sending,
-    room: Room,
+    into: memoryview,
     *,
     reread: bool = False,
 ) -> Row:
@@ -134,7 +133,7 @@ def _find_or_put(
                 return standing
             standing = DAMAGED
         if encoded is None:
-            encoded = sending.encode(raw, name, room)
+            encoded = sending.encode(raw, name, into)
             table = [
                 Block(d, codec, len(data), reason)
                 for d, (codec, reason, data) in zip(digests, encoded.blocks, strict=True)
@@ -223,12 +222,11 @@ def rescue(store: Store, row: Row, where: str, read: ReadRow | None = None) -> R
     Raises:
         StoreError: It is gone, and with it the only copy: the caller has to write the file again.
     """
-    with lend_room() as room:
-        return _rescue(store, row, where, read, room)
+    with buffers().lend(row.raw_length) as raw:
+        return _rescue(store, row, where, read, raw)
 
 
-def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, room: Room) -> Row:
-    raw = room.memory[: row.raw_length]
+def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, raw: memoryview) -> Row:
     term = store.lease_cache.ensure()
     try:
         if not any(store.lease_cache.is_unusable(name) for name in (row.name, *row.bases)):
@@ -248,7 +246,7 @@ def _rescue(store: Store, row: Row, where: str, read: ReadRow | None, room: Room
             path=where,
             tier="object",
         ) from error
-    return store_chunk(store, raw, room=room)
+    return store_chunk(store, raw, into=raw)
 
 
 def _digests_of(store: Store, raw: memoryview) -> tuple[list[bytes], bytes]:

@@ -15,7 +15,6 @@ from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext
 from tierfs.store.encode.deriving import SourcePiece
 from tierfs.store.encode.encoder import Encoder
-from tierfs.store.encode.room import Room
 
 KIND = DigestKind.XXH3_128
 
@@ -47,7 +46,8 @@ def test_a_chunk_is_derived_only_where_a_row_can_name_all_that_it_takes_to_read_
 
     encoder = Encoder(KIND, Codecs.parse("all"), is_near=True)
     sources = [SourcePiece(row, 0, row.raw_length) for row in rows]
-    encoded = encoder.encode(memoryview(narrow), ChunkContext(), sources, room=Room(), read=read, fetch=fetch)
+    raw = memoryview(bytearray(narrow))
+    encoded = encoder.encode(raw, ChunkContext(), sources, into=raw, read=read, fetch=fetch)
     assert ([block.codec for block in encoded.blocks] == [Codec.DERIVE]) is derived
     assert len(encoded.needs) == (2 * count if derived else 0)
     encode_rows((Row(named(1), len(narrow), 300, encoded.needs),))

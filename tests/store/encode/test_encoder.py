@@ -16,18 +16,17 @@ from tierfs import digest
 from tierfs.buffers import Buffers, buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
 from tierfs.codec.choice import DELTA_WORTH, SAMPLE_BYTES, Choice
-from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CorruptionError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
+from tierfs.processors import Processors
 from tierfs.store.encode import encoder as encoder_module
+from tierfs.store.encode import pipeline as encoding
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext, Tensor
 from tierfs.store.encode.deriving import SourcePiece
-from tierfs.store.encode.desks import Desks, desks
 from tierfs.store.encode.encoder import PASSED_MAX, REPROBE_SAVES, Encoder
 from tierfs.store.encode.pipeline import blocks_of
-from tierfs.store.encode.room import Room, lend_room
 
 MIB = 1 << 20
 MASTER = Tensor("run:master:float4", "float", 4)
@@ -87,7 +86,8 @@ def encode(encoder, host, raw, *, save=0, base=None, sources=(), tensor=MASTER):
 
 
 def encode_as(encoder, host, raw, context, sources=()):
-    return encoder.encode(memoryview(raw), context, sources, room=Room(), read=host.read, fetch=host.fetch)
+    memory = memoryview(bytearray(raw))
+    return encoder.encode(memory, context, sources, into=memory, read=host.read, fetch=host.fetch)
 
 
 def decoded(encoded, raw, reference=b""):
@@ -219,25 +219,11 @@ def test_a_base_that_goes_while_it_is_read_leaves_nothing_behind(host, tried, en
     assert codecs_of(encoded) == {Codec.PLANE}
     assert not encoded.bases
     assert decoded(encoded, raw) == raw
-    assert tried == [True, False]
+    assert tried == [False]
     host.read = read
     encoded = encode(encoder, host, raw, save=1, base=base)
     assert codecs_of(encoded) == {Codec.DPLANE}
     assert decoded(encoded, raw, master.tobytes()) == raw
-
-
-def test_a_base_on_this_host_takes_the_memory_of_a_block(host, monkeypatch):
-    monkeypatch.setattr(encoder_module, "buffers", None)
-    encoder, master, sizes = encoder_for(), numbers(), []
-    base, read, raw = host.chunk(master.tobytes(), host.local), host.read, near(master).tobytes()
-
-    def noted(row, start, out):
-        sizes.append(len(out))
-        return read(row, start, out)
-
-    host.read = noted
-    assert encode(encoder, host, raw, base=base).bases
-    assert sizes == [MIB] * (len(raw) // MIB)
 
 
 def sizes_read(host):
@@ -448,7 +434,7 @@ def test_a_base_is_fetched_where_it_saves_enough(host, stored, fetches):
     assert host.fetches == fetches
 
 
-@pytest.mark.parametrize(("is_near", "fetches"), [(True, 3 * 2), (False, 1)])  # there block by block
+@pytest.mark.parametrize(("is_near", "fetches"), [(True, 3), (False, 1)])
 def test_where_the_object_tier_is_the_hosts_own_a_base_may_save_less(host, is_near, fetches):
     encoder, master = encoder_for("auto", is_near=is_near), numbers()
     base = replace(host.chunk(master.tobytes(), host.remote), stored_length=3 * len(master.tobytes()))
@@ -520,7 +506,7 @@ def encoding_as_many_as_processors(encoder, monkeypatch, host):
             assert go_on.wait(60)
         return choose(sample, **about)
 
-    monkeypatch.setattr(desks, "shared", Desks())
+    monkeypatch.setattr(encoder_module._encoders, "shared", Processors())
     monkeypatch.setattr(encoder_module, "choose", wait_and_choose)
     with ThreadPoolExecutor(2) as pool:
         tasks = [pool.submit(encode, encoder, host, numbers().tobytes()) for _ in range(2)]
@@ -665,7 +651,8 @@ def test_chunks_of_any_length_come_back(host, size, tensor):
 @pytest.mark.parametrize("processors", [1, 2])
 def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(host, monkeypatch, processors):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
-    monkeypatch.setattr(desks, "shared", Desks())
+    monkeypatch.setattr(encoder_module._encoders, "shared", Processors())
+    monkeypatch.setattr(encoding._outs, "shared", Buffers(4 * MIB))
     encoder, masters = encoder_for(), [numbers(seed, MIB // 4) for seed in range(4)]
     bases = [host.chunk(master.tobytes(), host.local) for master in masters]
 
@@ -681,23 +668,8 @@ def test_many_threads_encode_in_the_memory_of_as_many_as_there_are_processors(ho
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(one, range(96)))
-    assert 1 <= len(desks()._free) <= processors
+    assert 1 <= len(encoding._outs()._free) <= processors
     assert encoder.status()["derive_blocks"] == 32
-
-
-def test_what_is_not_encoded_waits_for_no_desk(host, monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(desks, "shared", Desks())
-    raw, off = numbers(count=MIB // 4).tobytes(), encoder_for("off")
-    encode(off, host, raw)  # finds out about the tensor
-    with ThreadPoolExecutor(1) as pool, ThreadPoolExecutor(1) as other:
-        with desks().lend() as taken, desks().lend():
-            assert len(other.submit(taken.take).result(60).out) == CHUNK_BYTES
-            assert codecs_of(pool.submit(encode, off, host, raw).result(60)) == {Codec.STORE}
-            waiting = pool.submit(encode, encoder_for(), host, raw)
-            with pytest.raises(TimeoutError):
-                waiting.result(0.2)
-        assert codecs_of(waiting.result(60)) == {Codec.PLANE}
 
 
 def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_same(host):
@@ -716,42 +688,36 @@ def test_where_a_base_is_gone_or_damaged_half_way_the_chunk_is_encoded_all_the_s
                 out[5] ^= 1
             return found
 
-        encoder, room = encoder_for(), Room()
-        raw = room.memory[: len(whole)]
-        raw[:] = whole
+        encoder, raw = encoder_for(), memoryview(bytearray(whole))
         base = host.chunk(master.tobytes(), host.local)
         context = ChunkContext((Tensor("w", "float", 4),) * 8, 0, base)
-        encoded = encoder.encode(raw, context, (), room=room, read=broken, fetch=host.fetch)
+        encoded = encoder.encode(raw, context, (), into=raw, read=broken, fetch=host.fetch)
         assert bool(encoded.bases) is (damage is None)
         assert decoded(encoded, whole, master.tobytes() if encoded.bases else b"") == whole
     assert reads
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_base_in_an_object_tier_of_this_host_is_read_block_by_block(host, monkeypatch, breaks):
+def test_a_base_in_an_object_tier_of_this_host_is_fetched_at_once(host, monkeypatch, breaks):
     monkeypatch.setattr(buffers, "shared", Buffers())
-    monkeypatch.setattr(desks, "shared", Desks())
     master, fetch, wanted = numbers(count=MIB), host.fetch, []
     whole, base = near(master).tobytes(), host.chunk(master.tobytes(), host.remote)
 
     def noted(row, start, out):
         wanted.append((start, len(out)))
-        if breaks and start == 2 * MIB:
+        if breaks:
             raise CorruptionError("it is damaged")
         fetch(row, start, out)
 
-    encoder = encoder_for(is_near=True)
-    with lend_room() as room:
-        raw = room.memory[: len(whole)]
-        raw[:] = whole
-        context = ChunkContext((Tensor("w", "float", 4),) * 4, 0, base)
-        encoded = encoder.encode(raw, context, (), room=room, read=host.read, fetch=noted)
-        assert decoded(encoded, whole, b"" if breaks else master.tobytes()) == whole
-        assert bool(encoded.bases) is not breaks
-    assert wanted == [(number * MIB, MIB) for number in range(3 if breaks else 4)]
+    encoder, raw = encoder_for(is_near=True), memoryview(bytearray(whole))
+    context = ChunkContext((Tensor("w", "float", 4),) * 4, 0, base)
+    encoded = encoder.encode(raw, context, (), into=raw, read=host.read, fetch=noted)
+    assert decoded(encoded, whole, b"" if breaks else master.tobytes()) == whole
+    assert bool(encoded.bases) is not breaks
+    assert wanted == [(0, 4 * MIB)]
     assert encoder.status().get("unreadable_bases", 0) == breaks
-    assert encoder.status()["fetched_base_bytes"] == (2 if breaks else 4) * MIB
-    assert (buffers()._taken, len(buffers()._free)) == (1, 1)  # a desk's, and what was the room's
+    assert encoder.status().get("fetched_base_bytes", 0) == (0 if breaks else 4 * MIB)
+    assert buffers()._taken == 0
 
 
 @pytest.mark.parametrize(

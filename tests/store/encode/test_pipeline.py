@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 from support.encoded import encoded_chunk
 
-from tierfs.buffers import Buffers, buffers
 from tierfs.codec import Codec, Coding, Reason, decode_block
-from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES
+from tierfs.digest import BLOCK_BYTES
 from tierfs.store.encode import pipeline as encoding
-from tierfs.store.encode.desks import Desks, desks
-from tierfs.store.encode.pipeline import BlockPlan, blocks_of, encode_chunk, keep
-from tierfs.store.encode.room import lend_room
+from tierfs.store.encode.pipeline import BlockPlan, blocks_of, encode_chunk
 
 P2, P4, P8 = (Coding(Codec.PLANE, width) for width in (2, 4, 8))
 D4, NOTHING = Coding(Codec.DPLANE, 4), Coding(Codec.STORE)
@@ -89,110 +81,21 @@ def test_what_may_not_be_made_of_a_block_is_stored():
     assert {block.codec for block in stored} == {Codec.STORE}
 
 
-@pytest.mark.parametrize("in_room", [True, False])
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("encoded", [{0, 1, 3, 5}, {2}, {5}, {0, 1, 2, 3, 4, 5}, set()], ids=str)
-def test_what_is_encoded_stays_in_its_room_when_the_desk_is_the_next_ones(encoded, in_room, monkeypatch):
-    monkeypatch.setattr(desks, "shared", Desks())
+def test_blocks_are_encoded_in_their_own_place_or_beside_the_chunk(encoded, in_place):
     state = floats((6 * BLOCK_BYTES - 40_000) // 4, 7)
-    with lend_room() as room:
-        raw = room.memory[: state.nbytes] if in_room else memoryview(bytearray(state.nbytes))
-        raw[:] = memoryview(state).cast("B")
-        with desks().lend() as desk:
-            plans = [BlockPlan(P4 if number in encoded else NOTHING, Reason.NO_BASE) for number in range(6)]
-            blocks = keep(encode_chunk(raw, plans, desk), raw, desk, room)
-            was_used = desk._memory is not None
-        assert was_used is bool(encoded)
-        with desks().lend() as desk:
-            desk.take().out[:] = bytes(CHUNK_BYTES)
-            assert desk.take().out.obj is not room.memory.obj
-        assert [block.codec is Codec.PLANE for block in blocks] == [number in encoded for number in range(6)]
-        for block, want in zip(blocks, blocks_of(memoryview(state).cast("B")), strict=True):
-            out = memoryview(bytearray(len(want)))
-            decode_block(block.codec, memoryview(block.data), out, None, "here")
-            assert out == want
-        if not in_room:
-            assert raw == memoryview(state).cast("B")
-
-
-def test_a_room_takes_no_memory_before_it_is_needed(monkeypatch):
-    monkeypatch.setattr(buffers, "shared", Buffers())
-    with lend_room():
-        assert buffers()._taken == 0
-    with lend_room() as room:
-        assert len(room.memory) == CHUNK_BYTES
-        assert buffers()._taken == 1
-    assert buffers()._taken == 0
-
-
-def on_a_thread(work, *args):
-    """Where desks are counted."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work, *args).result(60)
-
-
-def test_where_there_is_no_memory_for_a_desk_nobody_waits_for_it_then(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(desks, "shared", Desks())
-
-    def use():
-        with desks().lend() as desk:
-            return len(desk.take().out)
-
-    with monkeypatch.context() as short:
-        short.setattr("tierfs.store.encode.desks.fresh", cannot_map)
-        for _ in range(3):
-            with pytest.raises(OSError, match="no memory"):
-                on_a_thread(use)
-    assert [on_a_thread(use) for _ in range(3)] == [CHUNK_BYTES] * 3
-
-
-def cannot_map(length):
-    raise OSError("no memory")
-
-
-def test_the_main_thread_waits_for_no_desk(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
-    monkeypatch.setattr(desks, "shared", Desks())
-
-    def hold():
-        with desks().lend() as desk:
-            desk.take()
-            taken.set()
-            assert done.wait(60)
-
-    taken, done = threading.Event(), threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(hold)
-        assert taken.wait(60)
-        with desks().lend() as desk:
-            desk.take()
-        done.set()
-        holding.result(60)
-    assert len(desks()._free) == 2
-
-
-@pytest.mark.parametrize("call", range(1, 8))
-def test_an_interrupted_exchange_leaves_no_memory_to_two(monkeypatch, call):
-    monkeypatch.setattr(desks, "shared", Desks())
-    monkeypatch.setattr(buffers, "shared", Buffers())
-    calls = []
-
-    def interrupt(frame, event, arg):
-        if frame.f_code.co_filename.endswith(("desks.py", "room.py")) and sys._getframe(1).f_code is not leave.__code__:
-            calls.append(event)
-            if len(calls) == call:
-                raise KeyboardInterrupt
-
-    def leave(desk, room):
-        sys.setprofile(interrupt)
-        try:
-            desk.exchange(room)
-        finally:
-            sys.setprofile(None)
-
-    with contextlib.suppress(KeyboardInterrupt), lend_room() as room, desks().lend() as desk:
-        desk.take()
-        leave(desk, room)
-    given = [memory.out.obj for memory in desks()._free] + [memory.obj for memory in buffers()._free]
-    assert len({id(memory) for memory in given}) == len(given)
-    assert calls
+    raw = memoryview(bytearray(state.nbytes))
+    raw[:] = memoryview(state).cast("B")
+    into = raw if in_place else memoryview(bytearray(len(raw)))
+    blocks = encode_chunk(
+        raw, [BlockPlan(P4 if number in encoded else NOTHING, Reason.NO_BASE) for number in range(6)], into
+    )
+    assert [block.codec is Codec.PLANE for block in blocks] == [number in encoded for number in range(6)]
+    for number, (block, want) in enumerate(zip(blocks, blocks_of(memoryview(state).cast("B")), strict=True)):
+        assert block.data.obj is (into if number in encoded else raw).obj
+        out = memoryview(bytearray(len(want)))
+        decode_block(block.codec, memoryview(block.data), out, None, "here")
+        assert out == want
+    if not in_place:
+        assert raw == memoryview(state).cast("B")

@@ -67,8 +67,8 @@ class Against(Untimed):
     def __init__(self, row, reference, codec=Codec.DPLANE):
         self.row, self.reference, self.codec = row, reference, codec
 
-    def encode(self, raw, digest, room):
-        del digest, room
+    def encode(self, raw, digest, into):
+        del digest, into
         bases = blocks_of(memoryview(self.reference), len(self.reference) // len(raw))
         blocks = encoded_chunk(raw, [BlockPlan(Coding(self.codec, 4), Reason.DELTA, base) for base in bases])
         row = self.row
@@ -324,8 +324,8 @@ def chunk_of(flushing, blocks):
     raw = Training(blocks * MIB // 4).master.tobytes() + os.urandom(MIB)
 
     class Planes(Untimed):
-        def encode(self, raw, digest, room):
-            del digest, room
+        def encode(self, raw, digest, into):
+            del digest, into
             return Encoded(
                 encoded_chunk(raw, [BlockPlan(Coding(Codec.PLANE, 4), Reason.NO_BASE) for _ in blocks_of(raw)])
             )

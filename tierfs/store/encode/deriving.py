@@ -6,18 +6,16 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from tierfs.buffers import fresh
-from tierfs.codec import Codec, Coding, Reason
-from tierfs.digest import CHUNK_BYTES, DigestKind
+from tierfs.buffers import block_buffers, fresh
+from tierfs.codec import Codec, Coding, Reason, encode_block
+from tierfs.digest import BLOCK_BYTES, CHUNK_BYTES, DigestKind
 from tierfs.format.envelope import BASES_MAX, BaseRange
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 from tierfs.store.encode.bases import read_verified
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ReadRow
-from tierfs.store.encode.desks import Desk
-from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk, keep
-from tierfs.store.encode.room import Room
+from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
 
 __all__ = ["Deriver", "SourcePiece", "with_bases"]
 
@@ -41,7 +39,7 @@ class SourcePiece(NamedTuple):
 class Deriver:
     """Encodes chunks as derived, one at a time: for one thread at a time.
 
-    It takes the memory of three chunks beside a desk's, and hardly longer than copying them where they are in memory.
+    It takes the memory of three chunks, and hardly longer than copying them where they are in memory.
 
     Args:
         kind: The store's digests.
@@ -59,16 +57,15 @@ class Deriver:
         return f"Deriver({self._codecs})"
 
     def encode(
-        self, raw: memoryview, sources: Sequence[SourcePiece], read: ReadRow, desk: Desk, room: Room
+        self, raw: memoryview, sources: Sequence[SourcePiece], read: ReadRow, into: memoryview
     ) -> Encoded | None:
         """Encode a chunk as derived from wider elements; ``None`` if it is not, or needs more chunks than a row may name.
 
         Args:
-            raw: The chunk. Borrowed; the result may lie in it.
+            raw: The chunk. Borrowed; it stays as it is where there is no result.
             sources: Where those elements are, in order.
             read: Gets at chunks that lie on this host.
-            desk: Where to encode.
-            room: Where the result is to lie: see `tierfs.store.encode.pipeline.Sending`.
+            into: See `tierfs.store.encode.pipeline.Sending.encode`.
         """
         if len(_needs(sources)) > BASES_MAX:
             return None
@@ -87,11 +84,13 @@ class Deriver:
                 if whole is None:
                     return None
                 out[:] = whole[offset : offset + length]
-        plans = (_DERIVE._replace(base=base) for base in blocks_of(reference, 2))
-        blocks = encode_chunk(raw, plans, desk, self._codecs.allowed)
-        if not any(block.codec is Codec.DERIVE for block in blocks):
-            return None
-        return with_bases(keep(blocks, raw, desk, room), sources)
+        plans = [_DERIVE._replace(base=base) for base in blocks_of(reference, 2)]
+        with block_buffers().lend(BLOCK_BYTES) as out:
+            # The chunk may be overwritten below, so that it is not a derived one has to be known before.
+            pairs = zip(blocks_of(raw), plans, strict=True)
+            if all(encode_block(block, plan.coding, plan.base, out)[0] is not Codec.DERIVE for block, plan in pairs):
+                return None
+        return with_bases(encode_chunk(raw, plans, into, self._codecs.allowed), sources)
 
     def _read_source(self, row: Row, read: ReadRow) -> memoryview | None:
         """All bytes of a chunk, verified, if it is on this host.

@@ -15,20 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from tierfs.buffers import buffers
+from tierfs._fork import PerProcess
+from tierfs.buffers import block_buffers, buffers
 from tierfs.codec import Codec, Reason
 from tierfs.codec.choice import DELTA_WORTH, Choice, choose, sample_of
 from tierfs.digest import BLOCK_BYTES, DigestKind
 from tierfs.errors import TierfsError
 from tierfs.format.envelope import block_count
 from tierfs.format.manifest import Row
-from tierfs.store.encode.bases import AbsentError, FetchedBase, LocalBase, Reference
+from tierfs.processors import Processors
+from tierfs.store.encode.bases import AbsentError, LocalBase
 from tierfs.store.encode.codecs import Codecs
 from tierfs.store.encode.contexts import ChunkContext, ReadRow, Tensor
 from tierfs.store.encode.deriving import Deriver, SourcePiece, with_bases
-from tierfs.store.encode.desks import Desk, desks
-from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk, keep
-from tierfs.store.encode.room import Room
+from tierfs.store.encode.pipeline import BlockPlan, Encoded, EncodedBlock, blocks_of, encode_chunk
 
 __all__ = ["Encoder", "FetchRow"]
 
@@ -46,6 +46,10 @@ NEWEST = 0.1
 # What a base saves is found out again after so many were not fetched.
 PASSED_MAX = 32
 _logger = logging.getLogger("tierfs.store")
+
+# As many threads encode at a time as there are processors: each takes the memory of a base, and of a few blocks. These are not
+# the turns of those who decode: one that encodes may have to read a chunk of the object tier first.
+_encoders = PerProcess(Processors)
 
 FetchRow = Callable[[Row, int, memoryview], None]
 """Copies bytes of a chunk, from an offset on, out of the object tier, verified; raises a `TierfsError` if it cannot."""
@@ -84,13 +88,13 @@ class _Asked(NamedTuple):
 
     Attributes:
         raw: The chunk.
-        room: Where what was encoded is to lie.
+        into: Memory for the encoded blocks.
         tensors: Of each block.
         known: The choice that was made for each; ``None`` for one that is to be made now.
     """
 
     raw: memoryview
-    room: Room
+    into: memoryview
     tensors: Sequence[Tensor]
     known: Mapping[Tensor, Choice | None]
 
@@ -124,10 +128,6 @@ class _Attempt(NamedTuple):
     def needs_base(self) -> bool:
         """Whether it cannot be read without what it was encoded against."""
         return any(block.codec.base_factor for block in self.blocks)
-
-    def kept(self, asked: _Asked, desk: Desk) -> _Attempt:
-        """The same where it stays: see `tierfs.store.encode.pipeline.keep`."""
-        return self._replace(blocks=keep(self.blocks, asked.raw, desk, asked.room))
 
 
 class Encoder:
@@ -208,17 +208,17 @@ class Encoder:
         context: ChunkContext,
         sources: Sequence[SourcePiece],
         *,
-        room: Room,
+        into: memoryview,
         read: ReadRow,
         fetch: FetchRow,
     ) -> Encoded:
         """Encode a chunk in the way that makes it smallest; under pressure not at all.
 
         Args:
-            raw: The chunk. Borrowed; the result may lie in it.
+            raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
             context: What is known of it.
             sources: The hint's sources, as they are stored.
-            room: Where the result is to lie: see `tierfs.store.encode.pipeline.Sending`.
+            into: See `tierfs.store.encode.pipeline.Sending.encode`.
             read: Gets at chunks that lie on this host.
             fetch: Gets at those that do not.
         """
@@ -227,10 +227,10 @@ class Encoder:
         with self._one_more() as is_encoded:
             encoded = None if is_encoded else Encoded([_raw_block(block) for block in blocks_of(raw)])
             if encoded is None and sources and self.derives:
-                with self._deriving, desks().lend() as desk:  # others send while one waits for that
-                    encoded = self._deriver.encode(raw, sources, read, desk, room)
+                with self._deriving, _encoders().turn():  # others send while one waits for that
+                    encoded = self._deriver.encode(raw, sources, read, into)
             if encoded is None:
-                encoded = self._encode_chosen(raw, context, room, read, fetch)
+                encoded = self._encode_chosen(raw, context, into, read, fetch)
         with self._lock:
             self._counts["raw_bytes"] += len(raw)
             for block in encoded.blocks:
@@ -240,93 +240,75 @@ class Encoder:
         return encoded
 
     def _encode_chosen(
-        self, raw: memoryview, context: ChunkContext, room: Room, read: ReadRow, fetch: FetchRow
+        self, raw: memoryview, context: ChunkContext, into: memoryview, read: ReadRow, fetch: FetchRow
     ) -> Encoded:
         tensors = [*context.tensors, *[Tensor()] * (block_count(len(raw)) - len(context.tensors))]
         known = {tensor: self._known(tensor, context) for tensor in tensors}
-        asked = _Asked(raw, room, tensors, known)
+        asked = _Asked(raw, into, tensors, known)
         row, attempt = context.base, None
         if row is not None and any(choice is None or choice.delta is not None for choice in known.values()):
             attempt = self._try_local(asked, row, read)
             if attempt is None:
                 attempt = self._try_fetched(asked, row, fetch)
         if attempt is None:
-            attempt = self._try_alone(asked)
+            with _encoders().turn():
+                attempt = self._try(asked, None)
         blocks = attempt.blocks
         self._learn(attempt, tensors, context.save, raw)
         if row is None or not attempt.needs_base:
             return Encoded(blocks)
         return with_bases(blocks, (SourcePiece(row, 0, len(raw)),))
 
-    def _try_alone(self, asked: _Asked) -> _Attempt:
-        """`_try` against nothing."""
-        with desks().lend() as desk:
-            return self._try(asked, None, desk).kept(asked, desk)
-
-    def _try_local(self, asked: _Asked, row: Row, read: ReadRow, *, is_verified: bool = False) -> _Attempt | None:
-        """`_try` against a chunk of this host; ``None`` if that is not there, or was not sound where that makes a difference."""
-        with desks().lend() as desk:
-            base = LocalBase(self._kind, row, read, desk, is_verified=is_verified)
-            try:
-                attempt = self._try(asked, base, desk)
-                counts = is_verified or attempt.needs_base or any(tensor.name for tensor, _ in attempt.found)
-                if counts and not base.is_sound():
-                    return None
-            except AbsentError:
-                return None
-            if not counts:
-                # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
-                attempt = attempt._replace(found=[(tensor, choice.alone()) for tensor, choice in attempt.found])
-            return attempt.kept(asked, desk)
+    def _try_local(self, asked: _Asked, row: Row, read: ReadRow) -> _Attempt | None:
+        """`_try` against a chunk of this host; ``None`` if that is not there, or not sound."""
+        with _encoders().turn(), buffers().lend(row.raw_length) as memory, contextlib.suppress(AbsentError):
+            return self._try(asked, LocalBase(self._kind, row, read, memory))
+        return None
 
     def _try_fetched(self, asked: _Asked, row: Row, fetch: FetchRow) -> _Attempt | None:
         """`_try` against a chunk of the object tier; ``None`` if that is not worth it, or cannot be.
 
-        Where that is this host's own, it is read block by block, as one of the local tiers is. Else few threads do it at a time: each takes the
-        memory of one more chunk, and what the first one finds out may save the others from it.
+        Beyond a network few threads do it at a time: each takes the memory of one more chunk while it waits, and what the
+        first one finds out may save the others from it.
         """
-        if self._is_near:
-            if not self._is_worth_fetching(row, asked):
+        fetching, encoding = (
+            (_encoders().turn(), contextlib.nullcontext()) if self._is_near else (self._fetching, _encoders().turn())
+        )
+        with fetching, buffers().lend(row.raw_length) as memory:
+            if not self._is_worth_fetching(row, asked) or not self._fetch(row, memory, fetch):
                 return None
-            return self._try_local(
-                asked, row, lambda row, start, out: self._fetch(row, start, out, fetch), is_verified=True
-            )
-        with self._fetching:
-            if not self._is_worth_fetching(row, asked):
-                return None
-            with buffers().lend(row.raw_length) as base:
-                if not self._fetch(row, 0, base, fetch):
-                    return None
-                with desks().lend() as desk:
-                    return self._try(asked, FetchedBase(base), desk).kept(asked, desk)
+            with encoding:
+                return self._try(asked, LocalBase(self._kind, row, None, memory))
 
-    def _try(self, asked: _Asked, base: Reference | None, desk: Desk) -> _Attempt:
-        """Encode block by block, each against the base's, where that is worth it.
+    def _try(self, asked: _Asked, base: LocalBase | None) -> _Attempt:
+        """Encode block by block, each against the base's, where that is worth it. The chunk stays as it is if this raises.
 
         Args:
             asked: What.
             base: What the chunk may be encoded against.
-            desk: Where; what is encoded lies there then.
 
         Raises:
             AbsentError: As the base does.
         """
         choices = dict(asked.known)
         found: list[tuple[Tensor, Choice]] = []
-
-        def plans() -> Iterator[BlockPlan]:
-            for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
-                choice = choices[tensor]
-                if choice is None:
-                    choice = self._choose(number, block, tensor, base, desk)
-                    found.append((tensor, choice))
-                    choices[tensor] = choice if tensor.name else None
-                plan = _plan(choice, has_base=base is not None)
-                if base is not None and plan.reason is Reason.DELTA:
-                    plan = plan._replace(base=base.block(number))
-                yield plan._replace(part_of=tensor)
-
-        return _Attempt(encode_chunk(asked.raw, plans(), desk, self.codecs.allowed), found)
+        plans: list[BlockPlan] = []
+        for number, (block, tensor) in enumerate(zip(blocks_of(asked.raw), asked.tensors, strict=True)):
+            choice = choices[tensor]
+            if choice is None:
+                choice = self._choose(number, block, tensor, base)
+                found.append((tensor, choice))
+                choices[tensor] = choice if tensor.name else None
+            plans.append(_plan(choice, has_base=base is not None)._replace(part_of=tensor))
+        if base is not None and any(plan.reason is Reason.DELTA for plan in plans):
+            plans = [
+                plan._replace(base=block) if plan.reason is Reason.DELTA else plan
+                for plan, block in zip(plans, blocks_of(base.whole()), strict=True)
+            ]
+        if base is not None and not base.is_verified:
+            # Nobody knows whether what was compared with was the base: then that tells nothing of others either.
+            found = [(tensor, choice.alone()) for tensor, choice in found]
+        return _Attempt(encode_chunk(asked.raw, plans, asked.into, self.codecs.allowed), found)
 
     def _known(self, tensor: Tensor, context: ChunkContext) -> Choice | None:
         """What is remembered of a tensor, if it counts still."""
@@ -336,23 +318,20 @@ class Encoder:
             return None
         return None if known.choice.delta_ratio is None and context.base is not None else known.choice
 
-    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: Reference | None, desk: Desk) -> Choice:
+    def _choose(self, number: int, block: memoryview, tensor: Tensor, base: LocalBase | None) -> Choice:
         """Find out about a tensor from one block of it, which has this number in the chunk."""
         start, count = sample_of(len(block))
-        return choose(
-            block[start : start + count],
-            kind=tensor.kind,
-            width=tensor.width,
-            base=None if base is None else self._part(number, start, count, tensor, base),
-            allowed=self.codecs.allowed,
-            out=desk.take().sample,
-        )
-
-    def _part(self, number: int, start: int, count: int, tensor: Tensor, base: Reference) -> memoryview:
-        """A part of a block, of one that is read whole where it is to be remembered what comes of it."""
-        if tensor.name:
-            return base.block(number)[start : start + count]
-        return base.part(number * BLOCK_BYTES + start, count)
+        if base is not None and tensor.name:
+            base.whole()  # what comes of it is to be remembered
+        with block_buffers().lend(count) as out:
+            return choose(
+                block[start : start + count],
+                kind=tensor.kind,
+                width=tensor.width,
+                base=None if base is None else base.part(number * BLOCK_BYTES + start, count),
+                allowed=self.codecs.allowed,
+                out=out,
+            )
 
     def _learn(self, attempt: _Attempt, tensors: Sequence[Tensor], save: int, raw: memoryview) -> None:
         """Remember what was chosen, and of which tensors the differences were too large all the same."""
@@ -414,10 +393,10 @@ class Encoder:
             typical = self._typical.get((tensor.kind, tensor.width))
         return None if typical is None else typical.saved
 
-    def _fetch(self, row: Row, start: int, out: memoryview, fetch: FetchRow) -> bool:
-        """Fetch a part of a base; ``False`` if it cannot be read."""
+    def _fetch(self, row: Row, out: memoryview, fetch: FetchRow) -> bool:
+        """Fetch a base; ``False`` if it cannot be read."""
         try:
-            fetch(row, start, out)
+            fetch(row, 0, out)
         except TierfsError as error:
             with self._lock:
                 self._counts["unreadable_bases"] += 1

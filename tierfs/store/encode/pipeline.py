@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
+from tierfs._fork import PerProcess
+from tierfs.buffers import Buffers
 from tierfs.codec import Codec, Coding, Reason, encode_blocks
 from tierfs.digest import BLOCK_BYTES, Buffer
 from tierfs.format.envelope import BaseRange
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
 
-if TYPE_CHECKING:
-    from tierfs.store.encode.desks import Desk
-    from tierfs.store.encode.room import Room
-
-__all__ = ["BlockPlan", "Encoded", "EncodedBlock", "Sending", "blocks_of", "encode_chunk", "keep"]
+__all__ = ["BlockPlan", "Encoded", "EncodedBlock", "Sending", "blocks_of", "encode_chunk"]
 
 _ALL = frozenset(Codec)
+# At most as many blocks are encoded together.
+_TOGETHER_MAX = 4
+_outs = PerProcess(lambda: Buffers(_TOGETHER_MAX * BLOCK_BYTES))
 
 
 class EncodedBlock(NamedTuple):
-    """One block as it is to be stored: in the chunk, or in its room."""
+    """One block as it is to be stored. Its bytes lie in the chunk's memory, or in the memory that it was encoded into."""
 
     codec: Codec
     reason: Reason
@@ -46,13 +47,13 @@ class Encoded(NamedTuple):
 class Sending(Protocol):
     """One chunk on its way, with all that is known of it."""
 
-    def encode(self, raw: memoryview, digest: bytes, room: Room) -> Encoded:
+    def encode(self, raw: memoryview, digest: bytes, into: memoryview) -> Encoded:
         """Encode it.
 
         Args:
-            raw: The chunk. Borrowed; the result may lie in it. If it lies in the room, it is overwritten.
+            raw: The chunk. Borrowed; blocks that are stored as they are lie in it afterwards.
             digest: Its own.
-            room: Where what was encoded is to lie.
+            into: Memory for the encoded blocks, as long as the chunk; ``raw`` itself where the chunk may be overwritten.
         """
 
     def putting(self, row: Row) -> AbstractContextManager[None]:
@@ -76,63 +77,40 @@ class BlockPlan(NamedTuple):
 
 
 def encode_chunk(
-    raw: memoryview, plans: Iterable[BlockPlan], desk: Desk, allowed: Container[Codec] = _ALL
+    raw: memoryview, plans: Iterable[BlockPlan], into: memoryview, allowed: Container[Codec] = _ALL
 ) -> list[EncodedBlock]:
-    """Encode a chunk's blocks.
+    """Encode a chunk's blocks, each to where it begins in the chunk.
+
+    That may be the chunk's own memory: a few blocks at a time are encoded elsewhere, which stays in the caches, and copied.
 
     Args:
         raw: The chunk.
         plans: What to try, for each block. Each is asked for when the blocks before it are encoded, but for up to three that
             might be encoded together with it: the bases of four count at the same time.
-        desk: Where what is encoded lies then.
+        into: See `Sending.encode`.
         allowed: What may be made of a block; where another codec was found to be better than the one asked for, or that will
             not do, STORE.
     """
-    blocks: list[EncodedBlock] = []
-    for group in _together(zip(plans, _places(raw), strict=True)):
-        coding = group[0][0].coding
-        if coding.codec is Codec.STORE:
-            blocks += [EncodedBlock(Codec.STORE, plan.reason, raw[place]) for plan, place in group]
-            continue
-        out = desk.take().out
-        bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
-        found = encode_blocks([raw[place] for _, place in group], coding, bases, [out[place] for _, place in group])
-        for (codec, length), (plan, place) in zip(found, group, strict=True):
-            is_stored = codec is Codec.STORE or codec not in allowed
-            data = raw[place] if is_stored else out[place][:length]
-            blocks.append(EncodedBlock(Codec.STORE if is_stored else codec, plan.reason, data))
-    return blocks
-
-
-def keep(blocks: Iterable[EncodedBlock], raw: memoryview, desk: Desk, room: Room) -> list[EncodedBlock]:
-    """The blocks of a chunk where they stay when the desk is left: those that were encoded lie in the room then.
-
-    Args:
-        blocks: As they were encoded.
-        raw: The chunk. If it lies in that room, so do all its blocks, and it is overwritten.
-        desk: Where what was encoded lies.
-        room: Where it is to lie.
-    """
     import numpy as np  # noqa: PLC0415 - importing the package must not bring it
 
-    found = list(blocks)
-    stored = sum(len(block.data) for block in found if block.codec is Codec.STORE)
-    encoded = sum(len(block.data) for block in found) - stored
-    if not encoded:
-        return found
-    is_there = room.holds(raw)
-    exchanges = not is_there or stored <= encoded
-    if is_there:
-        # What is less moves to where the rest is: where that is encoded, into memory that becomes the room's, else into the chunk.
-        target = desk.take().out if exchanges else room.memory
-        for number, (block, place) in enumerate(zip(found, blocks_of(target[: len(raw)]), strict=True)):
-            if (block.codec is Codec.STORE) is exchanges:
-                moved = place[: len(block.data)]
-                np.copyto(np.frombuffer(moved, np.uint8), np.frombuffer(block.data, np.uint8))
-                found[number] = block._replace(data=moved)
-    if exchanges:
-        desk.exchange(room)
-    return found
+    blocks: list[EncodedBlock] = []
+    with _outs().lend(_TOGETHER_MAX * BLOCK_BYTES) as memory:
+        outs = list(blocks_of(memory))
+        for group in _together(zip(plans, _places(raw), strict=True)):
+            coding = group[0][0].coding
+            if coding.codec is Codec.STORE:
+                blocks += [EncodedBlock(Codec.STORE, plan.reason, raw[place]) for plan, place in group]
+                continue
+            bases = [plan.base for plan, _ in group] if coding.codec.base_factor else [None] * len(group)
+            found = encode_blocks([raw[place] for _, place in group], coding, bases, outs[: len(group)])
+            for (codec, length), out, (plan, place) in zip(found, outs, group, strict=False):
+                if codec is Codec.STORE or codec not in allowed:
+                    blocks.append(EncodedBlock(Codec.STORE, plan.reason, raw[place]))
+                    continue
+                data = into[place][:length]
+                np.copyto(np.frombuffer(data, np.uint8), np.frombuffer(out[:length], np.uint8))
+                blocks.append(EncodedBlock(codec, plan.reason, data))
+    return blocks
 
 
 _Group: TypeAlias = list[tuple[BlockPlan, slice]]

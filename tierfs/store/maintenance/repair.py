@@ -319,7 +319,7 @@ class _Repair:
             if not source:
                 return None
             self._store.lease_cache.mark_damaged(name)
-            row = store_chunk(self._store, raw)
+            row = store_chunk(self._store, raw, into=raw)
         self._mended(key, problem, f"{source}, as {keys.chunk_key(row.name)}")
         return row
 

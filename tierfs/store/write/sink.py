@@ -121,11 +121,12 @@ class ObjectSink:
         sending = Alone(self._store, ChunkContext(tensors, self._save))
 
         def store_it(buffer: memoryview) -> Row:
+            raw, tiers = buffer[:filled], self._store.tiers
+            cache = tiers.cache if tiers is not None and tiers.cache.keeps_reads else None
             try:
-                row = store_chunk(self._store, buffer[:filled], sending, unread=self._unread)
-                tiers = self._store.tiers
-                if tiers is not None and tiers.cache.keeps_reads:
-                    tiers.cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), buffer[:filled])
+                row = store_chunk(self._store, raw, sending, into=raw if cache is None else None, unread=self._unread)
+                if cache is not None:
+                    cache.insert(local_name(self._store.descriptor.digest_kind, row.name.digest), raw)
                 return row
             finally:
                 buffers().give(buffer)
