@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
+pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
 
 import torch.distributed as dist
 

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tierfs.train import Every, Manager, Preemption, TrainState
 
@@ -31,32 +32,30 @@ class Items(Dataset):
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
 
 
-class Shuffled:
-    """Epochs in an order of their own, loaded by a process; goes on from any batch."""
+class Batches:
+    """Batches without an end, each epoch in another order, loaded by a process; goes on from any batch."""
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.epoch, self.at = seed, 0, 0
+        # A worker that is no fork would import torch for seconds.
+        own = {"num_workers": 1, "multiprocessing_context": "fork", "generator": torch.Generator().manual_seed(seed)}
+        self._loader = StatefulDataLoader(Items(), batch_size=BATCH, shuffle=True, **own)
         self._batches: Any = None
 
-    def _open(self) -> Any:
-        generator = torch.Generator().manual_seed(self.seed * 1000 + self.epoch)
-        order = torch.randperm(ITEMS, generator=generator).tolist()[self.at * BATCH :]
-        # A worker that is no fork would import torch for seconds.
-        own = {"num_workers": 1, "multiprocessing_context": "fork", "generator": generator}
-        return iter(DataLoader(Items(), batch_size=BATCH, sampler=order, **own))
-
     def __next__(self) -> torch.Tensor:
-        if self.at * BATCH >= ITEMS:
-            self.epoch, self.at, self._batches = self.epoch + 1, 0, None
-        self._batches = self._batches or self._open()
-        self.at += 1
-        return next(self._batches)
+        if self._batches is None:
+            self._batches = iter(self._loader)
+        try:
+            return next(self._batches)
+        except StopIteration:
+            self._batches = iter(self._loader)
+            return next(self._batches)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
+    def state_dict(self) -> dict[str, Any]:
+        return self._loader.state_dict()
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.at, self._batches = state["epoch"], state["at"], None
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._batches = None
 
 
 class Run:
@@ -78,7 +77,7 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 5, 0.9)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
-        self.loader = Shuffled(rank)
+        self.loader = Batches(rank)
         torch.manual_seed(100 + rank)
         self.state = TrainState(
             model=self.model,

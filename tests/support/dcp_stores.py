@@ -18,6 +18,10 @@ opened = importlib.import_module("tierfs.session.open")
 @pytest.fixture(autouse=True)
 def all_stores_are_closed(stores_are_closed):
     yield
+    close_all_stores()
+
+
+def close_all_stores():
     while opened._stores:
         _, store = opened._stores.popitem()
         if store.tiers is not None:

@@ -50,6 +50,18 @@ def test_the_newest_step_comes_back_bit_for_bit(root):
     assert same(found, state(4))
 
 
+def test_a_restore_says_which_tier_it_read(root, tmp_path):
+    data = torch.arange(1 << 19)
+    here, there = ({"ram": "32MiB", "nvme": "0", "state_dir": str(tmp_path / name)} for name in ("here", "there"))
+    with manager(root, **here) as run:
+        run.save(1, {"model": data}).wait("object", timeout=30)
+        assert run.restore({"model": torch.zeros_like(data)}).tier == "ram"
+    with manager(root, **there) as run:
+        assert run.restore({"model": torch.zeros_like(data)}).tier == "object"
+    with manager(root) as run:
+        assert run.restore({"model": torch.zeros_like(data)}).tier == "object"
+
+
 def test_an_empty_root_restores_nothing(root):
     with manager(root) as run:
         assert run.restore(blank()) is None

@@ -25,6 +25,8 @@ __all__ = ["Restored", "Restorer"]
 _PASSED_OVER = (CorruptionError, FormatError, NotFoundError)
 """These errors are the checkpoint's fault; any other one is not, and an older checkpoint would not help."""
 NONE = -1
+TIERS = ("ram", "nvme", "object")
+"""The nearest first."""
 _logger = logging.getLogger("tierfs.train")
 
 
@@ -36,7 +38,7 @@ class Restored:
         step: Of the training: the next one to make is one more.
         kind: ``full``, or ``light`` for a state without optimizer and data loader.
         level: The lowest that a part of the checkpoint had reached, as this host sees it.
-        tier: ``object`` if it is all in the object tier, which reads take from the nearest copy; else ``local``.
+        tier: The farthest one that a rank read chunks from: ``ram``, ``nvme`` or ``object``.
         passed_over: Newer steps that could not be loaded, and why.
         notes: What is only approximately as it was, in words.
         about: What the checkpoint says of itself; ``None`` where no manager saved it.
@@ -178,6 +180,7 @@ class Restorer:
         about = self._about(step)
         kind = about.kind if about is not None else "full"
         values = to_load(state, kind, about)
+        before = self._read_bytes()
         dcp.load(
             values,
             storage_reader=TierReader(run.url_of(step), **self._options),
@@ -188,10 +191,20 @@ class Restorer:
         notes = put_back(state, values, about)
         if kind == "light":
             notes.insert(0, "a light checkpoint: optimizer and data loader begin anew")
+        read = {tier for tier, count in self._read_bytes().items() if count > before[tier]}
+        tiers = set().union(*world.gather(read, world.training))
         standing = run.standing(step)
         level = standing.level.label if standing.level is not None else "none"
         skipped = tuple(sorted(passed_over.items(), reverse=True))
-        return Restored(step, kind, level, "object" if level == "object" else "local", skipped, tuple(notes), about)
+        # A state that is small enough lies in the records, which come from the object tier once they are there.
+        nearest = "object" if level == "object" else "ram"
+        tier = next((each for each in reversed(TIERS) if each in tiers), nearest)
+        return Restored(step, kind, level, tier, skipped, tuple(notes), about)
+
+    def _read_bytes(self) -> Mapping[str, int]:
+        """How many bytes of chunks this process has read so far, by tier."""
+        tiers = self._run.open()[0].tiers
+        return {tier: tiers.counters[f"{tier}_read_bytes"] if tiers is not None else 0 for tier in TIERS}
 
     def _about(self, step: int) -> About | None:
         """Read a checkpoint's own description on every rank; if one rank fails, all do."""

@@ -61,9 +61,12 @@ def _fetch_cached(store: Store, row: Row, parts: Sequence[Part], where: str, *, 
         _fetch_verified(store, row, parts, where, depth)
         return
     name = local_name(store.descriptor.digest_kind, row.name.digest)
+    counters = store.tiers.counters
 
     def fetch_parts(wanted: Sequence[Part]) -> Sequence[bytes]:
-        return _fetch_verified(store, row, wanted, where, depth)
+        digests = _fetch_verified(store, row, wanted, where, depth)
+        counters["object_read_bytes"] += sum(len(out) for _, out in wanted)
+        return digests
 
     # Named as an object: one may be encoded against another of the same content, and each has to be fetched for itself.
     flight = keys.chunk_key(row.name).encode() + row.stored_length.to_bytes(4, "little")

@@ -1,0 +1,176 @@
+"""A run that moves between two hosts that fail: a step that was acknowledged at `object` is restored, or a newer one."""
+
+import os
+import shutil
+import signal
+import tempfile
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+from support import dcp_stores
+
+import tierfs
+from tierfs.errors import AlreadyExistsError, ConflictError, StoreError
+from tierfs.train import Latest, Manager
+from tierfs.train.save import RunWriter
+
+HOSTS = st.sampled_from([0, 1])
+WAIT_S = 60
+
+
+class Life:
+    """A host, until it is lost: its state directory, the manager of the job that runs there, its saves."""
+
+    def __init__(self, state_dir):
+        self.options = {"ram": "16MiB", "nvme": "0", "state_dir": state_dir}
+        self.manager = None
+        self.next_step = 0
+        self.saves = []  # handles, and the numbers that were saved
+        self.stalled = None  # the process id of its flusher
+
+    def signal(self, number):
+        """Send its flusher a signal. Returns its process id; none where nothing was written yet, or it has ended."""
+        pid = None if self.manager is None else self.manager._writer.status()["flusher"].get("pid")
+        if pid is not None:
+            os.kill(pid, number)
+        return pid
+
+    def stall(self):
+        self.go_on()
+        self.stalled = self.signal(signal.SIGSTOP)
+
+    def go_on(self):
+        if self.stalled is not None:
+            os.kill(self.stalled, signal.SIGCONT)
+            self.stalled = None
+
+    def kill(self):
+        self.go_on()
+        self.signal(signal.SIGKILL)
+
+    def close(self):
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
+
+
+class TrainingOnTwoHosts(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.directory = tempfile.mkdtemp()
+        tierfs.init(f"file://{self.directory}/store")
+        self.root = f"tierfs::file://{self.directory}/store/run"
+        self.lives = 0
+        self.hosts = [self.new_host(), self.new_host()]
+        self.number = 0  # of the next content
+        self.saved = {}  # the contents that were saved for a step
+        self.acked = {}  # the one that was acknowledged at `object`
+
+    def new_host(self):
+        self.lives += 1
+        return Life(f"{self.directory}/host-{self.lives}")
+
+    def teardown(self):
+        for host in self.hosts:
+            host.go_on()
+            host.close()
+        dcp_stores.close_all_stores()
+        shutil.rmtree(self.directory)
+
+    def begin(self, host):
+        """Start the job on a host: it restores, as any job does, and goes on behind that."""
+        host.manager = Manager(self.root, save=(), keep=[Latest(2)], on_stale="ignore", timeout=WAIT_S, **host.options)
+        host.next_step = self.check_restore(host) + 1
+        return host.manager
+
+    def check_restore(self, host):
+        state = {"model": torch.zeros(3000)}
+        restored = host.manager.restore(state)
+        if restored is None:
+            assert not self.acked
+            return -1
+        numbers = set(state["model"].tolist())
+        assert len(numbers) == 1, "parts of two saves"
+        assert restored.step >= max(self.acked, default=-1)
+        assert numbers <= self.saved[restored.step]
+        # Of two saves of a step the one that began later stands, also if the other was acknowledged.
+        assert min(numbers) >= self.acked.get(restored.step, 0)
+        return restored.step
+
+    @rule(host=HOSTS, fails=st.sampled_from([False, False, False, True]))
+    def save(self, host, fails):
+        host = self.hosts[host]
+        manager = host.manager or self.begin(host)
+        self.number += 1
+        step, host.next_step = host.next_step, host.next_step + 1
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:
+                patch.setattr(RunWriter, "write_data", self.refuse)
+            handle = manager.save(step, {"model": torch.full((3000,), float(self.number))})
+            manager.wait(timeout=WAIT_S)
+        if handle.error is None:
+            assert not fails
+            host.saves.append((handle, self.number))
+            self.saved.setdefault(step, set()).add(self.number)
+        else:
+            # The other host may have saved this step meanwhile: its content stands.
+            assert isinstance(handle.error, (AlreadyExistsError, StoreError) if fails else AlreadyExistsError)
+
+    @staticmethod
+    def refuse(*_):
+        raise StoreError("the disk is full")
+
+    @rule(host=HOSTS)
+    def wait_for_object(self, host):
+        host = self.hosts[host]
+        if not host.saves or host.stalled is not None or host.manager is None:
+            return
+        handle, number = host.saves[-1]
+        try:
+            handle.wait("object", timeout=WAIT_S)
+        except ConflictError:  # the other host did not see it, and saved the step later
+            assert number < max(self.saved[handle.step])
+        else:
+            self.acked[handle.step] = max(number, self.acked.get(handle.step, 0))
+
+    @rule(host=HOSTS)
+    def restore(self, host):
+        host = self.hosts[host]
+        if host.manager is None:
+            self.begin(host)
+        else:
+            self.check_restore(host)
+
+    @rule(host=HOSTS)
+    def end_the_job(self, host):
+        """The flusher goes on with what was saved."""
+        self.hosts[host].saves.clear()
+        self.hosts[host].close()
+
+    @rule(host=HOSTS)
+    def kill_flusher(self, host):
+        self.hosts[host].kill()
+
+    @rule(host=HOSTS)
+    def stall_flusher(self, host):
+        self.hosts[host].stall()
+
+    @rule(host=HOSTS)
+    def go_on(self, host):
+        self.hosts[host].go_on()
+
+    @rule(host=HOSTS)
+    def lose_host(self, host):
+        """Nothing that was on it comes back."""
+        self.hosts[host].kill()
+        self.hosts[host].close()
+        self.hosts[host] = self.new_host()
+
+
+TestTrainingOnTwoHosts = pytest.mark.timeout(280)(TrainingOnTwoHosts.TestCase)
+TrainingOnTwoHosts.TestCase.settings = hypothesis.settings(
+    max_examples=int(os.environ.get("TIERFS_TEST_RUNS", 12)), stateful_step_count=25, deadline=None
+)
