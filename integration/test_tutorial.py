@@ -1,12 +1,18 @@
-"""The tutorial works as it is written: its commands are run one after the other, in a directory of their own."""
+"""The tutorials work as they are written: their commands are run one after the other, in a directory of their own."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-TUTORIAL = Path(__file__).parents[1] / "docs" / "tutorial" / "first-store.md"
+import pytest
+
+TUTORIALS = Path(__file__).parents[1] / "docs" / "tutorial"
+TUTORIAL = TUTORIALS / "first-store.md"
+PATIENCE_S = 120
 
 
 def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
@@ -18,14 +24,13 @@ def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
     blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
     assert "pip install" in blocks[0][1]  # what the environment of this test has done already
     outputs = []
-    environment = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     for language, block in blocks[1:]:
         if language == "python":
             (tmp_path / "save.py").write_text(block)
             continue
         script = f"set -e -o pipefail\n{block}"
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            ["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
         )
         assert done.returncode == 0 or "exit code $?" in block, f"{block}\n{done.stdout}{done.stderr}"
         outputs.append(done.stdout)
@@ -33,3 +38,54 @@ def test_every_command_of_the_tutorial_does_what_it_says(tmp_path):
     assert "hello" in everything
     assert "step_2/.metadata" in everything
     assert "corruption" in outputs[-1]
+
+
+def test_the_tutorial_of_ranks_goes_on_with_another_number(tmp_path):
+    pytest.importorskip("torch", reason="torch is not installed")
+    text = (TUTORIALS / "train-and-resume.md").read_text().replace("/tmp/ranks", str(tmp_path / "ranks"))
+    blocks = re.findall(r"```(bash|python)\n(.*?)```", text, re.DOTALL)
+    (program,) = [block for language, block in blocks if language == "python"]
+    (tmp_path / "train.py").write_text(program)
+    first, _, second, _, listing = [block for language, block in blocks if language == "bash"]
+
+    with begun(tmp_path, first) as training:
+        wait_for_line(training, "step 60")
+        os.killpg(training.pid, signal.SIGKILL)
+    with begun(tmp_path, second) as training:
+        resumed = wait_for_line(training, "resumed from step")
+        assert int(re.search(r"from step (\d+), read from (ram|nvme|object)", resumed)[1]) >= 20
+        assert "2 ranks saved it, and 1 go on" in wait_for_line(training, "random generators")
+        wait_for_line(training, "saved, blocked for")
+        os.kill(training.pid, signal.SIGTERM)
+        training.communicate(timeout=PATIENCE_S)
+    done = subprocess.run(
+        ["bash", "-c", listing], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=True
+    )
+    assert "complete" in done.stdout
+
+
+def environment():
+    return {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+
+
+def begun(directory, command):
+    return subprocess.Popen(
+        ["bash", "-c", f"exec {command.strip()}"],
+        cwd=directory,
+        env={**environment(), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_line(training, begin):
+    ends_s = time.monotonic() + PATIENCE_S
+    lines = []
+    for line in training.stdout:
+        lines.append(line)
+        if begin in line:
+            return line
+        assert time.monotonic() < ends_s, lines
+    raise AssertionError(f"it ended without {begin!r}: {''.join(lines)}")

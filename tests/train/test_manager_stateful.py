@@ -18,7 +18,7 @@ from tierfs.train import Latest, Manager
 from tierfs.train.save import RunWriter
 
 HOSTS = st.sampled_from([0, 1])
-WAIT_S = 60
+WAIT_S = 20
 
 
 class Life:
@@ -29,27 +29,32 @@ class Life:
         self.manager = None
         self.next_step = 0
         self.saves = []  # handles, and the numbers that were saved
-        self.stalled = None  # the process id of its flusher
+        self.flusher = None  # its process id, once something was written
+        self.is_stalled = False
 
     def signal(self, number):
-        """Send its flusher a signal. Returns its process id; none where nothing was written yet, or it has ended."""
-        pid = None if self.manager is None else self.manager._writer.status()["flusher"].get("pid")
-        if pid is not None:
-            os.kill(pid, number)
-        return pid
+        """Send its flusher a signal. Returns whether there is one."""
+        if self.manager is not None:
+            self.flusher = self.manager._writer.status()["flusher"].get("pid", self.flusher)
+        try:
+            if self.flusher is not None:
+                os.kill(self.flusher, number)
+        except ProcessLookupError:
+            self.flusher = None
+        return self.flusher is not None
 
     def stall(self):
-        self.go_on()
-        self.stalled = self.signal(signal.SIGSTOP)
+        self.is_stalled = self.signal(signal.SIGSTOP)
 
     def go_on(self):
-        if self.stalled is not None:
-            os.kill(self.stalled, signal.SIGCONT)
-            self.stalled = None
+        if self.is_stalled:
+            self.signal(signal.SIGCONT)
+            self.is_stalled = False
 
     def kill(self):
         self.go_on()
         self.signal(signal.SIGKILL)
+        self.flusher = None
 
     def close(self):
         if self.manager is not None:
@@ -78,7 +83,9 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
             host.go_on()
             host.close()
         dcp_stores.close_all_stores()
-        shutil.rmtree(self.directory)
+        for host in self.hosts:
+            host.kill()
+        shutil.rmtree(self.directory, ignore_errors=True)  # a killed process may be writing its last
 
     def begin(self, host):
         """Start the job on a host: it restores, as any job does, and goes on behind that."""
@@ -126,13 +133,13 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
     @rule(host=HOSTS)
     def wait_for_object(self, host):
         host = self.hosts[host]
-        if not host.saves or host.stalled is not None or host.manager is None:
+        if not host.saves or host.is_stalled or host.manager is None:
             return
         handle, number = host.saves[-1]
         try:
             handle.wait("object", timeout=WAIT_S)
-        except ConflictError:  # the other host did not see it, and saved the step later
-            assert number < max(self.saved[handle.step])
+        except ConflictError:  # neither host saw that the other saved this step: what came first of the one stands
+            assert len(self.saved[handle.step]) > 1
         else:
             self.acked[handle.step] = max(number, self.acked.get(handle.step, 0))
 
@@ -172,5 +179,5 @@ class TrainingOnTwoHosts(RuleBasedStateMachine):
 
 TestTrainingOnTwoHosts = pytest.mark.timeout(280)(TrainingOnTwoHosts.TestCase)
 TrainingOnTwoHosts.TestCase.settings = hypothesis.settings(
-    max_examples=int(os.environ.get("TIERFS_TEST_RUNS", 12)), stateful_step_count=25, deadline=None
+    max_examples=int(os.environ.get("TIERFS_STATEFUL_EXAMPLES", "10")), stateful_step_count=20, deadline=None
 )

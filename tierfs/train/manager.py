@@ -102,13 +102,14 @@ class Manager:
         self._health = Health(on_error, max_failures, max_age)
         self._policies = {FULL: as_save_policies(save), LIGHT: as_save_policies(light)}
         placing = {name: options.pop(name) for name in ("stage", "device") if name in options}
+        options["ack"] = ack  # for the notes beside a checkpoint, too
         address = Address.of(root, options)
         self._timeout_s = timeout
         self._world = World(timeout)
         if self._world.size == 1:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._run = RunDirectory(address)
-        writer = RunWriter(root, ack=ack, **placing, **options)
+        writer = RunWriter(root, **placing, **options)
         checks = SaveChecks(on_stale, verify_after_save)
         self._saves = SaveThread(
             self._run, writer, self._world, planner, checks, self._noted, self._ended, self._after_save
