@@ -12,6 +12,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from aims import Aims, show
 import tierfs
 from tierfs.dcp.address import Address
 from tierfs.store import copy, list_directory
+from tierfs.store.request_metrics import asked
 from tierfs.store.transfers import transfers
 from tierfs.train import Deadline, Every, Manager, Preemption, YoungDaly
 
@@ -81,6 +83,14 @@ def two_ranks(rank: int, directory: str, url: str) -> None:
     dist.destroy_process_group()
 
 
+def requests_of(run: Manager) -> dict[str, int]:
+    """How many requests this process has sent to the object tier; a listing is one, of however many pages."""
+    store, _ = run._run.open()
+    counts = {method: int(each["requests"]) for method, each in asked(store.objects)["object_requests"].items()}
+    lists = counts.get("list", 0)
+    return {"list": lists, "others": sum(counts.values()) - lists}
+
+
 def many_steps(base: Path, count: int) -> dict[str, float]:
     """Seconds to find the newest step of many, in this process and from the beginning of a restore."""
     url = f"tierfs::file://{base}/run"
@@ -95,12 +105,14 @@ def many_steps(base: Path, count: int) -> dict[str, float]:
             copy(store, f"{path}/step_0/{name}", f"{path}/step_{step}/{name}")
 
     transfers().map(copy_step, range(1, count))
-    found: dict[str, list[float]] = {"latest s": [], "restore s": [], "restore one s": []}
+    found: dict[str, list[float]] = defaultdict(list)
     for _ in range(TIMES):
         with Manager(url, save=(), **OPTIONS) as run:
-            begun = time.perf_counter()
+            before, begun = requests_of(run), time.perf_counter()
             assert run.latest() == count - 1
             found["latest s"].append(time.perf_counter() - begun)
+            for method in ("list", "others"):
+                found[f"latest, requests, {method}"].append(requests_of(run)[method] - before[method])
             begun = time.perf_counter()
             assert run.restore(state()).step == count - 1
             found["restore s"].append(time.perf_counter() - begun)

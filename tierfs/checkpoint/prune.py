@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tierfs.checkpoint.catalog import Candidate, candidates, standing
+from tierfs.checkpoint.notes import NOTES, is_pinned, metrics_of
 from tierfs.dcp.address import inside
 from tierfs.dcp.checkpoint import metadata_file, open_checkpoint
-from tierfs.errors import ConflictError, CorruptionError, FormatError, NotFoundError
-from tierfs.store import Store, delete, load, stat
+from tierfs.errors import ConflictError, NotFoundError
+from tierfs.store import Store, delete
 from tierfs.store.maintenance.retention import Decision, Rule, SavedCheckpoint, decide
 from tierfs.store.tree.delete import bury
 from tierfs.store.tree.records import observe
 
-__all__ = ["DAMAGED", "METRICS", "PINNED", "RECORD", "Pruned", "look", "metrics_of", "prune", "remove", "roots_of"]
-
-METRICS = ".metrics"
-"""A file in a checkpoint's directory: a JSON object with a number for each metric."""
-PINNED = ".pinned"
-"""A file in a checkpoint's directory that has it kept."""
-RECORD = ".record"
-"""A file in a checkpoint's directory: what the training manager noted of the state."""
-DAMAGED = ".damaged"
-"""A file in a checkpoint's directory that says why it could not be loaded."""
-METRICS_BYTES_MAX = 1 << 20
+__all__ = ["Pruned", "look", "prune", "remove", "roots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +86,9 @@ def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> Saved
         level=found.level,
         # Where another save to the same place is announced, it is under way.
         is_complete=found.state == "complete" and not found.waiting and bool(candidate.ranks),
-        is_pinned=directory in pinned or _is_there(store, inside(directory, PINNED)),
+        is_pinned=directory in pinned or is_pinned(store, directory),
         metrics=metrics_of(store, directory),
     )
-
-
-def _is_there(store: Store, path: str) -> bool:
-    try:
-        stat(store, path)
-    except NotFoundError:
-        return False
-    except (CorruptionError, FormatError):
-        return True
-    return True
-
-
-def metrics_of(store: Store, directory: str) -> dict[str, float]:
-    """The metrics that were noted beside a checkpoint, by name; none where they cannot be read."""
-    path = inside(directory, METRICS)
-    try:
-        if stat(store, path).length > METRICS_BYTES_MAX:
-            return {}
-        values = json.loads(load(store, path))
-    except (NotFoundError, CorruptionError, ValueError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
-    return {name: float(value) for name, value in values.items() if type(value) in {int, float}}
 
 
 def roots_of(store: Store, candidate: Candidate) -> dict[str, bytes]:
@@ -155,7 +121,7 @@ def remove(store: Store, candidate: Candidate, seen: dict[str, bytes]) -> None:
         roots.append(observed)
     for observed in roots:
         bury(store, observed)
-    for name in (*sorted(names), METRICS, RECORD, DAMAGED, PINNED):
+    for name in (*sorted(names), *NOTES):
         try:
             delete(store, inside(candidate.directory, name))
         except NotFoundError:  # noqa: PERF203 - one that is missing keeps no other

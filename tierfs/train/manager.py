@@ -396,9 +396,8 @@ class Manager:
             level: At which it is at least.
         """
         wanted = Level.NONE if level is None else Level.parse(level)
-        for step in self._run.complete():
-            reached = self._run.standing(step).level
-            if reached is not None and reached >= wanted:
+        for step, found in self._run.complete():
+            if found.level is not None and found.level >= wanted:
                 return step
         return None
 

@@ -114,7 +114,7 @@ class Prover:
         step = self._restored.step
         recorded = {at: values[metric] for at, values in history_in(self._record, self._world.rank) if metric in values}
         begin, steps = -1, tuple[int, ...]()
-        for earlier in self._run.complete():
+        for earlier, _ in self._run.complete():
             if earlier >= step:
                 continue
             wanted = tuple(range(earlier + 1, min(earlier + count, step) + 1))

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierfs.checkpoint.catalog import Candidate, Standing, standing
-from tierfs.checkpoint.prune import DAMAGED, METRICS, PINNED, RECORD, metrics_of, remove, roots_of
+from tierfs.checkpoint.notes import DAMAGED, METRICS, PINNED, RECORD, is_pinned, metrics_of, read_note
+from tierfs.checkpoint.prune import remove, roots_of
 from tierfs.dcp.address import Address, inside
 from tierfs.dcp.checkpoint import Checkpoint, open_checkpoint
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
-from tierfs.store import Store, delete, directories_in, list_directory, load, open_entry, save, stat_to_read
+from tierfs.store import Store, delete, directories_in, list_directory, open_entry, save, stat_to_read
 from tierfs.store.commit import Commits
 from tierfs.store.maintenance.retention import Best, SavedCheckpoint
 from tierfs.store.transfers import transfers
@@ -183,11 +184,12 @@ class RunDirectory:
         found = self.standing(step)
         return bool(found.damage) or found.format is not None
 
-    def complete(self) -> Iterator[int]:
+    def complete(self) -> Iterator[tuple[int, Standing]]:
         """Steps that can be loaded as far as is seen without reading them, the newest first. Looked at one by one."""
         for step in reversed(self.candidates()):
-            if not self.problem_of(step):
-                yield step
+            found = self.standing(step)
+            if found.state == "complete" and not self.damage_of(step):
+                yield step, found
 
     def describe(self, step: int) -> SavedStep:
         """Describe a step."""
@@ -229,12 +231,13 @@ class RunDirectory:
         """A small file of JSON beside a checkpoint; ``None`` where there is none that can be read."""
         store, path = self.path_of(step)
         try:
-            value = json.loads(load(store, inside(path, name)) or b"{}")
-        except NotFoundError:
-            return None
-        except (CorruptionError, ValueError) as error:
+            data = read_note(store, path, name, NOTE_BYTES_MAX)
+            value = None if data is None else json.loads(data or b"{}")
+        except (CorruptionError, FormatError, ValueError) as error:
             _logger.warning("%s/%s cannot be read: %s", self.url_of(step), name, error)
             return {}
+        if value is None:
+            return None
         return value if isinstance(value, dict) else {}
 
     def write_note(self, step: int, name: str, value: Mapping[str, Any]) -> None:
@@ -288,7 +291,7 @@ class RunDirectory:
 
     def is_pinned(self, step: int) -> bool:
         """Whether retention leaves a step."""
-        return self.note_of(step, PINNED) is not None
+        return is_pinned(*self.path_of(step))
 
     def pin(self, step: int) -> None:
         """Have retention leave a step. Raises as `checkpoint` does."""

@@ -108,11 +108,21 @@ def stat_to_read(store: Store, path: str) -> Entry:
     try:
         return stat(store, path)
     except NotFoundError:
-        if store.tiers is not None:
-            store.tiers.drafts.check_hidden(path)
-        elif store.hidden is not None:
-            raise store.hidden.with_traceback(None) from None
+        check_hidden(store, path)
         raise
+
+
+def check_hidden(store: Store, path: str) -> None:
+    """Check that nothing that this host wrote at a path is kept from being seen there.
+
+    Raises:
+        CorruptionError: A segment of this host is damaged, which may hold it.
+        TierfsError: Local tiers that may hold it cannot be used.
+    """
+    if store.tiers is not None:
+        store.tiers.drafts.check_hidden(path)
+    elif store.hidden is not None:
+        raise store.hidden.with_traceback(None) from None
 
 
 def is_directory(store: Store, path: str) -> bool:
