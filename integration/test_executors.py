@@ -1,4 +1,4 @@
-"""Scrubbing on a Dask cluster of two workers, and under MPI: the same store, the same findings."""
+"""Scrubbing and importing on a Dask cluster of two workers, and under MPI: the same store, the same findings."""
 
 import importlib.util
 import json
@@ -62,3 +62,23 @@ def test_mpi_scrubs(root, victim):
     )
     assert done.returncode == 6, done.stderr
     check(6, done.stdout, victim)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("distributed") is None, reason="needs distributed")
+def test_a_dask_cluster_of_two_workers_imports_a_checkpoint(root, tmp_path, monkeypatch, capsys):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from distributed import LocalCluster
+
+    from tierfs.checkpoint import import_ as importing
+
+    source, url = tmp_path / "source", f"tierfs::file://{root}/imported"
+    state = {f"t{number}": torch.randn(500, 100) for number in range(6)} | {"step": 3}
+    torch.distributed.checkpoint.save(state, checkpoint_id=source, no_dist=True)
+    monkeypatch.setattr(importing, "PART_BYTES", 400_000)
+    with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster:
+        executor = f"dask:{cluster.scheduler_address}"
+        assert main(["checkpoint", "import", str(source), url, "--executor", executor]) == 0
+    assert main(["checkpoint", "diff", str(source), url]) == 0
+    capsys.readouterr()
+    assert main(["checkpoint", "show", url, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["files"]) == 3

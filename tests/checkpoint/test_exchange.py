@@ -22,16 +22,19 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import tierfs
 from tierfs.checkpoint import export as exporting
+from tierfs.checkpoint import import_ as importing
 from tierfs.checkpoint.diff import compare
 from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
 from tierfs.checkpoint.import_ import import_checkpoint, import_file
 from tierfs.checkpoint.plain_store import plain_store
+from tierfs.cli.app import main
 from tierfs.dcp import TierLoadPlanner, TierReader, TierWriter
+from tierfs.dcp.address import Address
 from tierfs.dcp.checkpoint import open_checkpoint
 from tierfs.dcp.load.boxes import boxes_of, in_batches
 from tierfs.dcp.tensorbytes import SAFETENSORS_NAMES, in_safetensors
 from tierfs.dcp.torch_format.checksums import problem_of
-from tierfs.errors import AlreadyExistsError, CorruptionError, FormatError, InvalidInputError
+from tierfs.errors import AlreadyExistsError, CorruptionError, FormatError, InvalidInputError, NotFoundError, StoreError
 from tierfs.session import parse_url
 from tierfs.store import delete, load, save
 
@@ -127,6 +130,46 @@ def test_a_dcp_directory_comes_back_bit_for_bit(checkpoint, url, store, tmp_path
     assert back.metadata.planner_data == checkpoint.metadata.planner_data
     assert back.format == "tierfs"
     assert same(loaded(f"tierfs::{url}/back", odd_state()), odd_state())
+
+
+def test_a_dcp_directory_is_imported_in_parts(checkpoint, url, store, tmp_path, monkeypatch):
+    write_dcp(checkpoint, str(tmp_path))
+    monkeypatch.setattr(importing, "PART_BYTES", 1000)
+    import_checkpoint(plain(tmp_path), f"tierfs::{url}/back", overwrite=False)
+    back = open_checkpoint(store, "back")
+    assert len(back.files()) > 3
+    assert compare(checkpoint, back).is_none
+    assert back.metadata.planner_data == checkpoint.metadata.planner_data
+    assert same(loaded(f"tierfs::{url}/back", odd_state()), odd_state())
+
+
+def test_parts_are_imported_by_processes(tmp_path, monkeypatch, capsys):
+    source, target = tmp_path / "source", tmp_path / "store"
+    for name in ("TIERFS_RAM", "TIERFS_NVME"):
+        monkeypatch.setenv(name, "0")
+    state = {f"t{number}": noise(torch.float32, (500, 100), number) for number in range(6)} | {"step": 3}
+    dcp.save(state, checkpoint_id=source, no_dist=True)
+    assert main(["init", str(target)]) == 0
+    monkeypatch.setattr(importing, "PART_BYTES", 400_000)
+    url = f"tierfs::file://{target}/back"
+    assert main(["checkpoint", "import", str(source), url, "--executor", "processes:2"]) == 0
+    assert main(["checkpoint", "diff", str(source), url]) == 0
+    assert len(open_checkpoint(*Address.of(url, {}).open()).files()) == 3
+    assert main(["checkpoint", "import", str(source / ".metadata"), f"{url}2", "--executor", "processes:2"]) != 0
+    assert "leave --executor out" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_leaves_no_checkpoint(checkpoint, url, store, tmp_path, monkeypatch):
+    write_dcp(checkpoint, str(tmp_path))
+    monkeypatch.setattr(importing, "PART_BYTES", 1000)
+
+    def run_parts(parts):
+        raise StoreError(f"{len(parts)} workers are lost")
+
+    with pytest.raises(StoreError, match="workers are lost"):
+        import_checkpoint(plain(tmp_path), f"tierfs::{url}/back", overwrite=False, run_parts=run_parts)
+    with pytest.raises(NotFoundError):
+        open_checkpoint(store, "back")
 
 
 def test_properties_and_objects_nobody_could_load_come_back_as_they_were(url, store, tmp_path):

@@ -6,49 +6,80 @@ mapping.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import mmap
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from tierfs.codec.layout.safetensors import read_table
 from tierfs.dcp.checkpoint import Checkpoint
-from tierfs.dcp.load.boxes import Box, BoxReader, in_batches
+from tierfs.dcp.load.boxes import Box, BoxReader, boxes_of, in_batches
 from tierfs.dcp.planner import unpickle_safely
 from tierfs.dcp.tensorbytes import in_torch, tensor_in
 from tierfs.dcp.torch_format.checksums import problem_of
 from tierfs.dcp.writer import TierWriter
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, TierfsError
 
-__all__ = ["import_checkpoint", "import_file"]
+__all__ = ["ImportPart", "PartResult", "import_checkpoint", "import_file", "import_part"]
 
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
 _TABLE_AT = 8
+PART_BYTES = 1 << 30
+"""Bytes that are read, and held in memory, before they are written."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPart:
+    """A part of a checkpoint to import, which becomes one shard file. It can be sent to another process.
+
+    Attributes:
+        number: Takes the place of a rank.
+        objects: Names of the objects in it.
+        boxes: The parts of tensors in it.
+        plan: As torch's planner would make it.
+    """
+
+    number: int
+    objects: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    plan: SavePlan
+
+
+PartResult: TypeAlias = list[WriteResult]
+RunParts: TypeAlias = Callable[[Sequence[ImportPart]], Iterable[PartResult]]
 
 
 def import_checkpoint(
-    source: Checkpoint, url: str, *, overwrite: bool, progress: Callable[[int], object] | None = None
+    source: Checkpoint,
+    url: str,
+    *,
+    overwrite: bool,
+    progress: Callable[[int], object] | None = None,
+    run_parts: RunParts | None = None,
 ) -> None:
     """Save what a checkpoint holds as one of tierfs's own, with the same names, paths and bytes.
 
-    All of it is held in memory.
+    A part of it is held in memory: a GiB, or the largest tensor of a file of ``torch.save``.
 
     Args:
         source: The file or directory to import.
         url: The directory to save to, as for `TierWriter`.
         overwrite: Whether a checkpoint that is there may be replaced.
         progress: Called with bytes of tensors as they are read.
+        run_parts: Imports all parts but the first, perhaps on other machines: see `import_part`. By default this process does.
 
     Raises:
         AlreadyExistsError: There is a checkpoint, and it may not be replaced.
@@ -56,17 +87,81 @@ def import_checkpoint(
         TierfsError: It failed; what was there before is there still.
     """
     source.check_whole()
+    parts = _parts_of(source)
+    plans, metadata = create_default_global_save_plan([part.plan for part in parts])
+    writer = TierWriter(url, ack="object", overwrite=overwrite)
+    with _as_import():
+        writer.set_up_storage_writer(True, rank=0)
+        plans = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in plans])
+        parts = [replace(part, plan=plan) for part, plan in zip(parts, plans, strict=True)]
+        results = [_write_part(source, writer, parts[0], progress)]
+        if run_parts is not None:
+            results += run_parts(parts[1:])
+        else:
+            results += [import_part(source, url, part, overwrite=overwrite, progress=progress) for part in parts[1:]]
+        writer.finish(replace(metadata, planner_data=source.metadata.planner_data), results)
+
+
+def import_part(
+    source: Checkpoint,
+    url: str,
+    part: ImportPart,
+    *,
+    overwrite: bool,
+    progress: Callable[[int], object] | None = None,
+) -> PartResult:
+    """Import one part, in any process that reaches both stores. Nobody sees it before all are there. Arguments as for `import_checkpoint`."""
+    writer = TierWriter(url, ack="object", overwrite=overwrite)
+    writer.set_up_storage_writer(False, rank=part.number)
+    plan = writer.prepare_local_plan(part.plan)
+    return _write_part(source, writer, replace(part, plan=plan), progress)
+
+
+def _parts_of(source: Checkpoint) -> list[ImportPart]:
+    """All of a checkpoint, objects first, in parts of no more than `PART_BYTES` where tensors allow it."""
+    boxes = [box for fqn in source.tensors for box in boxes_of(source, fqn, bytes_max=PART_BYTES)]
+    parts = []
+    objects = tuple(source.objects)
+    for number, batch in enumerate(list(in_batches(boxes, bytes_max=PART_BYTES)) or [[]]):
+        items = [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in objects]
+        items += [_write_item(source, box) for box in batch]
+        parts.append(ImportPart(number, objects, tuple(batch), SavePlan(items)))
+        objects = ()
+    return parts
+
+
+def _write_item(source: Checkpoint, box: Box) -> WriteItem:
+    item = source.tensors[box.fqn]
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk=chunk, properties=item.properties, size=item.size)
+    kind = WriteItemType.TENSOR if tuple(item.size) == box.sizes else WriteItemType.SHARD
+    return WriteItem(MetadataIndex(box.fqn, chunk.offsets), kind, tensor_data=data)
+
+
+def _write_part(
+    source: Checkpoint, writer: TierWriter, part: ImportPart, progress: Callable[[int], object] | None
+) -> PartResult:
     reader = BoxReader(source)
-    state: dict[str, Any] = {fqn: _Raw(reader.object(fqn)) for fqn in source.objects}
-    boxes = [
-        Box(fqn, item.properties.dtype, (0,) * len(item.size), tuple(item.size)) for fqn, item in source.tensors.items()
-    ]
-    for batch in in_batches(boxes):
+    data: dict[tuple[str, tuple[int, ...]], Any] = {(fqn, ()): io.BytesIO(reader.object(fqn)) for fqn in part.objects}
+    for batch in in_batches(part.boxes):
         for box, tensor in zip(batch, reader.read(batch), strict=True):
-            state[box.fqn] = tensor
+            data[box.fqn, box.offsets] = tensor
             if progress is not None:
                 progress(box.length)
-    _save(state, url, _AsItWas(source.metadata), overwrite=overwrite)
+    return list(writer.write_data(part.plan, _Given(data)).value())
+
+
+class _Given(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
+    """Has what is to be written by name and offsets."""
+
+    def __init__(self, data: Mapping[tuple[str, tuple[int, ...]], Any]) -> None:
+        super().__init__()
+        self._data = data
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        index = write_item.index
+        offsets = () if write_item.type == WriteItemType.BYTE_IO else tuple(index.offset or ())
+        return self._data[index.fqn, offsets]
 
 
 def import_file(source: str | bytes, url: str, *, where: str, overwrite: bool) -> None:
@@ -143,36 +238,19 @@ def _name(path: tuple[str | int, ...]) -> str:
     return ".".join(map(str, path))
 
 
-class _Raw(bytes):
-    """An object as it was serialised, which is how it is stored again."""
-
-    __slots__ = ()
-
-
-class _AsItWas(DefaultSavePlanner):  # type: ignore[misc]  # torch's classes are untyped here
-    """Saves names and paths as another checkpoint has them, and serialised objects without looking into them."""
-
-    def __init__(self, source: Metadata) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._source = source
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        plans, metadata = super().create_global_plan(all_plans)
-        for fqn, item in metadata.state_dict_metadata.items():
-            if isinstance(item, TensorStorageMetadata):
-                item.properties = self._source.state_dict_metadata[fqn].properties
-        return plans, replace(metadata, planner_data=self._source.planner_data)
-
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        return io.BytesIO(object) if isinstance(object, _Raw) else super().transform_object(write_item, object)
-
-
 def _save(state: dict[Any, Any], url: str, planner: Any, *, overwrite: bool) -> None:
     writer = TierWriter(url, ack="object", overwrite=overwrite)
+    with _as_import():
+        dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+
+
+@contextlib.contextmanager
+def _as_import() -> Iterator[None]:
+    """While a save goes on: without torch's warning that it is not distributed, and with the reason if it fails."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+            yield
     except CheckpointException as error:
         (cause, _), *_ = error.failures.values()
         if isinstance(cause, (TierfsError, OSError)):

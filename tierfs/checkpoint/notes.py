@@ -18,7 +18,7 @@ METRICS = ".metrics"
 PINNED = ".pinned"
 """Has the checkpoint kept."""
 RECORD = ".record"
-"""What the training manager noted of the state."""
+"""The record that the training manager made of the state."""
 DAMAGED = ".damaged"
 """Why the checkpoint could not be loaded."""
 NOTES = (METRICS, RECORD, DAMAGED, PINNED)

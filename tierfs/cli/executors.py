@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from tierfs.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from tierfs.checkpoint.import_ import ImportPart, PartResult
     from tierfs.store.maintenance.scrub import ScrubPart, ScrubPiece
 
-__all__ = ["WorkerSet", "add_executor_argument", "engine", "run_scrub_piece"]
+__all__ = ["WorkerSet", "add_executor_argument", "engine", "run_import_part", "run_scrub_piece"]
 
 PROCESSES_MAX = 1024
 
@@ -97,3 +98,11 @@ def run_scrub_piece(url: str, replicas: tuple[str, ...], piece: ScrubPiece) -> S
 
     others = [store_place(replica).store for replica in replicas]
     return scrub_piece(store_place(url).store, piece, replicas=others)
+
+
+def run_import_part(source: str, rank: int | None, url: str, part: ImportPart, *, overwrite: bool) -> PartResult:
+    """Import one part of the checkpoint at ``source``; see `tierfs.checkpoint.import_.import_part`."""
+    from tierfs.checkpoint.import_ import import_part  # noqa: PLC0415 - in the process that does the work
+    from tierfs.cli.commands._checkpoint_places import open_at, source_of  # noqa: PLC0415
+
+    return import_part(open_at(source_of(source), rank), url, part, overwrite=overwrite)

@@ -8,12 +8,14 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import BinaryIO, cast
 
 from tierfs.checkpoint.export import safetensors_pieces, state_of, write_dcp, write_state
-from tierfs.checkpoint.import_ import import_checkpoint, import_file
+from tierfs.checkpoint.import_ import ImportPart, PartResult, import_checkpoint, import_file
 from tierfs.cli.commands._checkpoint_places import open_at, source_of
+from tierfs.cli.executors import WorkerSet, engine, run_import_part
 from tierfs.cli.output import print_json, printable
 from tierfs.cli.places import LocalPlace, StorePlace, any_place, store_place
 from tierfs.cli.progress import Progress
@@ -63,21 +65,51 @@ def import_(arguments: argparse.Namespace) -> int:
         raise AlreadyExistsError(
             f"{place.url} holds a checkpoint: name another directory, or add --force to replace it", path=place.url
         )
-    with Progress("import", total_bytes=None, wanted=arguments.progress) as progress:
+    with (
+        engine(arguments.executor) as workers,
+        Progress("import", total_bytes=None, wanted=arguments.progress) as progress,
+    ):
         if os.path.isfile(arguments.url):
+            _refuse_executor(arguments)
             import_file(arguments.url, place.url, where=arguments.url, overwrite=arguments.force)
         else:
             source = source_of(arguments.url)
             if kind_of(source.store, source.path) == "file":
+                _refuse_executor(arguments)
                 content = load(source.store, source.path)
                 import_file(content, place.url, where=source.url, overwrite=arguments.force)
             else:
                 found = open_at(source, arguments.rank)
                 progress.expect(found.length)
-                import_checkpoint(found, place.url, overwrite=arguments.force, progress=progress.advance)
+                import_checkpoint(
+                    found,
+                    place.url,
+                    overwrite=arguments.force,
+                    progress=progress.advance,
+                    run_parts=None if workers is None else partial(_run_parts, arguments, place.url, workers),
+                )
     made = open_checkpoint(place.store, place.path)
     _report(arguments, "imported", made, {}, {"source": arguments.url, "url": place.url})
     return 0
+
+
+def _run_parts(
+    arguments: argparse.Namespace, url: str, workers: WorkerSet, parts: Sequence[ImportPart]
+) -> Iterator[PartResult]:
+    """Import parts where ``--executor`` says."""
+    run = partial(run_import_part, arguments.url, arguments.rank, url, overwrite=arguments.force)
+    futures = [workers.executor.submit(run, part) for part in parts]
+    try:
+        for future in futures:
+            yield future.result()
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _refuse_executor(arguments: argparse.Namespace) -> None:
+    if arguments.executor is not None:
+        raise InvalidInputError(f"{arguments.url} is one file, which one process imports: leave --executor out")
 
 
 def _report(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
+from tierfs.cli.executors import add_executor_argument
 from tierfs.cli.output import add_json_argument
 from tierfs.cli.progress import add_progress_argument
 from tierfs.errors import InvalidInputError
@@ -72,6 +73,8 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
         parser.add_argument("--skip-objects", action="store_true", help="leave out values that are no tensors")
     if action in {"export", "import"}:
         parser.add_argument("--force", action="store_true", help="replace existing files")
+    if action == "import":
+        add_executor_argument(parser)
     if action not in {"ls", "commit"}:
         parser.add_argument(
             "--rank", type=int, metavar="R", help="rank to read, if ranks saved on their own (use_collectives=False)"
