@@ -1,7 +1,6 @@
 """Pure functions between raw and encoded bytes."""
 
-from tierfs.codec.blocks import Codec, Coding, decode_block, encode_block, encode_blocks
+from tierfs.codec.blocks import Codec, Coding, Reason, decode_block, encode_block, encode_blocks
 from tierfs.codec.layout.elements import Span, spans
-from tierfs.codec.reason import Reason
 
 __all__ = ["Codec", "Coding", "Reason", "Span", "decode_block", "encode_block", "encode_blocks", "spans"]

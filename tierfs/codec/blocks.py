@@ -16,7 +16,7 @@ from tierfs.codec.planes import frames
 from tierfs.digest import BLOCK_BYTES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
 
-__all__ = ["Codec", "Coding", "decode_block", "encode_block", "encode_blocks"]
+__all__ = ["Codec", "Coding", "Reason", "decode_block", "encode_block", "encode_blocks"]
 
 PROBE_BYTES = 16 * 1024
 # zstd must shrink a block to this share, or the time it takes is not worth it: plain zstd wins 8 % on
@@ -46,6 +46,17 @@ _TOGETHER = 4
 _OF_PLANES = frozenset({Codec.PLANE, Codec.DPLANE})
 _BASE_FACTORS = {Codec.DPLANE: 1, Codec.SPARSE: 1, Codec.DERIVE: 2}
 _KNOWN = frozenset(Codec)
+
+
+class Reason(enum.IntEnum):
+    """Why a block has its codec. The number is stored in the envelope, for a person."""
+
+    NOT_STATED = 0
+    DELTA = 1
+    DELTA_TOO_LARGE = 2
+    NO_BASE = 3
+    LINK_IS_FASTER = 4
+    DERIVED = 5
 
 
 class Coding(NamedTuple):
