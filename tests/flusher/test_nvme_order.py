@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tierfs.clock import ManualClock
-from tierfs.flusher.nvme import BATCH_BYTES_MAX, BATCH_DRAFTS_MAX, LATE_BYTES_MAX, NvmePersister
+from tierfs.flusher.nvme import BATCH_BYTES_MAX, BATCH_DRAFTS_MAX, NvmePersister
 from tierfs.flusher.queue import FlushItem, FlushQueue
 
 GIB = 1 << 30
@@ -39,9 +39,6 @@ class Drafts:
         self.state.entries.add(entry)
         return entry
 
-    def late(self, *batch):
-        return [entry.path for entry in self.persister._late(list(batch))]
-
 
 @pytest.fixture
 def drafts():
@@ -66,45 +63,6 @@ def test_nothing_goes_before_its_next_attempt_nor_what_follows_it(drafts):
     assert drafts.persister.batch([second, third]) == []
 
 
-def test_what_is_found_late_and_is_small_joins_a_large_one_in_its_order(drafts):
-    large = drafts.add("run/shard", GIB)
-    drafts.add("run/metadata", 1000)
-    drafts.add("run/more", LATE_BYTES_MAX - 1000)
-    drafts.add("run/too-much", 1)
-    assert drafts.late(large) == ["run/metadata", "run/more"]
-
-
 def test_no_more_go_together_than_one_commit_takes(drafts):
-    batch = [drafts.add(f"s/{number}", 1) for number in range(BATCH_DRAFTS_MAX - 1)]
-    drafts.add("one more", 1)
-    drafts.add("and one", 1)
-    assert drafts.late(*batch) == ["one more"]
-
-
-def test_where_one_before_them_was_found_as_well_none_joins(drafts):
-    large = drafts.add("run/shard", 1000, turn=10)
-    drafts.add("run/metadata", 1000, turn=11)
-    drafts.add("run/before", 1000, turn=9)
-    assert drafts.late(large) == []
-
-
-def test_none_joins_before_its_next_attempt_nor_in_conflict(drafts):
-    large = drafts.add("run/shard", GIB)
-    drafts.add("run/conflict", 1000, conflict=True)
-    drafts.add("run/metadata", 1000)
-    drafts.add("run/failed", 1000, retry_at=drafts.later)
-    drafts.add("run/behind", 1000)
-    assert drafts.late(large) == ["run/metadata"]
-
-
-def test_none_joins_that_follows_one_which_stays_in_memory(drafts):
-    drafts.add("run/before", 1000, persisted=True)
-    large = drafts.add("other/shard", GIB)
-    drafts.add("run/metadata", 1000)
-    assert drafts.late(large) == []
-
-
-def test_none_joins_of_which_a_chunk_has_to_be_asked_for(drafts):
-    large = drafts.add("run/shard", GIB)
-    drafts.add("run/appended", 1000, slots=[object(), None])
-    assert drafts.late(large) == []
+    waiting = [drafts.add(f"s/{number}", 1) for number in range(BATCH_DRAFTS_MAX + 2)]
+    assert drafts.persister.batch(waiting) == waiting[:BATCH_DRAFTS_MAX]

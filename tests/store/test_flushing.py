@@ -14,7 +14,6 @@ from support.tiered import BIG, MIB, Host, content, save_at
 from tierfs import digest
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
-from tierfs.flusher import nvme as settling
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.publish import StorePublisher
@@ -261,37 +260,6 @@ def test_files_that_follow_each_other_share_commits(host, monkeypatch):
     assert commits.counts["index.release"] < 50
     assert all(len(load(host.plain(), f"run/{number}")) == 1000 for number in range(50))
     assert status(host.store)["tiers"]["nvme"]["drafts"] == 0
-
-
-def test_what_is_closed_while_a_large_file_is_written_shares_its_commit(host, monkeypatch):
-    save(host.store, "first", b"has the flusher started")
-    wait(host.store, "first", Level.OBJECT, 20)
-    commits, closed = Commits(monkeypatch), threading.Event()
-    write = NvmeTier.write
-
-    def slow(tier, *args, **kwargs):
-        assert closed.wait(20)
-        write(tier, *args, **kwargs)
-
-    monkeypatch.setattr(settling, "BATCH_BYTES_MAX", MIB)
-    monkeypatch.setattr(settling, "LATE_BYTES_MAX", MIB)
-    monkeypatch.setattr(NvmeTier, "write", slow)
-    with host.held():
-        save(host.store, "run/large", content(3 * MIB))
-        save(host.store, "run/small", content(1000))
-        save(host.store, "run/another", content(2 * MIB))
-        save(host.store, "run/last", content(1000))
-        host.flusher.scan.discover()
-        closed.set()
-        wait(host.store, "run", Level.LOCAL, 20)
-    assert commits.counts["index.commit"] == 2, "the small ones go with the large ones that they follow"
-    wait(host.store, "run", Level.OBJECT, 20)
-    assert [len(load(host.plain(), f"run/{name}")) for name in ("large", "small", "another", "last")] == [
-        3 * MIB,
-        1000,
-        2 * MIB,
-        1000,
-    ]
 
 
 @pytest.fixture

@@ -25,8 +25,6 @@ WRITES_MAX = 6
 # The bounds of one commit, which costs as much for one small file as for all of them.
 BATCH_DRAFTS_MAX = 100
 BATCH_BYTES_MAX = 64 << 20
-# How long a written draft may wait for its commit, to have one less.
-LATE_BYTES_MAX = 4 << 20
 # Chunks that were written ahead are committed by their draft, if that comes so soon.
 DRAFT_S = 2.0
 # For room, for memory that its process has not handed over yet, or for the object tier to say what it has: about ten seconds.
@@ -84,26 +82,8 @@ class NvmePersister:
         now = self._state.clock.monotonic()
         return list(itertools.takewhile(lambda entry: now >= entry.retry_at, waiting))
 
-    def _late(self, batch: Sequence[FlushItem]) -> list[FlushItem]:
-        """Small drafts that were found while these were written, and follow them: they can share the commit."""
-        with self._state.changed:
-            waiting = self.waiting()
-        if waiting[: len(batch)] != batch:
-            return []  # one before these was found as well
-        small = _small(self._ready(waiting[len(batch) : BATCH_DRAFTS_MAX]), LATE_BYTES_MAX)
-        return list(itertools.takewhile(self._is_at_hand, small))
-
-    def _is_at_hand(self, entry: FlushItem) -> bool:
-        """Whether all of a draft is in slabs, so that nobody has to be asked for it, and it may go to the nvme tier."""
-        return None not in entry.draft.slots and not self._passes_by(entry)
-
-    def persist(self, batch: list[FlushItem], *, alone: bool = False) -> bool:
-        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well.
-
-        Args:
-            batch: The drafts. Those that turn out to go with them are added.
-            alone: Whether none are to.
-        """
+    def persist(self, batch: Sequence[FlushItem]) -> bool:
+        """Bring drafts that follow each other to the nvme tier together. False if those behind them have to wait as well."""
         nvme = self._state.nvme
         if nvme is None:
             self._pass_by(batch)
@@ -119,7 +99,7 @@ class NvmePersister:
             self._pass_by(batch)
             return True
         try:
-            self._store(nvme, batch, alone=alone)
+            self._store(nvme, batch)
         except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
             if len(batch) > 1:
                 return self._persist_each(batch)  # shows which of them it is
@@ -129,7 +109,7 @@ class NvmePersister:
         return True
 
     def _persist_each(self, batch: Sequence[FlushItem]) -> bool:
-        return all(self.persist([entry], alone=True) for entry in batch)
+        return all(self.persist([entry]) for entry in batch)
 
     def _pass_by(self, batch: Sequence[FlushItem], error: TierfsError | None = None) -> None:
         """Leave drafts where they are, to go to the object tier from there."""
@@ -186,13 +166,10 @@ class NvmePersister:
         with self._state.changed:
             return any(one.persisted and one.slot is not None and not one.conflict for one in entries.before(entry))
 
-    def _store(self, nvme: NvmeTier, batch: list[FlushItem], *, alone: bool) -> None:
+    def _store(self, nvme: NvmeTier, batch: Sequence[FlushItem]) -> None:
         state = self._state
         for last in (False, False, True):
             elsewhere = [name for entry in batch for name in self._copy_chunks(nvme, entry)]
-            late = [] if alone else self._late(batch)
-            batch += late
-            elsewhere += [name for entry in late for name in self._copy_chunks(nvme, entry)]
             absent = [name for name in elsewhere if not nvme.has(name)]
             drafts = [(each.draft.write_id, each.path, each.draft.encode(), each.draft.names) for each in batch]
             state.fault("before settle.commit")
