@@ -1,4 +1,4 @@
-"""Keys of chunks: each name has one, and nothing else is one."""
+"""Keys of chunks and records: each name has one, and nothing else is one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import pytest
 
 from tierfs.digest import DigestKind
 from tierfs.errors import FormatError
-from tierfs.format.keys import CHUNKS, ChunkName, chunk_key, parse_chunk_key
+from tierfs.format.keys import (
+    CHUNKS,
+    TREE,
+    ChunkName,
+    chunk_key,
+    marker_key,
+    parse_chunk_key,
+    parse_record_key,
+    record_key,
+)
 
 DIGEST = bytes(range(16))
 
@@ -22,3 +31,39 @@ def test_a_chunk_has_one_key(name: ChunkName) -> None:
 def test_what_is_no_key_of_a_chunk(end: str) -> None:
     with pytest.raises(FormatError, match="no chunk's key"):
         parse_chunk_key(f"{CHUNKS}00/{DIGEST.hex()}{end}", DigestKind.XXH3_128)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["a", "a/b.c", "run 1/größe", "!", "a!b/!!", "...", "-", "x" * 249, "日本/語", "a/.tierfs", "/".join("a" * 400)],
+)
+def test_a_path_is_read_back_from_its_key(path: str) -> None:
+    assert parse_record_key(record_key(path)) == path
+    assert parse_record_key(marker_key(path)) == f"{path}/"
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "a",  # no record
+        "a/b",
+        "a!b!",  # no escape
+        "!61!",  # an escape of what needs none
+        "a!2F!",  # not as it is written
+        "a!2fb!",  # a slash in a name
+        "a!00!",
+        "!ff!",  # no UTF-8
+        ".!",
+        "../a!",
+        ".tierfs!",
+        ".tierfs/a!",
+        "/a!",
+        "a//b!",
+        "x" * 251 + "!",
+        "a/" * 400 + "a!",
+        "a b!",
+    ],
+)
+def test_what_is_no_key_of_a_record(inside: str) -> None:
+    with pytest.raises(FormatError):
+        parse_record_key(TREE + inside)

@@ -64,6 +64,8 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
+    if "records" in report:
+        facts.append(("details kept", _records(report["records"])))
     facts += _upkeep(report.get("upkeep", {}))
     return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
 
@@ -92,6 +94,15 @@ def _flusher(flusher: Mapping[str, Any]) -> str:
     if "silent" in flusher:
         return f"runs, but does not answer: {printable(flusher['silent'])}"
     return f"runs, pid {flusher['pid']}"
+
+
+def _records(records: Mapping[str, Mapping[str, int]]) -> str:
+    """The room for details of files that were seen, so that a listing does not fetch them again."""
+    text = f"up to {format_bytes(records['process']['bytes_max'])} in each process"
+    if "host" in records:
+        used, room = (format_bytes(records["host"][key]) for key in ("bytes", "bytes_max"))
+        text += f"; {used} of {room} on this host"
+    return text
 
 
 def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -60,8 +60,9 @@ GENERATION_MAX = (1 << 32) - 1
 
 _PLAIN = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.=+,@")
 _PLAIN_COMPONENT = re.compile(r"[A-Za-z0-9\-_.=+,@]*")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9\-_.=+,@]+!")
-_ESCAPE = re.compile(r"!([0-9a-f]{2})")
+# The byte that an escape is for, as a character. No path has a NUL, and no part of one a slash.
+_ESCAPED = {f"{byte:02x}": chr(byte) for byte in range(1, 256) if byte not in _PLAIN and byte != ord("/")}
+_DOTS = frozenset({".", ".."})
 _CONDEMNED = re.compile(r"[0-9a-f]{16}")
 _CHUNK = re.compile(r"([0-9a-f]{2})/([0-9a-f]{32}|[0-9a-f]{64})\.(0|[1-9][0-9]{0,9})(?:-([0-9a-f]{16}))?")
 
@@ -140,32 +141,29 @@ def parse_record_key(key: str) -> str:
     """
     inside = key.removeprefix(TREE)
     above, slash, last = inside.rpartition("/")
-    if _PLAIN_NAME.fullmatch(last) and len(last) <= COMPONENT_BYTES_MAX and len(inside) <= PATH_BYTES_MAX:
-        # By far most names. The directory is looked at once for all of them.
-        parent = _parse_directory(above) if slash else ""
-        name = last[:-1]
-        if parent is not None and name not in (".", "..") and (parent or name != PRIVATE):
-            return f"{parent}/{name}" if parent else name
-    *parents, last = inside.split("/")
-    if not last.endswith("!"):
+    if last[-1:] != "!":
         raise FormatError(f"{key!r} is no key of a record: not written by tierfs", path=key)
-    names = [parse_component(part) for part in parents]
-    path = "/".join([*names, parse_component(last[:-1]) if last != "!" else ""]) or "/"
-    try:
-        if path != "/":
-            validate_path(path.removesuffix("/"))
-    except InvalidInputError as error:
-        raise FormatError(f"{key!r} is no key of a record: {error}", path=key) from None
-    return path
+    parent = _parse_directory(above) if slash else ""
+    if last == "!":
+        return f"{parent}/"
+    name = parse_component(last[:-1])
+    if name in _DOTS or len(inside) > PATH_BYTES_MAX or (name == PRIVATE and not slash):
+        raise FormatError(f"{key!r} is no key of a record: no path has this name, or is as long", path=key)
+    return f"{parent}/{name}" if slash else name
 
 
-@functools.lru_cache(maxsize=1024)
-def _parse_directory(encoded: str) -> str | None:
-    """The path of the directory whose records lie there; ``None`` if it is none."""
-    try:
-        return validate_path("/".join(map(parse_component, encoded.split("/"))))
-    except (FormatError, InvalidInputError):
-        return None
+@functools.lru_cache(maxsize=4096)
+def _parse_directory(encoded: str) -> str:
+    """The path of the directory whose records lie there. One for all names in it, as a listing has them next to each other.
+
+    Raises:
+        FormatError: No directory's records lie there.
+    """
+    above, slash, last = encoded.rpartition("/")
+    name = parse_component(last)
+    if name in _DOTS or len(encoded) >= PATH_BYTES_MAX or (name == PRIVATE and not slash):
+        raise FormatError(f"{encoded!r} is no directory of records: no path has this name, or is as long", path=encoded)
+    return f"{_parse_directory(above)}/{name}" if slash else name
 
 
 def parse_component(encoded: str) -> str:
@@ -174,24 +172,16 @@ def parse_component(encoded: str) -> str:
     Raises:
         FormatError: No name encodes to this.
     """
+    if _PLAIN_COMPONENT.fullmatch(encoded) and 0 < len(encoded) <= COMPONENT_BYTES_MAX:
+        return encoded
+    plain, *escaped = encoded.split("!")
     try:
-        name = bytes(_unescape(encoded)).decode()
-    except (UnicodeDecodeError, ValueError):
+        name = "".join([plain, *(_ESCAPED[part[:2]] + part[2:] for part in escaped)]).encode("latin-1").decode()
+    except (KeyError, UnicodeError):
         name = ""
-    if not name or _encode(name) != encoded:
+    if not name or len(encoded) > COMPONENT_BYTES_MAX or not _PLAIN_COMPONENT.fullmatch(encoded.replace("!", "")):
         raise FormatError(f"{encoded!r} is no encoded name: not written by tierfs", path=encoded)
     return name
-
-
-def _unescape(encoded: str) -> bytearray:
-    out = bytearray()
-    at = 0
-    for match in _ESCAPE.finditer(encoded):
-        out += encoded[at : match.start()].encode("ascii")
-        out.append(int(match[1], 16))
-        at = match.end()
-    out += encoded[at:].encode("ascii")
-    return out
 
 
 def chunk_key(name: ChunkName) -> str:

@@ -15,6 +15,7 @@ from tierfs import store as verbs
 from tierfs.errors import NotFoundError
 from tierfs.fs.paths import PathSpace
 from tierfs.fs.threads import run_in_thread
+from tierfs.gc_pause import Uncollected
 from tierfs.store import Entry
 
 __all__ = ["Looking", "describe"]
@@ -71,18 +72,19 @@ class Looking(PathSpace):
         except NotFoundError:
             return {}
         depth = relative.count("/") + 1 if relative else 0
-        found = {}
+        found: dict[str, dict[str, Any]] = {}
         if withdirs and self._strip(path) and not (len(entries) == 1 and entries[0].path == relative):
             with contextlib.suppress(NotFoundError):
                 found[self._strip(path)] = self._info_now(path)
-        names = self._names(path, relative, (entry.path for entry in entries))
-        for name, entry in zip(names, entries, strict=True):
-            if entry.is_directory and not withdirs:
-                continue
-            if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
-                continue
-            if not (entry.is_directory and name in found):  # of what is both, the file, as `info` has it
-                found[name] = describe(name, entry) if detail else _kind(name, entry)
+        with Uncollected():
+            names = self._names(path, relative, (entry.path for entry in entries))
+            for name, entry in zip(names, entries, strict=True):
+                if entry.is_directory and not withdirs:
+                    continue
+                if maxdepth is not None and entry.path.count("/") + 1 - depth > maxdepth:
+                    continue
+                if not (entry.is_directory and name in found):  # of what is both, the file, as `info` has it
+                    found[name] = describe(name, entry) if detail else _kind(name, entry)
         return dict(sorted(found.items()))
 
     async def _walk(

@@ -48,7 +48,10 @@ def status(store: Store) -> dict[str, Any]:
         "misplaced": misplaced(),
         "unused_folders": [],
         "kernels": kernels.status(),
+        "records": {"process": store.records.status()},
     }
+    if store.host_records is not None:
+        report["records"]["host"] = store.host_records.status()
     if tiers is None:
         if store.unused:
             report["tiers"] |= {tier: {"gives": "", "problem": store.unused} for tier in ("ram", "nvme")}

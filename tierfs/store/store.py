@@ -7,7 +7,7 @@ import socket
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,8 @@ from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Manifest, Record
 from tierfs.host.host import state_directory
 from tierfs.host.pending.levels import Level
-from tierfs.objects.protocol import ObjectTier, Version
+from tierfs.host.slab.memory import memory_limit
+from tierfs.objects.protocol import ObjectInfo, ObjectTier, Version
 from tierfs.store.encode.codecs import AUTO, Codecs
 from tierfs.store.leases import LeaseCache
 from tierfs.store.offline import ask_briefly
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Store"]
 
-RECORDS_MAX = 200_000
-RECORD_BYTES_MAX = 128 << 20
+# What a process keeps of the records that it saw: a share of the memory that it may use, for 800 bytes and more each.
+RECORDS_SHARE = 32
+RECORDS_BYTES_MIN = 128 << 20
+RECORDS_BYTES_MAX = 4 << 30
 # Memory of a record, measured: so much with its fixed fields, which are encoded in so many bytes; inline bytes once; and
 # so many times the encoded length of rows and metadata.
 OVERHEAD_BYTES = 800
@@ -224,15 +227,32 @@ class RecordCache:
     """Records of the tree that this process has seen, by key and version, the least recently used dropped first.
 
     A version never means two contents, so what is here needs no check but that of the version.
+
+    Args:
+        bytes_max: Room for so many bytes, by estimate; by default a share of the memory that this process may use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int | None = None) -> None:
+        self._bytes_max = bytes_max
         self._bytes = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, tuple[Version, Record, int]] = OrderedDict()
 
     def __repr__(self) -> str:
-        return f"RecordCache({len(self._entries)}/{RECORDS_MAX} records, {self._bytes}/{RECORD_BYTES_MAX} bytes)"
+        return f"RecordCache({len(self._entries)} records, {self._bytes}/{self.bytes_max} bytes)"
+
+    @property
+    def bytes_max(self) -> int:
+        """Room for so many bytes."""
+        if self._bytes_max is None:
+            share = memory_limit() // RECORDS_SHARE
+            self._bytes_max = min(max(share, RECORDS_BYTES_MIN), RECORDS_BYTES_MAX)
+        return self._bytes_max
+
+    def status(self) -> dict[str, int]:
+        """How many there are, their bytes by estimate, and the room for them."""
+        with self._lock:
+            return {"count": len(self._entries), "bytes": self._bytes, "bytes_max": self.bytes_max}
 
     def get(self, key: str) -> tuple[Version, Record] | None:
         """The newest version seen of this key, and its record."""
@@ -243,6 +263,19 @@ class RecordCache:
             self._entries.move_to_end(key)
             return entry[0], entry[1]
 
+    def find(self, infos: Iterable[ObjectInfo]) -> list[Record | None]:
+        """The record of each object in just this version, in order; ``None`` for one that was not seen, or in another version.
+
+        All are looked up before the next one is remembered. So a listing of more than there is room for finds as many as there is
+        room for, and does not drop each one just before it comes to it.
+        """
+        with self._lock:
+            entries = self._entries
+            return [
+                entry[1] if (entry := entries.get(info.key)) is not None and entry[0] == info.version else None
+                for info in infos
+            ]
+
     def remember(self, key: str, version: Version, record: Record, encoded_bytes: int) -> None:
         """Note what this version of the key is, and how long its record is."""
         inline = len(record.inline or b"") if isinstance(record, Manifest) else 0
@@ -251,7 +284,7 @@ class RecordCache:
             self._drop(key)
             self._entries[key] = (version, record, size)
             self._bytes += size
-            while len(self._entries) > RECORDS_MAX or self._bytes > RECORD_BYTES_MAX:
+            while self._bytes > self.bytes_max:
                 self._drop(next(iter(self._entries)))
 
     def clear(self) -> None:

@@ -121,15 +121,17 @@ def test_a_state_directory_that_others_may_read_is_not_used(open_store, state, c
 
 
 def test_the_file_has_a_bound(state, monkeypatch):
-    monkeypatch.setattr("tierfs.store.tree.host_records.ROWS_MAX", 100)
+    monkeypatch.setattr("tierfs.store.tree.host_records.FILE_BYTES_MAX", 200_000)
+    monkeypatch.setattr("tierfs.store.tree.host_records.DROPPED_ROWS", 300)
     records = HostRecords("0" * 32, state)
-    for number in range(500):
-        records.add(f"key{number}", "1", b"x")
+    for number in range(5000):
+        records.add(f"key{number}", "1", b"x" * 100)
     records.flush()
-    with sqlite3.connect(state / "records.sqlite") as connection:
-        (count,) = connection.execute("SELECT COUNT(*) FROM records").fetchone()
-    connection.close()
-    assert count <= 100
+    assert 100_000 < records.status()["bytes"] <= 200_000
+    assert records.status()["bytes_max"] == 200_000
+    assert (state / "records.sqlite").stat().st_size < 300_000
+    assert records.newest("key4999") == ("1", b"x" * 100)  # those that came first are dropped
+    assert records.newest("key0") is None
     assert len(records._pending) == 0
 
 

@@ -23,7 +23,8 @@ from tierfs.objects.protocol import ObjectInfo, Version
 
 __all__ = ["HostRecords"]
 
-ROWS_MAX = 200_000
+FILE_BYTES_MAX = 1 << 30
+DROPPED_ROWS = 10_000  # at once, of those that came first
 RECORD_BYTES_MAX = 64 * 1024
 PENDING_MAX = 200
 QUERY_KEYS_MAX = 500
@@ -127,12 +128,25 @@ class HostRecords:
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany(_NOTE, rows)
-            (count,) = connection.execute("SELECT COUNT(*) FROM records").fetchone()
-            if count > ROWS_MAX:
-                oldest = "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY seen LIMIT ?)"
-                connection.execute(oldest, [count - ROWS_MAX * 9 // 10])
+            if self._used_bytes(connection) > FILE_BYTES_MAX:
+                oldest = "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY rowid LIMIT ?)"
+                connection.execute(oldest, [DROPPED_ROWS])
 
         self._use(write)
+
+    def status(self) -> dict[str, int]:
+        """The bytes of the file of all stores, and the room for them."""
+        used: list[int] = []
+        if not self.failures and self._path.exists():
+            self._use(lambda connection: used.append(self._used_bytes(connection)))
+        return {"bytes": sum(used), "bytes_max": FILE_BYTES_MAX}
+
+    @staticmethod
+    def _used_bytes(connection: sqlite3.Connection) -> int:
+        """What is known without going through the rows."""
+        names = ("page_count", "freelist_count", "page_size")
+        pages, free, size = (connection.execute(f"PRAGMA {name}").fetchone()[0] for name in names)
+        return (int(pages) - int(free)) * int(size)
 
     def _use(self, work: Callable[[sqlite3.Connection], None]) -> None:
         """One transaction. An error with the file is logged, and ends its use by this process."""

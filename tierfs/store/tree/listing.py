@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
 from tierfs.format import keys
-from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest
+from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Record
+from tierfs.gc_pause import Uncollected
 from tierfs.objects.protocol import Listed, ObjectInfo, Prefix
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
@@ -38,6 +39,13 @@ __all__ = [
 ]
 
 ERRAND_RECORDS_MAX = 64
+# Up to so many directories are looked into one by one, a request each: about one round of requests side by side.
+LOOKS_MAX = 32
+# Names to go through for each directory before the rest are looked into one by one. A page of a bucket's listing has 1,000, and 16
+# directories are looked into side by side, so at worst the listing and the looks take as long as each other. A look into a directory of
+# this host takes as long as four names.
+LOOK_NAMES = 64
+LOOK_NAMES_NEAR = 4
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -64,14 +72,6 @@ class Entry:
         if self.foreign is not None:
             return self.foreign.size
         return self.manifest.length if self.manifest is not None else 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Live:
-    """A live record in a listing, not read yet."""
-
-    path: str
-    info: ObjectInfo
 
 
 def stat(store: Store, path: str) -> Entry:
@@ -150,17 +150,23 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         NotFoundError: Nothing is there.
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed.
     """
+    with Uncollected():
+        return _list_directory(store, path, detail=detail)
+
+
+def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
     pending = _pending(store, path)
     files: dict[str, Entry] = {}
-    records: list[_Live] = []
-    directories = [f"{path}/{name}" if path else name for name in _child_directories(path, pending)]
+    records: list[tuple[str, ObjectInfo]] = []
+    foreign: list[str] = []
+    directories: list[str] = []
     exists = not path
     for item in store.objects.list(_foreign_prefix(path), delimiter=True):
         child = item.key.rstrip("/")
         if child.rpartition("/")[2] == keys.PRIVATE or not _is_valid(child):
             continue
         if isinstance(item, Prefix):
-            directories.append(child)
+            foreign.append(child)
         else:
             files[child] = Entry(child, is_directory=False, foreign=item)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
@@ -169,14 +175,12 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
             if name is not None:
                 directories.append(f"{path}/{name}" if path else name)
             continue
-        live = _parse(item)
-        if live is not None and live.path not in pending:
+        live = _live_path(item)
+        if live is not None and live not in pending:
             exists = True
-            if not live.path.endswith("/"):
-                records.append(live)
-    candidates = list(dict.fromkeys(directories))
-    alive = transfers().map(lambda name: _has_live(store, name, pending) or _has_foreign(store, name), candidates)
-    below = [Entry(name, is_directory=True) for name in itertools.compress(candidates, alive)]
+            if not live.endswith("/"):
+                records.append((live, item))
+    below = _living(store, path, pending, directories, foreign)
     for entry in _read_all(store, records, detail=detail):
         files[entry.path] = entry
     for name, manifest in pending.items():
@@ -185,7 +189,48 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
     if not (exists or files or below):
         entry = stat_to_read(store, path)
         return [] if entry.is_directory else [entry]
-    return _sorted([*files.values(), *below])
+    return _sorted([*files.values(), *(Entry(name, is_directory=True) for name in below)])
+
+
+def _living(
+    store: Store,
+    path: str,
+    pending: Mapping[str, Manifest | None],
+    recorded: Sequence[str],
+    foreign: Sequence[str],
+) -> set[str]:
+    """The directories right below ``path`` in which something is.
+
+    Args:
+        store: The store.
+        path: The directory above.
+        pending: This host's changes below that.
+        recorded: Those in which records are, perhaps all of removed files.
+        foreign: Those in which tierfs did not write something, perhaps nothing that can be shown.
+    """
+    found = {f"{path}/{name}" if path else name for name in _child_directories(path, pending)}
+    unknown = [name for name in recorded if name not in found]
+    # For many directories, one listing of all that is in them takes fewer requests than a listing of each.
+    if len(unknown) > LOOKS_MAX:
+        near = store.descriptor.endpoint.host_local
+        wanted, left = set(unknown), (LOOK_NAMES_NEAR if near else LOOK_NAMES) * len(unknown)
+        start = len(path) + 1 if path else 0
+        for item in store.objects.list(keys.directory_prefix(path)):
+            live = _live_path(item) if isinstance(item, ObjectInfo) else None
+            if live is not None and live not in pending and (end := live.find("/", start)) >= 0:
+                found.add(name := live[:end])
+                wanted.discard(name)
+            left -= 1
+            if not (left and wanted):
+                break
+        else:
+            wanted = set()
+        unknown = list(wanted)
+    alive = transfers().map(lambda name: _has_live(store, name, pending), unknown)
+    found.update(itertools.compress(unknown, alive))
+    unknown = [name for name in foreign if name not in found]
+    found.update(itertools.compress(unknown, transfers().map(lambda name: _has_foreign(store, name), unknown)))
+    return found
 
 
 def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
@@ -194,22 +239,31 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
     Raises:
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed. A path with nothing there is no error.
     """
+    with Uncollected():
+        return _find(store, path, detail=detail)
+
+
+def _find(store: Store, path: str, *, detail: bool) -> list[Entry]:
     pending = _pending(store, path)
     files: dict[str, Entry] = {}
     for info in foreign_objects(store, path):
         files[info.key] = Entry(info.key, is_directory=False, foreign=info)
-    records = [_Live(name, info) for name, info in live_records(store, path) if name not in pending]
-    markers = [record.path for record in records if record.path.endswith("/")]
-    records = [record for record in records if not record.path.endswith("/")]
+    markers: list[str] = []
+    records: list[tuple[str, ObjectInfo]] = []
+    for record in live_records(store, path):
+        if record[0].endswith("/"):
+            markers.append(record[0])
+        elif record[0] not in pending:
+            records.append(record)
     for entry in _read_all(store, records, detail=detail):
         files[entry.path] = entry
     for name, manifest in pending.items():
         if manifest is not None and name != path:
             files[name] = Entry(name, is_directory=False, manifest=manifest)
     directories: dict[str, Entry] = {}
-    for name in [*files, *(record.path for record in records), *markers]:
+    for name in itertools.chain(files, (name for name, _ in records), markers):
         parent = name.rpartition("/")[0]
-        while len(parent) > len(path) and parent not in directories:
+        while parent not in directories and len(parent) > len(path):
             directories[parent] = Entry(parent, is_directory=True)
             parent = parent.rpartition("/")[0]
     if not (files or directories) and path:
@@ -234,17 +288,17 @@ def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tupl
         deep: Whether to go into the directories in it.
     """
     for item in store.objects.list(keys.directory_prefix(path), delimiter=not deep):
-        live = _parse(item) if isinstance(item, ObjectInfo) else None
-        if live is not None:
-            yield live.path, live.info
+        path = _live_path(item) if isinstance(item, ObjectInfo) else None
+        if path is not None:
+            yield path, item
 
 
 def names_in(store: Store, path: str) -> list[str]:
     """Names of the live files in a directory in the object tier, and of the directories there, live or not; one listing."""
     names = []
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
-        live = _parse(item) if isinstance(item, ObjectInfo) else None
-        name = live.path.rpartition("/")[2] if live is not None else None
+        live = _live_path(item) if isinstance(item, ObjectInfo) else None
+        name = live.rpartition("/")[2] if live is not None else None
         if isinstance(item, Prefix):
             name = _directory_name(item.key)
         if name:
@@ -325,28 +379,33 @@ def read_manifests(
             return None
         return None if manifest is None else (path, info, manifest)
 
-    recall(store, [item for item in listed if not _is_known(store, item[1])])
-    known: list[tuple[str, ObjectInfo]] = []
-    unknown: list[tuple[str, ObjectInfo]] = []
-    for item in listed:
-        (known if _is_known(store, item[1]) else unknown).append(item)
+    found, unknown = _split(listed, store.records.find(info for _, info in listed))
+    recalled, unknown = _split(unknown, recall(store, unknown))
     # Several to an errand, where there are many: an errand takes longer than a look into a local directory.
     size = max(1, min(ERRAND_RECORDS_MAX, len(unknown) // (4 * transfers().workers)))
     errands = [unknown[start : start + size] for start in range(0, len(unknown), size)]
-    read_unknown = itertools.chain.from_iterable(transfers().map(lambda errand: list(map(read, errand)), errands))
-    return [found for found in (*map(read, known), *read_unknown) if found is not None]
+    fetched = itertools.chain.from_iterable(transfers().map(lambda errand: list(map(read, errand)), errands))
+    return [*found, *recalled, *(item for item in fetched if item is not None)]
 
 
-def _read_all(store: Store, records: list[_Live], *, detail: bool) -> list[Entry]:
+def _split(
+    listed: Sequence[tuple[str, ObjectInfo]], known: Sequence[Record | None]
+) -> tuple[list[tuple[str, ObjectInfo, Manifest]], list[tuple[str, ObjectInfo]]]:
+    """Those of which the record is known, and the others."""
+    found: list[tuple[str, ObjectInfo, Manifest]] = []
+    unknown: list[tuple[str, ObjectInfo]] = []
+    for item, record in zip(listed, known, strict=True):
+        if isinstance(record, Manifest):
+            found.append((*item, record))
+        elif record is None:
+            unknown.append(item)
+    return found, unknown
+
+
+def _read_all(store: Store, records: Sequence[tuple[str, ObjectInfo]], *, detail: bool) -> list[Entry]:
     if not detail:
-        return [Entry(record.path, is_directory=False) for record in records]
-    found = read_manifests(store, [(record.path, record.info) for record in records])
-    return [Entry(path, is_directory=False, manifest=manifest) for path, _, manifest in found]
-
-
-def _is_known(store: Store, info: ObjectInfo) -> bool:
-    known = store.records.get(info.key)
-    return known is not None and known[0] == info.version
+        return [Entry(name, is_directory=False) for name, _ in records]
+    return [Entry(name, is_directory=False, manifest=manifest) for name, _, manifest in read_manifests(store, records)]
 
 
 def _pending(store: Store, path: str) -> dict[str, Manifest | None]:
@@ -381,14 +440,14 @@ def _foreign_prefix(path: str) -> str:
     return f"{keys.validate_path(path)}/" if path else ""
 
 
-def _parse(info: ObjectInfo) -> _Live | None:
-    """A live record of a listing, or ``None`` for a tombstone or a stray object."""
+def _live_path(info: ObjectInfo) -> str | None:
+    """The path of a live record in a listing, or ``None`` for a tombstone or a stray object."""
     try:
         path = keys.parse_record_key(info.key)
     except FormatError as error:
         _logger.warning("an object is passed over: %s; `tierfs verify` lists such objects", error)
         return None
-    return None if info.size == TOMBSTONE_BYTES else _Live(path, info)
+    return None if info.size == TOMBSTONE_BYTES else path
 
 
 def _directory_name(key: str) -> str | None:

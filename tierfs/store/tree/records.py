@@ -181,19 +181,21 @@ def observe_listed(store: Store, path: str, info: ObjectInfo) -> Observed:
     return _read(store, path, info.key)
 
 
-def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> None:
-    """Take over from the host's records what other processes have seen of these paths in just these versions."""
-    if store.host_records is None:
-        return
-    found = store.host_records.find(info for _, info in listed)
+def recall(store: Store, listed: Sequence[tuple[str, ObjectInfo]]) -> list[Record | None]:
+    """What other processes of this host have seen of these paths in just these versions, in order; ``None`` where nobody has."""
+    kept = {} if store.host_records is None or not listed else store.host_records.find(info for _, info in listed)
+    found: list[Record | None] = []
     for path, info in listed:
-        if info.key in found:
+        record, data = None, kept.get(info.key)
+        if data is not None:
             try:
-                record = _decode(store, found[info.key], path, info.key)
+                record = _decode(store, data, path, info.key)
             except (CorruptionError, FormatError) as error:
                 _logger.warning("a record kept on this host is damaged and fetched anew: %s", error)
             else:
-                store.records.remember(info.key, info.version, record, len(found[info.key]))
+                store.records.remember(info.key, info.version, record, len(data))
+        found.append(record)
+    return found
 
 
 def publish(store: Store, observed: Observed, record: Record, *, term: int | None = None) -> Observed:

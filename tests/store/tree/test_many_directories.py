@@ -1,0 +1,140 @@
+"""A directory of very many directories is listed in a few requests, with just the entries that looking into each one gives."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from dataclasses import replace
+from random import Random
+
+import pytest
+
+from tierfs.format import keys
+from tierfs.format.manifest import Tombstone
+from tierfs.objects import MeasuredObjects, MemoryObjects
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store, delete, find, list_directory, make_directory, save
+from tierfs.store.create import create_store
+from tierfs.store.store import RecordCache
+from tierfs.store.tree import listing
+
+
+class FarObjects(WrappedObjects):
+    """An object tier that is not this host's own, and lists in the order of keys as a bucket does."""
+
+    @property
+    def capabilities(self):
+        return replace(self.inner.capabilities, host_local=False)
+
+    def list(self, prefix, *, delimiter=False):
+        return iter(sorted(self.inner.list(prefix, delimiter=delimiter), key=lambda item: item.key))
+
+
+@pytest.fixture
+def store(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
+    objects = MeasuredObjects(FarObjects(MemoryObjects(f"/many-{uuid.uuid4().hex}")))
+    descriptor, _ = create_store(objects, "store", random_bytes=os.urandom(16))
+    return Store(objects, descriptor, url="store")
+
+
+def lists(store):
+    return store.objects.snapshot()["list"]["requests"]
+
+
+def names(store, path, *, detail=False):
+    return [(entry.path, entry.is_directory) for entry in list_directory(store, path, detail=detail)]
+
+
+@pytest.mark.parametrize("count", [100, 400])
+@pytest.mark.parametrize("detail", [False, True])
+def test_listing_many_directories_takes_three_listings(store, count, detail):
+    for number in range(count):
+        save(store, f"run/step {number}/x", b"x")
+    before = lists(store)
+    assert len(names(store, "run", detail=detail)) == count
+    assert lists(store) - before == 3
+
+
+def test_a_large_directory_among_many_does_not_have_all_its_names_listed(store):
+    many = 60 * listing.LOOK_NAMES
+    for number in range(many):
+        key = keys.record_key(f"run/a/{number}")
+        store.objects.put(key, [b"x"])
+    for number in range(50):
+        save(store, f"run/b{number}/x", b"x")
+    before = lists(store)
+    assert len(names(store, "run")) == 51
+    assert lists(store) - before == 3 + 50  # the names that were gone through are all of the first one
+
+
+def test_few_directories_are_looked_into(store):
+    for number in range(3):
+        save(store, f"run/{number}/x", b"x")
+    before = lists(store)
+    assert len(names(store, "run")) == 3
+    assert lists(store) - before == 2 + 3
+
+
+def grow(store, seed):
+    """Directories with files, markers, tombstones, what tierfs did not write, and mixtures."""
+    rng = Random(seed)
+    for number in range(60):
+        name = f"run/d{number} !{'ö' * (number % 2)}"
+        for kind in rng.sample(["file", "deep", "deleted", "marker", "foreign", "stray", "hidden"], rng.randrange(4)):
+            if kind in ("file", "deleted"):
+                save(store, f"{name}/{kind}", b"x")
+            if kind == "deep":
+                save(store, f"{name}/a/b", b"x")
+            if kind == "deleted":
+                delete(store, f"{name}/deleted")
+            if kind == "marker":
+                make_directory(store, name, exist_ok=True)
+            if kind == "foreign":
+                store.objects.put(f"{name}/foreign", [b"x"])
+            if kind == "stray":
+                store.objects.put(f"{keys.directory_prefix(name)}stray", [b"x"])
+            if kind == "hidden":
+                store.objects.put(f"{name}/{keys.PRIVATE}/x", [b"x"])
+        if number % 7 == 0:
+            key = keys.record_key(f"run/gone{number}/x")
+            store.objects.put(key, [Tombstone(bytes(16), 0, 0).encode(f"run/gone{number}/x")])
+    save(store, "run/top", b"x")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_listing_finds_what_looking_into_each_directory_finds(store, seed, monkeypatch):
+    grow(store, seed)
+    monkeypatch.setattr(listing, "LOOKS_MAX", 10_000)
+    looked = names(store, "run")
+    monkeypatch.setattr(listing, "LOOKS_MAX", 0)
+    assert names(store, "run") == looked
+    for names_each in (1, 2):
+        monkeypatch.setattr(listing, "LOOK_NAMES", names_each)
+        assert names(store, "run") == looked
+    below = {entry.path for entry in find(store, "run", detail=False) if entry.path.count("/") == 1}
+    assert below == {path for path, _ in looked}
+
+
+def test_a_listing_of_more_than_there_is_room_for_fetches_the_rest_alone(store):
+    for number in range(100):
+        save(store, f"run/{number:03}", b"x" * 100)
+    store.host_records = None
+    size = store.records.status()["bytes"] // store.records.status()["count"]
+    store.records = RecordCache(bytes_max=60 * size + 1)
+    read = []
+    for _ in range(3):
+        before = store.objects.snapshot()["read"]["requests"]
+        assert len(list_directory(store, "run")) == 100
+        read.append(store.objects.snapshot()["read"]["requests"] - before)
+    assert read == [100, 40, 40]
+    assert store.records.status() == {"count": 60, "bytes": 60 * size, "bytes_max": 60 * size + 1}
+
+
+def test_details_are_kept_for_a_share_of_the_memory(monkeypatch):
+    monkeypatch.setattr("tierfs.store.store.memory_limit", lambda: 64 << 30)
+    assert RecordCache().bytes_max == 2 << 30
+    monkeypatch.setattr("tierfs.store.store.memory_limit", lambda: 1 << 30)
+    assert RecordCache().bytes_max == 128 << 20
+    monkeypatch.setattr("tierfs.store.store.memory_limit", lambda: 4 << 40)
+    assert RecordCache().bytes_max == 4 << 30
