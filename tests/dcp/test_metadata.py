@@ -21,6 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tierfs import digest
+from tierfs.dcp import columns
+from tierfs.dcp import metadata as metadata_module
 from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode, encode
 from tierfs.dcp.torch_format.names import DTYPES
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
@@ -62,6 +64,31 @@ def sealed(changed):
     changed.pop("checksum", None)
     text = json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
     return json.dumps({**changed, "checksum": digest.checksum(text).hex()}).encode()
+
+
+def written(changed):
+    """The same as `encode` writes it."""
+    changed.pop("checksum", None)
+    return stamped(json.dumps(changed, sort_keys=True, separators=(",", ":"), ensure_ascii=False))
+
+
+def stamped(text):
+    """A text with its own checksum in front, whatever it is."""
+    canonical = text.encode()
+    return f'{{"checksum":"{digest.checksum(canonical).hex()}",'.encode() + canonical[1:]
+
+
+def outcome(read, data):
+    """What comes of reading: all that it says, or the error."""
+    try:
+        found, note = read(data)
+    except (CorruptionError, FormatError) as error:
+        return type(error), str(error)
+    return found.state_dict_metadata, dict(found.storage_data), found.planner_data, found.storage_meta, note
+
+
+def as_any_json(data):
+    return metadata_module._interpret(metadata_module._parse(data, "x"), "x")
 
 
 def test_what_was_encoded_comes_back():
@@ -218,6 +245,117 @@ def test_a_value_that_cannot_be_is_refused_though_the_checksum_fits(path, value)
     inner[path[-1]] = value
     with pytest.raises(CorruptionError, match="WHERE"):
         decode(sealed(changed), "WHERE")
+    with pytest.raises(CorruptionError, match="WHERE"):
+        decode(written(changed), "WHERE")
+
+
+def test_no_object_is_made_of_a_chunk_that_torch_does_not_need(monkeypatch):
+    places = {}
+    boxes = [((row, 0), (1, 6)) for row in range(64)]
+    items = {f"t{number}": tensor_of(torch.float32, (64, 6), boxes, places, f"t{number}") for number in range(5)}
+    data = encode(Metadata(items, None, places), replace(NOTE, files={FILE: 1 << 40}))
+    monkeypatch.setattr(metadata_module, "_parse", None)  # all of it as JSON
+    made = []
+    monkeypatch.setattr(columns, "BytesPlace", lambda *values: made.append(values) or BytesPlace(*values))
+    found, _ = decode(data, "x")
+    assert found.state_dict_metadata == items
+    # Tensors that are cut alike have their chunks in common.
+    assert len({id(chunk) for item in found.state_dict_metadata.values() for chunk in item.chunks}) == 64
+    assert not made
+    assert found.storage_data[MetadataIndex("t3", (7, 0))] == places[MetadataIndex("t3", (7, 0))]
+    assert len(made) == 1
+    assert len(found.storage_data) == len(places)
+    assert MetadataIndex("t3", (7, 1)) not in found.storage_data
+    assert MetadataIndex("t3") not in found.storage_data
+    assert MetadataIndex("t9", (7, 0)) not in found.storage_data
+    assert found.storage_data == places
+
+
+CHUNKS = encode(metadata(), NOTE).decode().partition('"w":{"chunks":')[2].partition(',"dtype"')[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"at":0', '"at":00'),
+        ('"at":0', '"at":-0'),
+        ('"at":0', '"at":1.0'),
+        ('"at":0', '"at":99999999999999999999'),
+        ('"at":0', f'"at":{(1 << 63) - 1}'),
+        ('"at":0,', '"at":0,"at":0,'),
+        ('"offsets":[0,0]', '"offsets":[0,00]'),
+        ('"offsets":[0,0]', '"offsets":[0,,0]'),
+        ('"offsets":[0,0]', '"offsets":[0,0,]'),
+        ('"offsets":[0,0]', '"offsets":[]'),
+        ('"offsets":[2,0]', '"offsets":[0,0]'),
+        ('"shape":[2,6]', '"shape":[2,60]'),
+        ('"shape":[2,6]', f'"shape":[{1 << 62},6]'),
+        ("},{", "},,{"),
+        ("},{", "} ,{"),
+        ("},{", "},x{"),
+        ("}]", "},]"),
+        ("}]", "}}]"),
+        ("}]", "}"),
+        (CHUNKS, "[]"),
+        (CHUNKS, "[0]"),
+        (CHUNKS, '[{"at":0}]'),
+        ('"dtype":"bfloat16"', '"dtype":"bfloat16" '),
+        ('"dtype":"bfloat16"', '"dtype":"float3"'),
+        ('"layout":"strided"', '"layout":"none"'),
+        ('"pin_memory":false', '"pin_memory":0'),
+        ('"w":{"chunks"', '"a\\u0020b\\"c":{"chunks"'),
+        ('"w":{"chunks"', '"\\ud800":{"chunks"'),
+        ('"w":{"chunks"', '"a\nb":{"chunks"'),
+        ('"w":{"chunks"', '"empty":{"chunks"'),
+        ('"w":{"chunks"', '"tensors":{"chunks"'),
+        ('"objects":{"step"', '"objects":{"tensors"'),
+        ('"objects":{"step"', '"objects":{"a":{"at":0,"file":"x","length":1},"tensors"'),
+        ('"objects":{"step"', f'"objects":{{"a":{{"at":0,"file":"{FILE}","length":1}},"tensors"'),
+        ('"paths":{', '"paths":{"a":[","],"tensors":["b"],'),
+        ('"paths":{', '"paths":{"a":[",\\"tensors\\":{"],'),
+        ('"sequence":3', '"sequence":3,"tensors":{}'),
+        ('"sequence":3', '"sequence":3,"sequence":3'),
+        ('"version":1}', '"version":1 }'),
+        ('"version":1}', '"later":1,"version":1}'),
+        ('"version":1}', '"version":2}'),
+        ('"tensors":{', '"tensors":{ '),
+        (',"tensors":{', ',"tensors":{},"other":{'),
+    ],
+    ids=str,
+)
+def test_a_document_that_is_nearly_as_written_means_the_same_to_both_readers(before, after):
+    text = "{" + encode(metadata(), NOTE).decode().partition(",")[2]
+    assert before in text
+    data = stamped(text.replace(before, after, 1))
+    assert outcome(lambda data: decode(data, "x"), data) == outcome(as_any_json, data)
+
+
+@given(st.data())
+def test_a_document_with_any_change_means_the_same_to_both_readers(data):
+    text = "{" + encode(metadata(), NOTE).decode().partition(",")[2]
+    start = data.draw(st.integers(1, len(text)))
+    length = data.draw(st.integers(0, 8))
+    pieces = [
+        "0",
+        "1",
+        ",",
+        "[",
+        "]",
+        "{",
+        "}",
+        '"',
+        "\\",
+        ":",
+        " ",
+        "tensors",
+        "x",
+        "é",
+        "\n",
+        text[start : start + 5],
+    ]
+    new = "".join(data.draw(st.lists(st.sampled_from(pieces), max_size=3)))
+    changed = stamped(text[:start] + new + text[start + length :])
+    assert outcome(lambda data: decode(data, "x"), changed) == outcome(as_any_json, changed)
 
 
 @pytest.mark.parametrize(

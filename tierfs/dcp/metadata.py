@@ -26,32 +26,22 @@ from torch.distributed.checkpoint.metadata import (
 
 from tierfs import digest
 from tierfs.dcp.checked import INTEGER_MAX, Checked, refuse_names
+from tierfs.dcp.columns import DIMENSIONS_MAX, BytesPlace, PlaceColumns, read_tensors
 from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS, name_of
 from tierfs.errors import CorruptionError, FormatError, InvalidInputError
+from tierfs.gc_pause import Uncollected
 
 __all__ = ["FORMAT", "VERSION", "BytesPlace", "CheckpointNote", "decode", "encode"]
 
 FORMAT = "tierfs-checkpoint"
 VERSION = 1
-DIMENSIONS_MAX = 64
 PATH_PARTS_MAX = 256
 _WHERE = "the checkpoint's metadata"
 _HEX = re.compile(r"[0-9a-f]{1,64}")
-
-
-@dataclass(frozen=True, slots=True)
-class BytesPlace:
-    """Where the bytes of one chunk of a tensor, or of one object, lie. Small and picklable.
-
-    Attributes:
-        file: Name of the file, in the directory of the checkpoint.
-        at: Offset in it, in bytes.
-        length: In bytes.
-    """
-
-    file: str
-    at: int
-    length: int
+# How a document begins and ends, and what divides it: see `encode`.
+_BEGIN, _TENSORS, _END = b'{"checksum":"', b',"tensors":{', b'},"version":%d}' % VERSION
+# So many times something in a document may be called "tensors" before its own tensors until it is read as any JSON.
+SPLITS_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,31 +135,88 @@ def decode(data: bytes, where: str) -> tuple[Any, CheckpointNote]:
         FormatError: It is of another version, or holds a dtype that this torch does not have.
     """
     try:
-        return _interpret(_parse(data, where), where)
+        with Uncollected():
+            return _read_columns(data, where) or _interpret(_parse(data, where), where)
     except RecursionError as error:  # what is nested deeply can be read, and neither be written again nor shown
         raise CorruptionError(
             f"{where}: the checkpoint's metadata is damaged: it is nested too deeply", path=where
         ) from error
 
 
+def _read_columns(data: bytes, where: str) -> tuple[Any, CheckpointNote] | None:
+    """Read a document that is written just as `encode` does; ``None`` for any other, and for one in which something is wrong."""
+    stated, _, rest = data.partition(b'",')
+    if not data.endswith(_END) or stated != _BEGIN + digest.checksum(b"{", rest).hex().encode():
+        return None
+    at = -1
+    # Only what is before the tensors of the document, and not before those of something in it, is a document with its braces closed.
+    for _ in range(SPLITS_MAX):
+        at = rest.find(_TENSORS, at + 1)
+        if at < 0:
+            return None
+        before = b"{%b}" % rest[:at]
+        try:
+            document = _load(before)
+            is_usual = document.get("format") == FORMAT and _canonical(document) == before
+        except (ValueError, RecursionError):
+            continue
+        if not is_usual:
+            return None
+        try:
+            root = Checked(document, where)
+            note = _read_note(root)
+            found = read_tensors(rest[at + len(_TENSORS) : -len(_END)], note.files)
+            if found is None:
+                return None
+            items, columns = found
+            objects: dict[Any, BytesPlace] = {}
+            return _complete(root, note, items, objects, PlaceColumns(columns, objects)), note
+        except (CorruptionError, FormatError):
+            return None  # the other reader says what is wrong
+    return None
+
+
 def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, CheckpointNote]:
     root = Checked(document, where)
-    note = CheckpointNote(
-        save_id=root.text("save_id", _HEX),
-        sequence=root.integer("sequence"),
-        created_ns=root.integer("created_ns"),
-        step=None if document.get("step") is None else root.integer("step"),
-        files={name: item.integer("length") for name, item in root.members("files", is_file=True)},
-    )
+    note = _read_note(root)
     items: dict[str, Any] = {}
     places: dict[Any, BytesPlace] = {}
     for fqn, tensor in root.members("tensors"):
         items[fqn] = _decode_tensor(fqn, tensor, note.files, places)
+    return _complete(root, note, items, places, places), note
+
+
+def _read_note(root: Checked) -> CheckpointNote:
+    return CheckpointNote(
+        save_id=root.text("save_id", _HEX),
+        sequence=root.integer("sequence"),
+        created_ns=root.integer("created_ns"),
+        step=None if root.document.get("step") is None else root.integer("step"),
+        files={name: item.integer("length") for name, item in root.members("files", is_file=True)},
+    )
+
+
+def _complete(
+    root: Checked,
+    note: CheckpointNote,
+    items: dict[str, Any],
+    objects: dict[Any, BytesPlace],
+    places: Mapping[Any, BytesPlace],
+) -> Any:
+    """Torch's `Metadata`.
+
+    Args:
+        root: The document.
+        note: Of it.
+        items: Its tensors, by FQN; the objects are added.
+        objects: To be filled with their places.
+        places: Those of all, when that is done.
+    """
     for fqn, item in root.members("objects"):
         if fqn in items:
             raise item.wrong("it is a tensor and an object at once")
         items[fqn] = BytesStorageMetadata()
-        places[MetadataIndex(fqn)] = _decode_place(item, note.files)
+        objects[MetadataIndex(fqn)] = _decode_place(item, note.files)
     meta = root.inner("storage_meta")
     modules = meta.items("modules")
     if not all(isinstance(name, str) for name in modules):
@@ -181,12 +228,12 @@ def _interpret(document: Mapping[str, Any], where: str) -> tuple[Any, Checkpoint
         storage_meta=StorageMeta(meta.optional_text("checkpoint_id"), meta.optional_text("save_id"), None, modules),
     )
     metadata.version = meta.optional_text("dcp_version")
-    return metadata, note
+    return metadata
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
-        document = json.loads(data.decode(), parse_constant=_refuse, parse_float=_refuse, object_pairs_hook=_unique)
+        document = _load(data)
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
@@ -204,6 +251,10 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
     if stated != actual or not actual:
         raise CorruptionError(f"{where}: checksum mismatch: the checkpoint's metadata is damaged", path=where)
     return document
+
+
+def _load(data: bytes) -> Any:
+    return json.loads(data.decode(), parse_constant=_refuse, parse_float=_refuse, object_pairs_hook=_unique)
 
 
 def _tensor_text(fqn: str, item: Any, places: Mapping[Any, BytesPlace], files: Mapping[str, int]) -> bytes:

@@ -52,13 +52,18 @@ def mark_absent(metadata: Any) -> Any:
     """
     items: dict[str, Any] = {}
     places: dict[Any, Any] = {}
+    problems: dict[tuple[Any, ...], str] = {}  # by shape and chunks, which tensors that are cut alike have in common
     for fqn, item in metadata.state_dict_metadata.items():
         if not isinstance(item, TensorStorageMetadata):
             continue
-        shape, boxes = tuple(item.size), boxes_in(item)
-        problem = problem_of(boxes, shape)
+        shape = tuple(item.size)
+        alike = (shape, *map(id, item.chunks))
+        problem = problems.get(alike)
+        if problem is None:
+            problem = problems[alike] = problem_of(boxes_in(item), shape)
         if not problem:
             continue
+        boxes = boxes_in(item)
         chunks = [chunk for chunk, (_, sizes) in zip(item.chunks, boxes, strict=True) if 0 not in sizes]
         whole = sum(math.prod(chunk.sizes) for chunk in chunks)
         gaps = gaps_of(boxes, shape) if whole <= math.prod(shape) else None

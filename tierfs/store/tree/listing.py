@@ -288,9 +288,8 @@ def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tupl
         deep: Whether to go into the directories in it.
     """
     for item in store.objects.list(keys.directory_prefix(path), delimiter=not deep):
-        path = _live_path(item) if isinstance(item, ObjectInfo) else None
-        if path is not None:
-            yield path, item
+        if isinstance(item, ObjectInfo) and (live := _live_path(item)) is not None:
+            yield live, item
 
 
 def names_in(store: Store, path: str) -> list[str]:

@@ -1,0 +1,238 @@
+"""The tensors of a checkpoint's metadata as columns: read from the text of the document, without an object for each chunk.
+
+A checkpoint of 1,024 ranks and 300 tensors has 307,200 chunks, and every rank reads where all of them are. Tensors of one shape are cut
+alike, so their chunks are the same objects here; where the bytes lie is two numbers and the number of a file for each chunk.
+
+Only a document that is written just as `tierfs.dcp.metadata.encode` writes it is read here, and each value is checked as there. Any other
+one, a damaged one too, is left to the reader of any JSON, which names the problem.
+
+Format: docs/reference/checkpoint-format.md, "The metadata document".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tierfs.dcp.checked import INTEGER_MAX
+from tierfs.dcp.torch_format.names import DTYPES, LAYOUTS, MEMORY_FORMATS
+
+__all__ = ["DIMENSIONS_MAX", "BytesPlace", "PlaceColumns", "read_tensors"]
+
+DIMENSIONS_MAX = 64
+_INTEGER = rb"(0|[1-9][0-9]{0,18})"
+_NAME = re.compile(rb'"((?:[^"\\]|\\.)*)":\{"chunks":\[')
+_CHUNK = re.compile(
+    rb'\{"at":%b,"file":"([^"\\]*)","length":%b,"offsets":\[([0-9,]*)\],"shape":\[([0-9,]*)\]\}(?:,|\Z)'
+    % (_INTEGER, _INTEGER)
+)
+_AFTER_CHUNKS = b'],"dtype":"'
+_PROPERTIES = re.compile(
+    rb'\],"dtype":"([a-z0-9_]+)","layout":"([a-z0-9_]+)","memory_format":"([a-z0-9_]+)","pin_memory":(true|false),'
+    rb'"requires_grad":(true|false),"shape":\[([0-9,]*)\]\}(?:,|\Z)'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPlace:
+    """Where the bytes of one chunk of a tensor, or of one object, lie. Small and picklable.
+
+    Attributes:
+        file: Name of the file, in the directory of the checkpoint.
+        at: Offset in it, in bytes.
+        length: In bytes.
+    """
+
+    file: str
+    at: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Cuts:
+    """How tensors of one shape are cut.
+
+    Attributes:
+        chunks: Torch's, one after the other.
+        elements: How many each has.
+        positions: By offsets.
+    """
+
+    chunks: list[Any]
+    elements: npt.NDArray[np.int64]
+    positions: dict[tuple[int, ...], int]
+
+
+class _Column(NamedTuple):
+    """Where the chunks of one tensor lie."""
+
+    cuts: _Cuts
+    files: list[str]
+    at: npt.NDArray[np.int64]
+    lengths: npt.NDArray[np.int64]
+
+    def place(self, number: int) -> BytesPlace:
+        return BytesPlace(self.files[number], int(self.at[number]), int(self.lengths[number]))
+
+
+class PlaceColumns(Mapping[Any, BytesPlace]):
+    """Where each chunk of each tensor, and each object, lies, by torch's `MetadataIndex`.
+
+    Args:
+        tensors: By FQN.
+        others: What is in no column.
+    """
+
+    def __init__(self, tensors: Mapping[str, _Column], others: Mapping[Any, BytesPlace]) -> None:
+        self._tensors = tensors
+        self._others = others
+
+    def __getitem__(self, index: Any) -> BytesPlace:
+        column = self._tensors.get(index.fqn)
+        if column is None:
+            return self._others[index]
+        return column.place(column.cuts.positions[index.offset])
+
+    def __iter__(self) -> Iterator[Any]:
+        for fqn, column in self._tensors.items():
+            for number, chunk in enumerate(column.cuts.chunks):
+                yield MetadataIndex(fqn, chunk.offsets, number)
+        yield from self._others
+
+    def __len__(self) -> int:
+        return sum(len(column.files) for column in self._tensors.values()) + len(self._others)
+
+
+class _UnusualError(Exception):
+    """Something is not as it is always written, or wrong."""
+
+
+def read_tensors(text: bytes, files: Mapping[str, int]) -> tuple[dict[str, Any], dict[str, _Column]] | None:
+    """Read the members of ``tensors``.
+
+    Args:
+        text: They as they stand in the document, without the braces around them.
+        files: Length in bytes of each file of the checkpoint.
+
+    Returns:
+        Torch's `TensorStorageMetadata` and the places, by FQN; ``None`` if something is written in another way, or wrong.
+    """
+    try:
+        return _TensorParser(files).read(text)
+    except (_UnusualError, ValueError, OverflowError):
+        return None
+
+
+class _TensorParser:
+    """Parses the tensors of one document."""
+
+    def __init__(self, files: Mapping[str, int]) -> None:
+        self._sizes = files
+        self._names = {json.dumps(name, ensure_ascii=False)[1:-1].encode(): name for name in files}
+        self._shapes: dict[bytes, Any] = {}
+        self._cuts: dict[tuple[Any, ...], _Cuts] = {}
+
+    def read(self, text: bytes) -> tuple[dict[str, Any], dict[str, _Column]]:
+        items: dict[str, Any] = {}
+        columns: dict[str, _Column] = {}
+        at, last = 0, None
+        while at < len(text):
+            name = _NAME.match(text, at)
+            end = text.find(_AFTER_CHUNKS, at) if name is not None else -1
+            properties = _PROPERTIES.match(text, end) if end >= 0 else None
+            if name is None or properties is None or name.end() > end:
+                raise _UnusualError
+            fqn = json.loads(b'"%b"' % name[1])
+            if json.dumps(fqn, ensure_ascii=False)[1:-1].encode() != name[1] or (last is not None and last >= fqn):
+                raise _UnusualError
+            last = fqn
+            dtype, layout, memory_format, *flags, shape = properties.groups()
+            kind = _known(DTYPES, dtype)
+            whole = self._shape(shape)
+            column = self._column(text[name.end() : end], whole, kind.itemsize)
+            described = TensorProperties(
+                dtype=kind,
+                layout=_known(LAYOUTS, layout),
+                requires_grad=flags[1] == b"true",
+                memory_format=_known(MEMORY_FORMATS, memory_format),
+                pin_memory=flags[0] == b"true",
+            )
+            items[fqn] = TensorStorageMetadata(described, whole, list(column.cuts.chunks))
+            columns[fqn] = column
+            if (text[properties.end() - 1 : properties.end()] == b",") != (properties.end() < len(text)):
+                raise _UnusualError
+            at = properties.end()
+        return items, columns
+
+    def _column(self, text: bytes, whole: Any, itemsize: int) -> _Column:
+        """Read the chunks of a tensor of this shape."""
+        found: Sequence[tuple[bytes, ...]] = _CHUNK.findall(text)
+        ats, names, lengths, offsets, shapes = zip(*found, strict=True) if found else ((),) * 5
+        # What no chunk has matched would be missing here. All but their numbers and names are 52 bytes, and a comma between two.
+        size = sum(map(len, (*ats, *names, *lengths, *offsets, *shapes)))
+        if size + len(found) * _CHUNK_BYTES - bool(found) != len(text):
+            raise _UnusualError
+        try:
+            files = [self._names[name] for name in names]
+        except KeyError:
+            raise _UnusualError from None
+        cuts = self._cut(whole, offsets, shapes)
+        at, length = (np.array([*map(int, each)], np.int64) for each in (ats, lengths))
+        limits = np.array([self._sizes[file] for file in files], np.int64)
+        if (length != cuts.elements * itemsize).any() or (at > limits - length).any():
+            raise _UnusualError
+        return _Column(cuts, files, at, length)
+
+    def _cut(self, whole: Any, offsets: tuple[bytes, ...], shapes: tuple[bytes, ...]) -> _Cuts:
+        key = (whole, offsets, shapes)
+        found = self._cuts.get(key)
+        if found is None:
+            chunks, elements = [], []
+            for offset, shape in zip(map(self._shape, offsets), map(self._shape, shapes), strict=True):
+                if not len(offset) == len(shape) == len(whole) or any(
+                    begin + size > end for begin, size, end in zip(offset, shape, whole, strict=True)
+                ):
+                    raise _UnusualError
+                chunks.append(ChunkStorageMetadata(offset, shape))
+                elements.append(math.prod(shape))
+            positions = {tuple(chunk.offsets): number for number, chunk in enumerate(chunks)}
+            if len(positions) != len(chunks) or max(elements, default=0) > _ELEMENTS_MAX:
+                raise _UnusualError
+            found = self._cuts[key] = _Cuts(chunks, np.array(elements, np.int64), positions)
+        return found
+
+    def _shape(self, text: bytes) -> Any:
+        """Integers with commas between them."""
+        found = self._shapes.get(text)
+        if found is None:
+            values = json.loads(b"[%b]" % text)
+            if len(values) > DIMENSIONS_MAX or max(values, default=0) > INTEGER_MAX:
+                raise _UnusualError
+            found = self._shapes[text] = torch.Size(values)
+        return found
+
+
+_CHUNK_BYTES = len(b'{"at":,"file":"","length":,"offsets":[],"shape":[]},')
+# Times the bytes of any element it is no more than `INTEGER_MAX`.
+_ELEMENTS_MAX = INTEGER_MAX // 64
+
+
+def _known(values: Mapping[str, Any], name: bytes) -> Any:
+    try:
+        return values[name.decode()]
+    except KeyError:
+        raise _UnusualError from None
