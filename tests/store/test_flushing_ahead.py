@@ -7,7 +7,7 @@ import pytest
 from support.saving import Training, bfloat16, safetensors
 from support.tiered import MIB, content
 
-from tierfs.flusher import state
+from tierfs.flusher import queue, state
 from tierfs.flusher import upload as uploading
 from tierfs.flusher.publish import StorePublisher
 from tierfs.flusher.upload import Uploader, uploads_at_once
@@ -21,7 +21,7 @@ SIZE = 3 * MIB
 
 @pytest.fixture
 def small(monkeypatch):
-    monkeypatch.setattr(uploading, "AHEAD_BYTES_MIN", SIZE)
+    monkeypatch.setattr(queue, "AHEAD_BYTES_MIN", SIZE)
 
 
 @pytest.fixture

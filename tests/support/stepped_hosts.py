@@ -439,7 +439,7 @@ class SteppedHost:
         entry = self.flusher.uploader.next()
         if entry is None:
             return False
-        entry.busy, entry.ahead = True, not entry.persisted
+        self.flusher._state.entries.begin(entry)
         self.held.append(entry)
         return True
 

@@ -126,7 +126,7 @@ class FlushEngine:
         level = Level.parse(arguments["level"])
         self._flusher.scan.discover()
         self._flusher.scan.check_lost(str(path or ""))
-        self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set)
+        self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set, write_id=write_id)
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Flusher"]
 
 SWEEP_S = 1.0
+# Who waits for many drafts looks at them for a tenth of the time at most.
+LOOK_SHARE = 10
 # From one look at a segment that could not be opened to the next, while somebody waits.
 SEE_S = 0.05
 SEE_S_MAX = 10.0
@@ -137,7 +139,7 @@ class Flusher:
         state = self._state
         with state.changed:
             for entry in state.entries:
-                entry.clear()
+                state.entries.clear(entry)
             state.changed.notify_all()
 
     def is_idle(self) -> bool:
@@ -203,8 +205,17 @@ class Flusher:
         level: Level,
         timeout_s: float | None,
         is_gone: Callable[[], bool] = lambda: False,
+        *,
+        write_id: bytes | None = None,
     ) -> None:
         """Wait until the drafts that are pending now and selected have reached ``level``.
+
+        Args:
+            selects: Which of all drafts.
+            level: The level.
+            timeout_s: For how long.
+            is_gone: Whether nobody waits any more.
+            write_id: The one draft that is meant, where that is known; the others are not looked at then.
 
         Raises:
             TimeoutError: They have not, in time; names what is pending and the last error.
@@ -215,10 +226,12 @@ class Flusher:
         self._discover_all(deadline, is_gone)
         self.nudge()
         with state.changed:
-            waiting = [entry for entry in state.entries if selects(entry)]
+            named = None if write_id is None else state.entries.get(write_id)
+            among = state.entries if write_id is None else filter(None, [named])
+            waiting = [entry for entry in among if selects(entry)]
             for entry in waiting:
                 if not entry.conflict:
-                    entry.retry_at = 0.0  # somebody waits for it now
+                    state.entries.hasten(entry)  # somebody waits for it now
             state.changed.notify_all()
             is_local = level <= state.local_level
             state.local_waits += is_local
@@ -256,27 +269,31 @@ class Flusher:
         self, waiting: list[FlushItem], level: Level, deadline: float | None, is_gone: Callable[[], bool]
     ) -> None:
         """See `wait`. The lock is held."""
-        state = self._state
+        state, look_at = self._state, float("-inf")
         while True:
-            waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
-            kept = [entry for entry in state.entries if entry.conflict]
-            for entry in waiting:
-                self._raise_hopeless(entry, level, kept)
+            now = state.clock.monotonic()
+            left = None if deadline is None else deadline - now
+            if now >= look_at or (left is not None and left <= 0):
+                waiting = [entry for entry in waiting if entry.level < level and entry.draft.write_id in state.entries]
+                for entry in waiting:
+                    self._raise_hopeless(entry, level)
+                # What changes wakes whoever waits; for many drafts that would be a walk over all of them for each one that goes on.
+                look_at = now + LOOK_SHARE * (state.clock.monotonic() - now)
             if not waiting or is_gone():
                 return
-            left = None if deadline is None else deadline - state.clock.monotonic()
             if left is not None and left <= 0:
                 raise TimeoutError(self._describe(waiting, level))
             if state.stopping:
                 raise StoreError("the flusher is ending", transient=True)
-            state.changed.wait(SWEEP_S if left is None else min(left, SWEEP_S))
+            pause_s = max(look_at - state.clock.monotonic(), 0) or SWEEP_S
+            state.changed.wait(pause_s if left is None else min(left, pause_s))
 
-    def _raise_hopeless(self, entry: FlushItem, level: Level, kept: list[FlushItem]) -> None:
+    def _raise_hopeless(self, entry: FlushItem, level: Level) -> None:
         if entry.conflict and entry.error is not None:
             raise entry.error
         state = self._state
         # It still has to be published to get there, and not only to be taken to the nvme tier.
-        is_blocked = bool(kept) and (entry.persisted or level > state.local_level)
+        is_blocked = state.entries.has_conflicts and (entry.persisted or level > state.local_level)
         blocker = state.entries.blocker(entry) if is_blocked else None
         if blocker is not None:
             raise ConflictError(

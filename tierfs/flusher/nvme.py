@@ -56,20 +56,22 @@ class NvmePersister:
         """Settle what has to be, until something keeps those behind it waiting."""
         state = self._state
         with state.changed:
-            waiting = self.waiting()
+            # Those that come later are for the next call.
+            last, waiting = state.entries.last_waiting(), self.waiting()
             state.settling_since = state.clock.monotonic() if waiting else None
         while waiting and not state.stopping:
             batch = self.batch(waiting)
             if not batch or not self.persist(batch):
                 break
-            waiting = [entry for entry in waiting if not entry.persisted]
+            with state.changed:
+                waiting = [entry for entry in self.waiting() if last is not None and entry.turn <= last]
         with state.changed:
             state.settling_since = None
             state.changed.notify_all()
 
     def waiting(self) -> list[FlushItem]:
-        """The drafts to be settled, in closing order. The lock is held."""
-        return [entry for entry in self._state.entries if not entry.persisted and not entry.conflict]
+        """The first drafts to be settled, in closing order: no more than one commit takes. The lock is held."""
+        return self._state.entries.waiting(BATCH_DRAFTS_MAX)
 
     def batch(self, waiting: Sequence[FlushItem]) -> list[FlushItem]:
         """How many of them go together: one at least, unless the first has to wait for its next attempt."""
@@ -116,7 +118,8 @@ class NvmePersister:
         with self._state.changed:
             for entry in batch:
                 entry.clear()
-                entry.error, entry.persisted = error, True
+                entry.error = error
+                self._state.entries.persist(entry)
             self._state.changed.notify_all()
 
     def _give_up(self, entry: FlushItem, error: TierfsError) -> bool:
@@ -149,7 +152,7 @@ class NvmePersister:
         """Whether something in the nvme tier can still leave it, so that it is worth waiting for."""
         entries = self._state.entries
         with self._state.changed:
-            inside = [other for other in entries if other.number is not None and not other.conflict]
+            inside = (other for other in entries if other.number is not None and not other.conflict)
             return any(entries.blocker(other) is None for other in inside)
 
     def _is_too_large(self, length: int) -> bool:
@@ -162,9 +165,8 @@ class NvmePersister:
         """
         if self._is_too_large(entry.draft.length):
             return True
-        entries = self._state.entries
         with self._state.changed:
-            return any(one.persisted and one.slot is not None and not one.conflict for one in entries.before(entry))
+            return self._state.entries.follows_passed(entry)
 
     def _store(self, nvme: NvmeTier, batch: Sequence[FlushItem]) -> None:
         state = self._state
@@ -186,9 +188,9 @@ class NvmePersister:
         slots = [entry.slot for entry in batch]
         with state.changed:
             for entry, number in zip(batch, numbers, strict=True):
-                entry.number, entry.level, entry.persisted = number, state.local_level, True
-                entry.slot = None
+                entry.number, entry.level, entry.slot = number, state.local_level, None
                 entry.clear()
+                state.entries.persist(entry)
             state.changed.notify_all()
         for entry, slot in zip(batch, slots, strict=True):
             assert slot is not None

@@ -43,6 +43,13 @@ class ClosingOrder:
         """The draft to publish before the draft at ``path``, or that draft: the first that was closed in or below its directory."""
         return self._below[path.rpartition("/")[0]][0]
 
+    def firsts(self, path: str) -> Iterator[Turn]:
+        """The drafts that come first in the directories above ``path``; one may come several times."""
+        for directory in _ancestors(path):
+            turns = self._below.get(directory)
+            if turns:
+                yield turns[0]
+
 
 def _ancestors(path: str) -> Iterator[str]:
     """Every directory above ``path``, the root (``""``) last."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import heapq
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +20,10 @@ from tierfs.host.slab.segment import Slot
 if TYPE_CHECKING:
     from tierfs.store.encode.contexts import ChunkContext
 
-__all__ = ["FlushItem", "FlushQueue"]
+__all__ = ["AHEAD_BYTES_MIN", "FlushItem", "FlushQueue"]
+
+# A draft of so many bytes is uploaded while it goes to the nvme tier.
+AHEAD_BYTES_MIN = 64 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +87,15 @@ class FlushItem:
 
 
 class FlushQueue:
-    """All drafts on their way, in closing order. Not thread-safe: the flusher holds its lock."""
+    """All drafts on their way, in closing order. Not thread-safe: the flusher holds its lock.
+
+    Those that something is to be done for are kept apart from those that wait, for another one or for their next attempt, so that
+    finding the next one takes no longer the more are pending. So whoever changes a draft's state does it here.
+
+    Attributes:
+        busy: How many drafts a thread is at work on.
+        large: Those of `AHEAD_BYTES_MIN` at least that are not settled, and that no thread was at work on yet.
+    """
 
     def __init__(self) -> None:
         self._by_write_id: dict[bytes, FlushItem] = {}
@@ -90,6 +103,15 @@ class FlushQueue:
         self._order = ClosingOrder()
         self._standing: set[str] = set()  # paths of those that are published: one draft for each
         self._needs: Counter[bytes] = Counter()
+        self._after: dict[bytes, list[FlushItem]] = {}  # by the write id of the draft to be published before
+        self._waiting: list[FlushItem] = []  # to be settled
+        self._ready: list[FlushItem] = []  # settled, and perhaps something can be done for them
+        self._resting: list[tuple[float, int, FlushItem]] = []  # settled, by the time of their next attempt: a heap
+        self._rests = itertools.count()
+        self._kept: dict[bytes, FlushItem] = {}  # in conflict
+        self._passed: dict[bytes, FlushItem] = {}  # settled, and in memory all the same
+        self.busy = 0
+        self.large: dict[bytes, FlushItem] = {}
 
     def __len__(self) -> int:
         return len(self._sorted)
@@ -107,35 +129,139 @@ class FlushQueue:
     def add(self, entry: FlushItem) -> None:
         """Note a draft."""
         self._by_write_id[entry.draft.write_id] = entry
-        bisect.insort(self._sorted, entry, key=_turn)
+        _insert(self._sorted, entry)
         self._order.add(entry.path, entry.turn)
         self._needs.update(entry.draft.names)
+        if entry.draft.after:
+            self._after.setdefault(entry.draft.after, []).append(entry)
+        if entry.conflict:
+            self._kept[entry.draft.write_id] = entry
+        if entry.persisted:
+            self._note_persisted(entry)
+        else:
+            _insert(self._waiting, entry)
+            if entry.draft.length >= AHEAD_BYTES_MIN:
+                self.large[entry.draft.write_id] = entry
+
+    def persist(self, entry: FlushItem) -> None:
+        """Note that a draft has left its slab for the nvme tier, or does not need to."""
+        if not entry.persisted:
+            entry.persisted = True
+            _take_out(self._waiting, entry)
+            self.large.pop(entry.draft.write_id, None)
+            self._note_persisted(entry)
+
+    def begin(self, entry: FlushItem) -> None:
+        """Note that a thread is at work on a draft."""
+        entry.busy, entry.ahead = True, not entry.persisted
+        self.busy += 1
+        self.large.pop(entry.draft.write_id, None)
+        _take_out(self._ready, entry)
+
+    def end(self, entry: FlushItem) -> None:
+        """Note that it is not any more."""
+        entry.busy = False
+        self.busy -= 1
+        self._rouse(entry)
+
+    def fail(self, entry: FlushItem, error: TierfsError, retry_at: float) -> None:
+        """See `FlushItem.fail`."""
+        entry.fail(error, retry_at)
+        if entry.conflict and entry.draft.write_id in self._by_write_id:
+            self._kept[entry.draft.write_id] = entry
+
+    def clear(self, entry: FlushItem) -> None:
+        """See `FlushItem.clear`."""
+        entry.clear()
+        self._rouse(entry)
+
+    def hasten(self, entry: FlushItem) -> None:
+        """Have the next attempt made now."""
+        entry.retry_at = 0.0
+        self._rouse(entry)
 
     def pass_on(self, entry: FlushItem) -> None:
         """Note that a draft's record stands: it is others' turn, but for those that change the same path."""
         entry.published = True
         self._order.remove(entry.path, entry.turn)
         self._standing.add(entry.path)
+        _take_out(self._ready, entry)
+        self._rouse_next(entry)
 
     def take_back(self, entry: FlushItem) -> None:
         """The draft is to be published again, after all."""
         entry.published = False
         self._order.add(entry.path, entry.turn)
         self._standing.remove(entry.path)
+        self._rouse(entry)
 
     def remove(self, entry: FlushItem) -> None:
         """Note that a draft is done with, or discarded."""
+        write_id = entry.draft.write_id
         if entry.published:
             self._standing.remove(entry.path)
         else:
             self._order.remove(entry.path, entry.turn)
-        del self._by_write_id[entry.draft.write_id]
-        at = bisect.bisect_left(self._sorted, entry.turn, key=_turn)
-        del self._sorted[self._sorted.index(entry, at)]
+        del self._by_write_id[write_id]
+        for drafts in (self._sorted, self._ready, self._waiting):
+            _take_out(drafts, entry)
+        for by_id in (self._kept, self._passed, self.large):
+            by_id.pop(write_id, None)
+        if entry.draft.after:
+            self._after[entry.draft.after].remove(entry)
+            if not self._after[entry.draft.after]:
+                del self._after[entry.draft.after]
         self._needs.subtract(entry.draft.names)
         for name in entry.draft.names:
             if not self._needs[name]:
                 del self._needs[name]
+        self._rouse_next(entry)
+
+    def waiting(self, count: int) -> list[FlushItem]:
+        """The first drafts to be settled, in closing order."""
+        return list(itertools.islice((entry for entry in self._waiting if not entry.conflict), count))
+
+    def last_waiting(self) -> Turn | None:
+        """The turn of the last draft to be settled."""
+        return self._waiting[-1].turn if self._waiting else None
+
+    def next_ready(self, now: float) -> FlushItem | None:
+        """The first settled draft that can be uploaded or published now. Those before it wait for something that rouses them."""
+        while self._resting and self._resting[0][0] <= now:
+            self._rouse(heapq.heappop(self._resting)[2])
+        found, parked = None, 0
+        for entry in self._ready:
+            if entry.conflict:
+                pass
+            elif now < entry.retry_at:
+                heapq.heappush(self._resting, (entry.retry_at, next(self._rests), entry))
+            elif not entry.uploaded or self.is_first(entry):
+                found = entry
+                break
+            parked += 1
+        del self._ready[:parked]
+        return found
+
+    def _note_persisted(self, entry: FlushItem) -> None:
+        if entry.slot is not None:
+            self._passed[entry.draft.write_id] = entry
+        self._rouse(entry)
+
+    def _rouse(self, entry: FlushItem) -> None:
+        """Have `next_ready` look at a draft again."""
+        is_open = entry.persisted and not (entry.busy or entry.conflict or entry.published)
+        if is_open and entry.draft.write_id in self._by_write_id and _place(self._ready, entry) is None:
+            _insert(self._ready, entry)
+
+    def _rouse_next(self, entry: FlushItem) -> None:
+        """The same for the drafts whose turn it may be without this one."""
+        for turn in self._order.firsts(entry.path):
+            at = bisect.bisect_left(self._sorted, turn, key=_turn)
+            while at < len(self._sorted) and self._sorted[at].turn == turn:
+                self._rouse(self._sorted[at])
+                at += 1
+        for other in self._after.get(entry.draft.write_id, ()):
+            self._rouse(other)
 
     def is_needed(self, name: bytes) -> bool:
         """Whether a draft names this chunk."""
@@ -156,20 +282,44 @@ class FlushQueue:
                 ids.add(other.draft.write_id)
         return found
 
-    def before(self, entry: FlushItem) -> Iterator[FlushItem]:
-        """The drafts that have to be published before this one, in closing order."""
+    def _is_before(self, other: FlushItem, entry: FlushItem) -> bool:
+        """Whether one draft has to be published before another."""
+        if other.published or other.turn >= entry.turn:
+            return False
         directory = entry.path.rpartition("/")[0]
-        for other in self:
-            if other.turn >= entry.turn:
-                break
-            if other.published:
-                continue
-            if not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after:
-                yield other
+        return not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after
+
+    def follows_passed(self, entry: FlushItem) -> bool:
+        """Whether this one waits for a draft that goes to the object tier from memory."""
+        return any(self._is_before(one, entry) for one in self._passed.values() if not one.conflict)
 
     def blocker(self, entry: FlushItem) -> FlushItem | None:
-        """A draft in conflict that this one waits for, if any."""
-        return next((other for other in self.before(entry) if other.conflict), None)
+        """The first draft in conflict that this one waits for, if any."""
+        return min((one for one in self._kept.values() if self._is_before(one, entry)), key=_turn, default=None)
+
+    @property
+    def has_conflicts(self) -> bool:
+        """Whether a draft is in conflict."""
+        return bool(self._kept)
+
+
+def _insert(drafts: list[FlushItem], entry: FlushItem) -> None:
+    bisect.insort(drafts, entry, key=_turn)
+
+
+def _place(drafts: list[FlushItem], entry: FlushItem) -> int | None:
+    at = bisect.bisect_left(drafts, entry.turn, key=_turn)
+    while at < len(drafts) and drafts[at].turn == entry.turn:
+        if drafts[at] is entry:
+            return at
+        at += 1
+    return None
+
+
+def _take_out(drafts: list[FlushItem], entry: FlushItem) -> None:
+    at = _place(drafts, entry)
+    if at is not None:
+        del drafts[at]
 
 
 def _turn(entry: FlushItem) -> Turn:

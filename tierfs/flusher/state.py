@@ -100,7 +100,7 @@ class FlushState:
             self.counters["failures"] += 1
             _logger.warning("%s: attempt %d failed, next in %.1f s: %s", entry.path, entry.failures + 1, wait_s, error)
         with self.changed:
-            entry.fail(error, self.clock.monotonic() + wait_s)
+            self.entries.fail(entry, error, self.clock.monotonic() + wait_s)
 
     def known(self, error: Exception, path: str) -> TierfsError:
         """An error as one of ours; one that nobody foresaw is logged, and counts as a failure of the store."""

@@ -28,7 +28,6 @@ UPLOADS_MIN = 4
 UPLOADS_MAX = 16
 DRAFTS_AT_ONCE_MAX = 4
 # Smaller drafts are in the nvme tier before an upload beside it would have been worth it.
-AHEAD_BYTES_MIN = 64 << 20
 PACE_S = 1.0
 RATE_S = 10  # what "now" means for the rate of uploads
 _logger = logging.getLogger("tierfs.flush")
@@ -69,7 +68,7 @@ class Uploader:
 
     def begin(self, entry: FlushItem) -> None:
         """Have a thread take a draft one step further. The lock is held."""
-        entry.busy, entry.ahead = True, not entry.persisted
+        self._state.entries.begin(entry)
         self._drafts.submit(self.advance, entry)
 
     def next(self) -> FlushItem | None:
@@ -77,24 +76,16 @@ class Uploader:
         state = self._state
         if not state.access.is_known:
             return None
-        now, persists_first = state.clock.monotonic(), state.persists_first()
-        busy = 0
-        for entry in state.entries:
-            busy += entry.busy
-            if busy >= DRAFTS_AT_ONCE_MAX:
-                return None
-            if entry.busy or entry.conflict or entry.published or now < entry.retry_at:
-                continue
-            if not entry.persisted:
-                if self._may_go_ahead(entry):
-                    return entry
-            elif not persists_first and (not entry.uploaded or state.entries.is_first(entry)):
-                return entry
-        return None
-
-    def _may_go_ahead(self, entry: FlushItem) -> bool:
-        """Whether a draft's chunks are uploaded before it is in the nvme tier. The lock is held."""
-        return not entry.ahead and entry.draft.length >= AHEAD_BYTES_MIN and not self._state.persists_alone()
+        entries = state.entries
+        if entries.busy >= DRAFTS_AT_ONCE_MAX:
+            return None
+        now = state.clock.monotonic()
+        found = None if state.persists_first() else entries.next_ready(now)
+        # The chunks of a large one are uploaded before it is in the nvme tier.
+        for entry in () if state.persists_alone() else entries.large.values():
+            if not (entry.busy or entry.conflict or now < entry.retry_at) and (not found or entry.turn < found.turn):
+                found = entry
+        return found
 
     def advance(self, entry: FlushItem) -> None:
         """Put what is missing of a draft into the object tier, and publish it if it is its turn.
@@ -112,7 +103,7 @@ class Uploader:
             except Exception as error:  # noqa: BLE001 - the thread must go on with the other drafts
                 state.fail(entry, state.known(error, entry.path))
         with state.changed:
-            entry.busy = False
+            state.entries.end(entry)
             state.changed.notify_all()
 
     def _go_on(self, publisher: StorePublisher, entry: FlushItem) -> None:
@@ -172,7 +163,7 @@ class Uploader:
         with self._state.changed:
             entry.uploaded = True
             if not entry.ahead:
-                entry.clear()
+                self._state.entries.clear(entry)
 
     def _upload_chunk(
         self,
@@ -367,7 +358,7 @@ class Uploader:
             elif each.slot is not None:
                 each.slot.segment.mark(each.slot, SlotState.CONFLICT)
             with state.changed:
-                each.fail(error, float("inf"))
+                state.entries.fail(each, error, float("inf"))
                 state.counters["conflicts"] += 1
                 state.changed.notify_all()
 

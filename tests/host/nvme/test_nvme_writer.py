@@ -26,6 +26,7 @@ from support.nvme_tools import (
 from tierfs.clock import ManualClock
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError
 from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
+from tierfs.host.nvme.ledger import candidates
 from tierfs.host.nvme.writer import ChunksGoneError, NvmeReader
 
 
@@ -257,6 +258,43 @@ def test_room_is_not_made_of_what_it_is_made_for(directory):
     tier.make_room({**unchanged, **chunks(3)})
     assert all(map(tier.has, unchanged))
     assert tier.usage().evicted_bytes == 4 * extent_bytes(CHUNK)
+    tier.close()
+
+
+def test_chunks_are_put_in_order_once_for_many_evictions_and_without_the_tables_lock(directory, monkeypatch):
+    clock, orders, free = ManualClock(), [], []
+    tier = open_tier(directory, clock=clock)
+
+    def watched(rows, used):
+        def take():
+            free.append(tier._state.tables.acquire(timeout=5))
+            tier._state.tables.release()
+
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        found = candidates(rows, used)
+        orders.append(len(found))
+        return found
+
+    monkeypatch.setattr("tierfs.host.nvme.state.candidates", watched)
+    monkeypatch.setattr("tierfs.host.nvme.ledger.LOW_WATERMARK", 0.95)  # so that each evicts hardly anything
+    number = 0
+    while not tier.usage().evicted_bytes:
+        write(tier, number, keep=False)
+        tier.commit()
+        clock.sleep(100)
+        number += 1
+    assert orders == [number - 1]
+    assert read(tier, 2)  # it was the next but one
+    clock.sleep(100)
+    for more in range(number, number + 3):
+        write(tier, more, keep=False)
+        tier.commit()
+        clock.sleep(100)
+    assert len(orders) == 1
+    assert all(free)
+    assert [read(tier, each) is not None for each in range(6)] == [False, False, True, False, False, True]
     tier.close()
 
 

@@ -39,6 +39,14 @@ class LastUsed:
             with contextlib.suppress(OSError):
                 os.pwrite(self._fd, (now_s & 0xFFFFFFFF).to_bytes(_BYTES, "little"), offset // GRANULE * _BYTES)
 
+    def at(self, offset: int) -> int:
+        """When the extent that begins there was used last; 0 where that is not known."""
+        found = b""
+        if self._fd >= 0:
+            with contextlib.suppress(OSError):
+                found = os.pread(self._fd, _BYTES, offset // GRANULE * _BYTES)
+        return int.from_bytes(found, "little")
+
     def read(self, arena_bytes: int) -> npt.NDArray[np.uint32]:
         """When each granule was used; 0 where that is not known."""
         used = np.zeros(arena_bytes // GRANULE, np.dtype("<u4"))

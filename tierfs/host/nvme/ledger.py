@@ -6,8 +6,8 @@ commit whose outcome is not known. So an extent is never used for two things.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from tierfs.host.extents import Extents
 from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.index import Index
 
-__all__ = ["Extent", "Ledger", "Written"]
+__all__ = ["Candidate", "Extent", "Ledger", "Written", "candidates"]
 
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
@@ -60,6 +60,31 @@ class DraftExtent:
 
     extent: Extent
     write_id: bytes
+
+
+class Candidate(NamedTuple):
+    """A chunk that may be evicted, as of some time ago.
+
+    Attributes:
+        used_s: When it was used last, by then.
+        name: Its name.
+        extent: Where it was.
+    """
+
+    used_s: int
+    name: bytes
+    extent: Extent
+
+
+def candidates(rows: Iterable[tuple[bytes, Extent]], used: npt.NDArray[np.uint32]) -> deque[Candidate]:
+    """All of these chunks, the least recently used first. Needs no lock.
+
+    Args:
+        rows: By name.
+        used: When each granule of the arena was used last.
+    """
+    found = [Candidate(max(row.used_s, int(used[row.offset // GRANULE])), name, row) for name, row in rows]
+    return deque(sorted(found, key=lambda each: each.used_s))
 
 
 class Ledger:
@@ -189,19 +214,23 @@ class Ledger:
         taken = self.used + size
         return taken - int(self.capacity * LOW_WATERMARK) if taken > self.capacity * HIGH_WATERMARK else 0
 
-    def victims(self, wanted: int, used: npt.NDArray[np.uint32], now: float) -> list[bytes]:
-        """Clean chunks to evict, least recently used first, which take so many bytes of the arena, if there are so many."""
+    def victims(
+        self, wanted: int, candidates: deque[Candidate], last_used: Callable[[int], int], now: float
+    ) -> list[bytes]:
+        """Clean chunks to evict, which take so many bytes of the arena, if there are so many.
 
-        def last_used(name: bytes) -> int:
-            row = self.chunks[name]
-            return max(row.used_s, int(used[row.offset // GRANULE]))
-
+        Args:
+            wanted: The bytes.
+            candidates: Chunks, the least recently used first; those that were looked at are taken out.
+            last_used: When what lies at an offset was used last, as far as `nvme.used` knows.
+            now: Monotonic seconds.
+        """
         chosen = []
-        for name in sorted((name for name in self.chunks if self.is_clean(name, now)), key=last_used):
-            if wanted <= 0:
-                break
-            chosen.append(name)
-            wanted -= self.chunks[name].size
+        while wanted > 0 and candidates:
+            used_s, name, extent = candidates.popleft()
+            if self.chunks.get(name) is extent and self.is_clean(name, now) and last_used(extent.offset) <= used_s:
+                chosen.append(name)
+                wanted -= extent.size
         return chosen
 
     def drop(self, name: bytes) -> int:

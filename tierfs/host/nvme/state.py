@@ -11,6 +11,7 @@ import itertools
 import logging
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from tierfs.host.nvme.arena import Faults
 from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage, extent_bytes
 from tierfs.host.nvme.index import Index
 from tierfs.host.nvme.last_used import LastUsed
-from tierfs.host.nvme.ledger import Extent, Ledger
+from tierfs.host.nvme.ledger import Candidate, Extent, Ledger, candidates
 from tierfs.host.nvme.rebuild import SESSION_BITS, fit, open_tier
 from tierfs.host.nvme.stored import USED_FILE
 
@@ -56,6 +57,7 @@ class NvmeState:
         self.flushes_failed = 0
         self.evicted_bytes = 0
         self.released: list[int] = []
+        self._candidates: deque[Candidate] = deque()
         self._faults = faults
         self._stale = False
         self._open(trust_index=True)
@@ -153,19 +155,18 @@ class NvmeState:
             # One thread at a time: what it frees, the next one finds.
             with self.index_lock:
                 self.refresh()
-                used = self.used.read(self.ledger.size)
                 with self.tables:
-                    extent, victims = self.ledger.take(length, serial), []
-                    if extent is None:
-                        size = extent_bytes(length)  # at least: there may be enough, but not in one piece
-                        victims = self.ledger.victims(
-                            max(size, self.ledger.missing(size)), used, self.clock.monotonic()
-                        )
-                    if extent is None and not victims:
-                        extent = self.ledger.take(length, serial, share=1.0)
+                    extent = self.ledger.take(length, serial)
+                    size = extent_bytes(length)  # at least: there may be enough, but not in one piece
+                    wanted = max(size, self.ledger.missing(size))
                 if extent is not None:
                     return extent
+                victims = self._victims(wanted)
                 if not victims:
+                    with self.tables:
+                        extent = self.ledger.take(length, serial) or self.ledger.take(length, serial, share=1.0)
+                    if extent is not None:
+                        return extent
                     break
                 self.evict(victims)
         raise CapacityError(
@@ -187,11 +188,30 @@ class NvmeState:
                 return
         with self.index_lock:
             self.refresh()
-            used = self.used.read(self.ledger.size)
             with self.tables:
-                victims = self.ledger.victims(self.ledger.missing(size), used, self.clock.monotonic())
+                wanted = self.ledger.missing(size)
+            victims = self._victims(wanted)
             if victims:
                 self.evict(victims)
+
+    def _victims(self, wanted: int) -> list[bytes]:
+        """Clean chunks to evict, which take so many bytes, if there are so many. The index is locked, the tables are not.
+
+        All chunks are put in order at once, without the tables' lock, and one after the other is taken from there, as long as
+        there are any: what was used or written since is newer than they are.
+        """
+        with self.tables:
+            found = self.ledger.victims(wanted, self._candidates, self.used.at, self.clock.monotonic())
+        missing = wanted - sum(self.ledger.chunks[name].size for name in found)
+        if missing <= 0:
+            return found
+        with self.tables:
+            rows = list(self.ledger.chunks.items())
+        now, chosen = self.clock.monotonic(), set(found)
+        clean = [(name, row) for name, row in rows if name not in chosen and self.ledger.is_clean(name, now)]
+        self._candidates = candidates(clean, self.used.read(self.ledger.size))
+        with self.tables:
+            return found + self.ledger.victims(missing, self._candidates, self.used.at, now)
 
     def evict(self, names: list[bytes], *, release: bool = False) -> int:
         """Drop committed chunks that nobody needs. The index is locked. Returns bytes freed.

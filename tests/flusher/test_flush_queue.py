@@ -1,0 +1,192 @@
+"""The queue of the flusher: what it says of many drafts is what looking at each of them says, without looking at each."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+from types import SimpleNamespace
+
+import pytest
+
+from tierfs.errors import ConflictError, StoreError
+from tierfs.flusher import queue
+from tierfs.flusher.queue import FlushItem, FlushQueue
+
+PATHS = ["a", "b", "d/a", "d/b", "d/e/a", "d/e/b", "f/a"]
+
+
+def item(number, path, *, after=None, length=10, **what):
+    draft = SimpleNamespace(
+        path=path,
+        length=length,
+        slots=[],
+        names=[b"chunk%d" % (number % 5)],
+        write_id=b"%d" % number,
+        after=after,
+        base=SimpleNamespace(write_id=None),
+    )
+    return FlushItem(draft, (1, number, 0), 0.0, **{"slot": object(), **what})
+
+
+def before(entries, entry):
+    """The drafts that have to be published before this one, looking at each."""
+    directory = entry.path.rpartition("/")[0]
+    for other in entries:
+        inside = not directory or other.path.startswith(f"{directory}/") or other.draft.write_id == entry.draft.after
+        if other.turn < entry.turn and not other.published and inside:
+            yield other
+
+
+def is_first(entries, entry):
+    of_path = any(other.published and other.path == entry.path for other in entries)
+    needs = any(other.draft.write_id == entry.draft.after for other in entries)
+    directory = entry.path.rpartition("/")[0]
+    inside = [other for other in entries if not directory or other.path.startswith(f"{directory}/")]
+    return not (of_path or needs or any(other.turn < entry.turn and not other.published for other in inside))
+
+
+def next_ready(entries, now):
+    for entry in entries:
+        if entry.persisted and not (entry.busy or entry.conflict or entry.published or now < entry.retry_at):
+            if not entry.uploaded or is_first(entries, entry):
+                return entry
+    return None
+
+
+def check(drafts, now):
+    entries = list(drafts)
+    assert [entry.turn for entry in entries] == sorted(entry.turn for entry in entries)
+    waiting = [entry for entry in entries if not entry.persisted and not entry.conflict]
+    assert drafts.waiting(3) == waiting[:3]
+    assert drafts.last_waiting() == max((entry.turn for entry in entries if not entry.persisted), default=None)
+    assert drafts.next_ready(now) is next_ready(entries, now)
+    assert drafts.busy == sum(entry.busy for entry in entries)
+    assert drafts.has_conflicts == any(entry.conflict for entry in entries)
+    for entry in entries:
+        assert drafts.is_first(entry) == (not entry.published and is_first(entries, entry)) or entry.published
+        assert drafts.blocker(entry) is next((other for other in before(entries, entry) if other.conflict), None)
+        passed = [one for one in before(entries, entry) if one.persisted and one.slot is not None and not one.conflict]
+        assert drafts.follows_passed(entry) == bool(passed)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_queue_says_what_a_look_at_each_draft_says(seed):
+    rng, drafts, now, numbers = Random(seed), FlushQueue(), 0.0, itertools.count(1)
+    for _ in range(400):
+        entries = list(drafts)
+        now += rng.random()
+        what = rng.choice(["add", "add", "persist", "persist", "take", "take", "take", "end", "end", "finish", "rare"])
+        idle = [entry for entry in entries if not entry.busy]
+        if what == "add" and len(entries) < 14:
+            after = rng.choice([None, None, *(entry.draft.write_id for entry in entries)])
+            taken = rng.random() < 0.2  # found in the nvme tier
+            drafts.add(item(next(numbers), rng.choice(PATHS), after=after, persisted=taken))
+        elif what == "persist" and (waiting := drafts.waiting(3)):
+            for entry in waiting[: rng.randint(1, 3)]:
+                if rng.random() < 0.8:
+                    entry.slot = None
+                entry.clear()
+                drafts.persist(entry)
+        elif what == "take" and (entry := drafts.next_ready(now)) is not None:
+            drafts.begin(entry)
+        elif what == "end" and (busy := [entry for entry in entries if entry.busy]):
+            entry = rng.choice(busy)
+            if rng.random() < 0.3:
+                drafts.fail(entry, StoreError("again", transient=True), now + rng.choice([0.0, 1.0, 3.0]))
+            else:
+                entry.uploaded = True
+                drafts.clear(entry)
+                if drafts.is_first(entry):
+                    drafts.pass_on(entry)
+            drafts.end(entry)
+        elif what == "finish" and (done := [entry for entry in idle if entry.published]):
+            entry = rng.choice(done)
+            if rng.random() < 0.8:
+                drafts.remove(entry)
+            else:
+                drafts.fail(entry, StoreError("again", transient=True), now + 1.0)
+                drafts.take_back(entry)
+        elif what == "rare" and idle:
+            entry = rng.choice(idle)
+            step = rng.choice(["conflict", "discard", "hasten", "clear"])
+            if step == "conflict" and not entry.published:
+                drafts.fail(entry, ConflictError("theirs stands"), float("inf"))
+            elif step == "discard" and entry.conflict:
+                drafts.remove(entry)
+            elif step == "hasten" and not entry.conflict:
+                drafts.hasten(entry)
+            elif step == "clear":
+                drafts.clear(entry)
+        check(drafts, now)
+
+
+class Counted(FlushItem):
+    """Counts how often it is looked at."""
+
+    __slots__ = ()
+    looks = 0
+
+    def __getattribute__(self, name):
+        Counted.looks += 1
+        return super().__getattribute__(name)
+
+
+def looks_of(step):
+    Counted.looks = 0
+    step()
+    return Counted.looks
+
+
+def fill(count, **what):
+    drafts = FlushQueue()
+    for number in range(count):
+        entry = item(number, f"run/d{number % 7}/f{number}", slot=None, persisted=True)
+        for name, value in what.items():
+            setattr(entry, name, value)
+        entry.__class__ = Counted
+        drafts.add(entry)
+    return drafts
+
+
+@pytest.mark.parametrize(
+    "what", [{"retry_at": 1e9}, {"uploaded": True}, {"uploaded": True, "retry_at": 1e9}, {}], ids=str
+)
+def test_a_step_looks_at_as_few_drafts_of_many_as_of_few(what):
+    found = []
+    for count in (200, 2000):
+        drafts = fill(count, **what)
+        drafts.next_ready(0.0)  # those that have to wait are found once
+
+        def step(drafts=drafts, number=count):
+            entry = item(number, "run/d3/new")
+            drafts.add(entry)
+            drafts.follows_passed(entry)
+            drafts.waiting(100)
+            drafts.blocker(entry)
+            entry.slot = None
+            drafts.persist(entry)
+            ready = drafts.next_ready(0.0)
+            if ready is not None:
+                drafts.begin(ready)
+                drafts.end(ready)
+            drafts.remove(entry)
+
+        found.append(looks_of(step))
+    few, many = found
+    assert many <= few + 60  # a search by halves goes some steps further
+
+
+def test_large_drafts_that_are_not_settled_are_known(monkeypatch):
+    monkeypatch.setattr(queue, "AHEAD_BYTES_MIN", 1000)
+    drafts = FlushQueue()
+    small, large, other = (item(number, f"f{number}", length=length) for number, length in enumerate((999, 1000, 5000)))
+    for entry in (small, large, other):
+        drafts.add(entry)
+    assert list(drafts.large.values()) == [large, other]
+    drafts.begin(large)
+    assert large.ahead
+    assert list(drafts.large.values()) == [other]
+    drafts.persist(large)
+    assert drafts.next_ready(0.0) is None  # a thread is at work on it
+    drafts.end(large)
+    assert drafts.next_ready(0.0) is large
