@@ -7,7 +7,14 @@ An exponent of 0 is flat, 1 is linear. Rows, all in one process and one store on
 - a staged save, and looking whether a file exists, while N files are pending (the flusher is stopped);
 - LIST requests of the flusher for each of N new files of 100 KiB in one directory;
 - staging a state of N tensors of 4 KB, of copying them into memory that is kept;
-- files in ``last/`` after N saves to it, with the shortest grace.
+- files in ``last/`` after N saves to it, with the shortest grace;
+- LIST requests of ``ls`` for N directories in one, of a simulated tier far away; of ten times as many names, microseconds a name that
+  ``find`` takes beyond the tier's own listing, and the records that a second ``find`` with details reads again;
+- reading a checkpoint's metadata of up to 1,024 ranks and 300 tensors in twelve shapes: processor seconds of one rank until it knows
+  where its own part is, of unpickling the same. The ranks are simulated: their chunks are made up, and nothing is read but metadata;
+- microseconds of a step of the flusher's queue while N drafts wait for their next attempt, and for ten times as many chunks in
+  the nvme tier, microseconds that an eviction of 4 keeps the tables locked, once they are in order. Both are simulated: tables alone,
+  no bytes.
 
 With ``--largest 10000`` it takes a minute; ``--largest 1000`` is the smallest size.
 """
@@ -20,29 +27,49 @@ import json
 import logging
 import math
 import os
+import pickle
+import shutil
 import signal
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from aims import Aims, show
+from fsspec.implementations.memory import MemoryFileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 import tierfs
 from tierfs.clock import ManualClock
 from tierfs.dcp import TierWriter
+from tierfs.dcp.load.coverage import mark_absent
+from tierfs.dcp.metadata import BytesPlace, CheckpointNote, decode, encode
 from tierfs.digest import DigestKind
+from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.format import keys
-from tierfs.format.descriptor import Descriptor
+from tierfs.format.descriptor import Capabilities, Descriptor
 from tierfs.format.header import Kind
-from tierfs.format.manifest import Manifest
+from tierfs.format.keys import ChunkName
+from tierfs.format.manifest import Manifest, Row, content_digest
+from tierfs.host.nvme.extent_page import GRANULE
+from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidates
 from tierfs.host.pending.record import Draft, ObservedBase
 from tierfs.objects import MeasuredObjects, MemoryObjects
-from tierfs.store import Store
+from tierfs.objects.wrappers.wrapper import WrappedObjects
+from tierfs.store import Store, find, list_directory
 from tierfs.store.encode.parents import ListedNames, find_parent
 
 TIMES = 15
@@ -141,6 +168,149 @@ def overwritten(url: str, largest: int) -> dict[int, float]:
     return found
 
 
+def simulated(size: int, each: int = 1) -> Store:
+    """A store far away with so many directories in one, each with some files."""
+    objects = MeasuredObjects(_Far(MemoryObjects(f"/growth-{size}-{each}")))
+    descriptor = Descriptor("0" * 32, 0, DigestKind.XXH3_128, objects.capabilities)
+    objects.put(keys.DESCRIPTOR, [descriptor.encode()])
+    for number in range(size * each):
+        path, content = f"run/step {number // each}/part-{number:07}", os.urandom(16)
+        digest = content_digest(DigestKind.XXH3_128, 1000, [content])
+        rows = (Row(ChunkName(content), 1000, 1000),)
+        record = Manifest(Kind.FILE, bytes(16), 1000, 0, 0, DigestKind.XXH3_128, digest, rows)
+        objects.put(keys.record_key(path), [record.encode(path)])
+    return Store(objects, descriptor, url="memory")
+
+
+class _Far(WrappedObjects):
+    """No tier of this host."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(self.inner.capabilities, host_local=False)
+
+
+def listings(largest: int) -> dict[str, dict[int, float]]:
+    """Requests and time of listings, by the number of directories and of names."""
+    asked: dict[int, float] = {}
+    name_us: dict[int, float] = {}
+    again: dict[int, float] = {}
+    for size in sizes(largest):
+        store = simulated(size)
+        asked[size] = requests(store, "list", lambda store=store: list_directory(store, "run", detail=False))
+        store = simulated(size, 10)
+        whole = cpu_s(lambda store=store: find(store, "run", detail=False))
+        listed = cpu_s(lambda store=store: list(store.objects.list(keys.directory_prefix("run"))))
+        name_us[10 * size] = (whole - listed) * 1e6 / (10 * size)
+        find(store, "run")
+        again[10 * size] = requests(store, "read", lambda store=store: find(store, "run"))
+        MemoryFileSystem.store.clear()
+    return {"LIST of ls, N directories": asked, "find, us a name": name_us, "records read again": again}
+
+
+def cpu_s(call: Callable[[], object]) -> float:
+    """Processor seconds of a call, the least of three."""
+    took = []
+    for _ in range(3):
+        begun = time.process_time()
+        call()
+        took.append(time.process_time() - begun)
+    return min(took)
+
+
+def requests(store: Store, method: str, call: Callable[[], object]) -> float:
+    """Requests of a kind that a call makes."""
+    objects = store.objects
+    assert isinstance(objects, MeasuredObjects)
+    before = objects.snapshot()[method]["requests"]
+    call()
+    return float(objects.snapshot()[method]["requests"] - before)
+
+
+def metadata(largest: int) -> dict[str, dict[int, float]]:
+    """Processor seconds in which one of so many ranks finds out where its part of 300 tensors is, of unpickling the same."""
+    ratios: dict[int, float] = {}
+    seconds: dict[int, float] = {}
+    for ranks in sizes(max(largest // 10, 10) if largest < 10_000 else 1024):
+        whole, note = made_up(ranks, 300)
+        document, pickled = encode(whole, note), pickle.dumps(whole)
+        begun = time.process_time()
+        read = mark_absent(decode(document, "made up")[0])
+        for fqn, item in read.state_dict_metadata.items():
+            read.storage_data[MetadataIndex(fqn, item.chunks[ranks // 2].offsets)]
+        seconds[ranks] = time.process_time() - begun
+        begun = time.process_time()
+        pickle.loads(pickled)
+        ratios[ranks] = seconds[ranks] / (time.process_time() - begun)
+    return {"metadata, of unpickling": ratios, "metadata, CPU s a rank": seconds}
+
+
+def made_up(ranks: int, tensors: int) -> tuple[Metadata, CheckpointNote]:
+    """The metadata of a checkpoint in which each rank has some rows of each tensor."""
+    names = [f"rank-{rank:05}-{os.urandom(4).hex()}.safetensors" for rank in range(ranks)]
+    items: dict[str, TensorStorageMetadata] = {}
+    places: dict[MetadataIndex, BytesPlace] = {}
+    ends = [0] * ranks
+    for number in range(tensors):
+        fqn, rows, columns = (
+            f"model.layers.{number // 12}.part{number % 12}.weight",
+            1 + number % 4,
+            1024 * (1 + number % 3),
+        )
+        chunks = []
+        for rank, name in enumerate(names):
+            chunk = ChunkStorageMetadata(torch.Size((rows * rank, 0)), torch.Size((rows, columns)))
+            places[MetadataIndex(fqn, chunk.offsets)] = BytesPlace(name, ends[rank], 4 * rows * columns)
+            ends[rank] += 4 * rows * columns
+            chunks.append(chunk)
+        shape = torch.Size((rows * ranks, columns))
+        items[fqn] = TensorStorageMetadata(TensorProperties(torch.float32), shape, chunks)
+    paths = {fqn: tuple(fqn.split(".")) for fqn in items}
+    return Metadata(items, paths, places), CheckpointNote("ab", 1, 1, 1, dict(zip(names, ends, strict=True)))
+
+
+def queues(largest: int) -> dict[str, dict[int, float]]:
+    """Microseconds of a step of the flusher's queue, and that an eviction keeps the nvme tier's tables locked."""
+    steps: dict[int, float] = {}
+    locked: dict[int, float] = {}
+    record = Manifest(Kind.FILE, bytes(16), 0, 0, 0, DigestKind.XXH3_128, bytes(16))
+    for size in sizes(largest):
+        queue = FlushQueue()
+        for number in range(size):
+            draft = Draft(
+                f"run/d{number % 7}/f{number}",
+                replace(record, write_id=number.to_bytes(16, "little")),
+                ObservedBase(None),
+            )
+            queue.add(FlushItem(draft, (1, number, 0), 0.0, number=number, persisted=True, retry_at=float("inf")))
+        numbers = itertools.count(size)
+
+        def step(number: int, queue: FlushQueue = queue) -> None:
+            draft = Draft("run/d0/new", replace(record, write_id=number.to_bytes(16, "little")), ObservedBase(None))
+            entry = FlushItem(draft, (1, number, 0), 0.0)
+            queue.add(entry)
+            queue.waiting(100)
+            queue.follows_passed(entry)
+            queue.persist(entry)
+            queue.next_ready(0.0)
+            queue.remove(entry)
+
+        steps[size] = median_ms(step, numbers) * 1e3
+        ledger = Ledger(20 * size * GRANULE, 20 * size * GRANULE)
+        rows = {
+            number.to_bytes(16, "little"): Extent(GRANULE * number, GRANULE, GRANULE, number)
+            for number in range(10 * size)
+        }
+        ledger.chunks = rows
+        order = candidates(rows.items(), np.zeros(20 * size, np.uint32))
+
+        def evict(_: int, ledger: Ledger = ledger, order: deque[EvictionCandidate] = order) -> None:
+            ledger.victims(4 * GRANULE, order, lambda _: 0, 1e9)
+
+        locked[10 * size] = median_ms(evict, itertools.count()) * 1e3
+    return {"step of the flusher's queue, us": steps, "eviction with the tables locked, us": locked}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=10_000)
@@ -148,7 +318,7 @@ def main() -> int:
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
     largest, rows = arguments.largest, {}
-    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as directory:
+    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as directory:
         os.environ |= {"TIERFS_STATE_DIR": f"{directory}/state", "TIERFS_RAM": "2GiB", "TIERFS_NVME": "0"}
         urls = [f"file://{Path(directory)}/{name}" for name in ("pending", "staging", "overwritten")]
         for url in urls:
@@ -157,12 +327,24 @@ def main() -> int:
         rows["LIST a new file"] = lists(largest)
         rows["staging, of a copy of each tensor"] = staging(urls[1], largest)
         rows["files in last/"] = overwritten(urls[2], largest)
+    # A flusher may write what is pending while the directory is removed.
+    rows |= listings(largest)
+    rows |= metadata(largest)
+    rows |= queues(largest)
+    shutil.rmtree(directory, ignore_errors=True)
     exponents = {name: exponent(points) for name, points in rows.items()}
     aims = Aims()
     for name in ("staged save, ms", "exists, ms"):
         aims.at_most(f"{name}, with {largest} pending", rows[name][largest], 2)
     aims.at_most("LIST a new file", rows["LIST a new file"][largest], 0.1)
     aims.at_most("exponent of the files in last/", exponents["files in last/"], 0.5)
+    aims.at_most(f"LIST of ls, {largest} directories", rows["LIST of ls, N directories"][largest], 3)
+    aims.at_most(f"find, us a name of {10 * largest}", rows["find, us a name"][10 * largest], 3)
+    aims.at_most(f"records read again, of {10 * largest}", rows["records read again"][10 * largest], 0)
+    ranks = max(rows["metadata, CPU s a rank"])
+    aims.at_most(f"metadata of {ranks} ranks x 300 tensors, CPU s a rank", rows["metadata, CPU s a rank"][ranks], 1)
+    for name in ("step of the flusher's queue, us", "eviction with the tables locked, us"):
+        aims.at_most(f"exponent of the {name}", exponents[name], 0.2)
     report = {"rows": rows, "exponents": exponents, "aims": aims.found}
     if arguments.json:
         print(json.dumps(report, indent=1))

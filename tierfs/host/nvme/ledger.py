@@ -19,7 +19,7 @@ from tierfs.host.extents import Extents
 from tierfs.host.nvme.extent_page import GRANULE, extent_bytes
 from tierfs.host.nvme.index import Index
 
-__all__ = ["Candidate", "Extent", "Ledger", "Written", "candidates"]
+__all__ = ["EvictionCandidate", "Extent", "Ledger", "Written", "candidates"]
 
 HIGH_WATERMARK = 0.95
 LOW_WATERMARK = 0.85
@@ -62,7 +62,7 @@ class DraftExtent:
     write_id: bytes
 
 
-class Candidate(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """A chunk that may be evicted, as of some time ago.
 
     Attributes:
@@ -76,14 +76,14 @@ class Candidate(NamedTuple):
     extent: Extent
 
 
-def candidates(rows: Iterable[tuple[bytes, Extent]], used: npt.NDArray[np.uint32]) -> deque[Candidate]:
+def candidates(rows: Iterable[tuple[bytes, Extent]], used: npt.NDArray[np.uint32]) -> deque[EvictionCandidate]:
     """All of these chunks, the least recently used first. Needs no lock.
 
     Args:
         rows: By name.
         used: When each granule of the arena was used last.
     """
-    found = [Candidate(max(row.used_s, int(used[row.offset // GRANULE])), name, row) for name, row in rows]
+    found = [EvictionCandidate(max(row.used_s, int(used[row.offset // GRANULE])), name, row) for name, row in rows]
     return deque(sorted(found, key=lambda each: each.used_s))
 
 
@@ -215,7 +215,7 @@ class Ledger:
         return taken - int(self.capacity * LOW_WATERMARK) if taken > self.capacity * HIGH_WATERMARK else 0
 
     def victims(
-        self, wanted: int, candidates: deque[Candidate], last_used: Callable[[int], int], now: float
+        self, wanted: int, candidates: deque[EvictionCandidate], last_used: Callable[[int], int], now: float
     ) -> list[bytes]:
         """Clean chunks to evict, which take so many bytes of the arena, if there are so many.
 

@@ -21,7 +21,7 @@ from tierfs.host.nvme.arena import Faults
 from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage, extent_bytes
 from tierfs.host.nvme.index import Index
 from tierfs.host.nvme.last_used import LastUsed
-from tierfs.host.nvme.ledger import Candidate, Extent, Ledger, candidates
+from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidates
 from tierfs.host.nvme.rebuild import SESSION_BITS, fit, open_tier
 from tierfs.host.nvme.stored import USED_FILE
 
@@ -57,7 +57,7 @@ class NvmeState:
         self.flushes_failed = 0
         self.evicted_bytes = 0
         self.released: list[int] = []
-        self._candidates: deque[Candidate] = deque()
+        self._candidates: deque[EvictionCandidate] = deque()
         self._faults = faults
         self._stale = False
         self._open(trust_index=True)
