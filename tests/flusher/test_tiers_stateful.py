@@ -99,6 +99,7 @@ CUT_IN_CHUNKS = (
     "host.slab.growth",
     "host.slab.pool",
     "store.write.cuts",
+    "store.write.sink",
     "store.write.writer",
 )
 PATHS = ("a", "b", "d/a", "d/b", "d/e/a")
@@ -142,6 +143,7 @@ def small_and_repeatable():
             patch.setattr(importlib.import_module(f"tierfs.{name}"), "CHUNK_BYTES", CHUNK)
         patch.setattr(importlib.import_module("tierfs.store.read.reader"), "PIECE_BYTES_MAX", CHUNK)
         patch.setattr(growth, "FIRST_DATA_BYTES", 16 * CHUNK)
+        patch.setattr(importlib.import_module("tierfs.store.write.sink"), "SLOT_BYTES_MIN", 4096)
         patch.setattr(growth, "SMALL_BYTES", 4 * CHUNK)
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers.transfers, "shared", InlineTransfers())

@@ -20,7 +20,7 @@ from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.index import StagedIndex
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
-from tierfs.host.slab import growth
+from tierfs.host.slab import growth, pool
 from tierfs.host.slab.segment import SlotKind, SlotState
 from tierfs.host.slab.table import HEAD_BYTES
 from tierfs.store import (
@@ -170,7 +170,8 @@ def test_a_path_that_is_new_is_not_asked_for_and_what_is_there_all_the_same_stan
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_other_ranks_want_as_well_is_kept_until_the_budget_is_used_up(host, make_host, monkeypatch, ranks):
-    monkeypatch.setattr(growth, "FIRST_DATA_BYTES", 32 * MIB)
+    monkeypatch.setattr(growth, "CHUNKS_DATA_BYTES", 32 * MIB)
+    monkeypatch.setattr(pool, "KEPT_BYTES", 32 * MIB)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     data = content(3 * 16 * MIB)
     save(host.plain(), "a", data)

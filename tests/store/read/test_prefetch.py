@@ -8,12 +8,12 @@ from support.tiered import MIB, content, save_at
 from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError, NotFoundError
 from tierfs.host.pending.levels import Level
-from tierfs.host.slab.growth import FIRST_DATA_BYTES
+from tierfs.host.slab.pool import KEPT_BYTES
 from tierfs.host.slab.segment import SlotState
 from tierfs.processors import processors
 from tierfs.store import evict, load, open_entry, prefetch, stat
 
-MORE = FIRST_DATA_BYTES + 2 * CHUNK_BYTES
+MORE = KEPT_BYTES + 2 * CHUNK_BYTES
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def two_processors(monkeypatch):
 def test_threads_that_wait_to_keep_what_they_read_do_not_make_the_ram_tier_grow(make_host, stored):
     host = make_host(ram=1024 * MIB)
     assert load(host.store, "a") == stored
-    assert host.tiers.ram.usage().host_bytes < 2 * FIRST_DATA_BYTES
+    assert host.tiers.ram.usage().host_bytes < 2 * KEPT_BYTES
 
 
 @pytest.mark.usefixtures("two_processors")

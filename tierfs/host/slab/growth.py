@@ -5,9 +5,13 @@ from __future__ import annotations
 from tierfs.digest import CHUNK_BYTES
 from tierfs.host.slab.table import Layout
 
-__all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "largest", "next_layout"]
+__all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "largest", "next_layout", "wished_layout"]
 
-FIRST_DATA_BYTES = 64 << 20
+# A store that holds a few small files takes this much shared memory.
+FIRST_DATA_BYTES = 2 << 20
+
+# Whole chunks, of which nobody knows how many follow, begin with so much, because each segment has its descriptors.
+CHUNKS_DATA_BYTES = 64 << 20
 
 # Not worth a file of its own, unless somebody asks for just that much. A segment that whole chunks fill has so much more, for what
 # comes with them: a shard file's header would need another segment.
@@ -17,25 +21,37 @@ SMALL_BYTES = 1 << 20
 CHUNKS_BUDGET_BYTES = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
 
 
-def next_layout(length: int, *, newest: Layout | None, room: int, data_bytes_max: int, known: int = 0) -> Layout | None:
-    """The next segment: twice the newest, but at most half of what is left, so that other processes find room, too.
+def wished_layout(length: int, *, held: int, data_bytes_max: int, known: int = 0) -> Layout:
+    """The next segment where the budget allows it: as much as the process has already, so that its memory doubles.
 
     Args:
         length: Of the slot that it must hold at least.
-        newest: The segment that was made last; None before the first.
-        room: What is left of the budget, in bytes.
+        held: Data bytes of the process's segments.
         data_bytes_max: The most data that a segment holds, beside the mebibyte for what is small.
-        known: What is waited for now, where it is known that there is more than that slot: then so much is made, and the rest
-            ahead of its use.
+        known: What is wanted now, where it is known that there is more than that slot: then no more than that is made.
+    """
+    wanted = max(length, known)
+    if wanted >= CHUNK_BYTES:
+        wanted = -(-wanted // CHUNK_BYTES) * CHUNK_BYTES if known else max(wanted, CHUNKS_DATA_BYTES)
+    elif wanted > FIRST_DATA_BYTES // 2:
+        wanted += SMALL_BYTES
+    return _roomy(min(max(FIRST_DATA_BYTES, wanted, 0 if known else held), data_bytes_max))
+
+
+def next_layout(length: int, *, wish: Layout, room: int, data_bytes_max: int) -> Layout | None:
+    """The next segment: as wished, but at most half of what is left, so that other processes find room, too.
+
+    Args:
+        length: Of the slot that it must hold at least.
+        wish: See `wished_layout`.
+        room: What is left of the budget, in bytes.
+        data_bytes_max: See `wished_layout`.
 
     Returns:
         None if there is not room enough.
     """
     least = Layout.for_data(max(length, 1))
     small = Layout.for_data(min(SMALL_BYTES, data_bytes_max))
-    next_bytes = FIRST_DATA_BYTES if newest is None else 2 * newest.data_bytes
-    wish_bytes = -(-max(FIRST_DATA_BYTES, known) // CHUNK_BYTES) * CHUNK_BYTES if known else next_bytes
-    wish = _roomy(min(wish_bytes, data_bytes_max))
     if wish.size > room // 2:
         wish = Layout.for_size(room // 2)
         wish = min(wish, _roomy(wish.data_bytes), key=lambda layout: layout.data_bytes)

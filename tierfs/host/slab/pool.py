@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +19,7 @@ from tierfs.host.private import make_private
 from tierfs.host.slab.abandoned import drop_copies
 from tierfs.host.slab.budget import LOCK, RamBudget
 from tierfs.host.slab.eviction import Eviction
-from tierfs.host.slab.growth import FIRST_DATA_BYTES, next_layout
+from tierfs.host.slab.growth import next_layout, wished_layout
 from tierfs.host.slab.memory import memory_available, memory_limit
 from tierfs.host.slab.new_segment import adopt, make_header, make_in
 from tierfs.host.slab.segment import Segment, Slot, SlotKind
@@ -29,6 +30,10 @@ from tierfs.units import format_bytes
 
 __all__ = ["SegmentPool", "give_back"]
 
+# Copies do not make room for others before the process has so much memory.
+KEPT_BYTES = 64 << 20
+# A segment that the budget cuts shorter than this is made only where nothing can be evicted: each has its descriptors.
+WORTHWHILE_BYTES = 32 << 20
 POLL_S_MIN = 0.001
 POLL_S_MAX = 0.05
 WORTHWHILE = 32
@@ -64,8 +69,7 @@ class SegmentPool:
         self._ram_budget = ram_budget
         self._budget_bytes = budget_bytes
         self._data_bytes_max = data_bytes_max
-        # The last of a budget comes in small pieces, each with its descriptors: only where there is nothing to evict.
-        self._worthwhile = min(FIRST_DATA_BYTES // 2, budget_bytes // WORTHWHILE)
+        self._worthwhile = min(WORTHWHILE_BYTES, budget_bytes // WORTHWHILE)
         self._clock = clock
         self._lock = threading.Lock()  # for the fields below; never held for long
         self.own: tuple[Segment, ...] = ()
@@ -132,22 +136,23 @@ class SegmentPool:
         return found
 
     def grow_ahead(self) -> None:
-        """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
+        """Begin to get memory for a second save like the last one, on a thread, if what cannot be evicted leaves no room for it.
 
-        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
+        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed. More
+        than two saves' memory is got when somebody asks for it.
         """
         if self._is_claimed:
             return
         own = self._in_use()
-        if own:
-            sums = own[-1].sums()
-            if sums.filling + sums.dirty <= own[-1].data_bytes // 2:
-                return
+        kept = sum(sums.filling + sums.dirty for sums in (segment.sums() for segment in own))
+        missing = 2 * min(kept, self.eviction.last_save_bytes or kept) - sum(segment.data_bytes for segment in own)
+        if missing <= 0:
+            return
         with self._lock:
             if self._closed or (self._ahead is not None and self._ahead.is_alive()):
                 return
             # A daemon, so that a process that ends does not wait for it: what it was making is swept up by others.
-            self._ahead = start_daemon(self._grow_quietly, name="ram-ahead")
+            self._ahead = start_daemon(self._grow_quietly, missing, name="ram-ahead")
 
     def evict_ahead(self) -> None:
         """See `Eviction.ahead`."""
@@ -231,9 +236,11 @@ class SegmentPool:
     ) -> list[Slot] | None:
         """Take slots where it takes some effort, but no waiting. ``known`` bytes are wanted in all."""
         self.give_back_claimed()
-        if not spares_copies:
+        if not spares_copies and self._held() >= min(KEPT_BYTES, self._budget_bytes // 2):
             self.eviction.to_watermark(self._in_use())
         slots = self._fit(kind, lengths)
+        if slots is None and not spares_copies:
+            slots = self._evict_until(kind, lengths, known, before_s=self.eviction.last_save_s)
         if slots is not None:
             return slots
         with self._growing:
@@ -303,9 +310,15 @@ class SegmentPool:
         """Those into which something may still be put."""
         return [segment for segment in self.own if not segment.retired]
 
-    def _evict_until(self, kind: SlotKind, lengths: Sequence[int], known: int) -> list[Slot] | None:
+    def _held(self) -> int:
+        """Data bytes of the own segments."""
+        return sum(segment.data_bytes for segment in self.own)
+
+    def _evict_until(
+        self, kind: SlotKind, lengths: Sequence[int], known: int, *, before_s: float = math.inf
+    ) -> list[Slot] | None:
         freed = 0
-        with contextlib.closing(self.eviction.one_by_one(self.own)) as evicted:
+        with contextlib.closing(self.eviction.one_by_one(self.own, before_s)) as evicted:
             for bytes_ in evicted:
                 freed += bytes_
                 if 0 < known <= freed or (freed and not known):
@@ -314,16 +327,17 @@ class SegmentPool:
                         return slots
         return self._fit(kind, lengths) if freed else None
 
-    def _grow_quietly(self) -> None:
+    def _grow_quietly(self, missing: int) -> None:
         with self._growing:
             try:
-                self._grow(min(CHUNK_BYTES, self._data_bytes_max), least=self._worthwhile, ahead=True)
+                length = min(missing, CHUNK_BYTES, self._data_bytes_max)
+                self._grow(length, missing, least=self._worthwhile, ahead=True)
             except (TierfsError, OSError) as error:
                 # Whoever needs the room tries again, and hears of it.
                 _logger.debug("no segment was made ahead: %s", error)
 
     def _grow(self, length: int, known: int = 0, *, least: int = 0, ahead: bool = False) -> bool:
-        """Have one more segment, if the budget allows for one of ``least`` bytes.
+        """Have one more segment, if the budget allows for one of ``least`` bytes, or for all that is wished for.
 
         Ahead of its use, nothing is taken from anybody for it.
 
@@ -335,6 +349,7 @@ class SegmentPool:
             if self._closed:
                 raise InvalidInputError("the ram tier was closed", tier="ram")
             make_private(self._ram_budget.directory)  # which somebody may have removed
+            least = min(least, self._wish(length, known).data_bytes)
             layout = self._plan(length, known)
             if not ahead and (layout is None or layout.data_bytes < least):
                 self._ram_budget.sweep()
@@ -391,9 +406,10 @@ class SegmentPool:
         promised = sum(file.missing for file in files)
         spare = memory_available() - promised - memory_limit() // MEMORY_SPARED
         room = min(self._budget_bytes - sum(file.size for file in files), spare)
-        longest = max(self.own, key=lambda segment: segment.size, default=None)
-        newest = longest.header.layout if longest else None
-        return next_layout(length, newest=newest, room=room, data_bytes_max=self._data_bytes_max, known=known)
+        return next_layout(length, wish=self._wish(length, known), room=room, data_bytes_max=self._data_bytes_max)
+
+    def _wish(self, length: int, known: int) -> Layout:
+        return wished_layout(length, held=self._held(), data_bytes_max=self._data_bytes_max, known=known)
 
     def _plan_instead(self, length: int) -> Layout | None:
         """A segment that takes the place of own ones which are too small for what is wanted, or of what no conflict keeps there."""

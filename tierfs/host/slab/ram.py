@@ -162,10 +162,7 @@ class RamTier:
         return taken
 
     def grow_ahead(self) -> None:
-        """Begin to make the next segment, on a thread, if the newest is half full of what cannot be evicted.
-
-        The memory of a segment comes at a fraction of the speed of a copy: this is to have paid for it before it is needed.
-        """
+        """Begin to get memory for a second save like the last one: see `SegmentPool.grow_ahead`."""
         self._pool.grow_ahead()
 
     def evict_ahead(self) -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
 from tierfs.buffers import buffers
+from tierfs.digest import CHUNK_BYTES
 from tierfs.errors import CapacityError
 from tierfs.format.keys import ChunkName
 from tierfs.format.manifest import Row
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ObjectSink", "Sink", "SlabSink"]
 
 IN_FLIGHT_MAX = 4
+SLOT_BYTES_MIN = 64 << 10
 
 
 class Sink(Protocol):
@@ -168,7 +170,7 @@ class SlabSink:
         """See `Sink.write`."""
         ends = self._cutter.ends(view)
         if self._chunk is not None and ends:
-            self._chunk.append(view[: ends[0]])
+            self._append(view[: ends[0]])
             self._seal()
         elif ends:
             ends.insert(0, 0)
@@ -176,14 +178,15 @@ class SlabSink:
             self._write_chunks([view[begin:end] for begin, end in itertools.pairwise(ends)])
         rest = view[ends[-1] :] if ends else view
         if len(rest):
-            if self._chunk is None:
-                self._chunk = self._begin()
-            self._chunk.append(rest)
+            self._append(rest)
 
     def finish(self) -> list[Row]:
         """See `Sink.finish`."""
         if self._chunk is not None:
-            self._seal()
+            # Here, since it is waited for at once: a thread would cost a small file more than its digest.
+            slot = self._seal_chunk(self._chunk)
+            self._chunk = None
+            self._note(self._extend(1), slot)
         self._collect()
         self._ahead.end()
         return [row for row in self._rows if row is not None]
@@ -227,6 +230,20 @@ class SlabSink:
                 self._writer.drop(chunk.slot)
             raise
 
+    def _append(self, piece: memoryview) -> None:
+        """Copy what belongs to the chunk that is being filled. A file's first one begins small, because most files are."""
+        chunk, self._chunk = self._chunk, None
+        kept = b""
+        if chunk is not None and chunk.room < len(piece):
+            kept = bytes(chunk.view[: chunk.filled])
+            self._writer.drop(chunk.slot)  # before there is a larger one: there may be no room for both
+            chunk = None
+        if chunk is None:
+            chunk = self._begin(None if self._rows else _slot_bytes(len(kept) + len(piece)))
+        self._chunk = chunk
+        chunk.append(memoryview(kept))
+        chunk.append(piece)
+
     def _begin(self, length: int | None = None) -> ChunkBuffer:
         """Room for a chunk. What this file holds itself would never be freed by waiting for it, so it is taken down."""
         if not self._sealing and not any(self._slots):
@@ -269,3 +286,8 @@ class SlabSink:
     def _note(self, index: int, slot: Slot) -> None:
         self._slots[index] = slot
         self._rows[index] = Row(ChunkName(slot.name[1:]), slot.length, 0)
+
+
+def _slot_bytes(length: int) -> int:
+    """The slot for so many bytes, after which more may come: at most half of it is left over."""
+    return min(max(SLOT_BYTES_MIN, 1 << (length - 1).bit_length()), CHUNK_BYTES)
