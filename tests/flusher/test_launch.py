@@ -52,6 +52,13 @@ def test_its_threads_share_two_heaps_unless_the_environment_says(tmp_path, monke
     assert (tmp_path / "log").read_text().split() == [heaps]
 
 
+def test_numpy_starts_no_threads_in_it(tmp_path, monkeypatch):
+    monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
+    count = "import os, numpy; print(len(os.listdir('/proc/self/task')))"
+    assert ended(spawn([sys.executable, "-c", count], tmp_path / "log")) == 0
+    assert (tmp_path / "log").read_text().split() == ["1"]
+
+
 def test_the_process_inherits_nothing_but_its_log(tmp_path):
     reading, writing = os.pipe()
     os.set_inheritable(writing, True)

@@ -20,15 +20,14 @@ from tierfs.host.host import Host
 from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.nvme.writer import NvmeTier, is_needed
+from tierfs.host.slab.growth import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
 
-__all__ = ["TRANSIT_BYTES", "Budgets", "build_engine"]
+__all__ = ["Budgets", "build_engine"]
 
-# Shared memory of a process that hands chunks on while the ram tier is off: nothing stays there.
-TRANSIT_BYTES = 128 << 20
 _logger = logging.getLogger("tierfs.flush")
 
 

@@ -15,21 +15,19 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierfs import __version__
 from tierfs.clock import Clock, SystemClock
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, InvalidInputError, ReadOnlyError, StoreError, TierfsError
-from tierfs.flusher.building import TRANSIT_BYTES, build_engine
-from tierfs.flusher.publish import StorePublisher
-from tierfs.flusher.server import Service
 from tierfs.host.filesystems import filesystem_of, is_durable
 from tierfs.host.host import Host
 from tierfs.host.identity import PLACE_FILE, DamagedPlaceError, check, claim
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.launch import LOG_NAME, Launched, spawn
+from tierfs.host.slab.growth import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.tiers import Tiers
 from tierfs.session.exit import finish_at_exit
@@ -37,6 +35,10 @@ from tierfs.session.left_behind import is_pending
 from tierfs.session.settings import ResolvedTiers, ranks_here
 from tierfs.store.store import Store
 from tierfs.threads import start_daemon
+
+if TYPE_CHECKING:
+    from tierfs.flusher.publish import StorePublisher
+    from tierfs.flusher.server import Service
 
 __all__ = ["Launcher", "TieredStore", "hand_over", "home_of", "may_hide", "publisher_of", "tiers_for"]
 
@@ -142,6 +144,7 @@ def tiers_for(
 
 def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:
     """The way to the object tier for what this host has pending: to the store whose local tiers hold it, not to a copy of that."""
+    from tierfs.flusher.publish import StorePublisher  # noqa: PLC0415 - a client needs no flusher's modules
 
     def check_place(store: Store) -> None:
         check(host.store_directory(store.descriptor.uuid), store.objects.places(), store.url)
@@ -232,6 +235,9 @@ class Launcher:
             return None
 
     def _start_thread(self, reason: str) -> None:
+        from tierfs.flusher.building import build_engine  # noqa: PLC0415 - only who is its own flusher needs them
+        from tierfs.flusher.server import Service  # noqa: PLC0415
+
         if not self.fallbacks:
             _logger.warning("%s is flushed by a thread of this process: %s", self._target.url, reason)
         self.fallbacks += 1

@@ -93,8 +93,9 @@ def spawn(argv: Sequence[str], log: Path) -> Launched:
                 stderr=descriptor,
                 cwd="/",
                 start_new_session=True,
-                # glibc keeps a heap a thread otherwise, each as large as that thread ever needed.
-                env={"MALLOC_ARENA_MAX": HEAPS, **os.environ},
+                # glibc keeps a heap a thread otherwise, each as large as that thread ever needed. NumPy starts a thread for each
+                # processor, for linear algebra, of which a flusher does none.
+                env={"MALLOC_ARENA_MAX": HEAPS, "OPENBLAS_NUM_THREADS": "1", **os.environ},
             )
         finally:
             os.close(descriptor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tierfs.digest import CHUNK_BYTES
 from tierfs.host.slab.table import Layout
 
-__all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "largest", "next_layout", "wished_layout"]
+__all__ = ["CHUNKS_BUDGET_BYTES", "FIRST_DATA_BYTES", "TRANSIT_BYTES", "largest", "next_layout", "wished_layout"]
 
 # A store that holds a few small files takes this much shared memory.
 FIRST_DATA_BYTES = 2 << 20
@@ -19,6 +19,9 @@ SMALL_BYTES = 1 << 20
 
 # The least budget for files of any length: for a chunk, and something small.
 CHUNKS_BUDGET_BYTES = Layout.for_data(CHUNK_BYTES + SMALL_BYTES).size
+
+# The budget of a process that hands chunks on while the ram tier is off: nothing stays there.
+TRANSIT_BYTES = 128 << 20
 
 
 def wished_layout(length: int, *, held: int, data_bytes_max: int, known: int = 0) -> Layout:
