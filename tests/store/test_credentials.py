@@ -107,6 +107,15 @@ def begin_another_process():
     opening._renew()
 
 
+def test_the_flusher_opens_the_store_before_anything_is_staged(cloud):
+    writer = cloud.client(key="writing")
+    writer.hand_over(writes=True)
+    writer.tiers.writer.announce()
+    until(lambda: cloud.started)
+    access = cloud.started[0][0]._engine._flusher._state.access
+    until(lambda: access.asked())
+
+
 @pytest.mark.parametrize("reader", [{"key": "reading"}, {}], ids=["may only read", "has nothing"])
 def test_a_reader_that_asks_for_the_status_takes_nothing_from_who_saves(cloud, reader):
     cloud.readers.add("reading")

@@ -112,7 +112,7 @@ class FlushEngine:
         """Something was sealed."""
         self._flusher.nudge()
 
-    def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> None:
+    def _do_wait(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         path, below, owner = arguments.get("path"), f"{arguments.get('path')}/", arguments.get("owner")
         write_id = bytes.fromhex(arguments["write_id"]) if "write_id" in arguments else None
 
@@ -124,9 +124,10 @@ class FlushEngine:
             return not path or entry.path == path or entry.path.startswith(below)
 
         level = Level.parse(arguments["level"])
-        self._flusher.scan.discover()
-        self._flusher.scan.check_lost(str(path or ""))
-        self._flusher.wait(selects, level, arguments.get("timeout_s"), peer.gone.is_set, write_id=write_id)
+        known = self._flusher.wait(
+            selects, level, arguments.get("timeout_s"), peer.gone.is_set, write_id=write_id, path=str(path or "")
+        )
+        return {"known": known}
 
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}

@@ -18,13 +18,14 @@ waited for and reported, on a few threads.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tierfs.clock import Clock
-from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError
+from tierfs.errors import CapacityError, ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.access import Connect, Way
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.queue import FlushItem
@@ -35,6 +36,7 @@ from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.ram import RamTier
+from tierfs.threads import start_daemon
 
 if TYPE_CHECKING:
     from tierfs.flusher.publish import StorePublisher
@@ -91,6 +93,7 @@ class Flusher:
         self.persister = NvmePersister(self._state, self.uploader.put)
         self.nvme_problem = ""  # why there is no nvme tier, though there was to be one
         self._threads: list[threading.Thread] = []
+        self._opens_ahead = False
 
     def __repr__(self) -> str:
         return f"Flusher({len(self._state.entries)} pending, ram={self.ram!r}, nvme={self.nvme!r})"
@@ -133,6 +136,16 @@ class Flusher:
         """Take note of how a process reaches the object tier: see `tierfs.flusher.access.Access`."""
         if self._state.access.hand_over(way):
             self._try_again()
+        if way.writes and not self._opens_ahead:
+            self._opens_ahead = True
+            thread = start_daemon(self._open_ahead, name="open-ahead")
+            if thread is not None:
+                self._threads.append(thread)
+
+    def _open_ahead(self) -> None:
+        """Open the store while a client still stages its first file: the upload would wait for it."""
+        with contextlib.suppress(TierfsError):  # the upload meets it again, and says so
+            self._state.access.call(lambda publisher: publisher.open())
 
     def _try_again(self) -> None:
         """Forget earlier failures: they say nothing of another way to the object tier."""
@@ -207,7 +220,8 @@ class Flusher:
         is_gone: Callable[[], bool] = lambda: False,
         *,
         write_id: bytes | None = None,
-    ) -> None:
+        path: str | None = None,
+    ) -> bool:
         """Wait until the drafts that are pending now and selected have reached ``level``.
 
         Args:
@@ -216,6 +230,10 @@ class Flusher:
             timeout_s: For how long.
             is_gone: Whether nobody waits any more.
             write_id: The one draft that is meant, where that is known; the others are not looked at then.
+            path: See that nothing at or below it was lost.
+
+        Returns:
+            Whether there are any.
 
         Raises:
             TimeoutError: They have not, in time; names what is pending and the last error.
@@ -224,11 +242,14 @@ class Flusher:
         state = self._state
         deadline = None if timeout_s is None else state.clock.monotonic() + timeout_s
         self._discover_all(deadline, is_gone)
+        if path is not None:
+            self.scan.check_lost(path)
         self.nudge()
         with state.changed:
             named = None if write_id is None else state.entries.get(write_id)
             among = state.entries if write_id is None else filter(None, [named])
             waiting = [entry for entry in among if selects(entry)]
+            is_known = bool(waiting)
             for entry in waiting:
                 if not entry.conflict:
                     state.entries.hasten(entry)  # somebody waits for it now
@@ -240,6 +261,7 @@ class Flusher:
             finally:
                 state.local_waits -= is_local
                 state.changed.notify_all()
+        return is_known
 
     def _discover_all(self, deadline: float | None, is_gone: Callable[[], bool]) -> None:
         """Find what there is in every segment; wait until each could be looked into, though not for ever.

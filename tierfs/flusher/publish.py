@@ -58,6 +58,10 @@ class StorePublisher:
     def __repr__(self) -> str:
         return f"StorePublisher({self._store!r})"
 
+    def open(self) -> None:
+        """Load what talks to the object tier, and open the store there. The first request would do it."""
+        self._open()
+
     def plan(self, draft: Draft, read: ReadRow) -> Sequence[ChunkContext]:
         """The facts about each chunk of a file, before they are put; none where nothing is known."""
         store = self._open()

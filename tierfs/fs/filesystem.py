@@ -65,6 +65,10 @@ class TierFileSystem(Tiering):
     async def _pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
         await run_in_thread(self._write_now, path, [value], mode, **kwargs)
 
+    def pipe_file(self, path: str, value: Any, mode: str = "overwrite", **kwargs: Any) -> None:
+        """Write a whole file, on the calling thread: the way over an event loop takes as long as a small file."""
+        self._write_now(path, [value], mode, **kwargs)
+
     async def open_async(self, path: str, mode: str = "rb", **kwargs: Any) -> Any:
         """There are no asynchronous handles.
 

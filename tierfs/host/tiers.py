@@ -120,9 +120,12 @@ class Tiers:
             ConflictError: Somebody else changed the path; theirs stands.
             TierfsError: The reason why it cannot get there.
         """
-        if level <= Level.STAGED or self.drafts.is_settled(path):
+        if level <= Level.STAGED:
             return
-        awaited = self._below(level, path, write_id)
+        # A flusher that runs knows better than a look at all that is pending; none is started for what is safe already.
+        if (write_id is None or not self.flusher.is_running()) and self.drafts.is_settled(path):
+            return
+        awaited = self._below(level, path, write_id) if write_id is None else None
         deadline = None if timeout_s is None else self._clock.monotonic() + timeout_s
         arguments: dict[str, Any] = {"path": path, "level": level.label}
         if write_id is not None:
@@ -133,13 +136,16 @@ class Tiers:
             # The flusher says what it waits for when time is up; one that says nothing is not waited for either.
             patience_s = None if left is None else left + ANSWER_S
             try:
-                self.flusher.request("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
+                answer = self.flusher.request("wait", {**arguments, "timeout_s": left}, timeout_s=patience_s)
             except NoAnswerError as error:
-                raise TimeoutError(f"{_described(awaited, path, level)}: {error}") from error
+                still = self._below(level, path, write_id) if awaited is None else awaited
+                raise TimeoutError(f"{_described(still, path, level)}: {error}") from error
             self._fault("after wait")
+            if write_id is not None and answer.get("known") is True:
+                return
             # A flusher that did not know of a draft, however that came, would not have waited for it.
             still = self._below(level, path, write_id)
-            awaited = {key: length for key, length in awaited.items() if key in still}
+            awaited = still if awaited is None else {key: length for key, length in awaited.items() if key in still}
             if not awaited:
                 return
             self._check_removed(awaited)

@@ -13,6 +13,7 @@ import contextlib
 import os
 import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ __all__ = ["Index", "IndexReader"]
 
 FORMAT = 1
 WRITER_BUSY_S = 60.0
+BUSY_PAUSE_S = 0.0002
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE chunks (
@@ -244,7 +246,7 @@ class IndexReader:
             while (identity := self._found()) is not None:
                 try:
                     connection = self._opened(identity)
-                    return self._epoch, connection.execute(query, values).fetchall()
+                    return self._epoch, self._rows(connection, query, values)
                 except BaseException as error:  # noqa: PERF203 - nothing waits for it
                     # One that is being made anew goes away under the query: what failed then is not the one that is there.
                     replaced = isinstance(error, sqlite3.OperationalError) and self._found() != identity
@@ -253,6 +255,17 @@ class IndexReader:
                         raise
             self._close()
             return None
+
+    def _rows(self, connection: sqlite3.Connection, query: str, values: Sequence[Any]) -> list[Any]:
+        """The rows of a query. A commit takes a millisecond, and SQLite itself would look again after one, two, five and ten."""
+        ends = time.monotonic() + self._busy_s
+        while True:
+            try:
+                return connection.execute(query, values).fetchall()
+            except sqlite3.OperationalError as error:
+                if "locked" not in str(error) or time.monotonic() >= ends:
+                    raise
+            time.sleep(BUSY_PAUSE_S)
 
     def close(self) -> None:
         """Close the connection; the next query opens one."""
@@ -272,6 +285,7 @@ class IndexReader:
             self._connection = _connect(self.path, busy_s=self._busy_s)
             self._connection.execute("PRAGMA query_only=ON")
             self._epoch = _epoch_of(self._connection, self.path)
+            self._connection.execute("PRAGMA busy_timeout=0")  # see `_rows`
             self._identity = identity
             self.renewals += 1
         return self._connection
