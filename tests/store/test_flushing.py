@@ -25,7 +25,7 @@ from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab.ram import RamTier
-from tierfs.objects import MemoryObjects
+from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (
     Writer,
     copy,
@@ -134,6 +134,24 @@ def test_a_file_larger_than_the_ram_tier_goes_through_it_in_waves(make_host):
     wait(host.store, "a", Level.OBJECT, 60)
     assert load(host.plain(), "a") == data
     assert status(host.store)["tiers"]["nvme"]["dirty_bytes"] == 0
+
+
+def test_waves_without_an_nvme_tier_send_each_byte_once_and_fetch_few(make_host):
+    host = make_host(ram=64 * MIB, nvme=0)
+    # What the flusher opens, as if it were beyond a network.
+    host.objects = MeasuredObjects(host.objects)
+    host.descriptor = dataclasses.replace(
+        host.descriptor, endpoint=dataclasses.replace(host.descriptor.endpoint, host_local=False)
+    )
+    data = content(160 * MIB)
+    save(host.store, "a", data)
+    wait(host.store, "a", Level.OBJECT, 60)
+    counters, requests = status(host.store)["counters"], host.objects.snapshot()
+    assert counters["flusher_spilled_bytes"] > 90 * MIB
+    assert counters["flusher_uploaded_bytes"] == len(data)
+    assert len(data) <= requests["put"]["bytes"] < len(data) + 2 * MIB
+    assert requests["get"]["bytes"] < 16 * MIB
+    assert load(host.plain(), "a") == data
 
 
 @pytest.mark.parametrize("nvme", [0, 64 * MIB])

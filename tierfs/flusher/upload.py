@@ -255,6 +255,7 @@ class Uploader:
         """Put a chunk into the object tier; ``None`` if it is not where it is to be read from."""
         state = self._state
         failures: list[TierfsError] = []
+        sent: list[int] = []
 
         def fill(raw: memoryview) -> bool:
             try:
@@ -266,12 +267,17 @@ class Uploader:
                 return False
             return is_there
 
-        stored = publisher.put_chunk(length, fill, context, rows, read=reader, pace=self._pace)
+        def pace(count: int) -> None:
+            sent.append(count)
+            self._pace(count)
+
+        stored = publisher.put_chunk(length, fill, context, rows, read=reader, pace=pace)
         if failures:
             raise failures.pop()
         if stored is not None:
             state.fault("after upload.chunk")
-            self._count(length)
+            if sent:  # the object tier did not have it
+                self._count(length)
         return stored
 
     def rate(self) -> float:

@@ -341,6 +341,8 @@ class ShardFile:
     def _begin(self, runs: Sequence[Sequence[int]], *, wait: bool = True) -> list[tuple[FileRun, RunMemory]]:
         """Runs, and their memory. Only tensors refer to that, and so keep us alive: it refers to us."""
         if self._file is None or self._is_private:
+            if self._store.tiers is not None:
+                self._store.tiers.counters["private_copy_bytes"] += sum(map(sum, runs))
             arrays = [np.empty(sum(lengths), np.uint8) for lengths in runs]
             return [
                 (FileRun(Run(memoryview(b""), len(array), []), array.ctypes.data, ()), self._held(array))
