@@ -16,6 +16,14 @@ An exponent of 0 is flat, 1 is linear. Rows, all in one process and one store on
   the nvme tier, microseconds that an eviction of 4 keeps the tables locked, once they are in order. Both are simulated: tables alone,
   no bytes.
 
+Of a host, in directories of their own (`growth_host.py`; N is at most 400 there):
+
+- shared memory of a store that holds one small file, and of a state of N MB after one save;
+- milliseconds for each of N files of 100 KiB, staged, local, and written to ext4 with fsync;
+- a process's first save of N MB to S3 and its second, where ministack is installed;
+- what a state of N times the ram tier sends and keeps;
+- what a flusher of one of N stores costs.
+
 With ``--largest 10000`` it takes a minute; ``--largest 1000`` is the smallest size.
 """
 
@@ -28,9 +36,9 @@ import logging
 import math
 import os
 import pickle
-import shutil
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import deque
@@ -44,6 +52,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from aims import Aims, show
 from fsspec.implementations.memory import MemoryFileSystem
+from growth_host import first_save, flushers, shared_memory, small_files, waves
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -67,6 +76,7 @@ from tierfs.format.manifest import Manifest, Row, content_digest
 from tierfs.host.nvme.extent_page import GRANULE
 from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidates
 from tierfs.host.pending.record import Draft, ObservedBase
+from tierfs.host.rpc.stopping import stop_flusher
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.objects.wrappers.wrapper import WrappedObjects
 from tierfs.store import Store, find, list_directory
@@ -311,14 +321,42 @@ def queues(largest: int) -> dict[str, dict[int, float]]:
     return {"step of the flusher's queue, us": steps, "eviction with the tables locked, us": locked}
 
 
+def host(largest: int) -> dict[str, dict[int, float]]:
+    """The rows of `growth_host`."""
+    most = min(largest // 25, 400)
+    some = [max(most // divisor, 1) for divisor in (27, 9, 3, 1)]
+    rows = shared_memory(some) | small_files(some) | waves([2, 4, 8, 16]) | flushers([1, 2, 4, 8])
+    try:
+        return rows | first_save([1, 4, 16, 64])
+    except ModuleNotFoundError as error:
+        print(f"no first saves to S3: {error}", file=sys.stderr)
+        return rows
+
+
+def note_host_aims(aims: Aims, rows: dict[str, dict[int, float]]) -> None:
+    """The largest size of each row of `growth_host` against its aim."""
+    last = {name: list(points.values())[-1] for name, points in rows.items()}
+    aims.at_most("store with one small file, MiB of shared memory", last["store with 100 KB, MiB of shared memory"], 4)
+    aims.at_most("shared memory less 64 MiB, of the state", last["state, of it in shared memory, - 64 MiB"], 2)
+    aims.at_most("staged, ms a file", last["staged, ms a file"], 0.5)
+    aims.at_most("local, ms a file", last["local, ms a file"], 2)
+    aims.at_most("staged, then one wait for local, ms a file", last["staged, then one wait for local, ms a file"], 0.4)
+    aims.at_most("waves: bytes sent, of the state", last["waves: bytes sent, of the state"], 1.01)
+    aims.at_most("waves: private memory, of the ram tier", last["waves: private memory kept beside it, MiB"] / 32, 1)
+    if "first save until in S3, s" in last:
+        more = last["first save until in S3, s"] - last["second save until in S3, s"]
+        aims.at_most("first save to S3, s more than the second", more, 1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--largest", type=int, default=10_000)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)
-    largest, rows = arguments.largest, {}
-    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm", ignore_cleanup_errors=True) as directory:
+    largest = arguments.largest
+    rows: dict[str, dict[int, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as directory:
         os.environ |= {"TIERFS_STATE_DIR": f"{directory}/state", "TIERFS_RAM": "2GiB", "TIERFS_NVME": "0"}
         urls = [f"file://{Path(directory)}/{name}" for name in ("pending", "staging", "overwritten")]
         for url in urls:
@@ -327,11 +365,13 @@ def main() -> int:
         rows["LIST a new file"] = lists(largest)
         rows["staging, of a copy of each tensor"] = staging(urls[1], largest)
         rows["files in last/"] = overwritten(urls[2], largest)
-    # A flusher may write what is pending while the directory is removed.
+        for store in Path(directory, "state", "stores").iterdir():  # one still flushes what was pending
+            stop_flusher(store, tierfs.__version__, timeout_s=120)
     rows |= listings(largest)
     rows |= metadata(largest)
     rows |= queues(largest)
-    shutil.rmtree(directory, ignore_errors=True)
+    of_host = host(largest)
+    rows |= of_host
     exponents = {name: exponent(points) for name, points in rows.items()}
     aims = Aims()
     for name in ("staged save, ms", "exists, ms"):
@@ -345,13 +385,14 @@ def main() -> int:
     aims.at_most(f"metadata of {ranks} ranks x 300 tensors, CPU s a rank", rows["metadata, CPU s a rank"][ranks], 1)
     for name in ("step of the flusher's queue, us", "eviction with the tables locked, us"):
         aims.at_most(f"exponent of the {name}", exponents[name], 0.2)
-    report = {"rows": rows, "exponents": exponents, "aims": aims.found}
+    note_host_aims(aims, of_host)
+    report = {"date": time.strftime("%Y-%m-%d"), "rows": rows, "exponents": exponents, "aims": aims.found}
     if arguments.json:
         print(json.dumps(report, indent=1))
         return 0
     for name, points in rows.items():
         values = "".join(f"{size:>8}: {value:<9.3g}" for size, value in points.items())
-        print(f"{name:36}{values} exponent {exponents[name]:5.2f}")
+        print(f"{name:44}{values} exponent {exponents[name]:5.2f}")
     show(aims.found)
     return 0
 

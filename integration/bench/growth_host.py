@@ -1,0 +1,191 @@
+"""Rows of `growth.py` about a host: shared memory, small files, the first save of a process, waves, and flushers.
+
+Each row has state directories of its own. Those of small files and flushers lie on the disk, because the levels need one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import torch
+import torch.distributed.checkpoint as dcp
+
+import tierfs
+from tierfs.dcp import TierWriter
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+MB = 1_000_000
+SMALL_BYTES = 100 << 10
+GENERATION_S = 3.0  # for the process to get memory for a second save
+STAGED_S = 1.5
+_FIRST_SAVE = """
+import json, os, sys, time
+import fsspec
+url, options, length = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+fs, root = fsspec.url_to_fs(f"tierfs::{url}", s3=options, tierfs={"ack": "staged"})
+took = []
+for number in range(2):
+    with fs.open(f"{root}/{os.getpid()}-{number}", "wb") as file:
+        file.write(os.urandom(length))
+        time.sleep(float(sys.argv[4]))
+        begun = time.perf_counter()
+    fs.wait(root, "object", 60)
+    took.append(time.perf_counter() - begun)
+print(json.dumps(took))
+"""
+
+
+@contextlib.contextmanager
+def _place(**environment: str) -> Iterator[tuple[Path, Path]]:
+    """A directory on the disk and a folder of segments, for what is opened meanwhile."""
+    before = dict(os.environ)
+    with (
+        tempfile.TemporaryDirectory(prefix="tierfs-bench-") as disk,
+        tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir="/dev/shm") as shm,
+    ):
+        os.environ |= {"TIERFS_STATE_DIR": f"{disk}/state", "TIERFS_SHM_DIR": shm, **environment}
+        try:
+            yield Path(disk), Path(shm)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def _taken(folder: Path) -> int:
+    """Bytes of memory that files below a folder take, not their lengths."""
+    files = (Path(where) / name for where, _, names in os.walk(folder) for name in names)
+    return sum(os.stat(file).st_blocks * 512 for file in files)
+
+
+def shared_memory(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
+    """MiB of a store with one file of 100 KB; what a state takes after a save, less 64 MiB, of the state."""
+    little, states = {}, {}
+    for size in sizes_mb:
+        with _place(TIERFS_RAM="4GiB", TIERFS_NVME="0") as (disk, shm):
+            url = f"file://{disk}/store"
+            tierfs.init(url)
+            fs, root = fsspec.url_to_fs(f"tierfs::{url}", ack="staged")
+            fs.pipe_file(f"{root}/small", os.urandom(SMALL_BYTES))
+            little[size] = _taken(shm) / (1 << 20)
+            state = {f"layer{number}": torch.randn(size * MB // 80) for number in range(20)}
+            dcp.save(state, storage_writer=TierWriter(f"tierfs::{url}/step", ack="staged"), no_dist=True)
+            time.sleep(GENERATION_S)
+            states[size] = max(_taken(shm) - (64 << 20), 0) / (size * MB)
+    return {"store with 100 KB, MiB of shared memory": little, "state, of it in shared memory, - 64 MiB": states}
+
+
+def small_files(counts: list[int]) -> dict[str, dict[int, float]]:
+    """Milliseconds for each of N files of 100 KiB, one after the other, and of a file of ext4 with fsync."""
+    rows: dict[str, dict[int, float]] = {}
+    for count in counts:
+        data = [os.urandom(SMALL_BYTES) for _ in range(count)]
+        for level in ("staged", "local"):
+            with _place(TIERFS_RAM="2GiB", TIERFS_NVME="4GiB") as (disk, _):
+                url = f"file://{disk}/store"
+                tierfs.init(url)
+                fs, root = fsspec.url_to_fs(f"tierfs::{url}", ack=level)
+                fs.pipe_file(f"{root}/first", data[0])
+                took = [_timed(fs.pipe_file, f"{root}/d/{n}", each) for n, each in enumerate(data)]
+                rows.setdefault(f"{level}, ms a file", {})[count] = statistics.median(took) * 1e3
+                if level == "staged":
+                    whole = sum(took) + _timed(fs.wait, f"{root}/d", "local", 60)
+                    rows.setdefault("staged, then one wait for local, ms a file", {})[count] = whole / count * 1e3
+                    took = [_timed(_write_and_flush, disk / str(n), each) for n, each in enumerate(data)]
+                    rows.setdefault("ext4 and fsync, ms a file", {})[count] = statistics.median(took) * 1e3
+                fs.wait(root, "object", 120)
+    return rows
+
+
+def _timed(call: Callable[..., object], *arguments: object) -> float:
+    begun = time.perf_counter()
+    call(*arguments)
+    return time.perf_counter() - begun
+
+
+def _write_and_flush(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def first_save(sizes_mb: list[int]) -> dict[str, dict[int, float]]:
+    """Seconds from closing a file to its being in S3 (ministack), after 1.5 s of staging: a process's first one and its second."""
+    import s3server
+
+    first, second = {}, {}
+    with s3server.running() as port:
+        options = s3server.options(port)
+        url = f"s3://{s3server.new_bucket(port)}/run"
+        with _place(TIERFS_RAM="1GiB", TIERFS_NVME="2GiB"):
+            tierfs.init(url, options=options)
+            for size in sizes_mb:
+                with tempfile.TemporaryDirectory(prefix="tierfs-bench-") as state:  # a flusher of its own
+                    argv = [sys.executable, "-c", _FIRST_SAVE, url, json.dumps(options), str(size * MB), str(STAGED_S)]
+                    environment = os.environ | {"TIERFS_STATE_DIR": state}
+                    done = subprocess.run(argv, env=environment, check=True, capture_output=True)
+                    first[size], second[size] = json.loads(done.stdout)
+    return {"first save until in S3, s": first, "second save until in S3, s": second}
+
+
+def waves(times: list[int]) -> dict[str, dict[int, float]]:
+    """A state so many times as large as a ram tier of 32 MiB, saved synchronously: what is sent, and private memory."""
+    sent, beside = {}, {}
+    for factor in times:
+        with _place(TIERFS_RAM="32MiB", TIERFS_NVME="0") as (disk, _):
+            url = f"file://{disk}/store"
+            tierfs.init(url)
+            state = {f"layer{number}": torch.randn(factor * (32 << 20) // 32) for number in range(8)}
+            size = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+            before = _private_bytes()
+            writer = TierWriter(f"tierfs::{url}/step", ack="staged")
+            dcp.save(state, storage_writer=writer, no_dist=True)
+            beside[factor] = (_private_bytes() - before) / (1 << 20)
+            writer.wait("object", timeout=120)
+            fs, root = fsspec.url_to_fs(f"tierfs::{url}")
+            sent[factor] = fs.status(root)["counters"]["flusher_uploaded_bytes"] / size
+    return {"waves: bytes sent, of the state": sent, "waves: private memory kept beside it, MiB": beside}
+
+
+def _private_bytes(pid: int | str = "self") -> int:
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_Dirty"))
+
+
+def flushers(counts: list[int]) -> dict[str, dict[int, float]]:
+    """Of N stores of one host: private memory, descriptors and processor seconds of a flusher after its first small file."""
+    rows: dict[str, dict[int, float]] = {}
+    for count in counts:
+        with _place(TIERFS_RAM="1GiB", TIERFS_NVME="256MiB") as (disk, _):
+            pids = []
+            for number in range(count):
+                url = f"file://{disk}/store-{number}"
+                tierfs.init(url)
+                fs, root = fsspec.url_to_fs(f"tierfs::{url}", ack="local")
+                fs.pipe_file(f"{root}/a", os.urandom(SMALL_BYTES))
+                fs.wait(root, "object", 60)
+                pids.append(fs.status(root)["flusher"]["pid"])
+            found = {
+                "flusher of a store, MB private": sum(map(_private_bytes, pids)) / MB,
+                "flusher of a store, descriptors": sum(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids),
+                "flusher of a store, CPU s": sum(map(_cpu_s, pids)),
+            }
+            for name, value in found.items():
+                rows.setdefault(name, {})[count] = value / count
+    return rows
+
+
+def _cpu_s(pid: int) -> float:
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
