@@ -1,12 +1,14 @@
 """One rank saves, restores and looks at its checkpoints through the manager."""
 
 import logging
+from collections import Counter
 
 import pytest
 import torch
 from support.flipping import flip_shard
 
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError
+from tierfs.store.request_metrics import asked
 from tierfs.train import Every, Manager
 
 OPTIONS = {"ram": "0", "nvme": "0"}
@@ -48,6 +50,22 @@ def test_the_newest_step_comes_back_bit_for_bit(root):
         restored = run.restore(found)
     assert (restored.step, restored.kind, restored.passed_over) == (4, "full", ())
     assert same(found, state(4))
+
+
+def test_the_newest_step_of_many_is_found_with_few_requests(root):
+    with manager(root) as run:
+        for step in range(20):
+            run.save(step, state(step)).wait(timeout=30)
+    with manager(root) as run:
+        before = requests(run)
+        assert run.latest() == 19
+        # Two listings, whose length alone depends on how many there are; metadata, one shard file, no mark of damage.
+        assert sum((requests(run) - before).values()) <= 5
+
+
+def requests(run):
+    counts = asked(run._run.open()[0].objects)["object_requests"]
+    return Counter({method: count["requests"] for method, count in counts.items()})
 
 
 def test_a_restore_says_which_tier_it_read(root, tmp_path):

@@ -24,6 +24,7 @@ class HostStore(NamedTuple):
         is_pending: Whether this host has changes that the object tier lacks.
         has_flusher: Whether its flusher runs now.
         disk_bytes: Size of its nvme tier.
+        is_gone: Whether it was in a local directory that is not there any more.
     """
 
     uuid: str
@@ -31,6 +32,7 @@ class HostStore(NamedTuple):
     is_pending: bool
     has_flusher: bool
     disk_bytes: int
+    is_gone: bool = False
 
 
 def show_stores(*, as_json: bool) -> int:
@@ -47,6 +49,7 @@ def show_stores(*, as_json: bool) -> int:
         return 0
     from tierfs.units import format_bytes  # noqa: PLC0415
 
+    every, stores = stores, [store for store in stores if not store.is_gone or store.is_pending or store.has_flusher]
     rows = [("store", "pending", "flusher", "nvme tier")]
     rows += [
         (
@@ -61,6 +64,8 @@ def show_stores(*, as_json: bool) -> int:
         print(colored(line, "note") if store is not None and store.is_pending else line)
     if len(stores) > ROWS_MAX:
         print(f"... and {len(stores) - ROWS_MAX} more: `tierfs --json` lists all")
+    if len(every) > len(stores):
+        print(f"{len(every) - len(stores)} more were in directories that are gone: `tierfs --json` lists them")
     print("\n`tierfs status URL` shows one of them, `tierfs --help` lists the commands.")
     return 0
 
@@ -85,12 +90,14 @@ def host_stores(state: Path) -> Iterator[HostStore]:
             lock = ExclusiveLock(folder / LOCK_NAME)
             has_flusher = not lock.acquire()
             lock.release()
+        root = places[0].removeprefix("file:") if places else ""
         yield HostStore(
             uuid=folder.name,
-            place=places[0].removeprefix("file:") if places else "unknown: place.json is damaged",
+            place=root or "unknown: place.json is damaged",
             is_pending=is_pending(state, folder),
             has_flusher=has_flusher,
             disk_bytes=_size(folder / ARENA_FILE),
+            is_gone=root.startswith("/") and not os.path.exists(root),
         )
 
 
