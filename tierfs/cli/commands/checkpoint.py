@@ -23,6 +23,7 @@ tierfs checkpoint diff tierfs::s3://bucket/run/step_1000 tierfs::s3://bucket/run
 tierfs checkpoint export tierfs::s3://bucket/run/step_1000 model.safetensors --skip-objects
 tierfs checkpoint export tierfs::s3://bucket/run/step_1000 /data/step_1000 --format dcp
 tierfs checkpoint import /data/step_1000 tierfs::s3://bucket/run/step_1000
+tierfs checkpoint import s3://bucket/old/step_1000 tierfs::s3://bucket/run/step_1000
 tierfs checkpoint commit tierfs::s3://bucket/run/step_1000 --timeout 600"""
 
 
