@@ -1,7 +1,8 @@
 """Warnings that a process has logged are not logged again for a while, however many instances and threads find the same.
 
 A process opens a store once for each filesystem instance, rank thread or set of options, and each of them meets the same
-unreadable file or missing tier. Loggers of this package drop a warning whose text is that of an earlier one.
+unreadable file or missing tier. Loggers of this package drop a warning whose text is that of an earlier one. Where the text has a
+number that changes, ``extra={"repeat_of": ...}`` says what it is a repeat of.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class _Repeats(logging.Filter):
         """See `logging.Filter.filter`."""
         if record.levelno != logging.WARNING:
             return True
-        key, now = (record.name, record.getMessage()), time.monotonic()
+        text = getattr(record, "repeat_of", None) or record.getMessage()
+        key, now = (record.name, text), time.monotonic()
         with self._lock:
             said = self._said.get(key)
             if said is not None and now < said + SAID_AGAIN_S:

@@ -13,6 +13,7 @@ from tierfs.clock import ManualClock
 from tierfs.errors import InvalidInputError, StoreError
 from tierfs.host.pending.levels import Level
 from tierfs.objects import LimitedObjects, MeasuredObjects, MemoryObjects, PromisedObjects, RetryingObjects
+from tierfs.session import settings
 from tierfs.session.settings import TierOptions, resolve
 from tierfs.store import load, save, status, wait
 from tierfs.store.store import Store
@@ -205,7 +206,8 @@ def test_the_job_is_told_once_and_status_says_why_there_is_no_tier(tmp_path, cap
     monkeypatch.setenv("TIERFS_NVME", "900TiB")
     tierfs.init(f"file://{tmp_path}/store")
     for number in range(3):
-        fs, root = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store", ack="staged", ram="64MiB", timeout=number + 5)
+        monkeypatch.setattr(settings, "_free_bytes", lambda _, gib=number + 60: gib << 30)
+        fs, root = fsspec.url_to_fs(f"tierfs::file://{tmp_path}/store", ack="staged", ram=f"{64 + number}MiB")
         fs.pipe_file(f"{root}/a", b"a" * 100_000)
     tier = fs.status()["tiers"]["nvme"]
     assert tier["gives"] == ""

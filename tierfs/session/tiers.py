@@ -133,8 +133,9 @@ def tiers_for(
         clock=clock,
         problems=settings.problems,
     )
-    for problem in settings.problems.values():
-        _logger.warning("%s: %s", target.url, problem)
+    for tier, problem in settings.problems.items():
+        # The disk's free space is in it, which changes all the time.
+        _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
     finish_at_exit(tiers, target.url, launcher)
     if tiers.drafts.pending_below(""):
         # Left by processes that are gone. Opening the store need not wait for the flusher to come up.
