@@ -377,7 +377,7 @@ def test_the_format_follows_from_the_targets_name(step_10, tmp_path, capsys):
     assert told(capsys, "export", step_10, f"{tmp_path}/a.pt")["format"] == "torch"
     assert torch.load(f"{tmp_path}/a.pt", weights_only=True)["step"] == 3
     assert told(capsys, "export", step_10, f"{tmp_path}/a")["format"] == "dcp"
-    assert "exported 3 tensors and 1 objects" in shown(capsys, "export", step_10, f"{tmp_path}/b.pth")
+    assert "exported 3 tensors and 1 object," in shown(capsys, "export", step_10, f"{tmp_path}/b.pth")
 
 
 def test_a_store_takes_and_gives_files(url, step_10, capsys):

@@ -43,6 +43,16 @@ def test_gc_waits_and_deletes(root, capsys):
     assert main(["verify", f"tierfs::file://{root}/a"]) == 0
 
 
+def test_gc_says_when_young_chunks_go(tmp_path, capsys):
+    assert main(["init", str(tmp_path / "store")]) == 0
+    (tmp_path / "a").write_bytes(os.urandom(100_000))
+    assert main(["cp", str(tmp_path / "a"), f"tierfs::file://{tmp_path}/store/a"]) == 0
+    assert main(["rm", f"tierfs::file://{tmp_path}/store/a"]) == 0
+    capsys.readouterr()
+    assert main(["gc", str(tmp_path / "store")]) == 0
+    assert "young chunks a grace (3600 s) after they were written" in capsys.readouterr().out
+
+
 def test_a_damaged_record_blocks_gc_with_a_code_of_its_own(root, capsys):
     record = root / ".tierfs" / "tree" / "a!"
     record.write_bytes(record.read_bytes()[:-1] + b"?")

@@ -125,7 +125,8 @@ def _report(
         print_json({**named, "tensors": tensors, "objects": objects, "bytes": length})
     else:
         goal = named.get("target", named["url"])
-        print(f"{done} {tensors} tensors and {objects} objects, {format_bytes(length)}, to {printable(goal)}")
+        counted = f"{tensors} tensor{'s' * (tensors != 1)} and {objects} object{'s' * (objects != 1)}"
+        print(f"{done} {counted}, {format_bytes(length)}, to {printable(goal)}")
 
 
 # -- where an export goes ----------------------------------------------------------------------------------------------

@@ -92,11 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         print_json({"url": place.store.url, "runs": [report.as_dict() for report in reports]})
     else:
         for report in reports:
-            _print(report)
+            _print(report, place.store.descriptor.grace_s)
     return BLOCKED_EXIT_CODE if any(report.is_blocked for report in reports) else 0
 
 
-def _print(report: GcReport) -> None:
+def _print(report: GcReport, grace_s: int) -> None:
     for each in report.unreadable:
         print(f"unreadable  {printable(each.path)}")
         print(f"  key      {printable(each.key)}")
@@ -124,3 +124,8 @@ def _print(report: GcReport) -> None:
     print("\n".join(align(cells, right=(1, 2))))
     if report.next_s is not None and not report.dry_run:
         print(f"another run deletes what is condemned in {report.next_s} s")
+    elif report.young.count and not report.dry_run:
+        print(
+            f"a run condemns young chunks a grace ({grace_s} s) after they were written, and another one deletes them a grace later; "
+            "--exclusive does both at once, where nobody else writes"
+        )
