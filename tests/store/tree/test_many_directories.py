@@ -17,6 +17,7 @@ from tierfs.store import Store, delete, find, list_directory, make_directory, sa
 from tierfs.store.create import create_store
 from tierfs.store.store import RecordCache
 from tierfs.store.tree import listing
+from tierfs.store.tree.directory import new_marker
 
 
 class FarObjects(WrappedObjects):
@@ -74,6 +75,14 @@ def test_few_directories_are_looked_into(store):
     before = lists(store)
     assert len(names(store, "run")) == 3
     assert lists(store) - before == 2 + 3
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_the_marker_of_the_root_is_no_directory_in_it(store, count):
+    store.objects.put(keys.marker_key(""), [new_marker(store, "").encode("/")])
+    for number in range(count):
+        save(store, f"{number:03}/x", b"x")
+    assert names(store, "") == [(f"{number:03}", True) for number in range(count)]
 
 
 def grow(store, seed):

@@ -217,7 +217,8 @@ def _living(
         start = len(path) + 1 if path else 0
         for item in store.objects.list(keys.directory_prefix(path)):
             live = _live_path(item) if isinstance(item, ObjectInfo) else None
-            if live is not None and live not in pending and (end := live.find("/", start)) >= 0:
+            # The slash that ends the root's own marker is behind no name.
+            if live is not None and live not in pending and (end := live.find("/", start)) > start:
                 found.add(name := live[:end])
                 wanted.discard(name)
             left -= 1
