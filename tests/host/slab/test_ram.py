@@ -289,7 +289,20 @@ def test_a_next_segment_holds_what_is_asked_and_fits(room, length):
 
 def test_where_it_is_known_how_much_is_wanted_that_much_is_made():
     for known, made in ((1, 2), (5 * MIB, 6), (100 * MIB, 113), (900 * MIB, 913), (3 << 30, 1025)):
-        assert layout_of(MIB, held=64 * MIB, known=known).data_bytes // MIB == made
+        assert layout_of(MIB, held=16 * MIB, known=known).data_bytes // MIB == made
+
+
+def test_memory_that_grows_little_by_little_comes_in_few_segments(open_tier):
+    """Each has its descriptors, in every process of the host that reads the store."""
+    tier = open_tier(budget=1 << 30, segment=1 << 30)
+    for number in range(64):
+        put(tier, b"%d" % number, length=MIB)
+        tier.grow_ahead()
+        if tier._pool._ahead is not None:
+            tier._pool._ahead.join()
+    sizes = [segment.data_bytes for segment in tier.own_segments()]
+    assert len(sizes) < 32
+    assert 126 * MIB <= sum(sizes) < 150 * MIB
 
 
 def test_runs_are_taken_all_or_none_and_from_one_segment_where_they_fit(open_tier):

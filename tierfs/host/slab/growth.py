@@ -31,14 +31,15 @@ def wished_layout(length: int, *, held: int, data_bytes_max: int, known: int = 0
         length: Of the slot that it must hold at least.
         held: Data bytes of the process's segments.
         data_bytes_max: The most data that a segment holds, beside the mebibyte for what is small.
-        known: What is wanted now, where it is known that there is more than that slot: then no more than that is made.
+        known: What is wanted now, where it is known that there is more than that slot: then no more than that is made, or an eighth
+            of what the process has. Without that eighth, memory that grows little by little would come in very many segments.
     """
     wanted = max(length, known)
     if wanted >= CHUNK_BYTES:
         wanted = -(-wanted // CHUNK_BYTES) * CHUNK_BYTES if known else max(wanted, CHUNKS_DATA_BYTES)
     elif wanted > FIRST_DATA_BYTES // 2:
         wanted += SMALL_BYTES
-    return _roomy(min(max(FIRST_DATA_BYTES, wanted, 0 if known else held), data_bytes_max))
+    return _roomy(min(max(FIRST_DATA_BYTES, wanted, held // 8 if known else held), data_bytes_max))
 
 
 def next_layout(length: int, *, wish: Layout, room: int, data_bytes_max: int) -> Layout | None:
