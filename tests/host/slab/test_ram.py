@@ -560,6 +560,17 @@ def test_what_is_older_than_the_last_save_makes_room_for_the_next_ahead_of_it(op
     assert tier.usage().evicted_bytes == evicted, "there was room for all of it"
 
 
+@pytest.mark.parametrize("begins_s", [0, 0.375, 0.75])
+def test_a_save_that_needs_more_memory_leaves_the_last_one_whole(open_tier, begins_s):
+    clock = ManualClock()
+    clock.sleep(10 + begins_s)
+    tier = open_tier(budget=64 * MIB, segment=4 * MIB, clock=clock)
+    save_of(tier, 0, clock)
+    save_of(tier, 1, clock, parts=8)
+    assert kept(tier, 0) == 4
+    assert kept(tier, 1, 8) == 8
+
+
 def test_what_was_read_since_the_last_save_stays(open_tier):
     clock = ManualClock()
     tier = open_tier(budget=int(2.6 * MIB), segment=4 * MIB, clock=clock)

@@ -72,7 +72,7 @@ class Eviction:
     def one_by_one(self, segments: Iterable[Segment], before_s: float) -> Generator[int, None, None]:
         """Evict what is of no use, and what was used last before this time, for as long as the caller goes on asking.
 
-        Yields the bytes of each.
+        The time is a whole second: a slot notes no more of its own. Yields the bytes of each.
         """
         with self._alone:
             for slot in evictable(segments):

@@ -240,7 +240,7 @@ class SegmentPool:
             self.eviction.to_watermark(self._in_use())
         slots = self._fit(kind, lengths)
         if slots is None and not spares_copies:
-            slots = self._evict_until(kind, lengths, known, before_s=self.eviction.last_save_s)
+            slots = self._evict_until(kind, lengths, known, before_s=int(self.eviction.last_save_s))
         if slots is not None:
             return slots
         with self._growing:
