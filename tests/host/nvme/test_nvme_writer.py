@@ -6,6 +6,7 @@ import os
 import subprocess
 import threading
 import time
+from collections import deque
 
 import pytest
 from support.nvme_tools import (
@@ -295,6 +296,32 @@ def test_chunks_are_put_in_order_once_for_many_evictions_and_without_the_tables_
     assert len(orders) == 1
     assert all(free)
     assert [read(tier, each) is not None for each in range(6)] == [False, False, True, False, False, True]
+    tier.close()
+
+
+def test_a_chunk_that_is_asked_for_while_others_are_put_in_order_stays(directory, monkeypatch):
+    tier = open_tier(directory, clock=(clock := ManualClock()))
+    number = 0
+    while not tier.usage().evicted_bytes:
+        write(tier, number, keep=False)
+        tier.commit()
+        clock.sleep(100)
+        number += 1
+    state = tier._state
+    asked = state._candidates[0].name
+    (again,) = (each for each in range(number) if content_of(each)[0] == asked)
+    state._candidates = deque([state._candidates[0]])
+
+    def watched(rows, used):
+        other = threading.Thread(target=write, args=(tier, again))
+        other.start()
+        other.join()
+        return candidates(rows, used)
+
+    monkeypatch.setattr("tierfs.host.nvme.state.candidates", watched)
+    tier.make_room({content_of(1000 + each)[0]: CHUNK for each in range(4)})
+    assert tier.has(asked)
+    save(tier, "a", again)
     tier.close()
 
 

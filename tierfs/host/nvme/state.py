@@ -202,16 +202,15 @@ class NvmeState:
         """
         with self.tables:
             found = self.ledger.victims(wanted, self._candidates, self.used.at, self.clock.monotonic())
-        missing = wanted - sum(self.ledger.chunks[name].size for name in found)
-        if missing <= 0:
-            return found
-        with self.tables:
+            if sum(self.ledger.chunks[name].size for name in found) >= wanted:
+                return found
             rows = list(self.ledger.chunks.items())
-        now, chosen = self.clock.monotonic(), set(found)
-        clean = [(name, row) for name, row in rows if name not in chosen and self.ledger.is_clean(name, now)]
+        # Those that were found are put in order, too: a draft may ask for one meanwhile.
+        now = self.clock.monotonic()
+        clean = [(name, row) for name, row in rows if self.ledger.is_clean(name, now)]
         self._candidates = candidates(clean, self.used.read(self.ledger.size))
         with self.tables:
-            return found + self.ledger.victims(missing, self._candidates, self.used.at, now)
+            return self.ledger.victims(wanted, self._candidates, self.used.at, now)
 
     def evict(self, names: list[bytes], *, release: bool = False) -> int:
         """Drop committed chunks that nobody needs. The index is locked. Returns bytes freed.
