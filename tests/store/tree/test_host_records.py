@@ -135,6 +135,18 @@ def test_the_file_has_a_bound(state, monkeypatch):
     assert len(records._pending) == 0
 
 
+def test_long_records_after_many_short_ones_keep_to_the_bound(state, monkeypatch):
+    monkeypatch.setattr("tierfs.store.tree.host_records.FILE_BYTES_MAX", 2_000_000)
+    monkeypatch.setattr("tierfs.store.tree.host_records.DROPPED_ROWS", 100)
+    records = HostRecords("0" * 32, state)
+    for number in range(4000):
+        records.add(f"short{number}", "1", b"x" * 100)
+    for number in range(1000):
+        records.add(f"long{number}", "1", b"x" * 5000)
+        assert records.status()["bytes"] <= 2_000_000
+    assert records.newest("long999") == ("1", b"x" * 5000)
+
+
 def test_what_was_noted_is_written_when_the_process_ends(state):
     script = (
         "from pathlib import Path; from tierfs.store.tree.host_records import HostRecords\n"

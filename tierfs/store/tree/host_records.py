@@ -128,9 +128,10 @@ class HostRecords:
 
         def write(connection: sqlite3.Connection) -> None:
             connection.executemany(_NOTE, rows)
-            if self._used_bytes(connection) > FILE_BYTES_MAX:
-                oldest = "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY rowid LIMIT ?)"
-                connection.execute(oldest, [DROPPED_ROWS])
+            oldest = "DELETE FROM records WHERE rowid IN (SELECT rowid FROM records ORDER BY rowid LIMIT ?)"
+            while self._used_bytes(connection) > FILE_BYTES_MAX:
+                if not connection.execute(oldest, [DROPPED_ROWS]).rowcount:
+                    break
 
         self._use(write)
 
