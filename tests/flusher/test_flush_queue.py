@@ -120,6 +120,21 @@ def test_the_queue_says_what_a_look_at_each_draft_says(seed):
         check(drafts, now)
 
 
+def test_a_draft_that_is_found_late_goes_on_when_a_later_one_is_taken_back():
+    """Both change one path. The later one's record stands, and its local copies cannot be released."""
+    drafts = FlushQueue()
+    later, early = (item(number, "d/b", slot=None, persisted=True, uploaded=True) for number in (2, 1))
+    drafts.add(later)
+    drafts.begin(later)
+    drafts.pass_on(later)
+    drafts.end(later)
+    drafts.add(early)
+    assert drafts.next_ready(0.0) is None
+    drafts.fail(later, StoreError("again", transient=True), 1.0)
+    drafts.take_back(later)
+    assert drafts.next_ready(0.0) is early
+
+
 class Counted(FlushItem):
     """Counts how often it is looked at."""
 

@@ -194,6 +194,7 @@ class FlushQueue:
         self._order.add(entry.path, entry.turn)
         self._standing.remove(entry.path)
         self._rouse(entry)
+        self._rouse_next(entry)
 
     def remove(self, entry: FlushItem) -> None:
         """Note that a draft is done with, or discarded."""
