@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 import uuid
 from dataclasses import replace
 from random import Random
@@ -123,6 +125,24 @@ def test_one_listing_finds_what_looking_into_each_directory_finds(store, seed, m
         assert names(store, "run") == looked
     below = {entry.path for entry in find(store, "run", detail=False) if entry.path.count("/") == 1}
     assert below == {path for path, _ in looked}
+
+
+@pytest.mark.parametrize("look", [list_directory, find])
+def test_garbage_is_collected_while_a_listing_waits_for_the_endpoint(store, look, monkeypatch):
+    save(store, "run/a", b"x")
+    listed, collects = store.objects.list, []
+
+    def waits(prefix, **options):
+        ends = time.monotonic() + 10
+        while not gc.isenabled() and time.monotonic() < ends:
+            time.sleep(0.005)
+        collects.append(gc.isenabled())
+        return listed(prefix, **options)
+
+    monkeypatch.setattr(listing, "UNCOLLECTED_S_MAX", 0.05)
+    monkeypatch.setattr(store.objects, "list", waits)
+    assert [entry.path for entry in look(store, "run")] == ["run/a"]
+    assert all(collects)
 
 
 def test_a_listing_of_more_than_there_is_room_for_fetches_the_rest_alone(store):

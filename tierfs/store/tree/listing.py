@@ -46,6 +46,8 @@ LOOKS_MAX = 32
 # this host takes as long as four names.
 LOOK_NAMES = 64
 LOOK_NAMES_NEAR = 4
+# A listing beyond a network puts the collection of garbage off for no longer: it may wait for an endpoint that is down.
+UNCOLLECTED_S_MAX = 10.0
 _logger = logging.getLogger("tierfs.store")
 
 
@@ -150,8 +152,13 @@ def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entr
         NotFoundError: Nothing is there.
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed.
     """
-    with Uncollected():
+    with _uncollected(store):
         return _list_directory(store, path, detail=detail)
+
+
+def _uncollected(store: Store) -> Uncollected:
+    """Nothing is collected while a listing makes its entries."""
+    return Uncollected(None if store.descriptor.endpoint.host_local else UNCOLLECTED_S_MAX)
 
 
 def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
@@ -240,7 +247,7 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
     Raises:
         StoreError, ReadOnlyError, CorruptionError, FormatError: It failed. A path with nothing there is no error.
     """
-    with Uncollected():
+    with _uncollected(store):
         return _find(store, path, detail=detail)
 
 
