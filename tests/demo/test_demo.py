@@ -71,6 +71,23 @@ NEXT_AFTER = {**LOSSES, 4: (0.25 + 2**-54).hex()}
 
 
 @needs_torch
+def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path) -> None:
+    late = f"from tierfs.cli.commands.demo import _DemoPlan; _DemoPlan.terminated_at = lambda plan, _: plan.steps; {RUN_DEMO}"
+    process = subprocess.run(
+        [sys.executable, "-c", late, *TINY, "--url", f"tierfs::file://{tmp_path}/demo", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    document = json.loads(process.stdout)
+    assert document["equal"] is True
+    assert document["terminated_at"] == 6
+
+
+@needs_torch
 def test_a_run_killed_in_the_middle_of_a_save_resumes_to_the_same_losses(tmp_path: Path) -> None:
     url = f"tierfs::file://{tmp_path}/demo"
     process = subprocess.run(

@@ -41,6 +41,7 @@ _BATCH = 4
 _LEARNING_RATE = 1e-3
 _WARM_UP_STEPS = 10
 _REPLAYED_STEPS = 4
+_CHECK_S = 0.01
 _STATE_BYTES = 3 * 4  # a weight and two moments of AdamW, all float32
 _HALT_S_MAX = 120.0
 
@@ -181,6 +182,12 @@ def _train(arguments: argparse.Namespace, place: _Place, announce: Announce) -> 
             if manager.stopping:
                 tell("stopped", step=step)
                 return
+        if arguments.terminate is not None:
+            # Ranks agree every few steps, and have made the last one before they could agree on the signal.
+            while not manager.check():
+                time.sleep(_CHECK_S)
+            tell("stopped", step=arguments.steps)
+            return
         manager.wait()
         tell("done", step=arguments.steps, digest=_digest(run, place))
 

@@ -132,7 +132,7 @@ def start(url: str, directory: Path, options: MountOptions) -> subprocess.Popen[
     assert process.stdout is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(options.to_json() + "\n")
-    if not select.select([process.stdout], [], [], START_S)[0]:
+    if not _is_ready(process.stdout.fileno(), START_S):
         process.kill()
         raise StoreError(f"{directory} was not mounted within {START_S:g} s: {logs / LOG_NAME} says more")
     with process.stdout:
@@ -180,10 +180,17 @@ def unmount(directory: str | os.PathLike[str], *, timeout: float = FLUSH_S, forc
                 raise
             raise StoreError(f"{place} is in use: close its files, and leave the directory", path=str(place)) from error
         if watched is not None:
-            select.select([watched], [], [], timeout)
+            _is_ready(watched, timeout)
     finally:
         if watched is not None:
             os.close(watched)
+
+
+def _is_ready(descriptor: int, timeout_s: float) -> bool:
+    """Wait until there is something to read. Training processes have descriptors above 1023, which select(2) refuses."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(timeout_s * 1000))
 
 
 def _flush(place: Path, timeout: float, *, force: bool) -> None:
