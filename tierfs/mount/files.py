@@ -194,7 +194,11 @@ class Files:
                     raise ConflictError("the file was replaced by somebody else since it was opened: theirs stands")
                 return
             if is_dirty and staged is not None:
-                self._publish_content(node, staged)
+                try:
+                    self._publish_content(node, staged)
+                except ConflictError:
+                    staged.is_refused = True
+                    raise
             elif node.has_new_attributes and node.version is not None:
                 self._publish_attributes(node)
 
@@ -304,7 +308,9 @@ class Files:
         if node.path is None:
             raise refusal(errno.ESTALE)
         checked_s, node.checked_s = node.checked_s, -math.inf
-        if node.is_ahead or time.monotonic() - checked_s < STALE_S:
+        # Refused changes go with their handle, which the kernel gives back some time after `close`.
+        is_ahead = node.is_ahead and not (node.staged is not None and node.staged.is_refused)
+        if is_ahead or time.monotonic() - checked_s < STALE_S:
             return
         try:
             entry = verbs.stat_to_read(self._state.store, node.path)

@@ -36,6 +36,7 @@ class StagedInode:
         kept: The first so many bytes are those of the version that is published.
         is_dirty: Whether something changed since it was published.
         was_written: Whether bytes were written since, and not only the length changed.
+        is_refused: Whether it cannot be published any more, since somebody else changed the file.
         gapless: The first so many bytes were written one after the other.
         feeding: Stores them meanwhile, if anything does.
     """
@@ -47,7 +48,7 @@ class StagedInode:
         self._base_length = self.length  # what is behind was cut off once, and must not come back
         self._own: set[int] = set()  # blocks that lie in the local file
         self.kept = self.length
-        self.is_dirty = self.was_written = False
+        self.is_dirty = self.was_written = self.is_refused = False
         self.gapless = 0
         self.feeding: Feeding | None = None
         self._was_fed = False
