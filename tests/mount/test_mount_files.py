@@ -122,6 +122,7 @@ def test_a_version_that_another_host_published_is_not_overwritten(hand, other):
     verbs.save(other, "a", b"theirs")
     with pytest.raises(ConflictError):
         hand.files.flush(handle)
+    assert hand.node("a").attributes.size == len(b"theirs")
     between = hand.open("a")  # the kernel gives a handle back some time after `close`
     with pytest.raises(ConflictError):
         hand.files.release(handle)

@@ -308,9 +308,7 @@ class Files:
         if node.path is None:
             raise refusal(errno.ESTALE)
         checked_s, node.checked_s = node.checked_s, -math.inf
-        # Refused changes go with their handle, which the kernel gives back some time after `close`.
-        is_ahead = node.is_ahead and not (node.staged is not None and node.staged.is_refused)
-        if is_ahead or time.monotonic() - checked_s < STALE_S:
+        if node.is_ahead or time.monotonic() - checked_s < STALE_S:
             return
         try:
             entry = verbs.stat_to_read(self._state.store, node.path)

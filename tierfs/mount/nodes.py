@@ -71,8 +71,12 @@ class Node:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether this mount has something that the store does not have yet."""
-        return self.staged is not None or self.has_new_attributes or (self.version is None and not self.is_directory)
+        """Whether this mount has something that the store does not have yet.
+
+        Refused changes do not count: they go with their handle, which the kernel gives back some time after ``close``.
+        """
+        is_staged = self.staged is not None and not self.staged.is_refused
+        return is_staged or self.has_new_attributes or (self.version is None and not self.is_directory)
 
     @property
     def is_unpublished(self) -> bool:
