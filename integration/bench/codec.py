@@ -7,7 +7,7 @@ Sizes: a state is saved as one safetensors file into an empty store, and what be
 object tier holds then, over the bytes of the file, with ``codecs="all"``. Every tensor is loaded back from the object tier and compared bit for bit. zstd -3 and
 zipnn get the same bytes, tensor by tensor; of the second save only the tensors that changed, as if they knew. Needs ``zipnn``.
 
-Speeds: blocks of 1 MiB of these states, of which there are more than the caches hold, into warm memory; each is hashed, too, both ways.
+Speeds: blocks of 1 MiB of these states, or without DIRECTORY of made-up ones (``codec.py --only speed``), of which there are more than the caches hold, into warm memory; each is hashed, too, both ways.
 "memcpy" is ``numpy.copyto`` between two warm buffers of 256 MiB, in the same rounds. Two threads share out the same blocks.
 A round counts when zstd's Huffman coder, which needs a core and no interpreter, gained 1.8 from two threads before and after it, so that nobody else had
 them; where that is too rare, as where two processors are one core's hyperthreads, all rounds count, and the report says so. What two processes make
@@ -130,7 +130,9 @@ def show(report: dict[str, Any]) -> None:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("snapshots", type=Path, help="what snapshots.py made")
+    parser.add_argument(
+        "snapshots", type=Path, nargs="?", help="what snapshots.py made; without it, speeds alone, of states made up"
+    )
     parser.add_argument("--rounds", type=int, default=30, help="of the speeds")
     parser.add_argument("--link-rounds", type=int, default=5)
     parser.add_argument("--states", type=int, default=4, help="that are flushed as one, of 185 MiB each")
@@ -142,6 +144,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()
+    if options.snapshots is None and options.only != ["speed"]:
+        parser.error("sizes and links need the states that snapshots.py trains; `--only speed` does without")
     report: dict[str, Any] = {
         "rounds": options.rounds,
         "link rounds": options.link_rounds,
@@ -150,7 +154,7 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="tierfs-bench-", dir=options.directory, ignore_cleanup_errors=True) as root:
         if "speed" in options.only:
-            cases = codec_speed.cases(options.snapshots)
+            cases = codec_speed.cases(options.snapshots) if options.snapshots else codec_speed.made_up_cases()
             processes = codec_processes.report(cases, options.rounds)
             report["speed"] = codec_speed.report(cases, options.rounds) | {"processes": processes}
         if "sets" in options.only:

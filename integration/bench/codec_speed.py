@@ -31,6 +31,7 @@ QUIET_ROUNDS_MIN = 5
 TRIES = 4
 SCALE = 10.0
 RUN = "fp32master"
+SEED = 1
 LATE, LATER = 4, 6
 # What each codec is for: a moment has nothing of what it was ten steps before.
 CASES = {
@@ -163,6 +164,30 @@ def cases(snapshots: Path) -> dict[tuple[str, str], Case]:
     steps = steps_of(snapshots / RUN)
     kinds = {kind for widths in CASES.values() for kind in widths}
     late, later = ({kind: blocks(steps[number], kind) for kind in kinds} for number in (LATE, LATER))
+    return _cases(late, later)
+
+
+def made_up_cases() -> dict[tuple[str, str], Case]:
+    """The same of states that nobody trained: normal distributions, and a small step from each."""
+    drawn = np.random.default_rng(SEED)
+    count = BLOCKS * BLOCK_BYTES // 4
+    w32, m, v, step = (drawn.standard_normal(count).astype(np.float32) for _ in range(4))
+    w32, m, v = w32 * np.float32(0.02), m * np.float32(1e-4), v * v * np.float32(1e-8)
+    late = {"w32": w32, "m": m, "v": v}
+    later = {"w32": w32 + step * np.float32(2e-4), "m": m, "v": v * np.float32(0.99) + step * step * np.float32(1e-10)}
+    return _cases(_made_up_blocks(late), _made_up_blocks(later))
+
+
+def _made_up_blocks(state: dict[str, np.ndarray[Any, Any]]) -> dict[str, list[memoryview]]:
+    state = {**state, "w16": (state["w32"].view(np.uint32) >> 16).astype(np.uint16)}
+    found = {}
+    for kind, values in state.items():
+        data = memoryview(values.view(np.uint8))
+        found[kind] = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    return found
+
+
+def _cases(late: dict[str, list[memoryview]], later: dict[str, list[memoryview]]) -> dict[tuple[str, str], Case]:
     found = {}
     for codec, widths in CASES.items():
         for kind, width in widths.items():
