@@ -241,7 +241,10 @@ def test_a_file_that_changes_while_it_is_stored_is_stored_again(url, store, tree
         return found
 
     monkeypatch.setattr(Writer, "commit", commit)
+    for name in ("zero", "d/big", "d/e/deep é"):
+        (tree / name).unlink()
     run(capsys, "sync", tree, url)
+    assert left == [0]
     assert in_store(store) == below(tree)
 
 
