@@ -25,9 +25,10 @@ lint:
     {{python}} -m ruff format --check .
     {{python}} -m mypy
 
-# links, prose and pictures of the documents
+# links, prose, pictures and generated parts of the documents
 prose:
     {{python}} docs/pictures/draw.py
+    {{python}} docs/reference/generate.py
     {{python}} -m pytest -q tests/test_docs.py tests/test_prose.py
 
 # the site, into build/site; needs pip install -e '.[docs]'

@@ -105,3 +105,13 @@ def test_every_picture_is_what_its_text_says():
     draw = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
     for path, picture in draw["pictures"]().items():
         assert path.read_text() == picture, f"{path.name}: run docs/pictures/draw.py"
+
+
+def test_the_reference_has_what_the_code_knows():
+    import runpy
+
+    generate = runpy.run_path(str(ROOT / "docs" / "reference" / "generate.py"))
+    for path, page in generate["pages"]().items():
+        assert path.read_text() == page, f"{path.name}: run docs/reference/generate.py"
+        for name in generate["PARTS"][path.name]:
+            assert f"<!-- {name} -->" in page, f"{path.name} lacks the mark of {name}"

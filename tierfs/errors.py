@@ -1,19 +1,5 @@
 """The one tree of errors, grouped by what the caller does next.
 
-::
-
-    TierfsError
-    ├── NotFoundError        (FileNotFoundError)   there is nothing at this path
-    │   └── StoreNotFoundError                     no store holds this path: run ``tierfs init``
-    ├── AlreadyExistsError   (FileExistsError)     an exclusive create lost: pick another name
-    ├── ConflictError                              somebody else changed it: reload and retry
-    ├── CorruptionError                            stored bytes are wrong or missing: repair; never retried
-    ├── FormatError          (ValueError)          written by another version, or not by tierfs
-    ├── StoreError           (OSError)             the object tier failed; ``transient`` says if retrying helps
-    ├── CapacityError        (OSError, ENOSPC)     no room: free some or raise the budget
-    ├── ReadOnlyError        (PermissionError)     this may be read but not changed
-    └── InvalidInputError    (ValueError)          the argument is wrong: correct the call
-
 ``CorruptionError`` and ``ConflictError`` are on purpose no ``OSError``: fsspec and many callers treat an
 ``OSError`` during a walk as "skip this entry", and damage must never be skipped silently.
 """
@@ -44,7 +30,7 @@ class TierfsError(Exception):
     Args:
         message: The problem, its place, and the next step.
         path: The path, key or URL concerned.
-        tier: The tier that the bytes were read from or written to.
+        tier: ``ram``, ``nvme`` or ``object``.
 
     Attributes:
         kind: Stable, machine-readable category.
@@ -65,14 +51,14 @@ class TierfsError(Exception):
 
 
 class InvalidInputError(TierfsError, ValueError):
-    """An argument is wrong; nothing was done."""
+    """An argument is wrong, and nothing was done: correct the call."""
 
     kind = "invalid-input"
     exit_code = 2
 
 
 class NotFoundError(TierfsError, FileNotFoundError):
-    """There is nothing at this path."""
+    """Nothing is at this path."""
 
     kind = "not-found"
     exit_code = 3
@@ -80,13 +66,13 @@ class NotFoundError(TierfsError, FileNotFoundError):
 
 
 class StoreNotFoundError(NotFoundError):
-    """No store holds this path. The message names the command that makes one."""
+    """No store holds this path: the message has the command that makes one."""
 
     kind = "store-not-found"
 
 
 class AlreadyExistsError(TierfsError, FileExistsError):
-    """An exclusive create found something in its place; what was there is untouched."""
+    """An exclusive create found something in its place, and left it as it was: pick another name."""
 
     kind = "already-exists"
     exit_code = 4
@@ -94,20 +80,20 @@ class AlreadyExistsError(TierfsError, FileExistsError):
 
 
 class ConflictError(TierfsError):
-    """Somebody else changed the object since it was observed; theirs stands. Reload and retry."""
+    """Another writer changed it first, and that change stands: reload and retry."""
 
     kind = "conflict"
     exit_code = 5
 
 
 class CorruptionError(TierfsError):
-    """Stored bytes are wrong, cut short or missing. Retrying does not help; repairing may.
+    """Stored bytes are wrong, cut short or missing. Retrying does not help: repair them.
 
     Args:
         message: The problem, its place, and the next step.
         path: The path, key or URL concerned.
         tier: The tier that the bytes were read from.
-        block: Which block of the chunk that was read it is, where it is one alone.
+        block: The damaged block of the chunk, if it is one alone.
     """
 
     kind = "corruption"
@@ -121,23 +107,23 @@ class CorruptionError(TierfsError):
 
 
 class FormatError(TierfsError, ValueError):
-    """The object was written by another format version, or breaks a rule of FORMAT.md."""
+    """Another version wrote it, or another program: it breaks a rule of FORMAT.md."""
 
     kind = "format"
     exit_code = 7
 
 
 class StoreError(TierfsError, OSError):
-    """The object tier failed.
+    """The object tier failed. If ``transient`` is set, look first, then retry: the failed write may have taken effect.
 
     Args:
         message: The problem, its place, and the next step.
         transient: Whether the same request may succeed if it is sent again.
-        throttled: Whether the endpoint asks for fewer requests; it is transient then.
-        retry_after_s: How many seconds the endpoint asks to wait before it is sent again; ``None`` if it does not say.
-        refused: Whether other credentials or options may be accepted: it is about those, and not about this one object.
+        throttled: Whether the endpoint asks for fewer requests; then the error is transient.
+        retry_after_s: Pause in seconds that the endpoint asks for; ``None`` if it does not say.
+        refused: Whether other credentials or options may be accepted. The flusher then tries those that it was sent.
         path: The key concerned.
-        tier: The tier concerned.
+        tier: The tier that failed.
     """
 
     kind = "store"
@@ -162,7 +148,7 @@ class StoreError(TierfsError, OSError):
 
 
 class CapacityError(TierfsError, OSError):
-    """There is no room left; what was published before is untouched."""
+    """No room is left: free some; if ``tier`` is ``ram`` or ``nvme``, raise that budget, or wait for the flusher."""
 
     kind = "capacity"
     exit_code = 9
@@ -170,11 +156,11 @@ class CapacityError(TierfsError, OSError):
 
 
 class ReadOnlyError(TierfsError, PermissionError):
-    """This may be read but not changed, or the credentials do not allow it.
+    """It may be read but not changed, or access was denied.
 
     Args:
         message: The problem, its place, and the next step.
-        refused: Whether other credentials or options may be accepted: it is about those, and not about this one object.
+        refused: Whether other credentials or options may be accepted. The flusher then tries those that it was sent.
         path: The path, key or URL concerned.
         tier: The tier concerned.
     """

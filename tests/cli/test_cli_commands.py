@@ -66,7 +66,7 @@ def test_every_command_and_every_option_is_in_the_reference(name):
     for one in getattr(parser, "actions", {"": parser}).values():
         for action in one._actions:
             for option in action.option_strings:
-                assert option in ("-h", "--help") or f"`{option}`" in text, option
+                assert option in ("-h", "--help") or re.search(rf"(?<!\S)\W?{option}\b", text), option
 
 
 @pytest.mark.parametrize("name", ["checkpoint", "flusher"])

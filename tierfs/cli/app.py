@@ -27,6 +27,7 @@ from tierfs.misplaced import do_not_warn
 
 __all__ = [
     "COMMANDS",
+    "GROUPS",
     "ActionsParser",
     "Command",
     "CommandWithActions",
@@ -36,7 +37,7 @@ __all__ = [
     "main",
 ]
 
-_GROUPS = {
+GROUPS = {
     "files": {
         "init": "make a store",
         "ls": "list a directory",
@@ -76,8 +77,8 @@ _GROUPS = {
         "version": "show versions",
     },
 }
-COMMANDS = {name: line for group in _GROUPS.values() for name, line in group.items()}
-"""Every command, with its line in ``tierfs --help``."""
+"""Every command, with its line in ``tierfs --help``, by what it is about."""
+COMMANDS = {name: line for group in GROUPS.values() for name, line in group.items()}
 
 _DESCRIPTION = """\
 usage: tierfs COMMAND [OPTION...] ARGUMENT...
@@ -225,7 +226,7 @@ def help_text() -> str:
     width = max(map(len, COMMANDS))
     groups = (
         "\n".join([f"{title}:", *(f"    {name:{width}}  {line}" for name, line in group.items())])
-        for title, group in _GROUPS.items()
+        for title, group in GROUPS.items()
     )
     return "\n".join([_DESCRIPTION, *groups, "", _EPILOG])
 

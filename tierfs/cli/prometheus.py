@@ -9,80 +9,105 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["exposition"]
+__all__ = ["METRICS", "Metric", "exposition"]
 
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _SECONDS = re.compile(r"_s$")
 
-# For the whole store: key of the status, name, help.
-_STORE_GAUGES = (
-    ("queue_files", "queue_files", "Files that are not in the object tier yet."),
-    ("queue_bytes", "queue_bytes", "Bytes of the files that are not in the object tier yet."),
-    ("oldest_age_s", "queue_oldest_age_seconds", "How long the oldest of these files has been known to the flusher."),
-    ("rate_bytes_per_s", "upload_bytes_per_second", "Bytes that went to the object tier lately, per second."),
-    ("unreadable_drafts", "unreadable_drafts", "Drafts in the ram tier that cannot be read."),
-    (
-        "unread_segments",
-        "unread_segments",
-        "Segments of the ram tier that cannot be opened: what is in them is not known.",
+
+class Metric(NamedTuple):
+    """One metric.
+
+    Attributes:
+        name: Without ``tierfs_``; a counter's ends in ``_total``.
+        text: One sentence that says what it counts.
+        key: Where the value is: in the status, in a tier's part of it, or in the counts of one method.
+    """
+
+    name: str
+    text: str
+    key: str = ""
+
+
+_STORE = (
+    Metric("queue_files", "Files that are not in the object tier yet.", "queue_files"),
+    Metric("queue_bytes", "Bytes of the files that are not in the object tier yet.", "queue_bytes"),
+    Metric("queue_oldest_age_seconds", "How long the flusher has known the oldest of these files.", "oldest_age_s"),
+    Metric("upload_bytes_per_second", "Bytes sent to the object tier, over the last 10 seconds.", "rate_bytes_per_s"),
+    Metric("unreadable_drafts", "Drafts in the ram tier that cannot be read.", "unreadable_drafts"),
+    Metric(
+        "unread_segments", "Segments of the ram tier that cannot be opened, with unknown content.", "unread_segments"
     ),
-)
-# The same, of a key that a flusher gives, else the length of a list: a flusher does not list all.
-_STORE_COUNTS = (
-    (
+    Metric(
         "conflict_files",
-        "conflicts",
         "Files that another writer changed before they were flushed; kept until discarded.",
+        "conflict_files",
     ),
-    ("failing_files", "errors", "Files whose last way down failed; it is tried again."),
+    Metric("failing_files", "Files whose last attempt to flush failed; the flusher tries again.", "failing_files"),
+    Metric("flusher_running", "1 if a flusher runs for the store on this host, else 0.", "flusher.running"),
+    Metric(
+        "gc_unreadable_records", "Records that kept the last gc from deleting anything.", "upkeep.gc.unreadable_count"
+    ),
+    Metric("gc_last_deleted_bytes", "Bytes of chunk objects that the last gc deleted.", "upkeep.gc.deleted.bytes"),
+    Metric(
+        "gc_last_condemned_bytes", "Bytes that the last gc found to be of no use any more.", "upkeep.gc.condemned.bytes"
+    ),
+    Metric("gc_reached_bytes", "Bytes of chunk objects that files needed at the last gc.", "upkeep.gc.reached.bytes"),
+    Metric("gc_last_end_timestamp_seconds", "When the last gc of the store ended, on any host.", "upkeep.gc.ended_ns"),
+    Metric("scrub_damaged_chunks", "Chunk objects that are known to be damaged.", "upkeep.scrub.known_damaged"),
+    Metric("scrub_last_bytes", "Bytes that the last scrub verified.", "upkeep.scrub.bytes"),
+    Metric(
+        "scrub_last_end_timestamp_seconds",
+        "When the last scrub of the store ended, on any host.",
+        "upkeep.scrub.ended_ns",
+    ),
 )
-# For a tier: counters, then gauges.
-# What is said of the last gc and the last scrub: keys of the status, name, help.
-_UPKEEP_GAUGES = (
-    (("gc", "unreadable_count"), "gc_unreadable_records", "Records that kept the last gc from deleting anything."),
-    (("gc", "deleted", "bytes"), "gc_last_deleted_bytes", "Bytes of chunk objects that the last gc deleted."),
-    (("gc", "condemned", "bytes"), "gc_last_condemned_bytes", "Bytes that the last gc found to be of no use any more."),
-    (("gc", "reached", "bytes"), "gc_reached_bytes", "Bytes of chunk objects that files needed at the last gc."),
-    (("scrub", "known_damaged"), "scrub_damaged_chunks", "Chunk objects that are known to be damaged."),
-    (("scrub", "bytes"), "scrub_last_bytes", "Bytes that the last scrub verified."),
+_INFO = Metric("tier_info", "1; the label says which level the tier gives.")
+_TIER = (
+    Metric("tier_budget_bytes", "Bytes that the tier may hold.", "budget_bytes"),
+    Metric("tier_used_bytes", "Bytes that the tier holds.", "used_bytes"),
+    Metric("tier_dirty_bytes", "Bytes that the object tier does not have yet.", "dirty_bytes"),
+    Metric("tier_clean_bytes", "Bytes that may be dropped, because another tier has them.", "clean_bytes"),
+    Metric("tier_host_bytes", "Bytes that all stores of this host take of the tier.", "host_bytes"),
+    Metric("tier_store_bytes", "Bytes that this store's segments take.", "store_bytes"),
+    Metric("tier_segments", "Segments of shared memory.", "segments"),
+    Metric("tier_chunks", "Chunks that the tier holds.", "chunks"),
+    Metric("tier_drafts", "Drafts that the tier holds.", "drafts"),
+    Metric("tier_conflicts", "Drafts that the tier keeps because of a conflict.", "conflicts"),
+    Metric("tier_damaged", "Drafts that lack a chunk.", "damaged"),
+    Metric("tier_waits_total", "How often writers of the process that was asked waited for room.", "waits"),
+    Metric("tier_waited_seconds_total", "How long these writers waited for room.", "waited_s"),
+    Metric("tier_evicted_bytes_total", "Bytes of clean copies that were dropped for room.", "evicted_bytes"),
+    Metric(
+        "tier_generations", "Snapshots that the GPU memory has room for, over this host's processes.", "generations"
+    ),
+    Metric("tier_snapshots", "Snapshots in GPU memory.", "snapshots"),
+    Metric("tier_newest_age_seconds", "Age of the newest snapshot.", "newest_age_s"),
+    Metric("tier_drain_bytes_per_second", "Bytes that go from GPU memory to the ram tier.", "drain_bytes_per_s"),
+    Metric("tier_drained_bytes_total", "Bytes that went from GPU memory to the ram tier.", "drained_bytes"),
+    Metric("tier_skipped_bytes_total", "Bytes in GPU memory that the ram tier had already.", "skipped_bytes"),
+    Metric("tier_registered_bytes", "Bytes of shared memory that are registered with a GPU.", "registered_bytes"),
+    Metric("tier_unpinned", "Regions of shared memory that could not be registered with a GPU.", "unpinned"),
 )
-_TIER_COUNTERS = {
-    "evicted_bytes": "Bytes of clean copies that were dropped for room.",
-    "drained_bytes": "Bytes that went from GPU memory to the ram tier.",
-    "skipped_bytes": "Bytes in GPU memory that did not have to, because the ram tier had them.",
-    "waited_s": "How long writers waited for room.",
-    "waits": "How often a writer waited for room.",
-}
-_TIER_GAUGES = {
-    "budget_bytes": "Bytes that the tier may hold.",
-    "chunks": "Chunks that the tier holds.",
-    "clean_bytes": "Bytes that may be dropped: another tier has them.",
-    "conflicts": "Drafts that the tier keeps because of a conflict.",
-    "damaged": "Drafts that lack a chunk.",
-    "dirty_bytes": "Bytes that the object tier does not have yet.",
-    "drafts": "Drafts that the tier holds.",
-    "drain_bytes_per_s": "Bytes that go from GPU memory to the ram tier, per second.",
-    "generations": "Snapshots that there is GPU memory for.",
-    "host_bytes": "Bytes that all stores of this host take of the tier.",
-    "newest_age_s": "How old the newest snapshot is.",
-    "registered_bytes": "Bytes of shared memory that are registered with a GPU.",
-    "segments": "Segments of shared memory.",
-    "snapshots": "Snapshots in GPU memory.",
-    "store_bytes": "Bytes that this store's segments take.",
-    "unpinned": "Regions of shared memory that could not be registered with a GPU.",
-    "used_bytes": "Bytes that the tier holds.",
-}
-# For the requests to a tier, by process and by method.
-_REQUEST_COUNTERS = {
-    "requests": ("requests", "Requests to the tier."),
-    "errors": ("request_errors", "Requests that failed after all attempts."),
-    "bytes": ("request_bytes", "Bytes of objects in requests that succeeded."),
-    "seconds": ("request_seconds", "How long requests were waited for, added up."),
-}
+_REQUESTS = (
+    Metric("tier_requests_total", "Requests to the tier.", "requests"),
+    Metric("tier_request_errors_total", "Requests that failed after all attempts.", "errors"),
+    Metric("tier_request_bytes_total", "Bytes of objects in requests that succeeded.", "bytes"),
+    Metric("tier_request_seconds_total", "Time of waiting for requests, added up over threads.", "seconds"),
+)
+_FALLBACKS = Metric("tier_fallbacks_total", "How often the tier used a fallback.")
+METRICS: tuple[tuple[tuple[str, ...], tuple[Metric, ...]], ...] = (
+    ((), _STORE),
+    (("tier", "gives"), (_INFO,)),
+    (("tier",), _TIER),
+    (("tier", "by", "method"), _REQUESTS),
+    (("tier", "fallback"), (_FALLBACKS,)),
+)
+"""All metrics but the counters, each group with its labels beside ``store``."""
 
 
 @dataclass(slots=True)
@@ -100,52 +125,40 @@ def exposition(report: Mapping[str, Any]) -> str:
     """
     families: dict[str, _Family] = {}
     store = {"store": str(report["store"])}
+    # A flusher counts the files of which it lists some.
+    counted = {"conflict_files": "conflicts", "failing_files": "errors"}
+    report = {**{key: len(report.get(listed, ())) for key, listed in counted.items()}, **report}
 
-    def add(name: str, kind: str, text: str, value: object, **labels: str) -> None:
+    def add(metric: Metric, value: object, **labels: str) -> None:
         if isinstance(value, (int, float)):
-            family = families.setdefault(f"tierfs_{name}", _Family(kind, text))
+            kind = "counter" if metric.name.endswith("_total") else "gauge"
+            family = families.setdefault(f"tierfs_{metric.name}", _Family(kind, metric.text))
             family.samples.append(({**store, **labels}, float(value) if isinstance(value, float) else int(value)))
 
-    for key, name, text in _STORE_GAUGES:
-        add(name, "gauge", text, report.get(key))
-    for key, listed, text in _STORE_COUNTS:
-        add(key, "gauge", text, report.get(key, len(report.get(listed, ()))))
-    running = report.get("flusher", {}).get("running")
-    add("flusher_running", "gauge", "Whether a flusher runs for the store on this host.", running)
+    for metric in _STORE:
+        value = _at(report, metric.key)
+        add(metric, value / 1e9 if isinstance(value, int) and metric.key.endswith("_ns") else value)
     for tier, values in report.get("tiers", {}).items():
-        gives = str(values.get("gives", ""))
-        add("tier_info", "gauge", "1; the label gives says which level the tier gives.", 1, tier=tier, gives=gives)
-        for key, text in _TIER_GAUGES.items():
-            add(f"tier_{_base(key)}", "gauge", text, values.get(key), tier=tier)
-        for key, text in _TIER_COUNTERS.items():
-            add(f"tier_{_base(key)}_total", "counter", text, values.get(key), tier=tier)
-        text = "How often the tier used a fallback."
+        add(_INFO, 1, tier=tier, gives=str(values.get("gives", "")))
+        for metric in _TIER:
+            add(metric, _at(values, metric.key), tier=tier)
         for what, count in values.get("fallbacks", {}).items():
-            add("tier_fallbacks_total", "counter", text, count, tier=tier, fallback=what)
+            add(_FALLBACKS, count, tier=tier, fallback=what)
         for asked, counts in values.get("requests", {}).items():
             who, _, method = asked.partition("_")
-            for key, (name, text) in _REQUEST_COUNTERS.items():
-                add(f"tier_{name}_total", "counter", text, counts.get(key), tier=tier, by=who, method=method)
-    upkeep = report.get("upkeep", {})
-    for keys, name, text in _UPKEEP_GAUGES:
-        add(name, "gauge", text, _at(upkeep, keys))
-    for what in ("gc", "scrub"):
-        ended_ns = _at(upkeep, (what, "ended_ns"))
-        if isinstance(ended_ns, int):
-            text = f"When the last {what} of the store ended, whoever ran it."
-            add(f"{what}_last_end_timestamp_seconds", "gauge", text, ended_ns / 1e9)
+            for metric in _REQUESTS:
+                add(metric, _at(counts, metric.key), tier=tier, by=who, method=method)
     for key, count in report.get("counters", {}).items():
         who, _, what = key.partition("_")
         by = "the flusher" if who == "flusher" else f"the {who} that was asked"
-        name, text = f"{_base(key)}_total", f"Counted by {by} since it began: {what.replace('_', ' ')}."
-        add(name, "counter", text, count)
+        add(Metric(f"{_base(key)}_total", f"Counted by {by} since it began: {what.replace('_', ' ')}."), count)
     return "".join(_lines(name, family) for name, family in families.items())
 
 
-def _at(values: Any, keys: Sequence[str]) -> object:
+def _at(values: Any, key: str) -> object:
     """A value some levels down; ``None`` if it is not there."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, Mapping) else None
+    for part in key.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
     return values
 
 

@@ -20,7 +20,7 @@ def add_target_arguments(parser: argparse.ArgumentParser, *, described: str) -> 
         "-T",
         "--no-target-directory",
         action="store_true",
-        help="TARGET is the new name even if it is a directory: the content of SOURCE joins it",
+        help="TARGET is the new name even if it is a directory: the content of SOURCE joins it, so the command can be repeated",
     )
 
 

@@ -34,14 +34,23 @@ class TierOptions:
     """The settings as they were written; ``None`` where there is none.
 
     Attributes:
-        ack: The level at which a write is acknowledged.
-        ram: Budget of the ram tier, shared by all processes and stores of the host.
-        nvme: Budget of the nvme tier of the store.
-        state_dir: The state directory.
-        timeout: Seconds that a writer waits for room, and for its level.
-        bandwidth: Bytes per second that the flusher sends to the object tier at most.
-        codecs: Codecs that chunks may have; see `tierfs.store.encode.codecs.Codecs.parse`.
-        device: Budget of the device tier of each process, in GPU memory; nothing where it is not given.
+        ack: The level at which ``close`` and every other change returns: ``staged``, ``local`` or ``object``. Default:
+            ``local``; ``object`` if the torch job spans hosts (``WORLD_SIZE`` is set and differs from ``LOCAL_WORLD_SIZE``,
+            or from 1).
+        ram: Budget of the ram tier: a size, or a share of the memory that this process may use. All processes and stores
+            of the host share it. Default: ``25%``.
+        nvme: Budget of the store's nvme tier: a size, or a share of the free bytes on the disk of the state directory.
+            Default: ``10%`` when the tier is made, then its size; ``0`` if the object tier is a directory of this host.
+        state_dir: The state directory, from the root or from ``~``. A relative path is refused, because programs in two
+            directories would be two hosts. Default: see ``TIERFS_STATE_DIR``.
+        timeout: Seconds that a write waits for room, and a change for its level; a wait for room that cannot come ends at
+            once. Default: 600.
+        bandwidth: Bytes per second from the flusher to the object tier, counted before they are encoded. Each host has a
+            flusher for each store, and the process that starts it decides. It does not bound writes that pass the
+            flusher by, as with ``ack="object"``. Default: no bound.
+        codecs: How the flusher encodes chunks: ``auto``, ``all``, ``off``, or names of codecs, ``zstd,plane``. The
+            process that starts the flusher decides. Default: ``auto``.
+        device: Budget of GPU memory for the device tier of each process that saves with ``TierWriter``. Default: none.
     """
 
     ack: str | None = None

@@ -60,31 +60,44 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     else:
         parser.add_argument("other", metavar=metavar, nargs="?", help=described)
     if action == "ls":
-        parser.add_argument("--limit", type=int, metavar="N", help="show only the N highest steps")
+        parser.add_argument("--limit", type=int, metavar="N", help="list only the N highest steps")
         parser.add_argument("--usage", action="store_true", help="show shared bytes, and the bytes that deleting frees")
     if action == "show":
-        parser.add_argument("--shards", action="store_true", help="show where each shard of a tensor lies")
-        parser.add_argument("--codecs", action="store_true", help="show how each tensor is encoded, and why")
+        parser.add_argument(
+            "--shards",
+            action="store_true",
+            help="show each shard's offsets, shape, file, bytes and level, and the tiers that hold it",
+        )
+        parser.add_argument(
+            "--codecs", action="store_true", help="show how each tensor is encoded in the object tier, and why"
+        )
     if action == "export":
         parser.add_argument(
             "--format",
             choices=["dcp", "safetensors", "torch"],
-            help="format to write (default: by TARGET's name: .safetensors, .pt, .pth, else dcp)",
+            help="format to write (default: by TARGET's name: .safetensors, .pt and .pth, else dcp)",
         )
         parser.add_argument("--skip-objects", action="store_true", help="leave out values that are no tensors")
     if action in {"export", "import"}:
-        parser.add_argument("--force", action="store_true", help="replace existing files")
+        parser.add_argument(
+            "--force",
+            action="store_true",
+            help="replace existing files; a directory only if it holds nothing but a checkpoint of torch's",
+        )
     if action == "import":
         add_executor_argument(parser)
     if action not in {"ls", "commit"}:
         parser.add_argument(
-            "--rank", type=int, metavar="R", help="rank to read, if ranks saved on their own (use_collectives=False)"
+            "--rank",
+            type=int,
+            metavar="R",
+            help="rank to read, if ranks saved on their own (`use_collectives=False`); verify reads all by default",
         )
     if action in {"verify", "diff", "export", "import"}:
         add_progress_argument(parser)
     if action == "commit":
         parser.add_argument(
-            "--timeout", type=float, metavar="SECONDS", help="wait so long for missing files (default: 0)"
+            "--timeout", type=float, metavar="SECONDS", help="how long to wait for missing files (default: 0)"
         )
     add_json_argument(parser)
 

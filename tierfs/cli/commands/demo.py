@@ -42,12 +42,26 @@ _PARAMETERS_MAX = 10_000_000_000
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--url", help="where to save (default: a store in a temporary directory, removed at the end)")
-    parser.add_argument("--steps", type=int, default=24, help="steps of the uninterrupted run (default: %(default)s)")
-    parser.add_argument("--every", type=int, default=6, help="steps from one save to the next (default: %(default)s)")
-    parser.add_argument("--params", default="10M", help="size of the model, roughly (default: %(default)s)")
+    parser.add_argument(
+        "--url", metavar="URL", help="where to save (default: a store in a temporary directory, removed at the end)"
+    )
+    parser.add_argument(
+        "--steps", type=int, metavar="N", default=24, help="steps of the uninterrupted run (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--every", type=int, metavar="N", default=6, help="steps from one save to the next (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--params", metavar="N", default="10M", help="size of the model, roughly (default: %(default)s)"
+    )
     parser.add_argument("--keep", action="store_true", help="leave the temporary directory, and print its path")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a phase may take (default: %(default)g)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        default=600.0,
+        help="seconds that a phase may take (default: %(default)g)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 

@@ -73,7 +73,9 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     parser.add_argument("url", metavar="URL", help="tierfs:: URL, URL of the object tier, or local path")
     if action == "export":
         parser.add_argument("file", metavar="FILE", help="the local file to write, which must be new")
-    parser.add_argument("--state-dir", metavar="DIRECTORY", help="of this host (default: TIERFS_STATE_DIR)")
+    parser.add_argument(
+        "--state-dir", metavar="DIRECTORY", help="state directory of this host (default: TIERFS_STATE_DIR)"
+    )
     if action != "run":
         parser.set_defaults(ram=None, nvme=None, bandwidth=None, codecs=None)
         add_json_argument(parser)
@@ -81,31 +83,35 @@ def add_action_arguments(parser: argparse.ArgumentParser, action: str) -> None:
     tiers = parser.add_argument_group("tiers")
     tiers.add_argument("--ram", metavar="BYTES", help="budget of the ram tier, like 64GiB")
     tiers.add_argument("--nvme", metavar="BYTES", help="budget of the nvme tier, like 1TiB")
-    tiers.add_argument("--bandwidth", metavar="BYTES", help="bytes per second to the object tier, like 500MB")
+    tiers.add_argument(
+        "--bandwidth", metavar="BYTES", help="bytes per second to the object tier, like 500MB (default: no bound)"
+    )
     tiers.add_argument("--codecs", metavar="CODECS", help="auto, all, off, or names like zstd,plane (default: auto)")
     upkeep = parser.add_argument_group("upkeep")
     upkeep.add_argument(
         "--gc-every",
         metavar="TIME",
-        help="collect garbage in the background, so long after anybody did last, like 6h (default: never)",
+        help="run gc in the background when so much time has passed since anybody ran it, like 6h (default: never)",
     )
     upkeep.add_argument(
         "--scrub-bandwidth",
         metavar="BYTES",
-        help="verify chunks in the background, so many bytes a second, like 50MB (default: none)",
+        help="verify chunks in the background, so many bytes a second, like 50MB, each about once a week (default: none)",
     )
     process = parser.add_argument_group("process")
     process.add_argument(
         "--linger",
         type=float,
         metavar="SECONDS",
-        help=f"end after so long with nothing to do (default: never, with --uuid {LINGER_S:g})",
+        help=f"end after so long without a client and without work (default: never, with --uuid {LINGER_S:g})",
     )
     process.add_argument(
-        "--uuid", help="the store's id; its first client says how to reach it. This is how clients start one"
+        "--uuid",
+        metavar="ID",
+        help="the store's id, 32 hex digits: the flusher opens the store when a client brings its options. Clients start it like this",
     )
     process.add_argument(
-        "--log-format", choices=list(FORMATS), help="of the log on stderr (default: TIERFS_LOG, else logfmt)"
+        "--log-format", choices=list(FORMATS), help="format of the log on stderr (default: by TIERFS_LOG, else logfmt)"
     )
 
 

@@ -33,24 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait",
         action="store_true",
-        help="stay until what this run condemns may be deleted, and delete it (by default the next run does)",
+        help="wait until the objects that this run condemns may be deleted, and delete them (default: the next run does)",
     )
     parser.add_argument(
         "--exclusive",
         action="store_true",
-        help="nobody else writes to the store: delete at once; refused where a writer has a live lease",
+        help="delete at once, because nobody else writes; refused if a writer has a live lease",
     )
     parser.add_argument(
         "--without",
         action="append",
         default=[],
         metavar="ROOT",
-        help="a path whose records cannot be read and are to count for nothing; needs --yes; may be given several times",
+        help="a path whose records cannot be read and shall not count; needs --yes; may be given several times",
     )
-    parser.add_argument("--yes", action="store_true", help="confirm --without: what those files need may be deleted")
+    parser.add_argument(
+        "--yes", action="store_true", help="confirm --without: chunks that those files need may be deleted"
+    )
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests at once (default: 16)")
     parser.add_argument(
-        "--rate", type=float, default=3000, metavar="N", help="objects deleted in a second at most (default: 3000)"
+        "--rate", type=float, default=3000, metavar="N", help="most objects deleted in a second (default: 3000)"
     )
     add_progress_argument(parser)
     add_json_argument(parser)

@@ -26,19 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--digest",
         choices=("xxh3-128", "blake3"),
         default="xxh3-128",
-        help="digest that names contents; blake3 for writers that are not trusted (default: %(default)s)",
+        help="digest that names contents (default: %(default)s); blake3 is for writers that are not trusted, and needs tierfs[fast]; fixed for good",
     )
     parser.add_argument(
         "--lease",
         type=int,
-        metavar="S",
-        help="seconds of a writer's lease (default: 60); fixed for good",
+        metavar="SECONDS",
+        help="duration of a writer's lease (default: 60); fixed for good",
     )
     parser.add_argument(
         "--grace",
         type=int,
-        metavar="S",
-        help="seconds that replaced or deleted bytes stay readable, and that gc waits (default: an hour, or six leases); fixed for good",
+        metavar="SECONDS",
+        help="how long replaced or deleted bytes stay readable, and gc waits (default: an hour, or six leases); fixed for good",
     )
     add_json_argument(parser)
 

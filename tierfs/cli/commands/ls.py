@@ -23,8 +23,13 @@ tierfs ls -R s3://bucket/run --json"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
-    parser.add_argument("-l", "--long", action="store_true", help="with type, size and time of each")
-    parser.add_argument("-R", "--recursive", action="store_true", help="with everything in the directories")
+    parser.add_argument(
+        "-l",
+        "--long",
+        action="store_true",
+        help="show type, size and time of change; `foreign` is a file that tierfs did not write",
+    )
+    parser.add_argument("-R", "--recursive", action="store_true", help="list everything below, by relative path")
     add_json_argument(parser)
 
 

@@ -24,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
     parser.add_argument("directory", metavar="DIR", help="a directory of this host; made where it is missing")
-    parser.add_argument("--delete", action="store_true", help="delete files in DIR that the store does not have")
+    parser.add_argument(
+        "--delete", action="store_true", help="delete files, links and directories in DIR that the store does not have"
+    )
     add_progress_argument(parser)
     add_json_argument(parser)
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="where to mount it: a directory that is there")
     parser.add_argument("--read-only", action="store_true", help="refuse every change")
     parser.add_argument(
-        "--allow-other", action="store_true", help="let other users in, as far as the files' modes allow"
+        "--allow-other", action="store_true", help="let other users of the host in, as far as the files' modes allow"
     )
     parser.add_argument(
         "--ack",
@@ -41,10 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--timeout",
         type=float,
         metavar="SECONDS",
-        help="when a program gets an error because the object tier does not answer (default: 30)",
+        help="how long a program waits for the object tier before it gets EIO (default: 30); ten times as long where whole files are stored",
     )
     parser.add_argument(
-        "--foreground", action="store_true", help="serve in this process until it is unmounted or gets SIGTERM"
+        "--foreground",
+        action="store_true",
+        help="serve in this process, until it is unmounted or gets SIGTERM; exit code 1 if something could not be published",
     )
     add_json_argument(parser)
 

@@ -29,16 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="RULE",
-        help="latest:N, every:STEPS, best:K:METRIC[:max], within:2d, geometric[:BASE]; what any of them keeps is kept",
+        help="`latest:N`, `every:STEPS`, `best:K:METRIC[:max]`, `within:2d` or `geometric[:BASE]`; a checkpoint that one rule keeps stays",
     )
     parser.add_argument(
         "--pin",
         action="append",
         default=[],
         metavar="NAME",
-        help="a checkpoint below URL that is kept; may be repeated",
+        help="a checkpoint below URL that stays; may be given several times",
     )
-    parser.add_argument("--dry-run", action="store_true", help="remove nothing; say what would be removed, and why not")
+    parser.add_argument("--dry-run", action="store_true", help="remove nothing; name the rule that keeps each")
     add_json_argument(parser)
 
 

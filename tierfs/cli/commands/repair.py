@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--read-data",
         action="store_true",
-        help="read all chunks first, as `tierfs scrub` does; else what that found counts",
+        help="read all chunks first, as `tierfs scrub` does; by default repair uses what that found",
     )
     parser.add_argument(
         "--from",

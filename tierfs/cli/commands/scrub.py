@@ -39,19 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="object (default), or the copies in a local tier of this host",
     )
     parser.add_argument(
-        "--max-seconds", type=float, metavar="N", help="begin nothing after so long; the next run goes on there"
+        "--max-seconds",
+        type=float,
+        metavar="N",
+        help="begin nothing after N seconds; the next run goes on there (default: one round over everything)",
     )
-    parser.add_argument("--bandwidth", metavar="BYTES", help="read so much a second at most, like 50MB")
+    parser.add_argument(
+        "--bandwidth", metavar="BYTES", help="most bytes read in a second by all workers together, like 50MB"
+    )
     parser.add_argument(
         "--from",
         dest="replicas",
         action="append",
         default=[],
         metavar="URL",
-        help="another store that may hold the same content, to heal from; may be given several times",
+        help="another store that may hold the same content, to heal from it; may be given several times",
     )
-    parser.add_argument("--no-heal", action="store_true", help="change nothing; say what is damaged")
-    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="objects at once (default: 8)")
+    parser.add_argument(
+        "--no-heal", action="store_true", help="heal nothing; list the damage and note how far scrubbing has come"
+    )
+    parser.add_argument(
+        "--concurrency", type=int, default=8, metavar="N", help="objects that each worker reads at once (default: 8)"
+    )
     add_executor_argument(parser)
     add_progress_argument(parser)
     add_json_argument(parser)

@@ -27,7 +27,11 @@ tierfs stat tierfs://NAME/run --json"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_url_argument(parser)
-    parser.add_argument("--chunks", action="store_true", help="list the chunks and the keys of their objects")
+    parser.add_argument(
+        "--chunks",
+        action="store_true",
+        help="also list the chunks: offset and length in the file, stored length, key of the object",
+    )
     add_json_argument(parser)
 
 

@@ -43,9 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         const=WATCH_S,
         metavar="SECONDS",
-        help=f"show it again every SECONDS (default {WATCH_S:g}) until Ctrl-C; one line each where stdout is no terminal",
+        help=f"show it again every SECONDS (default: {WATCH_S:g}) until Ctrl-C, in place on a terminal, else one line each time; URL goes before it",
     )
-    output.add_argument("--prometheus", action="store_true", help="print it in Prometheus's text format")
+    output.add_argument(
+        "--prometheus",
+        action="store_true",
+        help="print it in Prometheus's text format, for node_exporter's textfile collector for example",
+    )
     add_json_argument(output)
 
 

@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("directory", metavar="DIR", help="a directory of this host")
     add_url_argument(parser)
-    parser.add_argument("--delete", action="store_true", help="delete files in the store that DIR does not have")
+    parser.add_argument(
+        "--delete",
+        action="store_true",
+        help="delete files and directories in the store that DIR does not have, if tierfs wrote all of them",
+    )
     add_progress_argument(parser)
     add_json_argument(parser)
 

@@ -28,9 +28,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=FLUSH_S,
         metavar="SECONDS",
-        help=f"give up after so long (default: {FLUSH_S:g})",
+        help=f"how long publishing may take (default: {FLUSH_S:g})",
     )
-    parser.add_argument("--force", action="store_true", help="unmount though files are open or not published")
+    parser.add_argument(
+        "--force", action="store_true", help="unmount though files are open; changes that are not published are lost"
+    )
     add_json_argument(parser)
 
 

@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--level",
         choices=[level.label for level in LEVELS],
         default=Level.OBJECT.label,
-        help="this host's memory, its disk, or (default) the object tier",
+        help="staged is in this host's memory, local on its disk, object (default) in the object tier",
     )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up after so long (default: never)")
     add_progress_argument(parser)
