@@ -62,6 +62,8 @@ def test_what_a_store_cannot_have_is_refused_with_the_errno_that_programs_expect
     assert number_of(os.setxattr, file, "user.mine", b"x") == errno.EOPNOTSUPP
     assert number_of(os.removexattr, file, "user.tierfs.digest") == errno.EOPNOTSUPP
     assert number_of(os.getxattr, file, "user.mine") == errno.ENODATA
+    for name in ("security.selinux", "system.posix_acl_access"):
+        assert number_of(os.getxattr, file, name) == errno.EOPNOTSUPP, name
     assert number_of(os.mkdir, path / ".tierfs") == errno.EPERM
     assert number_of(os.open, os.fsencode(path) + b"/\xff", os.O_CREAT | os.O_WRONLY) == errno.EILSEQ
     assert number_of(os.open, path / ("x" * 255), os.O_CREAT | os.O_WRONLY) == errno.ENAMETOOLONG

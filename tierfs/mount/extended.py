@@ -52,7 +52,14 @@ class Extended:
         return [] if node.is_directory or node.entry is None else [PREFIX + name for name in FILE_NAMES]
 
     def get(self, node: Node, name: str) -> bytes:
-        """The value of one of them."""
+        """The value of one of them.
+
+        Raises:
+            OSError: ENODATA for a name that nobody set; EOPNOTSUPP for one outside ``user.``, as of a filesystem without access lists:
+                ``ls -l`` then stops asking, after one file instead of twice for each.
+        """
+        if not name.startswith("user."):
+            raise refusal(errno.EOPNOTSUPP)
         if not name.startswith(PREFIX) or name not in self.names(node):
             raise refusal(errno.ENODATA)
         return str(getattr(self, f"_{name[len(PREFIX) :]}")(node)).encode()
