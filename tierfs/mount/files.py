@@ -104,7 +104,7 @@ class Files:
             written = staged.write(offset, data)
             self._touched(node)
             if node.path is not None:
-                staged.feed_ahead(partial(Writer, self._state.store, node.path, level=self._state.level))
+                staged.write_ahead(partial(Writer, self._state.store, node.path, level=self._state.level))
         return written
 
     def allocate(self, handle: Handle, offset: int, length: int, mode: int) -> None:
@@ -245,30 +245,22 @@ class Files:
         # What is at the start and did not change is kept as it is.
         keep = staged.kept if base is not None and base.inline is None else 0
         metadata = with_posix(base.metadata if base is not None else {}, node.attributes)
-        writer, fed = staged.fed() or (None, 0)
-        if writer is not None and (keep or writer.path != path):
-            writer.abort()
-            writer = None
-        if writer is None:
-            fed = keep
-            writer = Writer(
-                store,
-                path,
-                mode=WriteMode.APPEND if keep else WriteMode.OVERWRITE,
-                level=self._state.level,
-                keep=keep,
-            )
+        ahead = staged.take_writer(path)
+        mode = WriteMode.APPEND if keep else WriteMode.OVERWRITE
+        writer = ahead or Writer(store, path, mode=mode, level=self._state.level, keep=keep)
         writer.metadata = metadata
         try:
             there = writer.replaces.write_id if writer.replaces is not None else None
             if there != (base.write_id if base is not None else None):
                 raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
-            staged.feed(writer, fed)
-        except BaseException:
-            writer.abort()
-            raise
-        try:
+            if ahead is None:
+                staged.feed(writer, keep)
             writer.commit()
+        except BaseException as error:
+            writer.abort()
+            if ahead is not None and not writer.is_done:
+                staged.error = error
+            raise
         finally:
             if writer.is_done:
                 self._take_published(node, staged, writer)

@@ -23,7 +23,18 @@ __all__ = ["NO_ANSWER", "SLOW", "Answer", "Requests"]
 
 Answer: TypeAlias = "bytes | Views | None"
 NO_ANSWER = frozenset({Opcode.FORGET, Opcode.BATCH_FORGET, Opcode.INTERRUPT})
-SLOW = frozenset({Opcode.FLUSH, Opcode.FSYNC, Opcode.RELEASE, Opcode.SETXATTR, Opcode.RENAME, Opcode.RENAME2})
+SLOW = frozenset(
+    {
+        Opcode.WRITE,
+        Opcode.SETATTR,
+        Opcode.FLUSH,
+        Opcode.FSYNC,
+        Opcode.RELEASE,
+        Opcode.SETXATTR,
+        Opcode.RENAME,
+        Opcode.RENAME2,
+    }
+)
 """What may take as long as the bytes of a file, or the files of a directory, need."""
 KEEP_CACHE, NO_FLUSH = 2, 32
 _OPEN_IN = struct.Struct("<II")

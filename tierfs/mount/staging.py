@@ -1,27 +1,37 @@
-"""The content of a file that is being written: a private local file over the version that was opened.
+"""The content of a file that is being written, until all of it becomes the file's next version at once.
 
-The local file has no name, so nothing of it outlives the mount's process. Blocks that were not written come from the version
-opened; one that is written in part is taken over first. `publish` makes all of it the file's next version at once.
+It lies in a private local file over the version that was opened. The local file has no name, so nothing of it outlives the mount's
+process. Blocks that were not written come from the version opened; one that is written in part is taken over first.
+
+A new file that is written from start to end lies in a `Writer` instead, so its bytes are copied once, and little is left to do when
+it is closed. Whatever else is done to it, a read or a change before its end, first takes its bytes back into the local file.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
 from tierfs.mount.errnos import refusal
-from tierfs.mount.feeding import FEED_FROM_BYTES, Feeding
 from tierfs.store import Reader, Writer
 
 __all__ = ["StagedInode"]
 
 COPY_BYTES = 8 << 20
+AHEAD_FROM_BYTES = 2 * BLOCK_BYTES
+"""A smaller file is not worth a look at what its path holds before it is closed."""
+AHEAD_MAX = 4
+"""Files at a time. Each holds a chunk of the ram tier that cannot be freed before it is full."""
+_logger = logging.getLogger("tierfs.mount")
+_ahead_free = threading.BoundedSemaphore(AHEAD_MAX)
 
 
 class StagedInode:
@@ -37,8 +47,7 @@ class StagedInode:
         is_dirty: Whether something changed since it was published.
         was_written: Whether bytes were written since, and not only the length changed.
         is_refused: Whether it cannot be published any more, since somebody else changed the file.
-        gapless: The first so many bytes were written one after the other.
-        feeding: Stores them meanwhile, if anything does.
+        error: Why the bytes are lost, which `fsync` and ``close`` have to tell; ``None`` while they are not.
     """
 
     def __init__(self, directory: Path, base: Reader | None) -> None:
@@ -49,15 +58,16 @@ class StagedInode:
         self._own: set[int] = set()  # blocks that lie in the local file
         self.kept = self.length
         self.is_dirty = self.was_written = self.is_refused = False
-        self.gapless = 0
-        self.feeding: Feeding | None = None
-        self._was_fed = False
+        self.error: BaseException | None = None
+        self._writer: Writer | None = None  # has all bytes, and the local file none
+        self._is_in_order = base is None  # every byte was written once, from start to end
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from ``offset``, fewer at the end of the file. Raises as `Reader.read_into` does."""
         end = min(offset + size, self.length)
         if offset >= end:
             return b""
+        self.take_back()
         out = bytearray(end - offset)
         self._read_into(offset, memoryview(out))
         return bytes(out)
@@ -70,6 +80,26 @@ class StagedInode:
             TierfsError: The rest of a block that is written in part cannot be read.
         """
         end = offset + len(data)
+        if self._writer is not None and offset == self.length:
+            self._write_ahead(self._writer, data)
+        else:
+            self.take_back()
+            self._write_here(offset, data)
+        self._is_in_order = self._is_in_order and offset == self.length
+        self.length = max(self.length, end)
+        self._changed(offset)
+        self.was_written = True
+        return len(data)
+
+    def _write_ahead(self, writer: Writer, data: memoryview) -> None:
+        try:
+            writer.write(data)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _write_here(self, offset: int, data: memoryview) -> None:
+        end = offset + len(data)
         if offset > self.length:
             self.resize(offset)
         first, last = offset // BLOCK_BYTES, (end - 1) // BLOCK_BYTES
@@ -77,32 +107,80 @@ class StagedInode:
             is_whole = offset <= block * BLOCK_BYTES and end >= min((block + 1) * BLOCK_BYTES, self._base_length)
             if not is_whole:
                 self._take_over(block)
-        done = 0
-        while done < len(data):
-            done += os.pwrite(self._fd, data[done:], offset + done)
+        self._write_local(offset, data)
         self._own.update(range(first, last + 1))
-        self.length = max(self.length, end)
-        self._changed(offset)
-        self.was_written = True
-        if offset <= self.gapless:
-            self.gapless = max(self.gapless, end)
-        return len(data)
 
-    def feed_ahead(self, make: Callable[[], Writer]) -> None:
-        """Have a new file stored while it is being written, by a writer that ``make`` makes."""
-        if self.feeding is None and self._base is None and self.gapless >= FEED_FROM_BYTES and not self._was_fed:
-            self.feeding = Feeding.start(self._fd, make)
-            self._was_fed = self.feeding is not None
-        if self.feeding is not None:
-            self.feeding.grown(self.gapless)
+    def write_ahead(self, make: Callable[[], Writer]) -> None:
+        """Have a new file that was written from start to end so far go on in a writer, which ``make`` makes.
 
-    def fed(self) -> tuple[Writer, int] | None:
-        """The writer that has the start of the file, and how much of it; it is the caller's."""
-        feeding, self.feeding = self.feeding, None
-        return feeding.finish() if feeding is not None else None
+        A writer that fails here changes nothing: the local file has all bytes, and publishing them says what is wrong.
+        """
+        if self._writer is not None or not self._is_in_order or self.length < AHEAD_FROM_BYTES:
+            return
+        if not _ahead_free.acquire(blocking=False):
+            return
+        self._is_in_order = False  # so it is tried once
+        writer = None
+        try:
+            writer = make()
+            self.feed(writer)
+            os.ftruncate(self._fd, 0)
+        except Exception as error:  # noqa: BLE001 - see above
+            _logger.debug("a file is not stored while it is written: %r", error)
+            if writer is not None:
+                writer.abort()
+            _ahead_free.release()
+        else:
+            self._own.clear()
+            self._writer = writer
+
+    def take_writer(self, path: str) -> Writer | None:
+        """The writer that has all bytes, if there is one, now the caller's. What it cannot do for ``path`` is taken back.
+
+        Raises:
+            TierfsError, OSError: As `take_back`; or what made the bytes be lost.
+        """
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        if self._writer is not None and self._writer.path != path:
+            self.take_back()
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            _ahead_free.release()
+        return writer
+
+    def take_back(self) -> None:
+        """Have all bytes in the local file, where they can be read and changed in any order.
+
+        Raises:
+            TierfsError, OSError: They cannot be read, or the local file cannot take them. Then they are still where they were.
+        """
+        if self.error is not None:
+            raise self.error.with_traceback(None)
+        writer = self._writer
+        if writer is None:
+            return
+        reader = writer.read_back()
+        with buffers().lend(COPY_BYTES) as buffer:
+            for offset in range(0, self.length, COPY_BYTES):
+                piece = buffer[: min(COPY_BYTES, self.length - offset)]
+                reader.read_into(offset, piece)
+                self._write_local(offset, piece)
+        self._own.update(range(-(-self.length // BLOCK_BYTES)))
+        self._end_writer()
+
+    def _end_writer(self) -> None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            _ahead_free.release()
+            writer.abort()
 
     def resize(self, length: int) -> None:
         """Cut off what is behind, or add zeros."""
+        if length == self.length:
+            return
+        self.take_back()
+        self._is_in_order = False
         if length < self.length:
             if length % BLOCK_BYTES:
                 self._take_over(length // BLOCK_BYTES)
@@ -110,17 +188,15 @@ class StagedInode:
             os.ftruncate(self._fd, length)
         elif length > self.length and self.length % BLOCK_BYTES:
             self._take_over(self.length // BLOCK_BYTES)
-        if length != self.length:
-            self._changed(min(length, self.length))
-            self.length = length
-            self.gapless = min(self.gapless, length)
+        self._changed(min(length, self.length))
+        self.length = length
 
     def allocate(self, offset: int, length: int) -> None:
         """See that there is room for these bytes on the local disk."""
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(self._fd, offset, length)
 
-    def feed(self, writer: Writer, start: int) -> None:
+    def feed(self, writer: Writer, start: int = 0) -> None:
         """Hand everything from ``start`` to a writer. Raises as `Writer.write` and `Reader.read_into` do."""
         with buffers().lend(COPY_BYTES) as buffer:
             for offset in range(start, self.length, COPY_BYTES):
@@ -131,13 +207,11 @@ class StagedInode:
     def published(self, base: Reader) -> None:
         """Take what was just published for the version that is opened."""
         self._base, self._base_length, self.kept = base, base.length, base.length
-        self.is_dirty = self.was_written = False
+        self.is_dirty = self.was_written = self._is_in_order = False
 
     def close(self) -> None:
         """Give the local file up."""
-        feeding, self.feeding = self.feeding, None
-        if feeding is not None:
-            feeding.abandon()
+        self._end_writer()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -145,8 +219,6 @@ class StagedInode:
     def _changed(self, offset: int) -> None:
         self.kept = min(self.kept, offset)
         self.is_dirty = True
-        if self.feeding is not None:
-            self.feeding.changed(offset)
 
     def _take_over(self, block: int) -> None:
         """Have a block in the local file."""
@@ -157,10 +229,13 @@ class StagedInode:
             return
         piece = memoryview(bytearray(count))
         self._base.read_into(start, piece)
-        done = 0
-        while done < count:
-            done += os.pwrite(self._fd, piece[done:], start + done)
+        self._write_local(start, piece)
         self._own.add(block)
+
+    def _write_local(self, offset: int, data: memoryview) -> None:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._fd, data[done:], offset + done)
 
     def _read_into(self, offset: int, out: memoryview) -> None:
         """Fill from the local file and the version below, both of which may be shorter than the file: the rest is zeros."""

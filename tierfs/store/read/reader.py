@@ -22,7 +22,7 @@ from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
 from tierfs.store.tree.listing import Entry, stat_to_read
 
-__all__ = ["Reader", "expand_rows", "load", "open_entry", "open_manifest"]
+__all__ = ["Reader", "expand_rows", "load", "open_content", "open_entry", "open_manifest"]
 
 PIECE_BYTES_MAX = CHUNK_BYTES
 
@@ -95,6 +95,11 @@ def open_manifest(store: Store, path: str, manifest: Manifest, *, exact: bool = 
     if manifest.inline is not None:
         return _InlineReader(manifest.inline)
     return _ChunkReader(store, path, expand_rows(store, manifest, path), exact=exact)
+
+
+def open_content(store: Store, path: str, rows: tuple[Row, ...], inline: bytes) -> Reader:
+    """Open what a writer has so far: its chunks, or where it has none its bytes. ``path`` is for errors."""
+    return _ChunkReader(store, path, rows) if rows else _InlineReader(inline)
 
 
 def expand_rows(store: Store, manifest: Manifest, path: str) -> tuple[Row, ...]:

@@ -28,7 +28,7 @@ from tierfs.host.pending.record import SlotRef
 from tierfs.store.chunks import rescue, store_chunk
 from tierfs.store.encode.contexts import ReadRow
 from tierfs.store.offline import ask_briefly
-from tierfs.store.read.reader import expand_rows, open_manifest
+from tierfs.store.read.reader import Reader, expand_rows, open_content, open_manifest
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, nothing_at, observe, observe_to_replace, observe_to_stage, publish
 from tierfs.store.write.cuts import Cutter
@@ -195,6 +195,16 @@ class Writer:
             return
         sink = self._begin_sink()
         sink.write(view)
+
+    def read_back(self) -> Reader:
+        """Open the bytes written so far. From now on nothing can be written or committed; they can be read until `abort`.
+
+        Raises:
+            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored.
+        """
+        rows = self._finish_rows()
+        self._done = True
+        return open_content(self._store, self.path, tuple(rows), bytes(self._small))
 
     def commit(self) -> Manifest:
         """Wait for the chunks, then publish the file.

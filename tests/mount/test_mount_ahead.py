@@ -1,0 +1,204 @@
+"""A new file goes into a writer while it is written, and what is published is what was written all the same."""
+
+import errno
+import os
+import random
+
+import pytest
+
+from tierfs import store as verbs
+from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError
+from tierfs.mount import staging
+from tierfs.mount.wire import SetAttr, Valid
+from tierfs.store import Writer
+
+MIB = 1 << 20
+DATA = random.Random(9).randbytes(6 * MIB + 77)
+
+
+@pytest.fixture(autouse=True)
+def all_are_given_back():
+    yield
+    taken = [staging._ahead_free.acquire(blocking=False) for _ in range(staging.AHEAD_MAX)]
+    for _ in filter(None, taken):
+        staging._ahead_free.release()
+    assert all(taken)
+
+
+def write(hand, handle, data, start=0):
+    for offset in range(0, len(data), MIB // 2):
+        hand.files.write(handle, start + offset, memoryview(data[offset : offset + MIB // 2]))
+
+
+def is_ahead(handle):
+    return handle.node.staged._writer is not None
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """How many bytes each writer took."""
+    taken = []
+    real = Writer.write
+
+    def count(self, data):
+        taken.append((self, len(data)))
+        return real(self, data)
+
+    monkeypatch.setattr(Writer, "write", count)
+    return taken
+
+
+def test_all_of_a_file_is_stored_before_it_is_closed(hand, made):
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    assert sum(length for _, length in made) == len(DATA)
+    assert os.fstat(handle.node.staged._fd).st_size == 0
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == DATA
+    assert [length for _, length in made] == [2 * MIB] + [MIB // 2] * 8 + [77]
+    assert len({id(writer) for writer, _ in made}) == 1
+    assert verbs.stat(hand.state.store, "a").manifest.metadata["posix"]["mode"] == 0o644
+
+
+@pytest.mark.parametrize("change", ["write", "truncate", "rename", "empty", "read", "hole"])
+def test_what_is_changed_after_it_was_stored_is_stored_again(hand, change):
+    model = bytearray(DATA)
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    assert is_ahead(handle)
+    if change == "write":
+        hand.files.write(handle, MIB, memoryview(b"changed"))
+        model[MIB : MIB + 7] = b"changed"
+    elif change == "rename":
+        hand.tree.rename(*hand.parent("a"), *hand.parent("b"), 0)
+    elif change == "read":
+        assert bytes(hand.files.read(handle, 3 * MIB - 5, 99)) == DATA[3 * MIB - 5 :][:99]
+        assert not is_ahead(handle)
+        write(hand, handle, b"more", len(DATA))
+        model += b"more"
+    elif change == "hole":
+        write(hand, handle, b"behind", 9 * MIB)
+        model += bytes(9 * MIB - len(DATA)) + b"behind"
+    else:
+        length = 0 if change == "empty" else 3 * MIB + 5
+        hand.files.set_attributes(handle.node, SetAttr(Valid.SIZE, 0, length, 0, 0, 0, 0))
+        del model[length:]
+        write(hand, handle, DATA[: 3 * MIB], length)
+        model += DATA[: 3 * MIB]
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "b" if change == "rename" else "a") == model
+
+
+def test_a_file_that_is_removed_while_it_is_stored_leaves_nothing(hand):
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    hand.tree.remove_file(hand.state.nodes.root, "a")
+    write(hand, handle, b"more", len(DATA))
+    assert bytes(hand.files.read(handle, len(DATA) - 9, 99)) == DATA[-9:] + b"more"
+    hand.close(handle)
+    assert hand.names() == []
+
+
+def test_a_file_that_another_host_made_meanwhile_stands(hand, other):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    assert is_ahead(handle)
+    verbs.save(other, "a", b"theirs")
+    with pytest.raises(ConflictError):
+        hand.files.flush(handle)
+    with pytest.raises(ConflictError):
+        hand.files.release(handle)
+    assert hand.read_file("a") == b"theirs"
+
+
+def test_a_store_that_fails_at_first_is_told_when_the_file_is_closed(hand, monkeypatch):
+    def fail(self, data):
+        raise CapacityError("no room")
+
+    monkeypatch.setattr(Writer, "write", fail)
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    with pytest.raises(CapacityError):
+        hand.files.flush(handle)
+    monkeypatch.undo()
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == DATA
+
+
+@pytest.mark.parametrize("there_is_one", [False, True])
+@pytest.mark.parametrize("when", ["write", "commit"])
+def test_a_store_that_fails_later_is_told_each_time_and_nothing_is_published(hand, monkeypatch, when, there_is_one):
+    if there_is_one:
+        hand.write_file("a", b"before")
+    handle = hand.create("a") if not there_is_one else hand.open("a", os.O_WRONLY | os.O_TRUNC)
+    write(hand, handle, DATA)
+    assert is_ahead(handle)
+
+    def fail(*_):
+        raise StoreError("the object tier is gone")
+
+    monkeypatch.setattr(Writer, "_take" if when == "write" else "_manifest", fail)
+    if when == "write":
+        with pytest.raises(StoreError, match="is gone"):
+            write(hand, handle, b"more", len(DATA))
+    with pytest.raises(StoreError, match="is gone"):
+        hand.files.sync(handle)
+    monkeypatch.undo()
+    for again in (
+        lambda: hand.files.sync(handle),
+        lambda: hand.files.read(handle, 0, 9),
+        lambda: write(hand, handle, b"x", 7),
+        lambda: hand.files.flush(handle),
+        lambda: hand.files.release(handle),
+    ):
+        with pytest.raises(StoreError, match="is gone"):
+            again()
+    if there_is_one:
+        assert hand.read_file("a") == b"before"
+    else:
+        with pytest.raises(NotFoundError):
+            verbs.load(hand.state.store, "a")
+
+
+def test_a_local_disk_that_is_full_leaves_what_was_written(hand, monkeypatch):
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    assert is_ahead(handle)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(staging.os, "pwrite", full)
+    for change in (lambda: hand.files.write(handle, 5, memoryview(b"x")), lambda: hand.files.read(handle, 5, 5)):
+        with pytest.raises(OSError, match="no room"):
+            change()
+    monkeypatch.undo()
+    hand.files.write(handle, 5, memoryview(b"x"))
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == DATA[:5] + b"x" + DATA[6:]
+
+
+def test_files_beyond_the_bound_are_stored_when_they_are_closed(hand):
+    handles = [hand.create(f"f{number}") for number in range(staging.AHEAD_MAX + 2)]
+    for handle in handles:
+        write(hand, handle, DATA)
+    assert sum(map(is_ahead, handles)) == staging.AHEAD_MAX
+    for handle in handles:
+        hand.close(handle)
+    assert all(verbs.load(hand.state.store, f"f{number}") == DATA for number in range(len(handles)))
+
+
+def test_random_writes_while_it_is_stored_end_up_where_they_belong(hand):
+    chance = random.Random(3)
+    for name in ("a", "b", "c"):
+        model = bytearray()
+        handle = hand.create(name)
+        for _ in range(40):
+            offset = len(model) if chance.random() < 0.9 else chance.randrange(len(model) + 1)
+            data = chance.randbytes(chance.randrange(1, MIB // 2))
+            model[offset : offset + len(data)] = data
+            hand.files.write(handle, offset, memoryview(data))
+        hand.close(handle)
+        assert verbs.load(hand.state.store, name) == bytes(model)
