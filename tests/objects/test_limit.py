@@ -137,7 +137,7 @@ class Answering(MemoryObjects):
 
     def __init__(self, errors: Iterable[TierfsError | None] = (), seconds: float = 0.0) -> None:
         super().__init__("/test-limit")
-        self.errors = iter(errors)
+        self.errors = iter(list(errors))  # a generator is for one thread
         self.seconds = seconds
         self.clock = ManualClock()
 
