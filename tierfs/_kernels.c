@@ -19,7 +19,7 @@
 
 /* One version of a loop for each width of vectors; the loader picks the one that the processor has. */
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__SANITIZE_ADDRESS__)
-#define VECTORS __attribute__((target_clones("arch=skylake-avx512", "avx2", "default")))
+#define VECTORS __attribute__((target_clones("avx2", "default")))
 #else
 #define VECTORS
 #endif
@@ -27,7 +27,8 @@
 #include <emmintrin.h>
 #endif
 
-enum { TILE = 2048, WORD = 8, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
+enum { TILE = 2048, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
+#define HIGHEST 0x8080808080808080u
 /* What is done to elements before they are taken apart: numbers of tierfs.codec.planes.planes.Order, and one more. */
 enum { AS_IT_IS, SIGN_LAST, ZIGZAG_UPPER, ZIGZAG_WHOLE, ORDERS };
 
@@ -72,166 +73,140 @@ static void stream(uint8_t *to, const uint8_t *from, size_t length)
 /* ---- elements to planes, and back --------------------------------------------------------------------------------- */
 
 typedef struct {
-    const uint8_t *elements, *base; /* base: NULL for none */
-    uint8_t *planes[PLANES_MAX];    /* the most significant first, NULL if not wanted; of a woven pair the first */
-    uint8_t woven;                  /* bit n: lane n, from the top, is 2 bytes an element */
-    size_t count;
-    int order;
-} Cut;
-
-typedef struct {
     uint8_t *elements;
-    const uint8_t *base;
-    const uint8_t *planes[PLANES_MAX];
-    uint8_t woven;
+    const uint8_t *base;         /* NULL for none */
+    uint8_t *planes[PLANES_MAX]; /* the most significant first, NULL if not wanted; of a woven pair the first */
+    uint8_t woven;               /* bit n: lane n, from the top, is 2 bytes an element */
     size_t count;
     int order;
-} Join;
+} Parts;
 
-/* With shifts that are constants, loops work on elements of their own width. */
-#define UNROLLED _Pragma("GCC unroll 8")
-#define UPPER(T) (sizeof(T) * 8 - 16)
-#define REPLACE_UPPER(T, x, upper) (T)(((x) & (T)(((T)1 << UPPER(T)) - 1)) | (T)((T)(uint16_t)(upper) << UPPER(T)))
+/* Numbers that may lie anywhere. */
+typedef uint8_t U1;
+typedef uint16_t U2 __attribute__((aligned(1), may_alias));
+typedef uint32_t U4 __attribute__((aligned(1), may_alias));
+typedef uint64_t U8 __attribute__((aligned(1), may_alias));
 
-/* The sign of a float goes behind its exponent, which then fills a byte. */
-#define SIGN_TO_END(u) ((((u) & 0x7F80) << 1) | ((u) & 0x7F) | (((u) >> 8) & 0x80))
-#define SIGN_TO_FRONT(u) ((((u) >> 1) & 0x7F80) | ((u) & 0x7F) | (((u) & 0x80) << 8))
+/* With order SIGN_LAST the sign of a float goes behind its exponent, which then fills a byte. */
+#define EXPONENT(u) (uint8_t)((u) >> 7)
+#define REST(u) (uint8_t)(((u) & 0x7F) | ((u) >> 8 & 0x80))
+#define FLOAT(exponent, rest) (uint16_t)((exponent) << 7 | ((rest) & 0x7F) | ((rest) & 0x80) << 8)
 #define ZIGZAG(T, x) (T)((T)((x) << 1) ^ (T)(0 - (T)((x) >> (sizeof(T) * 8 - 1))))
 #define UNZIGZAG(T, x) (T)((T)((x) >> 1) ^ (T)(0 - (T)((x) & 1)))
+#define LOOP for (size_t i = 0; i < n; i++)
+#define UNROLLED _Pragma("GCC unroll 8")
 
-#define CUT_AND_JOIN(T, NAME)                                                                                          \
-    VECTORS static void cut_##NAME(const Cut *cut)                                                                     \
+/* A lane of 2 bytes has an upper and a lower plane; that of a single byte has a lower one. */
+#define LANES(T) ((sizeof(T) + 1) / 2)
+#define LOW(T, lane) (2 * (lane) + (sizeof(T) > 1))
+
+#define CUT_AND_JOIN(T)                                                                                                \
+    VECTORS static void cut_##T(const Parts *parts)                                                                    \
     {                                                                                                                  \
-        T tile[TILE], other[TILE];                                                                                     \
-        uint16_t lane[TILE];                                                                                           \
-        for (size_t at = 0; at < cut->count; at += TILE) {                                                             \
-            size_t n = cut->count - at < TILE ? cut->count - at : TILE;                                                \
-            memcpy(tile, cut->elements + at * sizeof(T), n * sizeof(T));                                               \
-            if (cut->base) {                                                                                           \
-                memcpy(other, cut->base + at * sizeof(T), n * sizeof(T));                                              \
-                for (size_t i = 0; i < n; i++) tile[i] = (T)(tile[i] - other[i]);                                      \
-            }                                                                                                          \
-            if (cut->order == ZIGZAG_WHOLE)                                                                            \
-                for (size_t i = 0; i < n; i++) tile[i] = ZIGZAG(T, tile[i]);                                           \
-            else if (sizeof(T) > 1 && cut->order == SIGN_LAST)                                                         \
-                for (size_t i = 0; i < n; i++) {                                                                       \
-                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
-                    tile[i] = REPLACE_UPPER(T, tile[i], SIGN_TO_END(u));                                               \
-                }                                                                                                      \
-            else if (sizeof(T) > 1 && cut->order == ZIGZAG_UPPER)                                                      \
-                for (size_t i = 0; i < n; i++) {                                                                       \
-                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
-                    tile[i] = REPLACE_UPPER(T, tile[i], ZIGZAG(uint16_t, u));                                          \
-                }                                                                                                      \
-            UNROLLED for (size_t p = 0; p < sizeof(T); p++) {                                                          \
-                size_t shift = 8 * (sizeof(T) - 1 - p);                                                                \
-                if (!cut->planes[p]) continue;                                                                         \
-                if (cut->woven >> (p / 2) & 1) {                                                                       \
-                    for (size_t i = 0; i < n; i++) lane[i] = (uint16_t)(tile[i] >> (shift - 8));                       \
-                    memcpy(cut->planes[p] + 2 * at, lane, 2 * n);                                                      \
-                } else {                                                                                               \
-                    uint8_t *plane = cut->planes[p] + at;                                                              \
-                    for (size_t i = 0; i < n; i++) plane[i] = (uint8_t)(tile[i] >> shift);                             \
-                }                                                                                                      \
+        uint16_t tile[TILE];                                                                                           \
+        for (size_t at = 0; at < parts->count; at += TILE) {                                                           \
+            size_t n = parts->count - at < TILE ? parts->count - at : TILE;                                            \
+            const T *x = (const T *)parts->elements + at, *base = parts->base ? (const T *)parts->base + at : NULL;    \
+            UNROLLED for (size_t number = 0; number < LANES(T); number++) {                                            \
+                size_t shift = 16 * (LANES(T) - 1 - number), low = LOW(T, number);                                     \
+                int is_woven = parts->woven >> number & 1, order = number || sizeof(T) == 1 ? AS_IT_IS : parts->order; \
+                uint8_t *restrict lower = parts->planes[low], *restrict upper = low ? parts->planes[low - 1] : NULL;   \
+                if (!upper && (!lower || is_woven)) continue;                                                          \
+                U2 *restrict lane = is_woven ? (U2 *)upper + at : (U2 *)tile;                                          \
+                if (!base) LOOP lane[i] = (uint16_t)(x[i] >> shift);                                                   \
+                else if (parts->order == ZIGZAG_WHOLE)                                                                 \
+                    LOOP lane[i] = (uint16_t)(ZIGZAG(T, (T)(x[i] - base[i])) >> shift);                                \
+                else LOOP lane[i] = (uint16_t)((T)(x[i] - base[i]) >> shift);                                          \
+                if (is_woven) continue;                                                                                \
+                if (order == ZIGZAG_UPPER) LOOP lane[i] = ZIGZAG(uint16_t, lane[i]);                                   \
+                if (upper && order == SIGN_LAST) LOOP upper[at + i] = EXPONENT(lane[i]);                               \
+                else if (upper) LOOP upper[at + i] = (uint8_t)(lane[i] >> 8);                                          \
+                if (lower && order == SIGN_LAST) LOOP lower[at + i] = REST(lane[i]);                                   \
+                else if (lower) LOOP lower[at + i] = (uint8_t)lane[i];                                                 \
             }                                                                                                          \
         }                                                                                                              \
     }                                                                                                                  \
-    VECTORS static void join_##NAME(const Join *join)                                                                  \
+    VECTORS static void join_##T(const Parts *parts)                                                                   \
     {                                                                                                                  \
-        T tile[TILE], other[TILE];                                                                                     \
-        uint16_t lane[TILE];                                                                                           \
-        for (size_t at = 0; at < join->count; at += TILE) {                                                            \
-            size_t n = join->count - at < TILE ? join->count - at : TILE;                                              \
-            memset(tile, 0, n * sizeof(T));                                                                            \
-            UNROLLED for (size_t p = 0; p < sizeof(T); p++) {                                                          \
-                size_t shift = 8 * (sizeof(T) - 1 - p);                                                                \
-                if (join->woven >> (p / 2) & 1) {                                                                      \
-                    if (p % 2) continue;                                                                               \
-                    memcpy(lane, join->planes[p] + 2 * at, 2 * n);                                                     \
-                    for (size_t i = 0; i < n; i++) tile[i] |= (T)((T)lane[i] << (shift - 8));                          \
-                } else {                                                                                               \
-                    const uint8_t *plane = join->planes[p] + at;                                                       \
-                    for (size_t i = 0; i < n; i++) tile[i] |= (T)((T)plane[i] << shift);                               \
-                }                                                                                                      \
+        uint16_t tiles[LANES(T)][TILE];                                                                                \
+        for (size_t at = 0; at < parts->count; at += TILE) {                                                           \
+            size_t n = parts->count - at < TILE ? parts->count - at : TILE;                                            \
+            T *restrict x = (T *)parts->elements + at;                                                                 \
+            const T *base = parts->base ? (const T *)parts->base + at : NULL;                                          \
+            UNROLLED for (size_t number = 0; number < LANES(T); number++) {                                            \
+                size_t low = LOW(T, number);                                                                           \
+                int order = number || sizeof(T) == 1 ? AS_IT_IS : parts->order;                                        \
+                uint16_t *lane = tiles[number];                                                                        \
+                const uint8_t *lower = parts->planes[low] + at, *upper = low ? parts->planes[low - 1] + at : NULL;     \
+                if (parts->woven >> number & 1) memcpy(lane, upper + at, 2 * n);                                       \
+                else if (sizeof(T) == 1) LOOP lane[i] = lower[i];                                                      \
+                else if (order == SIGN_LAST) LOOP lane[i] = FLOAT(upper[i], lower[i]);                                 \
+                else LOOP lane[i] = (uint16_t)(upper[i] << 8 | lower[i]);                                              \
+                if (order == ZIGZAG_UPPER) LOOP lane[i] = UNZIGZAG(uint16_t, lane[i]);                                 \
             }                                                                                                          \
-            if (join->order == ZIGZAG_WHOLE)                                                                           \
-                for (size_t i = 0; i < n; i++) tile[i] = UNZIGZAG(T, tile[i]);                                         \
-            else if (sizeof(T) > 1 && join->order == SIGN_LAST)                                                        \
-                for (size_t i = 0; i < n; i++) {                                                                       \
-                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
-                    tile[i] = REPLACE_UPPER(T, tile[i], SIGN_TO_FRONT(u));                                             \
-                }                                                                                                      \
-            else if (sizeof(T) > 1 && join->order == ZIGZAG_UPPER)                                                     \
-                for (size_t i = 0; i < n; i++) {                                                                       \
-                    uint16_t u = (uint16_t)(tile[i] >> UPPER(T));                                                      \
-                    tile[i] = REPLACE_UPPER(T, tile[i], UNZIGZAG(uint16_t, u));                                        \
-                }                                                                                                      \
-            if (join->base) {                                                                                          \
-                memcpy(other, join->base + at * sizeof(T), n * sizeof(T));                                             \
-                for (size_t i = 0; i < n; i++) tile[i] = (T)(tile[i] + other[i]);                                      \
-            }                                                                                                          \
-            memcpy(join->elements + at * sizeof(T), tile, n * sizeof(T));                                              \
+            if (!base) LOOP x[i] = JOINED_##T;                                                                         \
+            else if (parts->order == ZIGZAG_WHOLE) LOOP x[i] = (T)(UNZIGZAG(T, JOINED_##T) + base[i]);                 \
+            else LOOP x[i] = (T)(JOINED_##T + base[i]);                                                                \
         }                                                                                                              \
     }
 
-/* One byte has no upper lane: its shifts above would be negative, and are never reached. */
-#undef UPPER
-#define UPPER(T) (sizeof(T) > 1 ? sizeof(T) * 8 - 16 : 0)
-CUT_AND_JOIN(uint8_t, 1)
-CUT_AND_JOIN(uint16_t, 2)
-CUT_AND_JOIN(uint32_t, 4)
-CUT_AND_JOIN(uint64_t, 8)
+#define JOINED_U1 (U1)tiles[0][i]
+#define JOINED_U2 tiles[0][i]
+#define JOINED_U4 ((uint32_t)tiles[0][i] << 16 | tiles[1][i])
+#define JOINED_U8 (((uint64_t)tiles[0][i] << 16 | tiles[1][i]) << 32 | ((uint64_t)tiles[2][i] << 16 | tiles[3][i]))
+CUT_AND_JOIN(U1)
+CUT_AND_JOIN(U2)
+CUT_AND_JOIN(U4)
+CUT_AND_JOIN(U8)
 
 /* ---- planes ------------------------------------------------------------------------------------------------------- */
 
-typedef uint8_t Bytes64 __attribute__((vector_size(64)));
-typedef uint16_t Pairs32 __attribute__((vector_size(64)));
-typedef uint64_t Words8 __attribute__((vector_size(64)));
-typedef uint8_t Bytes32 __attribute__((vector_size(32)));
-
-/* 64 bytes less `first`, and half as many with two codes each. Returns whether any is outside of the window. */
-static inline int codes_of(const uint8_t *plane, uint8_t first, uint8_t *codes, uint8_t *packed)
+/* A bit for each of 64 bytes, the first one the lowest, that is not `most`. */
+static inline uint64_t others_of(const uint8_t *bytes, uint8_t most)
 {
-    Bytes64 bytes;
-    memcpy(&bytes, plane, 64);
-    bytes -= first;
-    memcpy(codes, &bytes, 64);
-    Pairs32 pairs = (Pairs32)bytes;
-    Bytes32 both = __builtin_convertvector(pairs | pairs >> 4, Bytes32);
-    memcpy(packed, &both, 32);
-    Words8 words = (Words8)bytes;
-    uint64_t any = (words[0] | words[1]) | (words[2] | words[3]) | (words[4] | words[5]) | (words[6] | words[7]);
-    return (any & 0xF0F0F0F0F0F0F0F0u) != 0;
+    uint64_t bits = 0;
+#if defined(__SSE2__)
+    for (int i = 0; i < 4; i++) {
+        __m128i same = _mm_cmpeq_epi8(_mm_loadu_si128((const __m128i *)bytes + i), _mm_set1_epi8((char)most));
+        bits |= (uint64_t)(uint16_t)_mm_movemask_epi8(same) << 16 * i;
+    }
+    return ~bits;
+#else
+    for (int i = 0; i < 8; i++) {
+        uint64_t word;
+        memcpy(&word, bytes + 8 * i, 8);
+        word ^= 0x0101010101010101u * most;
+        word = (((word & ~HIGHEST) + ~HIGHEST) | word) & HIGHEST;
+        bits |= ((word >> 7) * 0x0102040810204080u >> 56) << 8 * i;
+    }
+    return bits;
+#endif
 }
 
 /* Returns how many bytes are outside of the window, or -1 for more than `limit`. */
 VECTORS static Py_ssize_t pack_codes(const uint8_t *plane, size_t size, uint8_t first, Py_ssize_t limit, uint8_t *positions,
-                             uint8_t *values, uint8_t *packed)
+                                     uint8_t *values, uint8_t *packed)
 {
-    uint8_t codes[64], padded[64], pair[32];
+    uint8_t padded[64], codes[64], upper[64], pairs[32];
     Py_ssize_t outside = 0;
+    memset(padded, first, 64); /* what is behind the end is code 0 */
+    memcpy(padded, plane + size / 64 * 64, size % 64);
     for (size_t at = 0; at < size; at += 64) {
-        size_t n = size - at < 64 ? size - at : 64;
-        const uint8_t *source = plane + at;
-        if (n < 64) {
-            memset(padded, first, 64); /* what is behind the end is code 0 */
-            memcpy(padded, source, n);
-            source = padded;
+        int is_whole = size - at >= 64;
+        const uint8_t *source = is_whole ? plane + at : padded;
+        uint8_t *target = is_whole ? packed + at / 2 : pairs;
+        for (int i = 0; i < 64; i++) codes[i] = (uint8_t)(source[i] - first), upper[i] = codes[i] & 0xF0;
+        for (uint64_t others = others_of(upper, 0); others; others &= others - 1) {
+            if (outside == limit) return -1;
+            int i = __builtin_ctzll(others);
+            uint32_t position = (uint32_t)at + (uint32_t)i;
+            memcpy(positions + 4 * outside, &position, 4);
+            values[outside++] = source[i];
+            codes[i] = 0;
         }
-        if (codes_of(source, first, codes, pair)) {
-            for (size_t i = 0; i < n; i++) {
-                if (codes[i] < WINDOW) continue;
-                if (outside == limit) return -1;
-                uint32_t position = (uint32_t)(at + i);
-                memcpy(positions + 4 * outside, &position, 4);
-                values[outside++] = source[i];
-                codes[i] = 0;
-            }
-            for (int i = 0; i < 32; i++) pair[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
-        }
-        if (n == 64) memcpy(packed + at / 2, pair, 32);
-        else memcpy(packed + at / 2, pair, (n + 1) / 2);
+        for (int i = 0; i < 32; i++) target[i] = (uint8_t)(codes[2 * i] | codes[2 * i + 1] << 4);
     }
+    memcpy(packed + size / 64 * 32, pairs, (size % 64 + 1) / 2);
     return outside;
 }
 
@@ -248,24 +223,20 @@ VECTORS static void unpack_codes(const uint8_t *packed, uint8_t first, uint8_t *
 static Py_ssize_t pack_mostly(const uint8_t *plane, size_t size, uint8_t most, Py_ssize_t limit, uint8_t *gaps,
                               size_t *gap_bytes, uint8_t *values)
 {
-    uint64_t all = 0x0101010101010101u * most, word;
+    uint8_t padded[64];
     Py_ssize_t others = 0;
     size_t next = 0, used = 0;
-    for (size_t at = 0; at < size; at += WORD) {
-        size_t n = size - at < WORD ? size - at : WORD;
-        if (n == WORD) {
-            memcpy(&word, plane + at, WORD);
-            if (word == all) continue;
-        }
-        for (size_t i = at; i < at + n; i++) {
-            if (plane[i] == most) continue;
+    memset(padded, most, 64);
+    memcpy(padded, plane + size / 64 * 64, size % 64);
+    for (size_t at = 0; at < size; at += 64) {
+        uint64_t differs = others_of(size - at < 64 ? padded : plane + at, most);
+        for (; differs; differs &= differs - 1) {
             if (others == limit) return -1;
-            size_t gap = i - next;
-            memset(gaps + used, SKIP, gap / SKIP);
-            used += gap / SKIP;
-            gaps[used++] = (uint8_t)(gap % SKIP);
-            values[others++] = plane[i];
-            next = i + 1;
+            size_t position = at + (size_t)__builtin_ctzll(differs), gap = position - next;
+            for (; gap >= SKIP; gap -= SKIP) gaps[used++] = SKIP;
+            gaps[used++] = (uint8_t)gap;
+            values[others++] = plane[position];
+            next = position + 1;
         }
     }
     *gap_bytes = used;
@@ -337,7 +308,12 @@ static PyObject *py_copy(PyObject *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-static int is_width(int width) { return width == 1 || width == 2 || width == 4 || width == 8; }
+/* An order that changes the upper lane alone makes two planes of it. */
+static int is_known(int width, int order, int woven)
+{
+    int is_width = width == 1 || width == 2 || width == 4 || width == 8, is_upper = order == SIGN_LAST || order == ZIGZAG_UPPER;
+    return is_width && order >= 0 && order < ORDERS && woven >= 0 && woven < 16 && !(width == 1 && woven) && !(is_upper && woven & 1);
+}
 
 static PyObject *py_split(PyObject *self, PyObject *args)
 {
@@ -345,20 +321,20 @@ static PyObject *py_split(PyObject *self, PyObject *args)
     int width, order, woven, wanted;
     (void)self;
     if (!PyArg_ParseTuple(args, "y*z*iiiiw*", &elements, &base, &width, &order, &woven, &wanted, &out)) return NULL;
-    int is_right = is_width(width) && order >= 0 && order < ORDERS && woven >= 0 && woven < 16 && !(width == 1 && woven);
-    Cut cut = {.elements = elements.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
-    cut.count = is_right ? (size_t)elements.len / (size_t)width : 0;
+    int is_right = is_known(width, order, woven);
+    Parts parts = {.elements = elements.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
+    parts.count = is_right ? (size_t)elements.len / (size_t)width : 0;
     size_t used = 0;
     for (int p = 0; is_right && p < width; p++) {
         int is_pair = woven >> (p / 2) & 1;
         if (!(wanted >> p & 1) || (is_pair && p % 2)) continue;
-        cut.planes[p] = (uint8_t *)out.buf + used;
-        used += (is_pair ? 2 : 1) * cut.count;
+        parts.planes[p] = (uint8_t *)out.buf + used;
+        used += (is_pair ? 2 : 1) * parts.count;
     }
     is_right = is_right && used <= (size_t)out.len && (!base.buf || base.len >= elements.len);
     if (is_right) {
         Py_BEGIN_ALLOW_THREADS
-        (width == 1 ? cut_1 : width == 2 ? cut_2 : width == 4 ? cut_4 : cut_8)(&cut);
+        (width == 1 ? cut_U1 : width == 2 ? cut_U2 : width == 4 ? cut_U4 : cut_U8)(&parts);
         Py_END_ALLOW_THREADS
     }
     PyBuffer_Release(&elements), PyBuffer_Release(&out);
@@ -374,20 +350,19 @@ static PyObject *py_merge(PyObject *self, PyObject *args)
     int width, order, woven, got = 0;
     (void)self;
     if (!PyArg_ParseTuple(args, "w*z*iiiO!", &out, &base, &width, &order, &woven, &PyTuple_Type, &planes)) return NULL;
-    int is_right = is_width(width) && order >= 0 && order < ORDERS && woven >= 0 && woven < 16 && !(width == 1 && woven);
-    is_right = is_right && PyTuple_Size(planes) == width && (!base.buf || base.len >= out.len);
-    Join join = {.elements = out.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
-    join.count = is_right ? (size_t)out.len / (size_t)width : 0;
+    int is_right = is_known(width, order, woven) && PyTuple_Size(planes) == width && (!base.buf || base.len >= out.len);
+    Parts parts = {.elements = out.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
+    parts.count = is_right ? (size_t)out.len / (size_t)width : 0;
     for (; is_right && got < width; got++) {
         if (PyObject_GetBuffer(PyTuple_GetItem(planes, got), &views[got], PyBUF_SIMPLE)) break;
         size_t bytes = !(woven >> (got / 2) & 1) ? 1 : got % 2 ? 0 : 2;
-        if ((size_t)views[got].len < bytes * join.count) is_right = 0;
-        join.planes[got] = views[got].buf;
+        if ((size_t)views[got].len < bytes * parts.count) is_right = 0;
+        parts.planes[got] = views[got].buf;
     }
     int is_whole = is_right && got == width;
     if (is_whole) {
         Py_BEGIN_ALLOW_THREADS
-        (width == 1 ? join_1 : width == 2 ? join_2 : width == 4 ? join_4 : join_8)(&join);
+        (width == 1 ? join_U1 : width == 2 ? join_U2 : width == 4 ? join_U4 : join_U8)(&parts);
         Py_END_ALLOW_THREADS
     }
     while (got--) PyBuffer_Release(&views[got]);

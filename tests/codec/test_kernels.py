@@ -114,6 +114,8 @@ def test_kernels_refuse_damage_as_numpy_does(seed, kind, width, hits):
         ("split", (bytes(8), None, 2, 0, 0, 255, bytearray(7))),
         ("split", (bytes(8), None, 2, 4, 0, 255, bytearray(8))),
         ("split", (bytes(8), None, 1, 0, 1, 255, bytearray(8))),
+        ("split", (bytes(8), None, 2, 1, 1, 255, bytearray(8))),
+        ("merge", (bytearray(8), None, 2, 1, 1, (bytes(8), b""))),
         ("merge", (bytearray(8), None, 2, 0, 0, (bytes(4), bytes(3)))),
         ("merge", (bytearray(8), None, 2, 0, 0, (bytes(4),))),
         ("merge", (bytearray(8), None, 2, 0, 1, (bytes(7), b""))),
