@@ -6,15 +6,19 @@ import fcntl
 import mmap
 import os
 import random
+import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
 import mounts
 import pytest
 from mounts import PROGRAM, run
+
+import tierfs
 
 mounts.require()
 
@@ -254,3 +258,47 @@ def test_umount_of_a_mount_with_open_files_says_so(hosts, local):
         assert "in use" in done.stderr
     run(*PROGRAM, "umount", path)
     assert not os.path.ismount(path)
+
+
+BY_SOMEBODY = """
+import os, sys, tierfs
+from tierfs.session import init
+
+base, data = sys.argv[1], os.urandom(20 << 20)
+init(f"file://{base}/store")
+os.mkdir(f"{base}/mnt")
+with tierfs.mount(f"file://{base}/store", f"{base}/mnt", state_dir=f"{base}/state", ram="64MiB", nvme="0"):
+    with open(f"{base}/mnt/a", "wb") as file:
+        file.write(data)
+    os.rename(f"{base}/mnt/a", f"{base}/mnt/b")
+    with open(f"{base}/mnt/b", "rb") as file:
+        assert file.read() == data
+    print(os.listdir(f"{base}/mnt"), os.stat(f"{base}/mnt/b").st_uid, os.getuid())
+assert not os.path.ismount(f"{base}/mnt")
+"""
+
+
+def test_a_user_who_is_not_root_mounts_too():
+    nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+    root = os.path.dirname(os.path.dirname(tierfs.__file__))
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": root, "PYTHONDONTWRITEBYTECODE": "1"}
+
+    def python(code, *words):
+        command = [sys.executable, "-c", code, *words]
+        options = {"env": environment, "cwd": "/", "capture_output": True, "text": True, "timeout": 120}
+        return subprocess.run(command, check=False, **options, **nobody)
+
+    try:
+        can = python("import os, tierfs; os.open('/dev/fuse', os.O_RDWR)").returncode == 0
+    except PermissionError:
+        can = False
+    if not can or shutil.which("fusermount3") is None:
+        pytest.skip("another user than root cannot run this Python, open /dev/fuse, or find fusermount3")
+    with tempfile.TemporaryDirectory() as base:
+        if nobody:
+            os.chown(base, 65534, 65534)
+        environment |= {"TIERFS_STATE_DIR": f"{base}/state", "HOME": base}
+        done = python(BY_SOMEBODY, base)
+        assert done.returncode == 0, done.stderr
+        user = nobody.get("user", os.getuid())
+        assert done.stdout.split("\n")[0] == f"['b'] {user} {user}"
