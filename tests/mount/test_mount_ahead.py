@@ -162,7 +162,8 @@ def test_a_store_that_fails_later_is_told_each_time_and_nothing_is_published(han
             verbs.load(hand.state.store, "a")
 
 
-def test_a_local_disk_that_is_full_leaves_what_was_written(hand, monkeypatch):
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_local_disk_that_is_full_leaves_what_was_written(hand, monkeypatch, goes_on):
     handle = hand.create("a")
     write(hand, handle, DATA)
     assert is_ahead(handle)
@@ -170,14 +171,16 @@ def test_a_local_disk_that_is_full_leaves_what_was_written(hand, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "no room")
 
-    monkeypatch.setattr(staging.os, "pwrite", full)
+    monkeypatch.setattr(staging.StagedInode, "_write_local", full)
     for change in (lambda: hand.files.write(handle, 5, memoryview(b"x")), lambda: hand.files.read(handle, 5, 5)):
         with pytest.raises(OSError, match="no room"):
             change()
-    monkeypatch.undo()
-    hand.files.write(handle, 5, memoryview(b"x"))
+    write(hand, handle, DATA, len(DATA))
+    if goes_on:
+        monkeypatch.undo()
+        hand.files.write(handle, 5, memoryview(b"x"))
     hand.close(handle)
-    assert verbs.load(hand.state.store, "a") == DATA[:5] + b"x" + DATA[6:]
+    assert verbs.load(hand.state.store, "a") == (DATA[:5] + b"x" + DATA[6:] if goes_on else DATA) + DATA
 
 
 def test_files_beyond_the_bound_are_stored_when_they_are_closed(hand):

@@ -161,11 +161,15 @@ class StagedInode:
         if writer is None:
             return
         reader = writer.read_back()
-        with buffers().lend(COPY_BYTES) as buffer:
-            for offset in range(0, self.length, COPY_BYTES):
-                piece = buffer[: min(COPY_BYTES, self.length - offset)]
-                reader.read_into(offset, piece)
-                self._write_local(offset, piece)
+        try:
+            with buffers().lend(COPY_BYTES) as buffer:
+                for offset in range(0, self.length, COPY_BYTES):
+                    piece = buffer[: min(COPY_BYTES, self.length - offset)]
+                    reader.read_into(offset, piece)
+                    self._write_local(offset, piece)
+        except BaseException:
+            os.ftruncate(self._fd, 0)
+            raise
         self._own.update(range(-(-self.length // BLOCK_BYTES)))
         self._end_writer()
 

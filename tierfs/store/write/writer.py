@@ -197,13 +197,12 @@ class Writer:
         sink.write(view)
 
     def read_back(self) -> Reader:
-        """Open the bytes written so far. From now on nothing can be written or committed; they can be read until `abort`.
+        """Open the bytes written so far, which can be read until `abort` or `commit`. The chunk being filled ends here.
 
         Raises:
             StoreError, CapacityError, ReadOnlyError: A chunk could not be stored.
         """
         rows = self._finish_rows()
-        self._done = True
         return open_content(self._store, self.path, tuple(rows), bytes(self._small))
 
     def commit(self) -> Manifest:
