@@ -18,7 +18,6 @@ HEAVY = {
     "aiobotocore",
     "aiohttp",
     "cupy",
-    "tqdm",
 }
 
 

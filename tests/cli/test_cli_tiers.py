@@ -628,7 +628,7 @@ words = ["run", "file:///nothing", "--uuid", "ab" * 16, "--state-dir", sys.argv[
 engine, directory = flusher._spawned(frame.build_parser("flusher").parse_intermixed_args(words))
 engine.start()
 engine.handle("hello", {"options": {}}, None)
-late = {"fsspec", "asyncio", "ssl", "tqdm", "tierfs.store", "tierfs.objects", "tierfs.fs", "torch"} & set(sys.modules)
+late = {"fsspec", "asyncio", "ssl", "tierfs.store", "tierfs.objects", "tierfs.fs", "torch"} & set(sys.modules)
 engine.stop()
 engine.close()
 assert not late, late

@@ -6,11 +6,11 @@ import contextlib
 import json
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 from tierfs.cli.output import format_time
+from tierfs.cli.progress import print_above
 from tierfs.errors import InvalidInputError
 
 __all__ = ["FORMATS", "logging_to_stderr"]
@@ -57,19 +57,14 @@ FORMATS: dict[str, type[logging.Formatter]] = {"text": _Text, "logfmt": _KeyValu
 
 
 class _Handler(logging.Handler):
-    """Writes to whatever stderr is now, above a progress bar if there is one."""
+    """Writes to whatever stderr is now, above the progress if there is any."""
 
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         # A disk without room for the log must not end the work that is told of. A buffered stderr keeps some of what it
         # could not write, and adds it once there is room.
         with contextlib.suppress(OSError):
-            if "tqdm" in sys.modules:
-                from tqdm import tqdm  # noqa: PLC0415 - only where a bar is loaded anyway
-
-                tqdm.write(line, file=sys.stderr)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            print_above(line)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from tierfs.cli.progress import Progress
+
 __all__ = ["FILES_AT_ONCE", "Stopped", "run_in_parallel"]
 
 _Item = TypeVar("_Item")
@@ -21,12 +23,15 @@ class Stopped(Exception):  # noqa: N818 - not an error
     """Raised inside a task that is to end early, because another one failed or the user interrupted."""
 
 
-def run_in_parallel(task: Callable[[_Item, threading.Event], object], items: Iterable[_Item]) -> None:
+def run_in_parallel(
+    task: Callable[[_Item, threading.Event], object], items: Iterable[_Item], progress: Progress | None = None
+) -> None:
     """Call ``task(item, stop)`` for every item, `FILES_AT_ONCE` at a time.
 
     Args:
         task: Raises `Stopped` at a good place once ``stop`` is set.
         items: What to do.
+        progress: Shows how many are done, if it is given.
 
     Raises:
         BaseException: The first error of a task, after every one that had begun has ended.
@@ -40,8 +45,10 @@ def run_in_parallel(task: Callable[[_Item, threading.Event], object], items: Ite
     queue = iter(todo)
     lock = threading.Lock()
     errors: list[BaseException] = []
+    done = 0
 
     def work() -> None:
+        nonlocal done
         while not stop.is_set():
             try:
                 with lock:
@@ -55,6 +62,10 @@ def run_in_parallel(task: Callable[[_Item, threading.Event], object], items: Ite
             except BaseException as error:  # noqa: BLE001 - raised again below
                 errors.append(error)
                 stop.set()
+            with lock:
+                done += 1
+                if progress is not None:
+                    progress.note(f"{done} of {len(todo)}")
 
     with ThreadPoolExecutor(FILES_AT_ONCE, thread_name_prefix="tierfs-file") as pool:
         futures = [pool.submit(work) for _ in range(min(FILES_AT_ONCE, len(todo)))]

@@ -7,6 +7,7 @@ import math
 
 from tierfs.cli.output import print_json, printable
 from tierfs.cli.places import store_place
+from tierfs.cli.progress import Progress
 from tierfs.dcp.address import inside
 from tierfs.errors import InvalidInputError, NotFoundError
 from tierfs.format.checkpoint import SaveMark
@@ -22,7 +23,8 @@ def commit(arguments: argparse.Namespace) -> int:
     if not (math.isfinite(timeout_s) and timeout_s >= 0):
         raise InvalidInputError(f"--timeout {timeout_s:g}: give a number of seconds from 0 on")
     place = store_place(arguments.url)
-    Commits(place.store).wait(place.path, timeout_s)
+    with Progress("commit"):
+        Commits(place.store).wait(place.path, timeout_s)
     root = inside(place.path, ROOT)
     try:
         manifest = stat(place.store, root).manifest

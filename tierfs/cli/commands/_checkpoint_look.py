@@ -17,6 +17,7 @@ from tierfs.cli.commands._checkpoint_places import open_at, source_of
 from tierfs.cli.output import align, format_time, print_json, printable
 from tierfs.cli.parallel import run_in_parallel
 from tierfs.cli.places import StorePlace, requests_of, store_place
+from tierfs.cli.progress import Progress
 from tierfs.dcp.checkpoint import Checkpoint, Shard
 from tierfs.errors import CorruptionError
 from tierfs.store import Usage, usages
@@ -40,10 +41,11 @@ def ls(arguments: argparse.Namespace) -> int:
     def look(candidate: Candidate, _stop: threading.Event) -> None:
         listed[candidate.directory] = standing(place.store, candidate)
 
-    run_in_parallel(look, found)
-    checkpoints = [listed[candidate.directory] for candidate in found]
-    # Last, when the records of the checkpoints themselves are known.
-    held = usages(place.store, [candidate.directory for candidate in found], shared=arguments.usage)
+    with Progress("ls") as progress:
+        run_in_parallel(look, found, progress)
+        checkpoints = [listed[candidate.directory] for candidate in found]
+        # Last, when the records of the checkpoints themselves are known.
+        held = usages(place.store, [candidate.directory for candidate in found], shared=arguments.usage)
     if arguments.json:
         documents = [_document(place, checkpoint, held[checkpoint.directory]) for checkpoint in checkpoints]
         print_json({"url": place.url, "checkpoints": documents, "requests": requests_of(place.store)})

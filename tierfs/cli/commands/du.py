@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from tierfs.cli.output import add_json_argument, align, print_json
 from tierfs.cli.places import add_url_argument, requests_of, store_place
+from tierfs.cli.progress import Progress
 from tierfs.errors import NotFoundError
 from tierfs.store import usage
 from tierfs.units import format_bytes
@@ -30,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Count, and print the counts."""
     place = store_place(arguments.url)
     try:
-        counts = asdict(usage(place.store, place.path))
+        with Progress("du"):
+            counts = asdict(usage(place.store, place.path))
     except NotFoundError:
         raise place.missing() from None
     if arguments.json:

@@ -21,6 +21,7 @@ from tierfs import __version__
 from tierfs.cli.failures import describe
 from tierfs.cli.log import FORMATS, logging_to_stderr
 from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.progress import Progress
 from tierfs.errors import (
     AlreadyExistsError,
     CapacityError,
@@ -328,7 +329,8 @@ def _stop(arguments: argparse.Namespace) -> int:
         directory = claim(host, uuid, places, store.url)
     except (StoreError, CapacityError):  # it is not known whose they are, and what is pending stays in them
         directory = host.store_directory(uuid)
-    stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
+    with Progress("flusher stop"):
+        stopped = stop_flusher(directory, __version__, timeout_s=STOP_TIMEOUT_S)
     if arguments.json:
         print_json({"store": store.url, "stopped": stopped})
     else:

@@ -6,6 +6,7 @@ import argparse
 
 from tierfs.cli.output import add_json_argument, align, print_json
 from tierfs.cli.places import add_url_argument, find_store
+from tierfs.cli.progress import Progress
 from tierfs.errors import ReadOnlyError
 from tierfs.session import init
 
@@ -50,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
     except ReadOnlyError:
         # Looking above was refused, and a store may be made here all the same.
         found = None
-    store = init(arguments.url, digest=arguments.digest, lease_s=arguments.lease, grace_s=arguments.grace)
+    with Progress("init"):
+        store = init(arguments.url, digest=arguments.digest, lease_s=arguments.lease, grace_s=arguments.grace)
     descriptor = store.descriptor
     made = found is None
     if arguments.json:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.parallel import run_in_parallel
 from tierfs.cli.places import StorePlace, kind_of, store_place
+from tierfs.cli.progress import Progress
 from tierfs.cli.targets import add_target_arguments, clash, final_place
 from tierfs.cli.trees import Listing, read_tree, refuse_foreign_files, remove_directories
 from tierfs.errors import InvalidInputError
@@ -48,10 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     def move_one(paths: tuple[str, str], _stop: threading.Event) -> None:
         rename(target.store, *paths)
 
-    for path in plan.empty_directories:
-        make_directory(target.store, path, exist_ok=True)
-    run_in_parallel(move_one, plan.renames)
-    remove_directories(target.store, plan.old_directories)
+    with Progress("mv") as progress:
+        for path in plan.empty_directories:
+            make_directory(target.store, path, exist_ok=True)
+        run_in_parallel(move_one, plan.renames, progress)
+        remove_directories(target.store, plan.old_directories)
     if arguments.json:
         print_json({"files": len(plan.renames)})
     return 0

@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from tierfs.cli.output import add_json_argument, align, print_json
 from tierfs.cli.places import add_url_argument
+from tierfs.cli.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.session import parse_url
 from tierfs.session.probing import ProbeReport, probe_store
@@ -30,7 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Try it, and say what was found."""
     if not arguments.url:
         raise InvalidInputError("an argument is empty: give a URL or a path")
-    report = probe_store(parse_url(arguments.url))
+    with Progress("probe"):
+        report = probe_store(parse_url(arguments.url))
     if arguments.json:
         print_json(_document(report))
     else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tierfs.cli.output import add_json_argument, align, print_json, printable
 from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress
 from tierfs.errors import ConflictError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     keep = [parse_rule(text) for text in arguments.keep]
     place = store_place(arguments.url)
     pinned = {"/".join(part for part in (place.path, name.strip("/")) if part) for name in arguments.pin}
-    pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
+    with Progress("prune"):
+        pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
     if arguments.json:
         print_json({"url": place.url, "dry_run": arguments.dry_run, "checkpoints": [_plain(each) for each in pruned]})
     else:

@@ -9,6 +9,7 @@ import threading
 from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.parallel import run_in_parallel
 from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.progress import Progress
 from tierfs.cli.trees import refuse_foreign_files, remove_directories
 from tierfs.errors import CorruptionError, InvalidInputError, NotFoundError
 from tierfs.store import Store, delete, find
@@ -55,9 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(NotFoundError):
             delete(store, path)
 
-    run_in_parallel(delete_one, files.items())
-    for store, paths in directories:
-        remove_directories(store, [path for path in paths if path])
+    with Progress("rm") as progress:
+        run_in_parallel(delete_one, files.items(), progress)
+        for store, paths in directories:
+            remove_directories(store, [path for path in paths if path])
     if arguments.json:
         print_json({"files": len(files)})
     return 0

@@ -6,6 +6,7 @@ import argparse
 import math
 
 from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.progress import Progress
 from tierfs.errors import InvalidInputError
 from tierfs.mount.mounting import unmount
 from tierfs.mount.serving import FLUSH_S
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Unmount; an error names what is in the way, and leaves the mount as it is."""
     if not (math.isfinite(arguments.timeout) and arguments.timeout > 0):
         raise InvalidInputError(f"--timeout {arguments.timeout:g}: give a number of seconds over 0")
-    unmount(arguments.directory, timeout=arguments.timeout, force=arguments.force)
+    with Progress("umount"):
+        unmount(arguments.directory, timeout=arguments.timeout, force=arguments.force)
     if arguments.json:
         print_json({"directory": arguments.directory})
     return 0

@@ -52,7 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         # A slip in the path must not pass for something that is safe.
         place.entry()
     total = sum(pending.values())
-    with Progress("wait", total_bytes=total, wanted=arguments.progress) as progress:
+    progress = Progress("wait", total_bytes=total, wanted=arguments.progress)
+    _show(progress, total, pending)
+    with progress:
         waiting = _WaitThread(place, level, timeout_s)
         waiting.start()
         while not waiting.ended.wait(LOOK_S):

@@ -1,0 +1,118 @@
+"""Progress on stderr: what a person sees on a terminal, and what a file gets."""
+
+import io
+import logging
+import re
+import sys
+import time
+
+import pytest
+
+import tierfs
+from tierfs.cli import log, main
+from tierfs.cli import progress as module
+from tierfs.cli.progress import Progress
+
+MIB = 1024 * 1024
+
+
+class Terminal(io.StringIO):
+    """A terminal that does not say how wide it is."""
+
+    encoding = "utf-8"
+
+    def isatty(self):
+        return True
+
+
+def on_terminal(monkeypatch, shown):
+    # Not in a fixture: pytest sets stderr anew for the test itself.
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(module, "FIRST_S", 0.05)
+    monkeypatch.setattr(module, "TERMINAL_S", 0.01)
+    return shown
+
+
+def screen(text):
+    """The lines that a terminal shows in the end."""
+    lines = []
+    for written in text.split("\n"):
+        line = ""
+        for part in written.split("\r"):
+            line = part + line[len(part) :]
+        lines.append(line.rstrip())
+    return lines
+
+
+def wait_for(condition):
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+def test_a_terminal_shows_bytes_rate_and_time_left(monkeypatch):
+    terminal = on_terminal(monkeypatch, Terminal())
+    with Progress("cp", total_bytes=100 * MIB) as progress:
+        progress.advance(40 * MIB)
+        wait_for(lambda: "left" in terminal.getvalue())
+        going = screen(terminal.getvalue())[-1]
+        progress.advance(60 * MIB)
+    assert re.fullmatch(r"cp: 40% █{8}\.{12} 40 MiB/100 MiB, \S+ [KMG]iB/s, \d+:\d\d left", going)
+    done, rest = screen(terminal.getvalue())
+    assert re.fullmatch(r"cp: 100% █{20} 100 MiB/100 MiB, \S+ [KMG]iB/s, 0:0\d", done)
+    assert rest == ""
+
+
+def test_a_fast_command_shows_nothing_on_a_terminal(monkeypatch):
+    terminal = on_terminal(monkeypatch, Terminal())
+    monkeypatch.setattr(module, "FIRST_S", 60.0)
+    with Progress("cp", total_bytes=MIB) as progress:
+        progress.advance(MIB)
+    assert terminal.getvalue() == ""
+
+
+def test_a_line_without_numbers_is_gone_in_the_end(monkeypatch):
+    terminal = on_terminal(monkeypatch, Terminal())
+    with Progress("du"):
+        wait_for(lambda: "du: 0:00" in terminal.getvalue())
+    assert screen(terminal.getvalue()) == [""]
+
+
+def test_a_log_line_stands_above_the_progress(monkeypatch):
+    terminal = on_terminal(monkeypatch, Terminal())
+    with log.logging_to_stderr(), Progress("verify") as progress:
+        progress.advance(MIB)
+        wait_for(lambda: "1 MiB" in terminal.getvalue())
+        logging.getLogger("tierfs.objects").warning("again")
+    warning, done, _ = screen(terminal.getvalue())
+    assert warning == "tierfs: warning: again"
+    assert done.startswith("verify: 1 MiB, ")
+
+
+@pytest.mark.parametrize("kind", ["file", "dumb terminal"])
+def test_whole_lines_go_where_nothing_can_be_overwritten(kind, monkeypatch):
+    terminal = on_terminal(monkeypatch, Terminal())
+    if kind == "file":
+        monkeypatch.setattr(terminal, "isatty", lambda: False)
+    else:
+        monkeypatch.setenv("TERM", "dumb")
+    with Progress("gc", wanted=True) as progress:
+        progress.note("12 records")
+    text = terminal.getvalue()
+    assert "\r" not in text
+    assert "\x1b" not in text
+    assert re.fullmatch(r"gc: 0:00, 12 records", text.splitlines()[-1])
+
+
+def test_a_long_rm_says_how_many_are_done(monkeypatch, tmp_path):
+    terminal = on_terminal(monkeypatch, Terminal())
+    tierfs.init(str(tmp_path / "store"))
+    (tmp_path / "file").write_bytes(b"x")
+    url = f"tierfs::file://{tmp_path}/store"
+    names = [f"{url}/{number}" for number in range(3)]
+    assert all(main(["cp", str(tmp_path / "file"), name]) == 0 for name in names)
+    monkeypatch.setattr(module, "FIRST_S", 0.0)
+    assert main(["rm", *names]) == 0
+    assert re.fullmatch(r"rm: 0:0\d, 3 of 3", screen(terminal.getvalue())[-2])
