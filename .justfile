@@ -28,6 +28,7 @@ lint:
 # links, prose, pictures and generated parts of the documents
 prose:
     {{python}} docs/pictures/draw.py
+    {{python}} docs/pictures/plots.py
     {{python}} docs/reference/generate.py
     {{python}} -m pytest -q tests/test_docs.py tests/test_prose.py
 

@@ -99,12 +99,22 @@ def test_the_change_log_is_one_page_that_says_nothing_twice():
     assert sorted(set(said)) == sorted(said)
 
 
-def test_every_picture_is_what_its_text_says():
+def test_every_picture_is_what_its_source_says():
     import runpy
 
-    draw = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
-    for path, picture in draw["pictures"]().items():
-        assert path.read_text() == picture, f"{path.name}: run docs/pictures/draw.py"
+    for script in ("draw.py", "plots.py"):
+        draw = runpy.run_path(str(ROOT / "docs" / "pictures" / script))
+        for path, picture in draw["pictures"]().items():
+            assert path.read_text() == picture, f"{path.name}: run docs/pictures/{script}"
+
+
+def test_every_plot_is_in_a_page_that_says_in_words_what_it_shows():
+    import runpy
+
+    plots = runpy.run_path(str(ROOT / "docs" / "pictures" / "plots.py"))
+    pages = "".join(path.read_text() for path in PAGES)
+    for name, report in plots["REPORTS"].items():
+        assert f"![{plots['alternative'](report)}](../pictures/claims-{name}.svg)" in pages, name
 
 
 def test_the_reference_has_what_the_code_knows():
