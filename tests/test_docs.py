@@ -91,12 +91,14 @@ def test_every_setting_of_the_local_tiers_is_in_the_reference():
         assert f"`.{name}`" in page or f"`tiers.{name}`" in page, name
 
 
-def test_the_change_log_is_one_page_that_says_nothing_twice():
-    # Branches are merged line by line there: a line that was changed on one side comes back from the other.
-    lines = (ROOT / "docs" / "changelog.md").read_text().splitlines()
-    said = [line for line in lines if line.startswith(("- ", "  "))]
-    assert len(lines) < 160
-    assert sorted(set(said)) == sorted(said)
+def test_the_change_log_has_whole_versions_alone_and_each_change_is_a_file():
+    text = (ROOT / "docs" / "changelog.md").read_text()
+    assert "## Under way" not in text
+    assert len(text.splitlines()) < 160
+    assert text.rstrip().endswith("versions](reference/versions.md)."), "a change goes into .changes/, see CONTRIBUTING"
+    for path in (ROOT / ".changes").glob("*"):
+        assert re.fullmatch(r"\+[a-z0-9-]+\.change\.md", path.name), path.name
+        assert 0 < len(path.read_text().split()) < 80, path.name
 
 
 def test_every_picture_is_what_its_source_says():

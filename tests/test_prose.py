@@ -34,8 +34,7 @@ ITEM = re.compile(r"^\s*(?:[-*]|\d+\.)\s+")
 
 
 def page_text(name):
-    """A page, but for the changes that everybody adds to the change log."""
-    return (ROOT / name).read_text().partition("\n## Under way")[0]
+    return (ROOT / name).read_text()
 
 
 def blocks(text):
