@@ -103,6 +103,9 @@ class Story:
         for number in range(1, 34):
             read(reader, number)  # absent or right
         assert {item.path for item in reader.drafts_below("", conflicts=True)} == set(found)
+        for path, item in found.items():
+            assert [each.path for each in reader.drafts_below(path, conflicts=True)] == [path]
+            assert item.state == "conflict" or reader.draft(path).write_id == item.write_id
         reader.close()
         order = [item.path for item in tier.drafts() if item.path in self.seqs]
         assert order == sorted(order, key=list(NEEDS).index)

@@ -120,6 +120,7 @@ def _commit(state: NvmeState, records: list[DraftRecord], holds: Holds) -> None:
             if gone:
                 raise ChunksGoneError(state.directory, gone)
             now_s = state.now_s()
+            state.paths.add((record.path for record in records), 1)
             with state.changing("index.commit") as database:
                 added = _insert(database, written, new, holds, now_s)
                 if written or new:

@@ -18,7 +18,16 @@ from tierfs.host.nvme.arena import Arena
 from tierfs.host.nvme.extent_page import ExtentKind
 from tierfs.host.nvme.index import IndexReader
 from tierfs.host.nvme.last_used import LastUsed
-from tierfs.host.nvme.stored import ARENA_FILE, DRAFT_COLUMNS, INDEX_FILE, USED_FILE, NvmeUsage, StoredDraft
+from tierfs.host.nvme.path_counts import PathCounts
+from tierfs.host.nvme.stored import (
+    ARENA_FILE,
+    DRAFT_COLUMNS,
+    INDEX_FILE,
+    PATHS_FILE,
+    USED_FILE,
+    NvmeUsage,
+    StoredDraft,
+)
 
 __all__ = ["ChunkPlace", "FoundChunk", "NvmeReader"]
 
@@ -85,6 +94,7 @@ class NvmeReader:
         self._clock = clock or SystemClock()
         self._chunks = IndexReader(directory / INDEX_FILE, busy_s=busy_s)
         self._drafts = IndexReader(directory / INDEX_FILE, busy_s=draft_busy_s)
+        self._counts = PathCounts(directory / PATHS_FILE, directory / INDEX_FILE)
         self._arena: Arena | None = None
         self._used: LastUsed | None = None
         self._lock = threading.Lock()
@@ -162,6 +172,8 @@ class NvmeReader:
             StoreError: The writer kept the index busy for too long, or it cannot be read now.
             CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
         """
+        if self._counts.is_clear(path):
+            return None
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE path = ? AND {_OPEN_STATES} ORDER BY seq DESC LIMIT 1"  # noqa: S608
         drafts = self._select_drafts(query, [path])
         return drafts[0] if drafts else None
@@ -177,6 +189,8 @@ class NvmeReader:
             StoreError: The writer kept the index busy for too long, or it cannot be read now.
             CorruptionError: The index is damaged, or gone: a flusher that is started makes it anew from the arena.
         """
+        if self._counts.is_clear(prefix):
+            return []
         query = f"SELECT {DRAFT_COLUMNS} FROM drafts WHERE {'1' if conflicts else _OPEN_STATES}"  # noqa: S608 - constants only
         if not prefix:
             return self._select_drafts(f"{query} ORDER BY seq", [])
@@ -200,6 +214,7 @@ class NvmeReader:
         """Close what is open; the next look-up opens it again."""
         self._chunks.close()
         self._drafts.close()
+        self._counts.close()
         with self._lock:
             self._arena = self._used = None
 

@@ -22,8 +22,9 @@ from tierfs.host.nvme.extent_page import GRANULE, ExtentKind, ExtentPage, extent
 from tierfs.host.nvme.index import Index
 from tierfs.host.nvme.last_used import LastUsed
 from tierfs.host.nvme.ledger import EvictionCandidate, Extent, Ledger, candidates
+from tierfs.host.nvme.path_counts import PathCounter
 from tierfs.host.nvme.rebuild import SESSION_BITS, fit, open_tier
-from tierfs.host.nvme.stored import USED_FILE
+from tierfs.host.nvme.stored import PATHS_FILE, USED_FILE
 
 __all__ = ["NvmeState"]
 
@@ -44,6 +45,8 @@ class NvmeState:
         tables: Held for each use of the ledger; told when a chunk is not busy any more.
         flushes_failed: How often; what was written before and not committed is gone then.
         evicted_bytes: Since it was opened.
+        used: When extents were used last.
+        paths: Counts drafts for readers.
         released: Serials of drafts whose pages were released; not flushed yet, so the index still lists them.
     """
 
@@ -66,6 +69,7 @@ class NvmeState:
         self.arena, self.index, self.fallbacks = open_tier(
             self.directory, self.budget_bytes, faults=self._faults, clock=self.clock, trust_index=trust_index
         )
+        self.paths = PathCounter(self.directory / PATHS_FILE, self.index.path)
         try:
             self._load()
         except CorruptionError:
@@ -102,6 +106,7 @@ class NvmeState:
             database.executemany(_PUT_META, list(numbers.items()))
         self._serials = itertools.count((session << SESSION_BITS) + 1)
         self.used = LastUsed(self.directory / USED_FILE, create=True)
+        self.paths.renew(path for (path,) in self.index.select("SELECT path FROM drafts"))
         if suspicious:
             self._look_after_needed()
 
@@ -109,6 +114,7 @@ class NvmeState:
         """Close the files."""
         self.index.close()
         self.arena.close()
+        self.paths.close()
 
     def now_s(self) -> int:
         """Seconds of the wall clock."""

@@ -15,6 +15,7 @@ BUDGET_BYTES_MIN = 256 << 10
 """The smallest budget of an nvme tier: four extents."""
 INDEX_FILE = "nvme.db"
 USED_FILE = "nvme.used"
+PATHS_FILE = "nvme.paths"
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,13 +219,16 @@ class NvmeTier:
             with state.tables:
                 gone = {seq: ledger.drafts[seq] for seq in seqs if seq in ledger.drafts}
             names: list[bytes] = []
+            paths: list[str] = []
             with state.changing("index.release") as database:
                 for seq, draft in gone.items():
+                    paths += [path for (path,) in database.execute("SELECT path FROM drafts WHERE seq = ?", [seq])]
                     database.execute("DELETE FROM drafts WHERE seq = ?", [seq])
                     if draft.extent.size:
                         # The next process that opens the tier after a crash finishes this.
                         database.execute(INSERT_RELEASE, [draft.extent.serial, draft.extent.offset])
                     names += unref(database, f"d{seq}")
+            state.paths.add(paths, -1)
             for draft in gone.values():
                 if state.release(draft.extent, draft.write_id):
                     state.released.append(draft.extent.serial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import threading
 import weakref
@@ -29,9 +30,10 @@ class StagedIndex:
         self._ram = ram
         self._decoded = decoded
         self._lock = threading.Lock()
-        self._seen: weakref.WeakSet[Segment] = weakref.WeakSet()
+        self._seen: weakref.WeakKeyDictionary[Segment, int] = weakref.WeakKeyDictionary()  # their counters of changes
         self._paths: dict[str, dict[int, str]] = {}  # by segment, and by place in its table
         self._places: dict[str, set[tuple[str, int]]] = {}  # by path: segments and places
+        self._sorted: list[str] = []  # the paths
         self._damaged: set[tuple[str, int]] = set()
 
     def __repr__(self) -> str:
@@ -52,15 +54,22 @@ class StagedIndex:
 
     def below(self, path: str) -> Iterator[Draft]:
         """The drafts of paths that are, or lie below, ``path``, as they were closed; those that cannot be read are left out."""
-        inside = f"{path}/" if path else ""
         with self._lock:
             segments = self._refresh()
-            names = [name for name in self._places if name.startswith(inside) or name == path]
+            names = self._names_below(path)
             slots = _slots(segments, itertools.chain.from_iterable(self._places[name] for name in names))
         for slot in slots:
             draft = self._decoded.in_slot(slot)
             if draft is not None:
                 yield draft
+
+    def _names_below(self, path: str) -> list[str]:
+        if not path:
+            return self._sorted
+        inside = f"{path}/"
+        first = bisect.bisect_left(self._sorted, inside)
+        names = itertools.takewhile(lambda name: name.startswith(inside), itertools.islice(self._sorted, first, None))
+        return [*([path] if path in self._places else ()), *names]
 
     def _is_hidden(self, path: str, damaged: Iterable[Slot]) -> bool:
         """Whether one of these slots is of the path, or of one that nobody knows."""
@@ -72,9 +81,12 @@ class StagedIndex:
         for segment_id in [known for known in self._paths if known not in segments]:
             self._forget(segment_id)
         for segment in segments.values():
-            if segment not in self._seen:  # perhaps one that was known, opened anew
+            changes, seen = segment.changes, self._seen.get(segment)
+            if seen == changes:
+                continue
+            if seen is None:  # perhaps one that was known, opened anew
                 self._forget(segment.id)
-                self._seen.add(segment)
+            self._seen[segment] = -1
             changed = segment.take_changed_drafts()
             try:
                 while changed:
@@ -83,6 +95,7 @@ class StagedIndex:
                     del changed[index]
             finally:
                 segment.put_back_changed_drafts(changed)
+            self._seen[segment] = changes
         return segments
 
     def _note(self, segment_id: str, index: int, slot: Slot | None) -> None:
@@ -94,7 +107,10 @@ class StagedIndex:
             self._damaged.add((segment_id, index))
         else:
             self._paths.setdefault(segment_id, {})[index] = draft.path
-            self._places.setdefault(draft.path, set()).add((segment_id, index))
+            if draft.path not in self._places:
+                self._places[draft.path] = set()
+                bisect.insort(self._sorted, draft.path)
+            self._places[draft.path].add((segment_id, index))
 
     def _remove(self, segment_id: str, index: int) -> None:
         self._damaged.discard((segment_id, index))
@@ -103,6 +119,7 @@ class StagedIndex:
             self._places[path].discard((segment_id, index))
             if not self._places[path]:
                 del self._places[path]
+                del self._sorted[bisect.bisect_left(self._sorted, path)]
 
     def _forget(self, segment_id: str) -> None:
         for index in list(self._paths.get(segment_id, ())):

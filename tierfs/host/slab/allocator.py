@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -28,6 +29,7 @@ class SlotAllocator:
         self._free = list(range(layout.slots))
         self._capacity: dict[int, int] = {}
         self._serial = 0
+        self._refused_bytes: float = math.inf  # the least for which there was no room since something was freed
 
     @classmethod
     def of(cls, table: Table, path: str) -> SlotAllocator:
@@ -54,6 +56,10 @@ class SlotAllocator:
         allocator._serial = int(table.serial.max())
         return allocator
 
+    def is_known_full(self, lengths: Sequence[int]) -> bool:
+        """Whether so little as this was refused since something was freed last. Any thread may ask."""
+        return sum(padded(max(length, 1)) for length in lengths) >= self._refused_bytes
+
     def take(self, lengths: Sequence[int]) -> list[tuple[int, int, int]] | None:
         """Take slots of so many bytes that lie side by side, each from a whole page on.
 
@@ -65,6 +71,7 @@ class SlotAllocator:
         # What is much smaller than a chunk lies at the end, where it leaves room for whole chunks in one piece.
         at = self._extents.take(length, last=length < CHUNK_BYTES // 2) if len(self._free) >= len(sizes) else None
         if at is None:
+            self._refused_bytes = min(self._refused_bytes, length)
             return None
         places = []
         for size in sizes:
@@ -80,9 +87,11 @@ class SlotAllocator:
         kept, capacity = padded(max(length, 1)), self._capacity[index]
         if kept < capacity:
             self._extents.give(offset - self._data_at + kept, capacity - kept)
+            self._refused_bytes = math.inf
             self._capacity[index] = kept
 
     def give(self, index: int, offset: int) -> None:
         """Free a slot and its bytes."""
         self._extents.give(offset - self._data_at, self._capacity.pop(index))
         heapq.heappush(self._free, index)
+        self._refused_bytes = math.inf

@@ -109,7 +109,6 @@ class SegmentPool:
         """
         found: list[list[Slot] | None] = [None] * len(runs)
         asked_s = self._clock.monotonic()
-        self._leave_removed()
         try:
             self._fit_all(kind, runs, found)
             for number, lengths in enumerate(runs):
@@ -162,19 +161,17 @@ class SegmentPool:
         """The own segments whose file somebody removed while something in them is needed."""
         return [segment for segment in self.own if segment.is_removed() and _is_needed(segment)]
 
-    def _leave_removed(self) -> None:
-        """Put nothing more into segments whose file somebody removed: no other process would find it."""
-        for segment in self.own:
-            if segment.is_removed() and not segment.retired:
-                with contextlib.suppress(ReadOnlyError):  # closed meanwhile
-                    segment.retire(although_needed=True)
-                    if not self._removed_said:
-                        self._removed_said = True
-                        _logger.warning(
-                            "%s was removed while it is written into, and is not used any more: what was staged in it is lost unless "
-                            "the flusher had it open; where a logout did that, see systemd-logind's RemoveIPC",
-                            segment.path,
-                        )
+    def _leave_removed(self, segment: Segment) -> None:
+        """Put nothing more into a segment whose file somebody removed: no other process would find it."""
+        if segment.is_removed() and not segment.retired:
+            segment.retire(although_needed=True)
+            if not self._removed_said:
+                self._removed_said = True
+                _logger.warning(
+                    "%s was removed while it is written into, and is not used any more: what was staged in it is lost unless "
+                    "the flusher had it open; where a logout did that, see systemd-logind's RemoveIPC",
+                    segment.path,
+                )
 
     def give_back_claimed(self) -> int:
         """See `RamTier.give_back_claimed`."""
@@ -227,6 +224,9 @@ class SegmentPool:
             if not left:
                 break
             with contextlib.suppress(ReadOnlyError):  # dropped meanwhile
+                if segment.is_known_full([runs[number] for number in left]):
+                    continue
+                self._leave_removed(segment)
                 taken = segment.take_runs(kind, [runs[number] for number in left])
                 for number, slots in zip(left, taken, strict=True):
                     found[number] = slots

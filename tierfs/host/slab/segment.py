@@ -190,6 +190,10 @@ class Segment:
         (slots,) = self.take_runs(kind, [[length]])
         return None if slots is None else slots[0]
 
+    def is_known_full(self, runs: Sequence[Sequence[int]]) -> bool:
+        """Whether so little as the least of these runs was refused since something was freed. Raises as `take` does."""
+        return all(map(self._own().is_known_full, runs))
+
     def take_runs(self, kind: SlotKind, runs: Sequence[Sequence[int]]) -> list[list[Slot] | None]:
         """The same for several runs: slots that lie side by side in the memory, each from a whole page on.
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from tierfs.errors import NotFoundError, StoreError
-from tierfs.format.manifest import Manifest
 from tierfs.host.pending.levels import Level
 from tierfs.store.offline import ask_briefly
 from tierfs.store.store import Store
-from tierfs.store.tree.listing import has_below, stat
+from tierfs.store.tree.listing import has_below, pending_at, stat
 from tierfs.store.tree.records import last_seen
 
 __all__ = ["Kind", "is_directory_nearby", "kind_of"]
@@ -55,14 +54,15 @@ def is_directory_nearby(store: Store, path: str) -> bool:
     Raises:
         CorruptionError, FormatError, StoreError, ReadOnlyError: The directory cannot be read.
     """
-    if store.tiers is not None and _pending_kind(store, path) == "directory":
+    pending = pending_at(store, path)
+    if pending.get(path) is None and any(manifest is not None for manifest in pending.values()):
         return True
     if not store.url.startswith(("file://", "local://")):
         return False
     if store.tiers is None:
-        return has_below(store, path)
+        return has_below(store, path, pending)
     try:
-        return ask_briefly(store, lambda: has_below(store, path))
+        return ask_briefly(store, lambda: has_below(store, path, pending))
     except StoreError as error:
         if not error.transient:
             raise
@@ -78,9 +78,7 @@ def _look(store: Store, path: str) -> Kind | None:
 
 def _pending_kind(store: Store, path: str) -> Kind | None:
     """The same as far as what is pending here tells."""
-    assert store.tiers is not None
-    pending = store.tiers.drafts.pending_below(path)
-    live = [name for name, found in pending.items() if isinstance(found.draft.record, Manifest)]
-    if path in live:
+    pending = pending_at(store, path)
+    if pending.get(path) is not None:
         return "file"
-    return "directory" if live else None
+    return "directory" if any(manifest is not None for manifest in pending.values()) else None

@@ -33,6 +33,7 @@ __all__ = [
     "list_directory",
     "live_records",
     "names_in",
+    "pending_at",
     "read_manifests",
     "stat",
     "stat_to_read",
@@ -135,9 +136,16 @@ def is_directory(store: Store, path: str) -> bool:
         return False
 
 
-def has_below(store: Store, path: str) -> bool:
-    """Whether something lies below ``path``, its marker as a directory included. Raises as `stat` does."""
-    return _has_live(store, path, _pending(store, path)) or _has_foreign(store, path)
+def has_below(store: Store, path: str, pending: Mapping[str, Manifest | None] | None = None) -> bool:
+    """Whether something lies below ``path``, its marker as a directory included. Raises as `stat` does.
+
+    Args:
+        store: The store.
+        path: A directory, perhaps.
+        pending: See `pending_at`, where that was looked up already.
+    """
+    known = pending_at(store, path) if pending is None else pending
+    return _has_live(store, path, known) or _has_foreign(store, path)
 
 
 def list_directory(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
@@ -162,7 +170,7 @@ def _uncollected(store: Store) -> Uncollected:
 
 
 def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
-    pending = _pending(store, path)
+    pending = pending_at(store, path)
     files: dict[str, Entry] = {}
     records: list[tuple[str, ObjectInfo]] = []
     foreign: list[str] = []
@@ -252,7 +260,7 @@ def find(store: Store, path: str, *, detail: bool = True) -> list[Entry]:
 
 
 def _find(store: Store, path: str, *, detail: bool) -> list[Entry]:
-    pending = _pending(store, path)
+    pending = pending_at(store, path)
     files: dict[str, Entry] = {}
     for info in foreign_objects(store, path):
         files[info.key] = Entry(info.key, is_directory=False, foreign=info)
@@ -321,7 +329,7 @@ def directories_in(store: Store, path: str) -> list[str]:
     Raises:
         StoreError, ReadOnlyError: The object tier failed.
     """
-    names = set(_child_directories(path, _pending(store, path)))
+    names = set(_child_directories(path, pending_at(store, path)))
     for item in store.objects.list(_foreign_prefix(path), delimiter=True):
         name = item.key.rstrip("/").rpartition("/")[2]
         if isinstance(item, Prefix) and name != keys.PRIVATE and _is_valid(item.key.rstrip("/")):
@@ -415,7 +423,7 @@ def _read_all(store: Store, records: Sequence[tuple[str, ObjectInfo]], *, detail
     return [Entry(name, is_directory=False, manifest=manifest) for name, _, manifest in read_manifests(store, records)]
 
 
-def _pending(store: Store, path: str) -> dict[str, Manifest | None]:
+def pending_at(store: Store, path: str) -> dict[str, Manifest | None]:
     """This host's pending changes at and below ``path``; ``None`` for a removal.
 
     To be looked up before the object tier is: drafts move down, so what is in neither place is not there.
