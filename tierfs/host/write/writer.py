@@ -35,6 +35,9 @@ __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # How long an answer without work may take. Starting a flusher may be part of it.
 ANNOUNCE_S = 10.0
+# The flusher is told at once of the first draft, and of those that follow this soon together: the messages of small files took as long
+# as the files. Who waits for a draft tells of it itself.
+NEWS_S = 0.02
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
 # A draft grows by this when it is closed.
@@ -283,6 +286,7 @@ class SlabWriter:
                     return
                 self._is_news = False
             self._tell()
+            self._ended.wait(NEWS_S)
 
     def _tell(self) -> None:
         self._fault("before announce")
