@@ -27,7 +27,7 @@
 #include <emmintrin.h>
 #endif
 
-enum { TILE = 2048, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
+enum { TILE = 2048, SAMPLE = 512, WINDOW = 16, SKIP = 255, SEVEN_PART = 64, PLANES_MAX = 8 };
 #define HIGHEST 0x8080808080808080u
 /* What is done to elements before they are taken apart: numbers of tierfs.codec.planes.planes.Order, and one more. */
 enum { AS_IT_IS, SIGN_LAST, ZIGZAG_UPPER, ZIGZAG_WHOLE, ORDERS };
@@ -159,6 +159,11 @@ CUT_AND_JOIN(U2)
 CUT_AND_JOIN(U4)
 CUT_AND_JOIN(U8)
 
+static void cut(int width, const Parts *parts)
+{
+    (width == 1 ? cut_U1 : width == 2 ? cut_U2 : width == 4 ? cut_U4 : cut_U8)(parts);
+}
+
 /* ---- planes ------------------------------------------------------------------------------------------------------- */
 
 /* A bit for each of 64 bytes, the first one the lowest, that is not `most`. */
@@ -210,13 +215,22 @@ VECTORS static Py_ssize_t pack_codes(const uint8_t *plane, size_t size, uint8_t 
     return outside;
 }
 
-VECTORS static void unpack_codes(const uint8_t *packed, uint8_t first, uint8_t *plane, size_t size)
+/* The inverse; false where a position is behind the end. */
+VECTORS static int unpack_codes(const uint8_t *packed, uint8_t first, const uint8_t *positions, const uint8_t *values,
+                                Py_ssize_t outside, uint8_t *plane, size_t size)
 {
     for (size_t i = 0; i < size / 2; i++) {
         uint16_t both = (uint16_t)((packed[i] | packed[i] << 4) & 0x0F0F);
         plane[2 * i] = (uint8_t)((both & 0xFF) + first), plane[2 * i + 1] = (uint8_t)((both >> 8) + first);
     }
     if (size % 2) plane[size - 1] = (uint8_t)((packed[size / 2] & 0x0F) + first);
+    for (Py_ssize_t i = 0; i < outside; i++) {
+        uint32_t position;
+        memcpy(&position, positions + 4 * i, 4);
+        if (position >= size) return 0;
+        plane[position] = values[i];
+    }
+    return 1;
 }
 
 /* Where bytes differ from `most`, as gaps. Returns how many, or -1 for more than `limit`; `gap_bytes` of gaps. */
@@ -273,7 +287,7 @@ VECTORS static int pack_seven(const uint8_t *plane, size_t size, uint8_t *packed
     return 1;
 }
 
-VECTORS static void unpack_seven(const uint8_t *packed, uint8_t *plane, size_t size)
+VECTORS static int unpack_seven(const uint8_t *packed, uint8_t *plane, size_t size)
 {
     size_t part = size / SEVEN_PART * 8;
     uint8_t *last = plane + 7 * part;
@@ -285,26 +299,25 @@ VECTORS static void unpack_seven(const uint8_t *packed, uint8_t *plane, size_t s
             last[i] |= (uint8_t)((byte & 0x80) >> (7 - row));
         }
     memcpy(plane + 8 * part, packed + 7 * part, size - 8 * part);
+    return 1;
 }
 
 /* ---- what Python calls -------------------------------------------------------------------------------------------- */
 
+#define WITHOUT_LOCK(...) { Py_BEGIN_ALLOW_THREADS __VA_ARGS__; Py_END_ALLOW_THREADS }
+
 static PyObject *refuse(const char *why)
 {
-    PyErr_SetString(PyExc_ValueError, why);
-    return NULL;
+    return PyErr_SetString(PyExc_ValueError, why), NULL;
 }
 
-static PyObject *py_copy(PyObject *self, PyObject *args)
+static PyObject *py_copy(PyObject *Py_UNUSED(self), PyObject *args)
 {
     unsigned long long to, from;
     Py_ssize_t length;
-    (void)self;
     if (!PyArg_ParseTuple(args, "KKn", &to, &from, &length)) return NULL;
     if (length < 0 || (length && (!to || !from))) return refuse("no memory to copy");
-    Py_BEGIN_ALLOW_THREADS
-    stream((uint8_t *)(uintptr_t)to, (const uint8_t *)(uintptr_t)from, (size_t)length);
-    Py_END_ALLOW_THREADS
+    WITHOUT_LOCK(stream((uint8_t *)(uintptr_t)to, (const uint8_t *)(uintptr_t)from, (size_t)length));
     Py_RETURN_NONE;
 }
 
@@ -315,11 +328,10 @@ static int is_known(int width, int order, int woven)
     return is_width && order >= 0 && order < ORDERS && woven >= 0 && woven < 16 && !(width == 1 && woven) && !(is_upper && woven & 1);
 }
 
-static PyObject *py_split(PyObject *self, PyObject *args)
+static PyObject *py_split(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer elements, base, out;
     int width, order, woven, wanted;
-    (void)self;
     if (!PyArg_ParseTuple(args, "y*z*iiiiw*", &elements, &base, &width, &order, &woven, &wanted, &out)) return NULL;
     int is_right = is_known(width, order, woven);
     Parts parts = {.elements = elements.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
@@ -332,23 +344,55 @@ static PyObject *py_split(PyObject *self, PyObject *args)
         used += (is_pair ? 2 : 1) * parts.count;
     }
     is_right = is_right && used <= (size_t)out.len && (!base.buf || base.len >= elements.len);
-    if (is_right) {
-        Py_BEGIN_ALLOW_THREADS
-        (width == 1 ? cut_U1 : width == 2 ? cut_U2 : width == 4 ? cut_U4 : cut_U8)(&parts);
-        Py_END_ALLOW_THREADS
-    }
-    PyBuffer_Release(&elements), PyBuffer_Release(&out);
-    if (base.buf) PyBuffer_Release(&base);
+    if (is_right) WITHOUT_LOCK(cut(width, &parts));
+    PyBuffer_Release(&elements), PyBuffer_Release(&base), PyBuffer_Release(&out);
     if (!is_right) return refuse("elements that cannot be split like this");
     Py_RETURN_NONE;
 }
 
-static PyObject *py_merge(PyObject *self, PyObject *args)
+/* Counts every second byte of a plane: tierfs.codec.planes.packing.PlaneCounts. */
+static PyObject *survey(const uint8_t *plane, size_t size)
+{
+    Py_ssize_t counts[256 + WINDOW] = {0}, squares = 0, repeated = 0, upper = 0, inside = 0, most_inside = -1;
+    int most = 0, first = 0;
+    for (size_t i = 0; i < size; i += 2) counts[plane[i]]++, repeated += plane[i] == plane[i + 1];
+    memcpy(counts + 256, counts, WINDOW * sizeof *counts);
+    for (int i = 0; i < WINDOW; i++) inside += counts[i];
+    for (int i = 0; i < 256; i++) {
+        squares += counts[i] * counts[i];
+        if (i >= 128) upper += counts[i];
+        if (counts[i] > counts[most]) most = i;
+        inside += counts[i + WINDOW] - counts[i];
+        if (inside > most_inside) most_inside = inside, first = (i + 1) % 256;
+    }
+    return Py_BuildValue("nnninin", squares, repeated, upper, most, counts[most], first, most_inside);
+}
+
+static PyObject *py_survey(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    Py_buffer pairs, base;
+    int width, order;
+    uint8_t planes[PLANES_MAX * 2 * SAMPLE];
+    PyObject *found = NULL;
+    if (!PyArg_ParseTuple(args, "y*z*ii", &pairs, &base, &width, &order)) return NULL;
+    Parts parts = {.elements = pairs.buf, .base = base.buf, .order = order};
+    int is_right = is_known(width, order, 0) && pairs.len <= 2 * SAMPLE * width && pairs.len % (2 * width) == 0;
+    if (is_right && (!base.buf || base.len >= pairs.len) && (found = PyTuple_New(width))) {
+        parts.count = (size_t)(pairs.len / width);
+        for (int p = 0; p < width; p++) parts.planes[p] = planes + (size_t)p * parts.count;
+        cut(width, &parts);
+        for (int p = 0; p < width; p++) PyTuple_SetItem(found, p, survey(parts.planes[p], parts.count));
+    }
+    PyBuffer_Release(&pairs), PyBuffer_Release(&base);
+    if (PyErr_Occurred()) return Py_XDECREF(found), NULL;
+    return found ? found : refuse("pairs that cannot be surveyed");
+}
+
+static PyObject *py_merge(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer out, base, views[PLANES_MAX];
     PyObject *planes;
     int width, order, woven, got = 0;
-    (void)self;
     if (!PyArg_ParseTuple(args, "w*z*iiiO!", &out, &base, &width, &order, &woven, &PyTuple_Type, &planes)) return NULL;
     int is_right = is_known(width, order, woven) && PyTuple_Size(planes) == width && (!base.buf || base.len >= out.len);
     Parts parts = {.elements = out.buf, .base = base.buf, .woven = (uint8_t)woven, .order = order};
@@ -360,87 +404,62 @@ static PyObject *py_merge(PyObject *self, PyObject *args)
         parts.planes[got] = views[got].buf;
     }
     int is_whole = is_right && got == width;
-    if (is_whole) {
-        Py_BEGIN_ALLOW_THREADS
-        (width == 1 ? join_U1 : width == 2 ? join_U2 : width == 4 ? join_U4 : join_U8)(&parts);
-        Py_END_ALLOW_THREADS
-    }
+    if (is_whole) WITHOUT_LOCK((width == 1 ? join_U1 : width == 2 ? join_U2 : width == 4 ? join_U4 : join_U8)(&parts));
     while (got--) PyBuffer_Release(&views[got]);
-    PyBuffer_Release(&out);
-    if (base.buf) PyBuffer_Release(&base);
-    if (PyErr_Occurred()) return NULL;
-    if (!is_whole) return refuse("planes that cannot be merged like this");
+    PyBuffer_Release(&out), PyBuffer_Release(&base);
+    if (!is_whole) return PyErr_Occurred() ? NULL : refuse("planes that cannot be merged like this");
     Py_RETURN_NONE;
 }
 
-static PyObject *py_pack_codes(PyObject *self, PyObject *args)
+static PyObject *py_pack_codes(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer plane, positions, values, packed;
     unsigned char first;
     Py_ssize_t limit, outside = 0;
-    (void)self;
     if (!PyArg_ParseTuple(args, "y*bnw*w*w*", &plane, &first, &limit, &positions, &values, &packed)) return NULL;
     int is_right = limit >= 0 && positions.len / 4 >= limit && values.len >= limit && packed.len >= (plane.len + 1) / 2;
-    if (is_right) {
-        Py_BEGIN_ALLOW_THREADS
-        outside = pack_codes(plane.buf, (size_t)plane.len, first, limit, positions.buf, values.buf, packed.buf);
-        Py_END_ALLOW_THREADS
-    }
+    if (is_right)
+        WITHOUT_LOCK(outside = pack_codes(plane.buf, (size_t)plane.len, first, limit, positions.buf, values.buf, packed.buf));
     PyBuffer_Release(&plane), PyBuffer_Release(&positions), PyBuffer_Release(&values), PyBuffer_Release(&packed);
     return is_right ? PyLong_FromSsize_t(outside) : refuse("no room for codes");
 }
 
-static PyObject *py_unpack_codes(PyObject *self, PyObject *args)
+static PyObject *py_unpack_codes(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer packed, positions, values, plane;
     unsigned char first;
-    (void)self;
     if (!PyArg_ParseTuple(args, "y*by*y*w*", &packed, &first, &positions, &values, &plane)) return NULL;
     int is_right = packed.len >= (plane.len + 1) / 2 && positions.len / 4 == values.len;
-    if (is_right) {
-        Py_BEGIN_ALLOW_THREADS
-        unpack_codes(packed.buf, first, plane.buf, (size_t)plane.len);
-        for (Py_ssize_t i = 0; is_right && i < values.len; i++) {
-            uint32_t position;
-            memcpy(&position, (const uint8_t *)positions.buf + 4 * i, 4);
-            is_right = position < (size_t)plane.len;
-            if (is_right) ((uint8_t *)plane.buf)[position] = ((const uint8_t *)values.buf)[i];
-        }
-        Py_END_ALLOW_THREADS
-    }
+    if (is_right)
+        WITHOUT_LOCK(is_right = unpack_codes(packed.buf, first, positions.buf, values.buf, values.len, plane.buf,
+                                             (size_t)plane.len));
     PyBuffer_Release(&packed), PyBuffer_Release(&positions), PyBuffer_Release(&values), PyBuffer_Release(&plane);
     if (!is_right) return refuse("codes that do not fit the plane");
     Py_RETURN_NONE;
 }
 
-static PyObject *py_pack_mostly(PyObject *self, PyObject *args)
+static PyObject *py_pack_mostly(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer plane, gaps, values;
     unsigned char most;
     Py_ssize_t limit, others = 0;
     size_t gap_bytes = 0;
-    (void)self;
     if (!PyArg_ParseTuple(args, "y*bnw*w*", &plane, &most, &limit, &gaps, &values)) return NULL;
     int is_right = limit >= 0 && values.len >= limit && gaps.len >= limit + plane.len / SKIP;
-    if (is_right) {
-        Py_BEGIN_ALLOW_THREADS
-        others = pack_mostly(plane.buf, (size_t)plane.len, most, limit, gaps.buf, &gap_bytes, values.buf);
-        Py_END_ALLOW_THREADS
-    }
+    if (is_right)
+        WITHOUT_LOCK(others = pack_mostly(plane.buf, (size_t)plane.len, most, limit, gaps.buf, &gap_bytes, values.buf));
     PyBuffer_Release(&plane), PyBuffer_Release(&gaps), PyBuffer_Release(&values);
     return is_right ? Py_BuildValue("nn", others, (Py_ssize_t)gap_bytes) : refuse("no room for gaps");
 }
 
-static PyObject *py_unpack_mostly(PyObject *self, PyObject *args)
+static PyObject *py_unpack_mostly(PyObject *Py_UNUSED(self), PyObject *args)
 {
     Py_buffer gaps, values, plane;
     unsigned char most;
     int is_right;
-    (void)self;
     if (!PyArg_ParseTuple(args, "y*y*bw*", &gaps, &values, &most, &plane)) return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    is_right = unpack_mostly(gaps.buf, (size_t)gaps.len, values.buf, (size_t)values.len, most, plane.buf, (size_t)plane.len);
-    Py_END_ALLOW_THREADS
+    WITHOUT_LOCK(is_right = unpack_mostly(gaps.buf, (size_t)gaps.len, values.buf, (size_t)values.len, most, plane.buf,
+                                          (size_t)plane.len));
     PyBuffer_Release(&gaps), PyBuffer_Release(&values), PyBuffer_Release(&plane);
     if (!is_right) return refuse("gaps that do not fit");
     Py_RETURN_NONE;
@@ -452,22 +471,19 @@ static PyObject *py_seven(PyObject *args, int packs)
     if (!PyArg_ParseTuple(args, "y*w*", &from, &to)) return NULL;
     Py_ssize_t size = packs ? from.len : to.len;
     int is_right = (packs ? to.len : from.len) >= size - size / SEVEN_PART * 8, is_seven = 1;
-    if (is_right) {
-        Py_BEGIN_ALLOW_THREADS
-        if (packs) is_seven = pack_seven(from.buf, (size_t)size, to.buf);
-        else unpack_seven(from.buf, to.buf, (size_t)size);
-        Py_END_ALLOW_THREADS
-    }
+    if (is_right)
+        WITHOUT_LOCK(is_seven = packs ? pack_seven(from.buf, (size_t)size, to.buf) : unpack_seven(from.buf, to.buf, (size_t)size));
     PyBuffer_Release(&from), PyBuffer_Release(&to);
     return is_right ? PyBool_FromLong(is_seven) : refuse("no room for seven bits");
 }
 
-static PyObject *py_pack_seven(PyObject *self, PyObject *args) { return (void)self, py_seven(args, 1); }
-static PyObject *py_unpack_seven(PyObject *self, PyObject *args) { return (void)self, py_seven(args, 0); }
+static PyObject *py_pack_seven(PyObject *Py_UNUSED(self), PyObject *args) { return py_seven(args, 1); }
+static PyObject *py_unpack_seven(PyObject *Py_UNUSED(self), PyObject *args) { return py_seven(args, 0); }
 
 static PyMethodDef methods[] = {
     {"copy", py_copy, METH_VARARGS, "copy(to, from, length): bytes from one address to another, past the caches."},
     {"split", py_split, METH_VARARGS, "split(elements, base, width, order, woven, wanted, out): the planes wanted, one after the other."},
+    {"survey", py_survey, METH_VARARGS, "survey(pairs, base, width, order) -> the counts of each plane."},
     {"merge", py_merge, METH_VARARGS, "merge(out, base, width, order, woven, planes): the inverse of split."},
     {"pack_codes", py_pack_codes, METH_VARARGS, "pack_codes(plane, first, limit, positions, values, packed) -> outside, or -1."},
     {"unpack_codes", py_unpack_codes, METH_VARARGS, "unpack_codes(packed, first, positions, values, plane)."},

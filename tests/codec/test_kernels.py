@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tierfs import kernels
 from tierfs.codec import Codec, Coding, decode_block, encode_block
+from tierfs.codec.planes.planes import PlaneOrder, counts_of_planes
 from tierfs.errors import TierfsError
 
 compiled = kernels.active
@@ -106,6 +107,33 @@ def test_kernels_refuse_damage_as_numpy_does(seed, kind, width, hits):
     assert told[0] == told[1]
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(KINDS),
+    width=st.sampled_from(WIDTHS),
+    order=st.sampled_from(PlaneOrder),
+    size=st.sampled_from([1, 2, 17, 510, 512]),
+    has_base=st.booleans(),
+)
+def test_kernels_see_in_a_sample_what_numpy_sees(seed, kind, width, order, size, has_base):
+    if width == 1:
+        order = PlaneOrder.AS_IT_IS
+    pairs, base = (
+        np.frombuffer(numbers(number, kind, 2 * width * size), f"<u{width}").reshape(size, 2)
+        for number in (seed, seed + 1)
+    )
+    seen = []
+    for active in (compiled, None):
+        kernels.active = active
+        try:
+            seen.append(counts_of_planes(pairs, order, base if has_base else None))
+        finally:
+            kernels.active = compiled
+    assert seen[0] == seen[1]
+    assert sum(found.most_count for found in seen[0]) > 0
+
+
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
@@ -115,6 +143,12 @@ def test_kernels_refuse_damage_as_numpy_does(seed, kind, width, hits):
         ("split", (bytes(8), None, 2, 4, 0, 255, bytearray(8))),
         ("split", (bytes(8), None, 1, 0, 1, 255, bytearray(8))),
         ("split", (bytes(8), None, 2, 1, 1, 255, bytearray(8))),
+        ("survey", (bytes(12), None, 3, 0)),
+        ("survey", (bytes(12), None, 4, 0)),
+        ("survey", (bytes(9), None, 4, 0)),
+        ("survey", (bytes(8), None, 4, 4)),
+        ("survey", (bytes(8), bytes(7), 4, 3)),
+        ("survey", (bytes(4 * 2 * 513), None, 4, 0)),
         ("merge", (bytearray(8), None, 2, 1, 1, (bytes(8), b""))),
         ("merge", (bytearray(8), None, 2, 0, 0, (bytes(4), bytes(3)))),
         ("merge", (bytearray(8), None, 2, 0, 0, (bytes(4),))),

@@ -27,7 +27,7 @@ def encode_differences(
     They are looked at together, as those of `encode_planes` are.
     """
     pairs, references = (pairs_of([elements_of(data, width) for data in each]) for each in (raws, bases))
-    order, looks = _order_of(pairs - references)
+    order, looks = _order_of(pairs, references)
     lengths = []
     for raw, base, out in zip(raws, bases, outs, strict=True):
         if kernels.active is not None:
@@ -64,11 +64,11 @@ def difference(raw: memoryview, width: int, base: memoryview) -> Elements:
     return np.subtract(elements, elements_of(base, width), out=scratch("elements", width, elements.size))
 
 
-def _order_of(pairs: Elements) -> tuple[PlaneOrder, list[PlaneFit]]:
+def _order_of(pairs: Elements, references: Elements) -> tuple[PlaneOrder, list[PlaneFit]]:
     """The bits to zigzag, by some differences: no more than the upper 16 bits of wide numbers, if all below are noise."""
     lower = pairs.itemsize - 2
     if lower > 0:
-        looks = looks_of(pairs, PlaneOrder.ZIGZAG)
+        looks = looks_of(pairs, PlaneOrder.ZIGZAG, references)
         if all(look.mode is Mode.RAW for look in looks[:lower]):
             return PlaneOrder.ZIGZAG, looks
-    return PlaneOrder.AS_IT_IS, looks_of(zigzag(pairs.copy()))
+    return PlaneOrder.AS_IT_IS, looks_of(pairs, PlaneOrder.AS_IT_IS, references)

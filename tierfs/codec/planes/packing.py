@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tierfs import kernels
 from tierfs.codec.damage import DamageError
@@ -22,7 +21,7 @@ from tierfs.codec.planes.gaps import check_gaps, gaps_of, positions_of, rare_pos
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
 
-__all__ = ["WORTH", "Kept", "Mode", "PlaneFit", "look", "pack", "unpack", "unpack_wide"]
+__all__ = ["WORTH", "Kept", "Mode", "PlaneCounts", "PlaneFit", "counts_of", "fit_of", "pack", "unpack", "unpack_wide"]
 
 WORTH = 0.97
 """The share that a plane has to shrink to, and a block as well, or it is not worth the time to decode it."""
@@ -73,42 +72,67 @@ class PlaneFit(NamedTuple):
     first: int = 0
 
 
-def look(pairs: Elements) -> list[PlaneFit]:
-    """How to keep planes.
+class PlaneCounts(NamedTuple):
+    """Counts of a plane's bytes, in some elements from all over the block.
+
+    Attributes:
+        squares: The sum of the squares of how often each byte is there.
+        repeated: How many bytes the element behind has as well.
+        upper: How many are more than 127.
+        most: The first of those that are there most often.
+        most_count: How often that is.
+        first: Where the window begins that holds the most of them.
+        inside: How many it holds.
+    """
+
+    squares: int
+    repeated: int
+    upper: int
+    most: int
+    most_count: int
+    first: int
+    inside: int
+
+
+def counts_of(pairs: Elements) -> list[PlaneCounts]:
+    """Count the bytes of each plane, the most significant plane first.
 
     Args:
         pairs: Rows of some element and the one behind it, from all over the block.
-
-    Returns:
-        For each byte of an element, the least significant first.
     """
     (size, _), width = pairs.shape, pairs.itemsize
     elements = pairs[:, 0].copy()
     numbered = elements.view(np.uint8).reshape(size, width) + np.arange(0, 256 * width, 256, dtype=np.uint16)
     counts = np.bincount(numbered.reshape(-1), minlength=256 * width).reshape(width, 256)
     changes = (elements ^ pairs[:, 1]).view(np.uint8).reshape(size, width)
+    sums = np.cumsum(np.concatenate((counts, counts[:, :_WINDOW]), axis=1), axis=1)
+    inside = sums[:, _WINDOW:] - sums[:, :-_WINDOW]
+    before = inside.argmax(axis=1)
+    columns = (
+        np.einsum("ij,ij->i", counts, counts),
+        (changes == 0).sum(axis=0),
+        counts[:, 128:].sum(axis=1),
+        counts.argmax(axis=1),
+        counts.max(axis=1),
+        (before + 1) % 256,
+        inside.max(axis=1),
+    )
+    return [PlaneCounts(*row) for row in reversed(list(zip(*(column.tolist() for column in columns), strict=True)))]
+
+
+def fit_of(found: PlaneCounts, size: int) -> PlaneFit:
+    """How to keep a plane, by what was counted of ``size`` of its bytes."""
     # Chi squared: of random bytes 255, give or take 23; of random bytes among half as many, each is twice as often.
-    squared = np.einsum("ij,ij->i", counts, counts) * 256 / size - size
-    are_seven = np.logical_not(counts[:, 128:].any(axis=1))
-    squared -= size * are_seven
-    are_noise = (squared >= _CHI_SQUARED_MIN) & (squared <= _CHI_SQUARED_MAX)
-    are_noise &= (changes == 0).sum(axis=0) < _REPEATED_MAX * size
-    return [
-        (PlaneFit(Mode.SEVEN if is_seven else Mode.RAW) if is_noise else _look(plane, size))
-        for is_noise, is_seven, plane in zip(are_noise, are_seven, counts, strict=True)
-    ]
-
-
-def _look(counts: NDArray[np.intp], size: int) -> PlaneFit:
-    """How to keep a plane that is no noise, by how often each byte is in it."""
-    most = int(counts.argmax())
-    if counts[most] >= (1 - _OTHERS_MAX) * size:
-        return PlaneFit(Mode.MOSTLY, most)
-    sums = np.cumsum(np.concatenate((counts, counts[:_WINDOW])))
-    inside = sums[_WINDOW:] - sums[:-_WINDOW]
-    before = int(inside.argmax())
-    if inside[before] >= (1 - _OUTSIDE_MAX) * size and counts[most] <= _SAME_MAX * size:
-        return PlaneFit(Mode.CODES, (before + 1) % 256)
+    squared = found.squares * 256 / size - size
+    is_seven = not found.upper
+    if is_seven:
+        squared -= size
+    if _CHI_SQUARED_MIN <= squared <= _CHI_SQUARED_MAX and found.repeated < _REPEATED_MAX * size:
+        return PlaneFit(Mode.SEVEN if is_seven else Mode.RAW)
+    if found.most_count >= (1 - _OTHERS_MAX) * size:
+        return PlaneFit(Mode.MOSTLY, found.most)
+    if found.inside >= (1 - _OUTSIDE_MAX) * size and found.most_count <= _SAME_MAX * size:
+        return PlaneFit(Mode.CODES, found.first)
     return PlaneFit(Mode.FRAME)
 
 

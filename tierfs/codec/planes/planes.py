@@ -18,7 +18,7 @@ import numpy as np
 
 from tierfs import kernels
 from tierfs.codec.damage import DamageError
-from tierfs.codec.planes.packing import WORTH, Mode, PlaneFit, look, pack, unpack, unpack_wide
+from tierfs.codec.planes.packing import WORTH, Mode, PlaneCounts, PlaneFit, counts_of, fit_of, pack, unpack, unpack_wide
 from tierfs.codec.planes.zigzag import unzigzag, zigzag
 from tierfs.codec.scratch import Elements, elements_of, scratch
 from tierfs.digest import Buffer
@@ -29,6 +29,7 @@ __all__ = [
     "PlaneOrder",
     "PlaneReader",
     "PlaneWriter",
+    "counts_of_planes",
     "decode_elements",
     "decode_head",
     "decode_plane",
@@ -301,19 +302,35 @@ def pairs_of(blocks: Sequence[Elements]) -> Elements:
     return np.concatenate([elements[: each * step].reshape(each, step)[:, :2] for elements in blocks])
 
 
-def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS) -> list[PlaneFit]:
-    """How to keep the planes of elements like these, once their upper 16 bits are in that order: the least significant first."""
-    width = pairs.itemsize
+def looks_of(pairs: Elements, order: PlaneOrder = PlaneOrder.AS_IT_IS, base: Elements | None = None) -> list[PlaneFit]:
+    """How to keep the planes of elements like these, once their upper 16 bits are in that order: the least significant first.
+
+    With ``base``, those of the differences to it, zigzagged.
+    """
     if not pairs.size:
-        return [PlaneFit(Mode.FRAME)] * width
-    if order is not PlaneOrder.AS_IT_IS:
-        pairs = pairs.copy()
-        lanes = pairs.view("<u2")[:, width // _LANE - 1 :: width // _LANE]
-        if order is PlaneOrder.ZIGZAG:
-            lanes[:] = zigzag(lanes.copy())
-        else:
-            lanes[:] = (lanes & 0x7F80) << 1 | lanes & 0x7F | lanes >> 8 & 0x80
-    return look(pairs)
+        return [PlaneFit(Mode.FRAME)] * pairs.itemsize
+    return [fit_of(counts, len(pairs)) for counts in reversed(counts_of_planes(pairs, order, base))]
+
+
+def counts_of_planes(pairs: Elements, order: PlaneOrder, base: Elements | None) -> list[PlaneCounts]:
+    """Count the bytes of the planes that `looks_of` judges, the most significant one first."""
+    if kernels.active is None:
+        return counts_of(_ordered(pairs, order, base))
+    how = _ZIGZAG_WHOLE if base is not None and order is PlaneOrder.AS_IT_IS else order
+    return [PlaneCounts(*each) for each in kernels.active.survey(pairs, base, pairs.itemsize, int(how))]
+
+
+def _ordered(pairs: Elements, order: PlaneOrder, base: Elements | None) -> Elements:
+    """Return the elements that the planes are made of."""
+    pairs = pairs.copy() if base is None else pairs - base
+    if order is PlaneOrder.AS_IT_IS:
+        return pairs if base is None else zigzag(pairs)
+    lanes = pairs.view("<u2")[:, pairs.itemsize // _LANE - 1 :: pairs.itemsize // _LANE]
+    if order is PlaneOrder.ZIGZAG:
+        lanes[:] = zigzag(lanes.copy())
+    else:
+        lanes[:] = (lanes & 0x7F80) << 1 | lanes & 0x7F | lanes >> 8 & 0x80
+    return pairs
 
 
 def put_planes(
