@@ -8,6 +8,7 @@ import uuid
 from collections import Counter
 
 import pytest
+from support.fake_flusher import until
 from support.saving import Flushing
 from support.tiered import BIG, MIB, Host, content, save_at
 
@@ -486,12 +487,19 @@ def test_a_file_larger_than_all_local_tiers_waits_for_the_object_tier(make_host)
     host = make_host(ram=64 * MIB, nvme=64 * MIB)
     data = content(200 * MIB)
     host.objects.down = True
-    timer = threading.Timer(2, setattr, [host.objects, "down", False])
-    timer.start()
+
+    def come_back():
+        try:
+            until(lambda: status(host.store)["counters"].get("flusher_spill_waits"), 60)
+        finally:
+            host.objects.down = False
+
+    watch = threading.Thread(target=come_back)
+    watch.start()
     try:
         save(host.store, "a", data)
     finally:
-        timer.join()
+        watch.join()
     assert status(host.store)["counters"]["flusher_spill_waits"]
     wait(host.store, "a", Level.OBJECT, 60)
     assert load(host.plain(), "a") == data
