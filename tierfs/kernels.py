@@ -10,6 +10,9 @@ from types import ModuleType
 
 __all__ = ["active", "status"]
 
+# The function that came last: a build without it is left over from an older checkout.
+_NEWEST = "survey"
+
 
 def _load() -> tuple[ModuleType | None, str]:
     if os.environ.get("TIERFS_KERNELS") == "0":
@@ -18,6 +21,8 @@ def _load() -> tuple[ModuleType | None, str]:
         from tierfs import _kernels  # noqa: PLC0415 - may be missing
     except ImportError as error:
         return None, f"not built: {error}"
+    if not hasattr(_kernels, _NEWEST):
+        return None, "built from an older _kernels.c: pip install tierfs again"
     return _kernels, "compiled"
 
 
