@@ -8,9 +8,12 @@ import pytest
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError
+from tierfs.host.write.writer import SlabWriter
 from tierfs.mount import staging
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Writer
+from tierfs.store.chunks import store_chunk
+from tierfs.store.write import sink
 
 MIB = 1 << 20
 DATA = random.Random(9).randbytes(6 * MIB + 77)
@@ -160,6 +163,41 @@ def test_a_store_that_fails_later_is_told_each_time_and_nothing_is_published(han
     else:
         with pytest.raises(NotFoundError):
             verbs.load(hand.state.store, "a")
+
+
+def test_a_chunk_that_is_lost_while_a_file_is_read_is_told(hand, monkeypatch):
+    real = store_chunk if hand.state.store.tiers is None else SlabWriter.seal_chunk
+    failures = iter([StoreError("the object tier is gone")])
+
+    def fail_once(*arguments, **options):
+        for error in failures:
+            raise error
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(sink, "store_chunk", fail_once)
+    monkeypatch.setattr(SlabWriter, "seal_chunk", fail_once)
+    handle = hand.create("a")
+    write(hand, handle, DATA * 4)
+    assert is_ahead(handle)
+    for _ in range(2):
+        with pytest.raises(StoreError, match="is gone"):
+            hand.files.read(handle, 0, 9)
+    with pytest.raises(StoreError, match="is gone"):
+        hand.files.flush(handle)
+    with pytest.raises(StoreError, match="is gone"):
+        hand.files.release(handle)
+    assert hand.names() == []
+
+
+def test_a_file_that_was_renamed_there_and_back_is_published(hand):
+    hand.write_file("a", b"before")
+    handle = hand.open("a", os.O_WRONLY | os.O_TRUNC)
+    write(hand, handle, DATA)
+    assert is_ahead(handle)
+    for old, new in (("a", "b"), ("b", "a")):
+        hand.tree.rename(*hand.parent(old), *hand.parent(new), 0)
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == DATA
 
 
 @pytest.mark.parametrize("goes_on", [False, True])

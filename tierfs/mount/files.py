@@ -19,7 +19,7 @@ from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.reading import ReadAhead, Views
-from tierfs.mount.staging import StagedInode
+from tierfs.mount.staging import StagedInode, replaces
 from tierfs.mount.state import STALE_S, MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
@@ -245,13 +245,12 @@ class Files:
         # What is at the start and did not change is kept as it is.
         keep = staged.kept if base is not None and base.inline is None else 0
         metadata = with_posix(base.metadata if base is not None else {}, node.attributes)
-        ahead = staged.take_writer(path)
+        ahead = staged.take_writer(path, base)
         mode = WriteMode.APPEND if keep else WriteMode.OVERWRITE
         writer = ahead or Writer(store, path, mode=mode, level=self._state.level, keep=keep)
         writer.metadata = metadata
         try:
-            there = writer.replaces.write_id if writer.replaces is not None else None
-            if there != (base.write_id if base is not None else None):
+            if not replaces(writer, base):
                 raise ConflictError(f"{store.where(path)} was changed since it was opened: theirs stands", path=path)
             if ahead is None:
                 staged.feed(writer, keep)

@@ -20,10 +20,11 @@ from pathlib import Path
 
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
+from tierfs.format.manifest import Manifest
 from tierfs.mount.errnos import refusal
 from tierfs.store import Reader, Writer
 
-__all__ = ["StagedInode"]
+__all__ = ["StagedInode", "replaces"]
 
 COPY_BYTES = 8 << 20
 AHEAD_FROM_BYTES = 2 * BLOCK_BYTES
@@ -81,7 +82,8 @@ class StagedInode:
         """
         end = offset + len(data)
         if self._writer is not None and offset == self.length:
-            self._write_ahead(self._writer, data)
+            with self._losing():
+                self._writer.write(data)
         else:
             self.take_back()
             self._write_here(offset, data)
@@ -91,9 +93,11 @@ class StagedInode:
         self.was_written = True
         return len(data)
 
-    def _write_ahead(self, writer: Writer, data: memoryview) -> None:
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        """What the writer does; where it fails, the bytes that it has are lost."""
         try:
-            writer.write(data)
+            yield
         except BaseException as error:
             self.error = error
             raise
@@ -134,15 +138,19 @@ class StagedInode:
             self._own.clear()
             self._writer = writer
 
-    def take_writer(self, path: str) -> Writer | None:
-        """The writer that has all bytes, if there is one, now the caller's. What it cannot do for ``path`` is taken back.
+    def take_writer(self, path: str, base: Manifest | None) -> Writer | None:
+        """The writer that has all bytes, if there is one, now the caller's. One that does something else is taken back first.
+
+        Args:
+            path: What it is to write.
+            base: What it is to replace there.
 
         Raises:
             TierfsError, OSError: As `take_back`; or what made the bytes be lost.
         """
         if self.error is not None:
             raise self.error.with_traceback(None)
-        if self._writer is not None and self._writer.path != path:
+        if self._writer is not None and (self._writer.path != path or not replaces(self._writer, base)):
             self.take_back()
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -153,14 +161,16 @@ class StagedInode:
         """Have all bytes in the local file, where they can be read and changed in any order.
 
         Raises:
-            TierfsError, OSError: They cannot be read, or the local file cannot take them. Then they are still where they were.
+            TierfsError, OSError: They cannot be read, or the local file cannot take them. Then they are still where they were; or
+                they are lost.
         """
         if self.error is not None:
             raise self.error.with_traceback(None)
         writer = self._writer
         if writer is None:
             return
-        reader = writer.read_back()
+        with self._losing():
+            reader = writer.read_back()
         try:
             with buffers().lend(COPY_BYTES) as buffer:
                 for offset in range(0, self.length, COPY_BYTES):
@@ -266,6 +276,12 @@ class StagedInode:
                 stop = min(end, stop + BLOCK_BYTES)
             yield is_own, at, stop - at
             at = stop
+
+
+def replaces(writer: Writer, base: Manifest | None) -> bool:
+    """Whether a writer found this version when it was made."""
+    there = writer.replaces
+    return (there.write_id if there is not None else None) == (base.write_id if base is not None else None)
 
 
 def _nameless(directory: Path) -> int:

@@ -200,9 +200,13 @@ class Writer:
         """Open the bytes written so far, which can be read until `abort` or `commit`. The chunk being filled ends here.
 
         Raises:
-            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored.
+            StoreError, CapacityError, ReadOnlyError: A chunk could not be stored. The file is never published then.
         """
-        rows = self._finish_rows()
+        try:
+            rows = self._finish_rows()
+        except BaseException:
+            self.abort()  # there is a hole now
+            raise
         return open_content(self._store, self.path, tuple(rows), bytes(self._small))
 
     def commit(self) -> Manifest:
