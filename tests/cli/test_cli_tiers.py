@@ -185,6 +185,24 @@ def test_status_shows_what_is_pending_without_a_flusher(url, tell, no_flusher):
     assert re.search(r"^object .* object +survives the loss of this process, not of this host$", shown, re.MULTILINE)
 
 
+def test_status_starts_no_flusher(host, url, no_flusher):
+    stage(url, files=2)
+    with program("status", url, "--watch", "0.1", stdout=subprocess.PIPE) as process:
+        lines = [process.stdout.readline() for _ in range(10)]
+        assert all("queue 2 files 2 MiB" in line and "flusher not running" in line for line in lines)
+    assert not is_running(store_directory(host, url))
+
+
+def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, tell, no_flusher):
+    stage(url, files=1)
+    time.sleep(1)
+    no_flusher()
+    with sidecar(host, url, "--bandwidth", "1KB"):
+        report = json.loads(tell("status", url, "--json"))
+    assert report["flusher"]["running"]
+    assert 1 <= report["oldest_age_s"] < WAIT_S
+
+
 def test_status_shows_the_flusher_and_what_it_counted(url, tell):
     stage(url, files=2)
     tell("wait", url)
@@ -317,7 +335,7 @@ def test_of_an_object_tier_it_is_shown_what_was_asked_and_that_writes_are_read_b
 
 def test_a_flusher_that_does_not_answer_is_shown_as_such():
     shown = table(report(flusher={"running": True, "silent": "no answer"}), None)
-    assert "flusher       runs, but does not answer: no answer" in shown
+    assert "flusher           runs, but does not answer: no answer" in shown
 
 
 def test_the_rate_is_taken_between_two_looks_else_from_the_flusher():

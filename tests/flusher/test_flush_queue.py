@@ -25,7 +25,7 @@ def item(number, path, *, after=None, length=10, **what):
         after=after,
         base=SimpleNamespace(write_id=None),
     )
-    return FlushItem(draft, (1, number, 0), 0.0, **{"slot": object(), **what})
+    return FlushItem(draft, (1, number, 0), **{"slot": object(), **what})
 
 
 def before(entries, entry):

@@ -33,7 +33,7 @@ class Drafts:
             after=b"",
             base=SimpleNamespace(write_id=b""),
         )
-        entry = FlushItem(draft, (turn or number, 0, 0), 0.0, slot=object())
+        entry = FlushItem(draft, (turn or number, 0, 0), slot=object())
         for name, value in what.items():
             setattr(entry, name, value)
         self.state.entries.add(entry)

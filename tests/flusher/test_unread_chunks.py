@@ -64,7 +64,7 @@ class Pending:
         slot.segment.view(slot)[:] = stored
         self.slot = slot.segment.seal(slot, local_name(DigestKind.XXH3_128, name), b"", stamp_ns=1)
         draft = Draft("run/a", record, ObservedBase(), (SlotRef(slot.segment.id, slot.index, slot.serial),))
-        self.entry = FlushItem(draft, draft.turn(""), 0.0, slot=self.slot, persisted=True)
+        self.entry = FlushItem(draft, draft.turn(""), slot=self.slot, persisted=True)
         self.state = FlushState(self.own, None, clock=SystemClock(), random=lambda: 0.5, fault=lambda _: None)
         self.state.entries.add(self.entry)
         self.state.access.use(self)

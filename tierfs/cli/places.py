@@ -6,7 +6,7 @@ import argparse
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from tierfs.cli import local_files as _local
@@ -211,7 +211,7 @@ def kind_of(entry: Entry) -> Kind:
 Place: TypeAlias = StorePlace | LocalPlace
 
 
-def store_place(text: str, *, write: bool = False, as_configured: bool = False) -> StorePlace:
+def store_place(text: str, *, write: bool = False, as_configured: bool = False, resumes: bool = True) -> StorePlace:
     """The path in a store that an argument names.
 
     Args:
@@ -220,6 +220,7 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False) 
             ``TIERFS_CREATE=1``, asks for it.
         as_configured: Whether the local tiers are to be used as configured. Else what is changed is in the object tier when
             the command ends, and what is read leaves nothing in the ram tier.
+        resumes: Whether to start a flusher if earlier processes left something pending.
 
     Raises:
         InvalidInputError: The argument is no good.
@@ -228,7 +229,7 @@ def store_place(text: str, *, write: bool = False, as_configured: bool = False) 
     """
     if not text:
         raise InvalidInputError("an argument is empty: give a URL or a path")
-    location = parse_url(text)
+    location = replace(parse_url(text), resumes=resumes)
     store, path = open_store(location, write=write, create=write and asks_to_create(location))
     if not as_configured:
         store.ack = Level.OBJECT

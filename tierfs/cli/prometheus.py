@@ -36,7 +36,7 @@ class Metric(NamedTuple):
 _STORE = (
     Metric("queue_files", "Files that are not in the object tier yet.", "queue_files"),
     Metric("queue_bytes", "Bytes of the files that are not in the object tier yet.", "queue_bytes"),
-    Metric("queue_oldest_age_seconds", "How long the flusher has known the oldest of these files.", "oldest_age_s"),
+    Metric("queue_oldest_age_seconds", "How long ago the first of these files was closed.", "oldest_age_s"),
     Metric("upload_bytes_per_second", "Bytes sent to the object tier, over the last 10 seconds.", "rate_bytes_per_s"),
     Metric("unreadable_drafts", "Drafts in the ram tier that cannot be read.", "unreadable_drafts"),
     Metric(

@@ -9,9 +9,11 @@ from typing import Any
 from tierfs.cli.output import align, format_time, printable
 from tierfs.units import format_bytes
 
-__all__ = ["UploadRate", "one_line", "table"]
+__all__ = ["PROBLEMS", "UploadRate", "one_line", "table"]
 
 LISTED_MAX = 20
+PROBLEMS = ("conflicts: ", "errors: ")
+"""How the headings of files begin that need a person."""
 _TIERS = ("ram", "nvme", "object")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 # Counters of a tier that get a line only if they are not zero.
@@ -59,13 +61,13 @@ def table(report: Mapping[str, Any], rate: float | None) -> list[str]:
     facts = [
         ("store", printable(report["store"])),
         ("uuid", report["uuid"]),
-        ("acknowledged", f"when {report['ack']}"),
+        ("writes return at", report["ack"]),
         ("flusher", _flusher(report["flusher"])),
         ("queue", queue),
         ("upload", "unknown" if rate is None else f"{format_bytes(round(rate))}/s"),
     ]
     if "records" in report:
-        facts.append(("details kept", _records(report["records"])))
+        facts.append(("record cache", _records(report["records"])))
     facts += _upkeep(report.get("upkeep", {}))
     return [*align(facts), "", *_tiers(report["tiers"]), *_problems(report), *_requests(report), *_counters(report)]
 
@@ -111,7 +113,7 @@ def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]
     if gc:
         deleted, waiting = gc["deleted"], gc["waiting"]["bytes"] + gc["condemned"]["bytes"]
         text = f"{format_time(gc['ended_ns'])}, deleted {deleted['count']} chunks, {format_bytes(deleted['bytes'])}; "
-        text += f"{format_bytes(waiting)} to go"
+        text += f"{format_bytes(waiting)} are condemned"
         if gc["unreadable_count"]:
             named = ", ".join(map(printable, gc["unreadable"][:3]))
             text = f"{format_time(gc['ended_ns'])}, BLOCKED: {gc['unreadable_count']} records cannot be read: {named}"
@@ -124,7 +126,7 @@ def _upkeep(upkeep: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str]
 
 
 def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    rows = [("tier", "used", "budget", "dirty", "clean", "gives", "")]
+    rows = [("tier", "used", "budget", "dirty", "clean", "level", "")]
     for tier in ("device", *_TIERS) if "device" in tiers else _TIERS:
         values = tiers.get(tier)
         if values is None:
@@ -165,11 +167,11 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
     errors = [(item["path"], f"attempt {item['attempts']}: {item['message']}") for item in report["errors"]]
     for title, count, items in (
         (
-            "conflicts: another writer was faster; `tierfs flusher discard` deletes this host's own change",
+            "conflicts: another writer changed the file first; `tierfs flusher discard` deletes this host's change",
             _conflicts(report),
             conflicts,
         ),
-        ("errors: what is tried again", _errors(report), errors),
+        ("errors: the flusher tries these files again", _errors(report), errors),
     ):
         if items:
             yield from ("", title)
@@ -178,14 +180,14 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
             yield f"  ... and {count - LISTED_MAX} more"
     folders = report.get("unused_folders", [])
     if folders:
-        yield from ("", "folders of segments that no process uses; they stay while their state directory may be there")
+        yield from ("", "shared memory that no process uses; it stays as long as its state directory may come back")
         for item in folders[:LISTED_MAX]:
             whose = printable(item["state_directory"]) or "unknown"
             yield f"  {printable(item['folder'])}: {format_bytes(item['bytes'])}, of the state directory {whose}"
     if report["misplaced"]:
         yield from (
             "",
-            "in the working directory: made by code that took a tierfs URL for a local path, and in no store",
+            "folders in the working directory that belong to no store: code took a tierfs URL for a local path",
         )
         yield from (f"  {printable(path)}" for path in report["misplaced"][:LISTED_MAX])
 
@@ -200,7 +202,7 @@ def _errors(report: Mapping[str, Any]) -> int:
 
 
 def _requests(report: Mapping[str, Any]) -> Iterator[str]:
-    rows = [("asked of the object tier", "requests", "errors", "bytes", "seconds")]
+    rows = [("requests to the object tier", "count", "errors", "bytes", "seconds")]
     for name, counts in report["tiers"].get("object", {}).get("requests", {}).items():
         size, seconds = format_bytes(counts["bytes"]), f"{counts['seconds']:.3f}"
         rows.append((f"  {name.replace('_', ' ')}", str(counts["requests"]), str(counts["errors"]), size, seconds))

@@ -370,14 +370,12 @@ class Flusher:
         usage = self.nvme.usage() if self.nvme is not None else None
         state = self._state
         unread = len(state.ram.unread()) + len(state.ram.damaged())
-        now = state.clock.monotonic()
         with state.changed:
             moving = [entry for entry in state.entries if not entry.conflict]
             kept = [entry for entry in state.entries if entry.conflict]
             return {
                 "queue_files": len(moving),
                 "queue_bytes": sum(entry.draft.length for entry in moving),
-                "oldest_age_s": round(max((now - entry.since_s for entry in moving), default=0.0), 3),
                 "conflict_files": len(kept),
                 "conflicts": [{"path": entry.path, "message": str(entry.error)} for entry in kept[:NAMED_MAX]],
                 "failing_files": sum(entry.error is not None for entry in moving),

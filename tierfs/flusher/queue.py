@@ -36,7 +36,6 @@ class FlushItem:
         slot: Where it lies in a slab; ``None`` once the slab is not needed for it any more.
         number: Its row's in ``nvme.db``; ``None`` before it is there.
         level: The level that it has reached.
-        since_s: When this flusher learned of it, monotonic seconds.
         rows: As they are to be published; ``None`` for a chunk that is not in the object tier yet.
         contexts: The facts about each chunk; ``None`` before they were asked for.
         persisted: Whether it has left the slab for the nvme tier, or does not need to.
@@ -52,7 +51,6 @@ class FlushItem:
 
     draft: Draft
     turn: Turn
-    since_s: float
     slot: Slot | None = None
     number: int | None = None
     level: Level = Level.STAGED

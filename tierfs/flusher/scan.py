@@ -44,8 +44,8 @@ class PendingScan:
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
-                turn, now = draft.turn(self._boot, stored.seq), state.clock.monotonic()
-                entry = FlushItem(draft, turn, now, number=stored.seq, level=state.local_level, persisted=True)
+                turn = draft.turn(self._boot, stored.seq)
+                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, persisted=True)
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
@@ -85,7 +85,7 @@ class PendingScan:
                     return
                 kept = now.state is SlotState.CONFLICT
                 turn = draft.turn(self._boot)
-                entry = FlushItem(draft, turn, state.clock.monotonic(), slot=slot, persisted=kept)
+                entry = FlushItem(draft, turn, slot=slot, persisted=kept)
                 if kept:
                     text = f"{draft.path} was changed by another writer before it was flushed: theirs stands, this one is kept"
                     entry.fail(ConflictError(text, path=draft.path), float("inf"))

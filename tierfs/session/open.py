@@ -376,7 +376,7 @@ def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: 
                 def open_plain() -> Store:
                     return Store(objects, descriptor, url=url, codecs=settings.codecs)
 
-                tiers = _tiers[key] = localtiers.tiers_for(target, settings, open_plain, home)
+                tiers = _tiers[key] = localtiers.tiers_for(target, settings, open_plain, home, resumes=location.resumes)
         if tiers is not None:
             shared = tiers
 

@@ -107,15 +107,21 @@ def may_hide(error: TierfsError, uuid: str, settings: ResolvedTiers) -> bool:
 
 
 def tiers_for(
-    target: TieredStore, settings: ResolvedTiers, connect: Callable[[], Store], home: tuple[Host, Path]
+    target: TieredStore,
+    settings: ResolvedTiers,
+    connect: Callable[[], Store],
+    home: tuple[Host, Path],
+    *,
+    resumes: bool = True,
 ) -> Tiers:
-    """Make this process's side of a store's local tiers, and have what is pending there flushed.
+    """Make this process's side of a store's local tiers.
 
     Args:
         target: The store.
         settings: Budgets, the state directory, how long to wait.
         connect: Opens the store without local tiers, for a flusher that is a thread of this process.
         home: See `home_of`.
+        resumes: Whether to start a flusher if something is pending there.
     """
     clock = SystemClock()
     host, directory = home
@@ -137,7 +143,7 @@ def tiers_for(
         # The disk's free space is in it, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
     finish_at_exit(tiers, target.url, launcher)
-    if tiers.drafts.pending_below(""):
+    if resumes and tiers.drafts.pending_below(""):
         # Left by processes that are gone. Opening the store need not wait for the flusher to come up.
         start_daemon(tiers.writer.announce, name="resume")
     return tiers

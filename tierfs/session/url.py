@@ -70,6 +70,7 @@ class Location:
         root: Where it would be made; empty where that follows from the path.
         tiers: How the local tiers are to be set up, by arguments.
         configured: The same by what the configuration says of a named store.
+        resumes: Whether opening the store starts a flusher for changes that other processes left pending.
     """
 
     protocol: str
@@ -79,6 +80,7 @@ class Location:
     root: str = ""
     tiers: TierOptions = field(default_factory=TierOptions)
     configured: TierOptions = field(default_factory=TierOptions)
+    resumes: bool = True
 
     @property
     def url(self) -> str:

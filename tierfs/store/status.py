@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from tierfs import kernels
+from tierfs.clock import boot_id
 from tierfs.errors import StoreError
 from tierfs.host.host import SMALL_SHM
 from tierfs.host.nvme.stored import ARENA_FILE
@@ -18,6 +19,7 @@ from tierfs.store.request_metrics import asked
 from tierfs.store.store import Store
 
 if TYPE_CHECKING:
+    from tierfs.host.pending.record import Draft
     from tierfs.host.slab.ram import RamTier
 
 __all__ = ["status"]
@@ -72,6 +74,7 @@ def status(store: Store) -> dict[str, Any]:
     pending = tiers.drafts.pending_below("")
     report["queue_files"] = len(pending)
     report["queue_bytes"] = sum(item.draft.length for item in pending.values())
+    report["oldest_age_s"] = _oldest_age_s([item.draft for item in pending.values()], store.clock.monotonic())
     report["counters"] = _counted_by("process", dict(sorted(tiers.counters.items())))
     if tiers.flusher.is_running():
         try:
@@ -94,6 +97,13 @@ def status(store: Store) -> dict[str, Any]:
     else:
         report["conflicts"] = [{"path": path, "message": text} for path, text in tiers.drafts.conflicts()]
     return report
+
+
+def _oldest_age_s(drafts: Iterable[Draft], now_s: float) -> float:
+    """How long ago the first was closed. The clock begins at boot: of an earlier run of the kernel, at least the time since then."""
+    boot = boot_id()
+    ages_s = (now_s - draft.stamp_ns / 1e9 if draft.boot == boot else now_s for draft in drafts)
+    return round(max(ages_s, default=0.0), 3)
 
 
 def _ram_tier(ram: RamTier) -> dict[str, Any]:

@@ -38,6 +38,15 @@ def test_latest_keeps_the_newest():
     assert kept(SAVES, Latest(3)) == [800, 900, 1000]
 
 
+def test_the_newest_is_named_once_by_the_highest_level_that_it_has():
+    saves = [at(1, level=Level.OBJECT), at(2, level=Level.LOCAL), at(3, level=Level.NONE), at(4, level=None)]
+    reasons = {each.saved.step: each.reasons for each in decide(saves, [Latest(1)], NOW_NS)}
+    assert reasons[1] == ("the newest at object",)
+    assert reasons[2] == ("the newest at local",)
+    assert reasons[3] == ("the newest of all",)
+    assert reasons[4] == ("one of the latest 1",)
+
+
 def test_every_keeps_the_first_in_so_many_steps():
     saves = [at(step) for step in (0, 60, 103, 150, 190, 305, 400)]
     assert kept(saves, Every(steps=100)) == [0, 103, 305, 400]

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.output import add_json_argument, print_json
+from tierfs.cli.output import add_json_argument, colored, print_json
 from tierfs.cli.places import add_url_argument, store_place
 from tierfs.cli.prometheus import exposition
-from tierfs.cli.status_table import UploadRate, one_line, table
+from tierfs.cli.status_table import PROBLEMS, UploadRate, one_line, table
 from tierfs.store import Store, status
 from tierfs.store.maintenance.last import last_upkeep
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the status, once or until it is interrupted."""
-    store = store_place(arguments.url, as_configured=True).store
+    store = store_place(arguments.url, as_configured=True, resumes=False).store
     if arguments.watch is not None:
         with contextlib.suppress(KeyboardInterrupt):
             _watch(store, arguments.watch)
@@ -69,7 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.prometheus:
         print(exposition(report), end="")
     else:
-        print("\n".join(table(report, UploadRate().sample(report, time.monotonic()))))
+        for line in table(report, UploadRate().sample(report, time.monotonic())):
+            print(colored(line, "problem") if line.startswith(PROBLEMS) else line)
     return 0
 
 

@@ -235,12 +235,14 @@ def decide(saved: Iterable[SavedCheckpoint], keep: Sequence[Rule], now_ns: int) 
             reasons[each.path].append("not complete: under way, or to be looked at")
         if each.is_pinned:
             reasons[each.path].append("pinned")
+    named: set[str] = set()  # of a checkpoint that is the newest at several levels, the highest is said
     for level in (Level.OBJECT, Level.LOCAL, Level.STAGED, Level.NONE):
         reached = [each for each in complete if each.level is not None and each.level >= level]
         # Newest by steps, and by time: a run that was taken back to an earlier step goes on from there.
         newest = {each.path for each in (reached[-1:] + sorted(reached, key=lambda one: one.created_ns)[-1:])}
-        for path in newest:
-            reasons[path].append(f"the newest at {level.label}")
+        for path in newest - named:
+            reasons[path].append(f"the newest at {level.label}" if level else "the newest of all")
+        named |= newest
     for rule in keep:
         for each in rule.select(complete, now_ns):
             reasons[each.path].append(str(rule))
