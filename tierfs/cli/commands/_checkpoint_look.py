@@ -110,16 +110,17 @@ def _or_dash(value: object) -> str:
 
 def show(arguments: argparse.Namespace) -> int:
     """Show what is in a checkpoint."""
-    source = source_of(arguments.url)
-    checkpoint = open_at(source, arguments.rank)
-    names = _matching(checkpoint.tensors, arguments.other)
-    objects = _matching(checkpoint.objects, arguments.other)
-    where = Placement(checkpoint)
-    placement = where if arguments.shards else None
-    tensors = {fqn: _tensor(checkpoint, fqn, placement) for fqn in names}
-    if arguments.codecs:
+    with Progress("show") as progress:
+        source = source_of(arguments.url)
+        checkpoint = open_at(source, arguments.rank)
+        names = _matching(checkpoint.tensors, arguments.other)
+        objects = _matching(checkpoint.objects, arguments.other)
+        where = Placement(checkpoint)
+        placement = where if arguments.shards else None
+        tensors = {fqn: _tensor(checkpoint, fqn, placement) for fqn in names}
         codings = Codings(checkpoint, where)
-        for fqn, tensor in tensors.items():
+        for number, (fqn, tensor) in enumerate(tensors.items() if arguments.codecs else ()):
+            progress.note(f"{number} of {len(tensors)} tensors")
             coded = codings.of(shard.place for shard in checkpoint.shards(fqn))
             tensor |= {"stored": coded.stored_bytes, "codecs": dict(coded.codecs), "reasons": dict(coded.reasons)}
     if arguments.json:

@@ -6,6 +6,7 @@ import argparse
 
 from tierfs.cli.output import add_json_argument, align, format_time, print_json, printable
 from tierfs.cli.places import StorePlace, add_url_argument, store_place
+from tierfs.cli.progress import Progress
 from tierfs.errors import NotFoundError
 from tierfs.store import Entry, find, list_directory
 from tierfs.units import format_bytes
@@ -37,13 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
     """List what is there. Short names need no manifest to be read."""
     place = store_place(arguments.url)
     detail = arguments.long or arguments.json
-    if arguments.recursive:
-        entries = find(place.store, place.path, detail=detail) or _nothing_in(place)
-    else:
-        try:
-            entries = list_directory(place.store, place.path, detail=detail)
-        except NotFoundError:
-            raise place.missing() from None
+    with Progress("ls"):
+        if arguments.recursive:
+            entries = find(place.store, place.path, detail=detail) or _nothing_in(place)
+        else:
+            try:
+                entries = list_directory(place.store, place.path, detail=detail)
+            except NotFoundError:
+                raise place.missing() from None
     if arguments.json:
         print_json({"url": place.url, "entries": [_document(place, entry) for entry in entries]})
     elif arguments.long and entries:
