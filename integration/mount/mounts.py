@@ -66,7 +66,7 @@ class Host:
         self.state, self.path = base / "state", base / "mnt"
         self.path.mkdir(parents=True)
         self.url = url
-        self.options = {"ram": "96MiB", "nvme": "256MiB", **options, "state_dir": str(self.state)}
+        self.options = {"ram": "256MiB", "nvme": "256MiB", **options, "state_dir": str(self.state)}
         self.mount = None
 
     @property

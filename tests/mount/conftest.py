@@ -9,7 +9,7 @@ from tierfs.session.url import Location
 @pytest.fixture(params=["direct", "tiers"])
 def store(request, tmp_path):
     init(f"file://{tmp_path}/store")
-    tiers = TierOptions(ram="64MiB", nvme="0", state_dir=str(tmp_path / "state"), ack="staged")
+    tiers = TierOptions(ram="192MiB", nvme="0", state_dir=str(tmp_path / "state"), ack="staged")
     if request.param == "direct":
         tiers = TierOptions(ram="0", nvme="0", state_dir=str(tmp_path / "state"))
     return open_store(Location("file", f"{tmp_path}/store", tiers=tiers))[0]

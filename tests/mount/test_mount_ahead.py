@@ -5,12 +5,15 @@ import os
 import random
 
 import pytest
+from support.mount_hand import Hand
 
 from tierfs import store as verbs
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError
 from tierfs.host.write.writer import SlabWriter
 from tierfs.mount import staging
 from tierfs.mount.wire import SetAttr, Valid
+from tierfs.session import TierOptions, init, open_store
+from tierfs.session.url import Location
 from tierfs.store import Writer
 from tierfs.store.chunks import store_chunk
 from tierfs.store.write import sink
@@ -229,6 +232,20 @@ def test_files_beyond_the_bound_are_stored_when_they_are_closed(hand):
     for handle in handles:
         hand.close(handle)
     assert all(verbs.load(hand.state.store, f"f{number}") == DATA for number in range(len(handles)))
+
+
+def test_files_that_stay_open_leave_a_small_ram_tier_to_others(tmp_path):
+    init(f"file://{tmp_path}/store")
+    tiers = TierOptions(ram="64MiB", nvme="0", state_dir=str(tmp_path / "state"), ack="staged", timeout=2)
+    store = open_store(Location("file", f"{tmp_path}/store", tiers=tiers))[0]
+    hand = Hand(store, tmp_path)
+    handles = [hand.create(f"f{number}") for number in range(4)]
+    for start in range(0, len(DATA) * 3, len(DATA)):
+        for handle in handles:
+            write(hand, handle, DATA, start)
+    for handle in handles:
+        hand.close(handle)
+    assert all(verbs.load(store, f"f{number}") == DATA * 3 for number in range(4))
 
 
 def test_random_writes_while_it_is_stored_end_up_where_they_belong(hand):

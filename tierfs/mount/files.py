@@ -14,18 +14,22 @@ import time
 from functools import partial
 
 from tierfs import store as verbs
-from tierfs.errors import ConflictError, NotFoundError
+from tierfs.digest import CHUNK_BYTES
+from tierfs.errors import CapacityError, ConflictError, NotFoundError
 from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.reading import ReadAhead, Views
-from tierfs.mount.staging import StagedInode, replaces
+from tierfs.mount.staging import AHEAD_MAX, StagedInode, replaces
 from tierfs.mount.state import STALE_S, MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
+from tierfs.store.write.staging import is_staged
 
 __all__ = ["Files"]
 
+AHEAD_RAM_BYTES = 2 * AHEAD_MAX * CHUNK_BYTES
+"""Room for a chunk of each such file that is being filled, and one more."""
 _logger = logging.getLogger("tierfs.mount")
 
 
@@ -104,7 +108,7 @@ class Files:
             written = staged.write(offset, data)
             self._touched(node)
             if node.path is not None:
-                staged.write_ahead(partial(Writer, self._state.store, node.path, level=self._state.level))
+                staged.write_ahead(partial(self._writer_ahead, node.path))
         return written
 
     def allocate(self, handle: Handle, offset: int, length: int, mode: int) -> None:
@@ -263,6 +267,25 @@ class Files:
         finally:
             if writer.is_done:
                 self._take_published(node, staged, writer)
+
+    def _writer_ahead(self, path: str) -> Writer:
+        """A writer for a file that may stay open for long.
+
+        Raises:
+            CapacityError: The chunks that such files hold might leave no room in the ram tier for another one's.
+            TierfsError: As `Writer`.
+        """
+        store, level = self._state.store, self._state.level
+        tiers = store.tiers
+        if (
+            tiers is not None
+            and tiers.ram.holds_chunks
+            and is_staged(store, path, store.ack if level is None else level)
+        ):
+            usage = tiers.ram.usage()
+            if usage.budget_bytes - usage.used_bytes + usage.clean_bytes < AHEAD_RAM_BYTES:
+                raise CapacityError(f"{path} is stored when it is closed, since the ram tier has little room")
+        return Writer(store, path, level=level)
 
     def _take_published(self, node: Node, staged: StagedInode, writer: Writer) -> None:
         path, store = node.path, self._state.store

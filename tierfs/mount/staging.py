@@ -24,7 +24,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.mount.errnos import refusal
 from tierfs.store import Reader, Writer
 
-__all__ = ["StagedInode", "replaces"]
+__all__ = ["AHEAD_MAX", "StagedInode", "replaces"]
 
 COPY_BYTES = 8 << 20
 AHEAD_FROM_BYTES = 2 * BLOCK_BYTES
