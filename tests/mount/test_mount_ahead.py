@@ -224,6 +224,22 @@ def test_a_local_disk_that_is_full_leaves_what_was_written(hand, monkeypatch, go
     assert verbs.load(hand.state.store, "a") == (DATA[:5] + b"x" + DATA[6:] if goes_on else DATA) + DATA
 
 
+def test_a_file_that_is_emptied_needs_no_room_on_the_local_disk(hand, monkeypatch):
+    handle = hand.create("a")
+    write(hand, handle, DATA)
+    assert is_ahead(handle)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging.StagedInode, "_write_local", full)
+        hand.files.set_attributes(handle.node, SetAttr(Valid.SIZE, 0, 0, 0, 0, 0, 0))
+    write(hand, handle, DATA[5:])
+    hand.close(handle)
+    assert verbs.load(hand.state.store, "a") == DATA[5:]
+
+
 def test_files_beyond_the_bound_are_stored_when_they_are_closed(hand):
     handles = [hand.create(f"f{number}") for number in range(staging.AHEAD_MAX + 2)]
     for handle in handles:

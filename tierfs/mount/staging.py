@@ -193,7 +193,10 @@ class StagedInode:
         """Cut off what is behind, or add zeros."""
         if length == self.length:
             return
-        self.take_back()
+        if length or self.error is not None:
+            self.take_back()
+        else:
+            self._end_writer()
         self._is_in_order = False
         if length < self.length:
             if length % BLOCK_BYTES:
