@@ -264,6 +264,18 @@ def test_files_that_stay_open_leave_a_small_ram_tier_to_others(tmp_path):
     assert all(verbs.load(store, f"f{number}") == DATA * 3 for number in range(4))
 
 
+def test_a_file_that_grows_slowly_is_stored_when_it_is_closed(hand):
+    handles = {seconds: hand.create(f"after {seconds} s") for seconds in (1, 30)}
+    for seconds, handle in handles.items():
+        write(hand, handle, DATA[:MIB])
+        handle.node.staged._begun_s -= seconds
+        write(hand, handle, DATA[MIB:], MIB)
+    assert [is_ahead(handle) for handle in handles.values()] == [True, False]
+    for seconds, handle in handles.items():
+        hand.close(handle)
+        assert verbs.load(hand.state.store, f"after {seconds} s") == DATA
+
+
 def test_random_writes_while_it_is_stored_end_up_where_they_belong(hand):
     chance = random.Random(3)
     for name in ("a", "b", "c"):

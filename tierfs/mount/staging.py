@@ -15,6 +15,7 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,9 @@ __all__ = ["AHEAD_MAX", "StagedInode", "replaces"]
 COPY_BYTES = 8 << 20
 AHEAD_FROM_BYTES = 2 * BLOCK_BYTES
 """A smaller file is not worth a look at what its path holds before it is closed."""
+AHEAD_WITHIN_S = 10.0
+"""A file that takes longer until then is a log, say, and may stay open for days. A writer's chunks are not safe from garbage collection
+for so long."""
 AHEAD_MAX = 4
 """Files at a time. Each holds a chunk of the ram tier that cannot be freed before it is full."""
 _logger = logging.getLogger("tierfs.mount")
@@ -62,6 +66,7 @@ class StagedInode:
         self.error: BaseException | None = None
         self._writer: Writer | None = None  # has all bytes, and the local file none
         self._is_in_order = base is None  # every byte was written once, from start to end
+        self._begun_s = 0.0  # when its first bytes were written
 
     def read(self, offset: int, size: int) -> bytes:
         """The bytes from ``offset``, fewer at the end of the file. Raises as `Reader.read_into` does."""
@@ -81,6 +86,8 @@ class StagedInode:
             TierfsError: The rest of a block that is written in part cannot be read.
         """
         end = offset + len(data)
+        if not self.length:
+            self._begun_s = time.monotonic()
         if self._writer is not None and offset == self.length:
             with self._losing():
                 self._writer.write(data)
@@ -120,6 +127,9 @@ class StagedInode:
         A writer that fails here changes nothing: the local file has all bytes, and publishing them says what is wrong.
         """
         if self._writer is not None or not self._is_in_order or self.length < AHEAD_FROM_BYTES:
+            return
+        if time.monotonic() - self._begun_s > AHEAD_WITHIN_S:
+            self._is_in_order = False
             return
         if not _ahead_free.acquire(blocking=False):
             return
