@@ -356,6 +356,7 @@ class Flusher:
                 assert self.nvme is not None
                 self.nvme.publish(entry.number)
             elif entry.slot is not None:
+                state.journals.clear([entry.draft])
                 state.drop_holds(entry.draft)
                 state.release(entry.draft, entry.slot, discarded=True)
             with state.changed:

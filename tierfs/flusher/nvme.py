@@ -185,6 +185,8 @@ class NvmePersister:
             else:
                 break
         state.fault("after settle.commit")
+        # Before one of them may be published and leave the nvme tier.
+        state.journals.clear(entry.draft for entry in batch)
         slots = [entry.slot for entry in batch]
         with state.changed:
             for entry, number in zip(batch, numbers, strict=True):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
+from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.pending.scan import damaged_segment
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
@@ -34,7 +36,9 @@ class PendingScan:
     def resume(self) -> None:
         """Find what an earlier flusher left in the nvme tier, before anything is published."""
         state = self._state
+        self.recover(lambda *_: None, at_once=True)
         if state.nvme is not None:
+            found: list[Draft] = []
             for stored in state.nvme.drafts():
                 try:
                     draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
@@ -44,14 +48,35 @@ class PendingScan:
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
-                turn = draft.turn(self._boot, stored.seq)
-                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, persisted=True)
+                found.append(draft)
+                entry = self._stored(draft, stored.seq)
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
                     state.entries.add(entry)
+            # An earlier flusher may have ended between its commit and this, and none of them is published before.
+            state.journals.clear(found)
             state.holders = set(state.nvme.holders())
         self.discover()
+
+    def _stored(self, draft: Draft, number: int) -> FlushItem:
+        state = self._state
+        turn = draft.turn(self._boot, number)
+        return FlushItem(draft, turn, number=number, level=state.local_level, persisted=True)
+
+    def recover(self, taken: Callable[[int, Draft], None] | None = None, *, at_once: bool = False) -> None:
+        """See `Journals.recover`; by default what is taken to the nvme tier is published from there. What cannot be stays where it is."""
+        try:
+            self._state.journals.recover(self._publish_later if taken is None else taken, at_once=at_once)
+        except (TierfsError, OSError) as error:
+            if not self._state.counters["journal_failures"]:
+                _logger.error("what is in a journal of this host stays there: %s", error)  # noqa: TRY400 - says it all
+            self._state.counters["journal_failures"] += 1
+
+    def _publish_later(self, number: int, draft: Draft) -> None:
+        with self._state.changed:
+            self._state.entries.add(self._stored(draft, number))
+            self._state.changed.notify_all()
 
     def discover(self) -> None:
         """Find drafts that were sealed since, and after a start those that were kept as conflicts."""
@@ -85,7 +110,8 @@ class PendingScan:
                     return
                 kept = now.state is SlotState.CONFLICT
                 turn = draft.turn(self._boot)
-                entry = FlushItem(draft, turn, slot=slot, persisted=kept)
+                level = Level.STAGED if draft.journal is None else Level.LOCAL
+                entry = FlushItem(draft, turn, slot=slot, level=level, persisted=kept)
                 if kept:
                     text = f"{draft.path} was changed by another writer before it was flushed: theirs stands, this one is kept"
                     entry.fail(ConflictError(text, path=draft.path), float("inf"))
@@ -137,6 +163,7 @@ class PendingScan:
     def sweep(self) -> None:
         """Free what dead processes left unsealed; what they sealed is on its way like everything else."""
         state = self._state
+        self.recover()
         freed = state.ram.reclaim(self._needed_slots)
         if freed:
             state.counters["reclaimed_bytes"] += freed

@@ -19,7 +19,8 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.arena import no_faults
-from tierfs.host.pending.record import Draft
+from tierfs.host.pending.journal import Journal, JournalChunk, Room
+from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.private import refused
 from tierfs.host.rpc.caller import Caller
 from tierfs.host.slab.memory import memory_available
@@ -35,13 +36,14 @@ __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # How long an answer without work may take. Starting a flusher may be part of it.
 ANNOUNCE_S = 10.0
-# The flusher is told at once of the first draft, and of those that follow this soon together: the messages of small files took as long
-# as the files. Who waits for a draft tells of it itself.
+# The flusher is told of a draft this soon, so that whoever saved it goes on meanwhile, and of those that follow within `NEWS_S` together:
+# the messages of small files took as long as the files. Who waits for a draft tells of it itself.
+SOON_S = 0.001
 NEWS_S = 0.02
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
-# A draft grows by this when it is closed.
-STAMP_BYTES = 64
+# A draft grows by this when it is closed: boot and stamp, and the name of its entry in a journal.
+STAMP_BYTES = 128
 # For who seals a change of the same path, which takes a moment, unless that process was stopped amid it.
 SEAL_S = 30.0
 
@@ -77,7 +79,9 @@ class SlabWriter:
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
         self._housekeeping = Housekeeping(ram, ended)
-        self._sealing = SingleFlight(ram.host.store_directory(ram.store) / "seal.lock")
+        directory = ram.host.store_directory(ram.store)
+        self._sealing = SingleFlight(directory / "seal.lock")
+        self._journal = Journal(directory, ram.host.owner)
         self._lock = threading.Lock()
         self._is_news = False
         self._is_telling = False
@@ -176,7 +180,14 @@ class SlabWriter:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def seal_draft(self, draft: Draft, *, timeout_s: float | None, check: Callable[[], None]) -> None:
+    def seal_draft(
+        self,
+        draft: Draft,
+        *,
+        timeout_s: float | None,
+        check: Callable[[], None],
+        may_journal: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
 
         Args:
@@ -184,6 +195,10 @@ class SlabWriter:
             timeout_s: How long to wait for room.
             check: Raises if the path is not what the draft replaces any more. From then on until it is sealed, nobody else
                 of the host seals one of this path.
+            may_journal: Whether it is to be on the disk first, with its chunks, which are all in this process's slabs; asked then.
+
+        Returns:
+            Whether it is: it has reached `Level.LOCAL`.
 
         Raises:
             CapacityError: There is no room for it, and none came in time.
@@ -191,9 +206,9 @@ class SlabWriter:
                 that the file was staged in; the latter two are transient.
         """
         self._housekeeping.begin()
-        room = len(draft.encode()) + STAMP_BYTES
+        length = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
-        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
+        slot = self._ram.take(SlotKind.DRAFT, length, timeout_s=timeout_s, on_wait=self._nudge)
         self._fault("after draft.take")
         with contextlib.ExitStack() as until_checked:
             until_checked.callback(self.drop, slot)
@@ -202,15 +217,59 @@ class SlabWriter:
                 check()
                 until_checked.pop_all()
                 stamp_ns = self._stamp()
-                data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
-                slot.segment.view(slot)[: len(data)] = data
-                self._fault("before draft.seal")
-                # Its path again, apart from its data, to be known if that is damaged.
-                where = draft.path.encode()
-                slot.segment.seal(
-                    slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
-                )
+                closed = replace(draft, boot=self._boot, stamp_ns=stamp_ns)
+                entry = self._write_entry(closed, slot, length) if may_journal() else None
+                room, data = (None, closed.encode()) if entry is None else entry
+                try:
+                    slot.segment.view(slot)[: len(data)] = data
+                    self._fault("before draft.seal")
+                    # Its path again, apart from its data, to be known if that is damaged.
+                    where = draft.path.encode()
+                    slot.segment.seal(
+                        slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
+                    )
+                except BaseException:
+                    now = slot.segment.slot(slot.index)
+                    if room is not None and (now is None or now.state is SlotState.FILLING):
+                        self._journal.give_back(room)
+                    raise
                 self._fault("after draft.seal")
+                return room is not None
+
+    def _write_entry(self, draft: Draft, slot: Slot, length: int) -> tuple[Room, bytes] | None:
+        """Write a draft to the journal, with its chunks, to be sealed in a slot.
+
+        Args:
+            draft: The draft.
+            slot: The slot.
+            length: Bytes of the draft at most.
+
+        Returns:
+            The entry's room, and the draft's bytes; ``None`` if it is not there.
+        """
+        segments = {segment.id: segment for segment in self._ram.own_segments()}
+        chunks = []
+        for reference in draft.slots:
+            segment = None if reference is None else segments.get(reference.segment)
+            chunk = None if segment is None or reference is None else segment.slot(reference.index)
+            if segment is None or reference is None or chunk is None or chunk.serial != reference.serial:
+                return None
+            chunks.append(JournalChunk(segment.meta(chunk), segment.view(chunk)))
+        room = self._journal.reserve(length, chunks)
+        if room is None:
+            return None
+        named = replace(draft, journal=self._journal.name_of(room))
+        data = named.encode()
+        self._fault("before journal.write")
+        try:
+            self._journal.write(room, SlotRef(slot.segment.id, slot.index, slot.serial), named, data, chunks)
+        except OSError as error:
+            self._counters.fall_back(
+                "journal_failures", "a small file waits for the flusher to be on the disk: %s", error
+            )
+            return None
+        self._fault("after journal.write")
+        return room, data
 
     def _check_removed(self, draft: Draft, slot: Slot) -> None:
         """See that others will find a draft and its chunks.
@@ -266,8 +325,9 @@ class SlabWriter:
             self._tell_soon()
 
     def close(self) -> None:
-        """Release the file that sealing locks."""
+        """Release the files."""
         self._sealing.close()
+        self._journal.close()
 
     def _tell_soon(self) -> None:
         with self._lock:
@@ -279,14 +339,16 @@ class SlabWriter:
             self._tell_news()
 
     def _tell_news(self) -> None:
+        pause_s = SOON_S
         while True:
+            self._ended.wait(pause_s)
             with self._lock:
                 if not self._is_news or self._ended.is_set():
                     self._is_telling = False
                     return
                 self._is_news = False
             self._tell()
-            self._ended.wait(NEWS_S)
+            pause_s = NEWS_S
 
     def _tell(self) -> None:
         self._fault("before announce")

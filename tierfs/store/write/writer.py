@@ -232,7 +232,7 @@ class Writer:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
                 self._is_sealing = True
-                seal(self._store, self._observed, manifest, slots=slots)
+                reached = seal(self._store, self._observed, manifest, slots=slots, level=self._level)
         except BaseException as error:
             self.abort()
             if isinstance(error, ConflictError):
@@ -241,7 +241,7 @@ class Writer:
         self._done = True
         if self._staged:
             self._is_done, self.published = True, manifest
-            follow(self._store, manifest, self.path, self._level)
+            follow(self._store, manifest, self.path, self._level, reached=reached)
             return manifest
         try:
             publish(self._store, self._observed, manifest, term=self._term)
