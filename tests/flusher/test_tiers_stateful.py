@@ -837,6 +837,9 @@ _settings = settings(
 )
 TestTieredHosts = TieredHosts.TestCase
 TestTieredHosts.settings = _settings
+# On busy processors it takes minutes. A timeout in an example looks to Hypothesis like data that depends on something outside: it then
+# reports a FlakyStrategyDefinition.
+TestTieredHosts.pytestmark = [pytest.mark.timeout(1800)]
 if SEED is not None:
     TestTieredHosts = seed(int(SEED))(TestTieredHosts)
 
