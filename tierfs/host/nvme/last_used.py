@@ -31,7 +31,9 @@ class LastUsed:
         self._fd = -1
         with contextlib.suppress(OSError):
             self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600)
-            weakref.finalize(self, os.close, self._fd)
+            weakref.finalize(
+                self, os.close, self._fd
+            ).atexit = False  # at exit a thread may still write there, and the number be another file's
 
     def touch(self, offset: int, now_s: int) -> None:
         """Note that the extent that begins there is used now."""

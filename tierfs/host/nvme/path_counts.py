@@ -65,6 +65,7 @@ class PathCounter:
         with disk_errors(path):
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._closing = weakref.finalize(self, os.close, self._fd)
+            self._closing.atexit = False  # at exit a thread may still write there, and the number be another file's
             self._is_whole = os.fstat(self._fd).st_size >= _SIZE
         if not self._is_whole:
             with contextlib.suppress(OSError):
@@ -124,6 +125,7 @@ class PathCounts:
                 if self._closing is None:
                     self._fd = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
                     self._closing = weakref.finalize(self, os.close, self._fd)
+                    self._closing.atexit = False
                 if os.pread(self._fd, _HEAD.size, 0) != _head(self._index):
                     return False
                 return os.pread(self._fd, _COUNT.size, _place(path)) == bytes(_COUNT.size)

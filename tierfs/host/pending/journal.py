@@ -153,6 +153,7 @@ class Journal:
             return
         self._fd, self._path = fd, path
         self._closing = weakref.finalize(self, os.close, fd)
+        self._closing.atexit = False  # at exit a thread may still write there, and the number be another file's
 
     def name_of(self, room: Room) -> tuple[str, int]:
         """How a draft names its entry: the journal's process, and the offset."""
