@@ -18,6 +18,7 @@ HEAVY = {
     "aiobotocore",
     "aiohttp",
     "cupy",
+    "rich",
 }
 
 

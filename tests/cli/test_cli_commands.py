@@ -312,8 +312,8 @@ main(["--help"])
 main(["doctor", "--help"])
 light = set(sys.modules)
 main(["ls", "/nothing/there"])
-heavy = {"torch", "numpy", "s3fs", "gcsfs", "adlfs", "aiobotocore", "obstore", "cupy"}
+heavy = {"torch", "numpy", "rich", "s3fs", "gcsfs", "adlfs", "aiobotocore", "obstore", "cupy"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert not {"fsspec", "asyncio", "tierfs.store"} & light, light
+assert not {"fsspec", "rich", "asyncio", "tierfs.store"} & light, light
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)

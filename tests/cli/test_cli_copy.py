@@ -88,7 +88,7 @@ def test_progress_is_shown_on_stderr_when_it_is_asked_for(url, tree, tmp_path, c
         assert shown.out == ""
         assert "100%" in shown.err
         assert "16.1 MiB/16.1 MiB" in shown.err
-        assert re.search(r"[KMG]iB/s, 0:0", shown.err)
+        assert re.search(r"[KMG]iB/s, 0:00:0", shown.err)
 
 
 def test_progress_is_shown_by_itself_only_on_a_terminal(url, tree, capsys, monkeypatch):

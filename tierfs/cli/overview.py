@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tierfs.cli.output import align, colored, print_json, printable
+from tierfs.cli.output import align, print_json, printable
 from tierfs.errors import StoreError
 
 __all__ = ["HostStore", "host_stores", "show_stores"]
@@ -60,8 +60,7 @@ def show_stores(*, as_json: bool) -> int:
         )
         for store in stores[:ROWS_MAX]
     ]
-    for line, store in zip(align(rows), [None, *stores], strict=False):
-        print(colored(line, "note") if store is not None and store.is_pending else line)
+    print("\n".join(align(rows, has_head=True, states=(1, 2))))
     if len(stores) > ROWS_MAX:
         print(f"... and {len(stores) - ROWS_MAX} more: `tierfs --json` lists all")
     if len(every) > len(stores):

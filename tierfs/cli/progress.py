@@ -8,17 +8,20 @@ import os
 import sys
 import threading
 import time
-from types import TracebackType
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from tierfs.units import format_bytes
 
+if TYPE_CHECKING:
+    import rich.progress as bars
+
 __all__ = ["Progress", "add_progress_argument", "print_above"]
 
-FIRST_S = 1.0  # a command that takes less shows nothing, unless it is asked to
-TERMINAL_S, FILE_S = 0.1, 10.0  # from one line to the next; in a file each stays
-BAR_WIDTH = 20
-_lock = threading.RLock()
-_shown: list[Progress] = []
+FIRST_S = 1.0  # a command that takes less shows nothing, unless it is asked to, and does not import rich
+TERMINAL_S, FILE_S = 0.1, 10.0  # from one drawing to the next; in a file each stays
+_lock = threading.RLock()  # held while something goes to stderr
+_shown: list[bars.Progress] = []
 
 
 def add_progress_argument(parser: argparse.ArgumentParser) -> None:
@@ -33,9 +36,10 @@ def add_progress_argument(parser: argparse.ArgumentParser) -> None:
 def print_above(text: str) -> None:
     """Print a line on stderr that no progress overwrites."""
     with _lock:
-        for progress in _shown:
-            progress.erase()
-        print(text, file=sys.stderr, flush=True)
+        if _shown:
+            _shown[-1].console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        else:
+            print(text, file=sys.stderr, flush=True)
 
 
 class Progress:
@@ -55,38 +59,25 @@ class Progress:
         is_terminal = sys.stderr.isatty()
         self.bytes = 0
         self.is_shown = is_terminal if wanted is None else wanted
-        self._label = label
-        self._total_bytes = total_bytes
-        self._note = ""
+        self._label, self._total_bytes, self._note = label, total_bytes, ""
         self._overwrites = is_terminal and os.environ.get("TERM") != "dumb"
         self._first_s = 0.0 if wanted else FIRST_S
-        self._began_s = time.monotonic()
-        self._width = 0  # of the line that the next one overwrites
+        self._began_s = self._now_s = time.monotonic()
+        self._bar: bars.Progress | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tierfs-progress", daemon=True)
 
     def __enter__(self) -> Progress:
         if self.is_shown:
-            _shown.append(self)
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if not self.is_shown:
-            return
-        self._ended.set()
-        self._thread.join()
-        with _lock:
-            _shown.remove(self)
-            if time.monotonic() - self._began_s < self._first_s:
-                return
-            if self.bytes or self._total_bytes or self._note:
-                self._draw()
-                self._write("\n" if self._overwrites else "")
-            else:
-                self.erase()
+    def __exit__(self, *error: object) -> None:
+        if self.is_shown:
+            self._ended.set()
+            self._thread.join()
+            if time.monotonic() - self._began_s >= self._first_s:
+                self._show(is_last=True)
 
     def expect(self, total_bytes: int) -> None:
         """Say how many bytes there will be."""
@@ -101,56 +92,53 @@ class Progress:
         with _lock:
             self.bytes += count
 
-    def erase(self) -> None:
-        """Empty the line on the terminal; the next drawing fills it again."""
-        if self._width:
-            self._write("\r" + " " * self._width + "\r")
-            self._width = 0
-
     def _run(self) -> None:
         wait_s = self._first_s
         while not self._ended.wait(wait_s):
-            with _lock:
-                self._draw()
+            self._show()
             wait_s = TERMINAL_S if self._overwrites else FILE_S
 
-    def _draw(self) -> None:
-        text = self._line()
-        if self._overwrites:
-            with contextlib.suppress(OSError):  # no terminal after all
-                columns = os.get_terminal_size(sys.stderr.fileno()).columns
-                text = text[: columns - 1] if columns else text
-            self._write("\r" + text.ljust(self._width))
-            self._width = len(text)
-        else:
-            self._write(text + "\n")
-
-    @staticmethod
-    def _write(text: str) -> None:
+    def _show(self, *, is_last: bool = False) -> None:
         # A terminal that is gone must not end the work.
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
-            sys.stderr.flush()
+        with _lock, contextlib.suppress(OSError):
+            bar = self._bar = self._bar or self._begin()
+            line = self._update(bar)
+            if bar in _shown and not is_last:
+                bar.refresh()
+                return
+            if bar in _shown:
+                _shown.remove(bar)
+                bar.stop()
+            if not is_last or self.bytes or self._total_bytes or self._note:
+                print_above(line)
 
-    def _line(self) -> str:
-        passed_s, total = time.monotonic() - self._began_s, self._total_bytes
-        speed = self.bytes / passed_s if passed_s else 0.0
-        line, facts = f"{self._label}: ", []
-        if total:
-            share = min(self.bytes / total, 1.0)
-            full = int(share * BAR_WIDTH)
-            mark = "█" if "utf" in (sys.stderr.encoding or "").lower() else "#"
-            line += f"{share:.0%} {mark * full}{'.' * (BAR_WIDTH - full)} "
-            facts.append(f"{format_bytes(self.bytes)}/{format_bytes(total)}")
-        elif self.bytes:
-            facts.append(format_bytes(self.bytes))
-        if self.bytes:
-            facts.append(f"{format_bytes(int(speed))}/s")
-        is_going = total and speed and self.bytes < total
-        facts.append(f"{_clock((total - self.bytes) / speed)} left" if total and is_going else _clock(passed_s))
-        return line + ", ".join([*facts, self._note] if self._note else facts)
+    def _begin(self) -> bars.Progress:
+        """Make the bar as if it had been there since the command began."""
+        import rich.progress as bars  # noqa: PLC0415 - 50 ms, which only a command pays that lasts
+        from rich.console import Console  # noqa: PLC0415
 
+        columns = bars.BarColumn(20), bars.TextColumn("{task.description}", markup=False)
+        to = Console(file=sys.stderr, force_terminal=True, force_interactive=True)
+        how = {"auto_refresh": False, "transient": True, "redirect_stdout": False, "redirect_stderr": False}
+        bar = bars.Progress(*columns, console=to, get_time=lambda: self._now_s, **how)
+        bar.advance(bar.add_task(self._label, total=self._total_bytes or None), 0)
+        if self._overwrites:
+            bar.start()
+            _shown.append(bar)
+        return bar
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"  # noqa: PLR2004 - in an hour
+    def _update(self, bar: bars.Progress) -> str:
+        """Tell the bar how far the work is, and return the line that stands beside it."""
+        (task,), total = bar.tasks, self._total_bytes or None
+        self._now_s = time.monotonic()
+        bar.update(task.id, completed=self.bytes, total=total)
+        facts = [f"{task.percentage:.0f}%"] if total else []
+        if total or self.bytes:
+            facts.append(format_bytes(self.bytes) + (f"/{format_bytes(total)}" if total else ""))
+        if task.speed:
+            facts.append(f"{format_bytes(int(task.speed))}/s")
+        left_s = task.time_remaining
+        facts.append(f"{timedelta(seconds=left_s or int(task.elapsed or 0))}{' left' if left_s else ''}")
+        line = f"{self._label}: {', '.join(filter(None, [*facts, self._note]))}"
+        bar.update(task.id, description=line)
+        return line

@@ -6,14 +6,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.output import align, format_time, printable
+from tierfs.cli.output import align, colored, format_time, printable
 from tierfs.units import format_bytes
 
-__all__ = ["PROBLEMS", "UploadRate", "one_line", "table"]
+__all__ = ["UploadRate", "one_line", "table"]
 
 LISTED_MAX = 20
-PROBLEMS = ("conflicts: ", "errors: ")
-"""How the headings of files begin that need a person."""
 _TIERS = ("ram", "nvme", "object")
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 # Counters of a tier that get a line only if they are not zero.
@@ -145,7 +143,7 @@ def _tiers(tiers: Mapping[str, Mapping[str, Any]]) -> list[str]:
             taken = f"{format_bytes(values['host_bytes'])} taken by this host's stores"
             note = f"{taken}. {note}" if note else taken
         rows.append((tier, sizes[0], sizes[1], sizes[2], sizes[3], str(values.get("gives", "")), note))
-    return align(rows, right=(1, 2, 3, 4))
+    return align(rows, right=(1, 2, 3, 4), has_head=True, states=(5,))
 
 
 def _snapshots(values: Mapping[str, Any]) -> str:
@@ -174,7 +172,7 @@ def _problems(report: Mapping[str, Any]) -> Iterator[str]:
         ("errors: the flusher tries these files again", _errors(report), errors),
     ):
         if items:
-            yield from ("", title)
+            yield from ("", colored(title, "problem"))
             yield from (f"  {printable(path)}: {printable(message)}" for path, message in items[:LISTED_MAX])
         if count > LISTED_MAX:
             yield f"  ... and {count - LISTED_MAX} more"
@@ -207,7 +205,7 @@ def _requests(report: Mapping[str, Any]) -> Iterator[str]:
         size, seconds = format_bytes(counts["bytes"]), f"{counts['seconds']:.3f}"
         rows.append((f"  {name.replace('_', ' ')}", str(counts["requests"]), str(counts["errors"]), size, seconds))
     if len(rows) > 1:
-        yield from ("", *align(rows, right=(1, 2, 3, 4)))
+        yield from ("", *align(rows, right=(1, 2, 3, 4), has_head=True))
 
 
 def _counters(report: Mapping[str, Any]) -> Iterator[str]:

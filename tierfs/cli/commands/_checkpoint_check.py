@@ -107,11 +107,8 @@ def _print_difference(found: CheckpointDifference, a: StorePlace, b: StorePlace)
         share = f"{difference.fraction:.3%}"
         rows.append((apart, share, str(difference.elements), str(difference.not_finite or "-"), printable(fqn)))
     if found.tensors:
-        print(
-            "\n".join(f"differs    {line}" for line in align(rows, right=(0, 1, 2, 3))).replace(
-                "differs  ", "         ", 1
-            )
-        )
+        head, *lines = align(rows, right=(0, 1, 2, 3), has_head=True)
+        print(f"           {head}", *(f"differs    {line}" for line in lines), sep="\n")
     for fqn in found.objects:
         print(f"differs    {printable(fqn)} (object)")
     count = len(found.only_a) + len(found.only_b) + len(found.unlike) + len(found.tensors) + len(found.objects)

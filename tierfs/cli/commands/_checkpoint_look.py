@@ -96,7 +96,7 @@ def _print_list(place: StorePlace, checkpoints: list[Standing], held: Mapping[st
                 printable(_name(place, checkpoint)),
             )
         )
-    head, *lines = align(rows, right=(0, *range(3, 5 + len(sizes))))
+    head, *lines = align(rows, right=(0, *range(3, 5 + len(sizes))), has_head=True, states=(1, 2))
     print(head)
     for line, checkpoint in zip(lines, checkpoints, strict=True):
         print(line)
@@ -146,13 +146,13 @@ def show(arguments: argparse.Namespace) -> int:
         rows.append((format_bytes(size), "-", "object", "-", *["-" for _ in coding], printable(fqn)))
     if len(rows) == 1:
         return 0
-    head, *lines = align(rows, right=(0, 1, 4) if arguments.codecs else (0, 1))
+    head, *lines = align(rows, right=(0, 1, 4) if arguments.codecs else (0, 1), has_head=True)
     print("", head, sep="\n")
     for line, name in zip(lines, [*names, *objects], strict=True):
         print(line)
         if placement is not None and name in tensors:
             shown = [_shard_row(shard, placement) for shard in checkpoint.shards(name)]
-            print("\n".join(f"    {text}" for text in align(shown)))
+            print("\n".join(f"    {text}" for text in align(shown, states=(4,))))
     return 0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tierfs.cli.output import add_json_argument, align, colored, print_json, printable
+from tierfs.cli.output import add_json_argument, align, print_json, printable
 
 __all__ = ["EXAMPLES", "HELP", "NAME", "add_arguments", "run"]
 
@@ -35,9 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"ok": not code, "checks": [check._asdict() for check in checks]})
         return code
-    lines = align([(check.state, check.name, printable(check.found)) for check in checks])
+    lines = align([(check.state, check.name, printable(check.found)) for check in checks], states=(0,))
     for line, check in zip(lines, checks, strict=True):
-        print(colored(check.state, check.state) + line.removeprefix(check.state))
+        print(line)
         if check.advice:
             print(f"      -> {printable(check.advice)}")
     return code

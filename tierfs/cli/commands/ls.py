@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"url": place.url, "entries": [_document(place, entry) for entry in entries]})
     elif arguments.long and entries:
-        print("\n".join(align([_row(place, entry) for entry in entries], right=(1,))))
+        print("\n".join(align([_row(place, entry) for entry in entries], right=(1,), states=(0,))))
     else:
         for entry in entries:
             print(_shown(place, entry))

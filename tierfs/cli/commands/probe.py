@@ -54,7 +54,7 @@ def _document(report: ProbeReport) -> dict[str, object]:
 
 def _print(report: ProbeReport) -> None:
     rows = [("kept" if test.kept else "not kept", test.name, test.detail) for test in report.tests]
-    print("\n".join(align(rows)))
+    print("\n".join(align(rows, states=(0,))))
     endpoint = report.endpoint
     print(f"writers   {'one process at a time' if endpoint.single_writer else 'any number'}")
     if not endpoint.host_local:

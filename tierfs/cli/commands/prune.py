@@ -84,4 +84,4 @@ def _print(pruned: list[Pruned], *, dry_run: bool) -> None:
         what = "kept" if each.decision.is_kept else "removed" if each.removed else "would go" if dry_run else "failed"
         why = each.problem or ", ".join(each.decision.reasons) or "no rule keeps it"
         rows.append((what, "-" if saved.step is None else str(saved.step), printable(saved.path), printable(why)))
-    print("\n".join(align(rows, right=(1,))))
+    print("\n".join(align(rows, right=(1,), states=(0,))))

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.chunks and rows:
         head = ("offset", "length", "stored", "key")
         cells = [tuple(str(value) for value in chunk.values()) for chunk in _table(rows)]
-        print("", *align([head, *cells], right=(0, 1, 2)), sep="\n")
+        print("", *align([head, *cells], right=(0, 1, 2), has_head=True), sep="\n")
     return 0
 
 

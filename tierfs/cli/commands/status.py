@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shutil
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from tierfs.cli.output import add_json_argument, colored, print_json
+from tierfs.cli.output import add_json_argument, print_json
 from tierfs.cli.places import add_url_argument, store_place
 from tierfs.cli.prometheus import exposition
-from tierfs.cli.status_table import PROBLEMS, UploadRate, one_line, table
+from tierfs.cli.status_table import UploadRate, one_line, table
 from tierfs.store import Store, status
 from tierfs.store.maintenance.last import last_upkeep
 
@@ -29,8 +29,6 @@ tierfs status tierfs::s3://bucket/run --prometheus | sponge /var/lib/node_export
 WATCH_S = 2.0
 WATCH_S_MIN = 0.1
 WATCH_S_MAX = 86400.0
-_HOME, _ERASE_LINE, _ERASE_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-_CLEAR, _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[2J", "\x1b[?25l", "\x1b[?25h"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,8 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.prometheus:
         print(exposition(report), end="")
     else:
-        for line in table(report, UploadRate().sample(report, time.monotonic())):
-            print(colored(line, "problem") if line.startswith(PROBLEMS) else line)
+        print("\n".join(table(report, UploadRate().sample(report, time.monotonic()))))
     return 0
 
 
@@ -96,20 +93,17 @@ def _watch(store: Store, interval_s: float) -> None:
 @contextlib.contextmanager
 def _painting() -> Iterator[Callable[[Mapping[str, Any], float | None], None]]:
     """How a status is shown again and again: in place on a terminal, line by line elsewhere."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda report, rate: print(one_line(report, rate), flush=True)
         return
-    sys.stdout.write(_HIDE_CURSOR + _CLEAR)
-    try:
-        yield _paint
-    finally:
-        sys.stdout.write(_SHOW_CURSOR)
-        sys.stdout.flush()
+    from rich.live import Live  # noqa: PLC0415 - 50 ms, for a terminal only
+    from rich.text import Text  # noqa: PLC0415
 
+    def paint(report: Mapping[str, Any], rate: float | None) -> None:
+        lines = "\n".join(table(report, rate))
+        live.update(Text.from_ansi(lines, no_wrap=True, overflow="crop"), refresh=True)
 
-def _paint(report: Mapping[str, Any], rate: float | None) -> None:
-    # A wider or longer table would scroll the terminal, and leave a second copy behind.
-    width, height = shutil.get_terminal_size()
-    lines = [line[:width] for line in table(report, rate)[: height - 1]]
-    sys.stdout.write(_HOME + "".join(f"{line}{_ERASE_LINE}\n" for line in lines) + _ERASE_BELOW)
-    sys.stdout.flush()
+    # A log that goes to a file stays there; stdout stays the terminal that `table` looks at.
+    is_terminal = sys.stderr.isatty()
+    with Live(auto_refresh=False, vertical_overflow="crop", redirect_stdout=False, redirect_stderr=is_terminal) as live:
+        yield paint
