@@ -113,6 +113,32 @@ def test_a_file_that_is_replaced_all_the_time_can_be_opened(hand, other):
     hand.close(handle)
 
 
+def test_each_thread_that_had_an_old_version_opens_the_next(hand, other):
+    if hand.state.store.tiers is not None:
+        pytest.skip("what is staged here is not seen there")
+    hand.write_file("a", b"0")
+    node = hand.node("a")
+    hand.state.nodes.told(node)
+    handle = hand.open("a")
+    verbs.save(other, "a", b"replaced")
+
+    def is_stale(node, thread):
+        with pytest.raises(OSError) as caught:
+            hand.files.open(node, os.O_RDONLY, thread)
+        return caught.value.errno == errno.ESTALE
+
+    threads = (11, 12, 13)
+    assert all(is_stale(node, thread) for thread in threads)
+    again = [hand.node("a") for _ in threads]  # the kernel looks the name up again for each
+    verbs.save(other, "a", b"1")
+    assert is_stale(again[0], 14)
+    handles = [hand.files.open(one, os.O_RDONLY, thread) for one, thread in zip(again, threads, strict=True)]
+    assert [hand.read(one) for one in handles] == [b"replaced"] * 3
+    assert all(is_stale(again[0], thread) for thread in threads)
+    for one in (*handles, handle):
+        hand.close(one)
+
+
 def test_a_version_that_another_host_published_is_not_overwritten(hand, other):
     if hand.state.store.tiers is not None:
         pytest.skip("what is staged here is not seen there")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import time
 from functools import partial
@@ -21,7 +20,7 @@ from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
 from tierfs.mount.reading import ReadAhead, Views
 from tierfs.mount.staging import AHEAD_MAX, StagedInode, replaces
-from tierfs.mount.state import STALE_S, MountState
+from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
 from tierfs.store.write.staging import is_staged
@@ -44,8 +43,14 @@ class Files:
         self._state = state
         self._handles: dict[int, Handle] = {}
 
-    def open(self, node: Node, flags: int) -> Handle:
+    def open(self, node: Node, flags: int, thread: int = 0) -> Handle:
         """Open a file at the version that the store has now, which is what close-to-open takes.
+
+        Args:
+            node: The file.
+            flags: As of ``open``.
+            thread: Whose call it is. After ESTALE its next one opens what the kernel has found meanwhile, since the kernel tries no
+                third time.
 
         Raises:
             OSError: ESTALE where the kernel has to look the name up again.
@@ -54,7 +59,7 @@ class Files:
             raise refusal(errno.EISDIR)
         writes = flags & os.O_ACCMODE != os.O_RDONLY
         with node.lock:
-            self._check_is_newest(node)
+            self._check_is_newest(node, thread)
             if writes and node.entry is not None and node.entry.foreign is not None:
                 raise refusal(errno.EACCES, f"{node.path} was not written by tierfs and can only be read")
             if flags & os.O_TRUNC and node.attributes.size:
@@ -313,16 +318,19 @@ class Files:
         node.entry = Entry(path, is_directory=False, manifest=manifest)
         node.version = version_of(node.entry)
 
-    def _check_is_newest(self, node: Node) -> None:
+    def _check_is_newest(self, node: Node, thread: int) -> None:
         """See that the store still has the version that the kernel opens.
 
         Raises:
             OSError: ESTALE: it has not, and the name has to be looked up again.
         """
+        path = node.path if node.path is not None or node.entry is None else node.entry.path
+        if self._state.stale.take((path, thread)) and (node.path is not None or node.is_replaced):
+            return
         if node.path is None:
+            self._state.stale.note((path, thread))
             raise refusal(errno.ESTALE)
-        checked_s, node.checked_s = node.checked_s, -math.inf
-        if node.is_ahead or time.monotonic() - checked_s < STALE_S:
+        if node.is_ahead:
             return
         try:
             entry = verbs.stat_to_read(self._state.store, node.path)
@@ -330,7 +338,7 @@ class Files:
             self._state.nodes.remove(node)
             raise refusal(errno.ESTALE) from None
         if version_of(entry) != node.version or entry.is_directory:
-            self._state.stale.note(node.path)
+            self._state.stale.note((path, thread))
             self._state.nodes.replaced(node)
             raise refusal(errno.ESTALE)
 

@@ -6,7 +6,6 @@ never changes. What this mount itself writes stays the same inode, as programs e
 
 from __future__ import annotations
 
-import math
 import stat
 import threading
 from collections import OrderedDict
@@ -43,7 +42,6 @@ class Node:
         has_new_attributes: Whether mode or time differ from what is published.
         is_replaced: Whether somebody else replaced it, so that it cannot be published.
         is_settled: Whether it belongs to a complete checkpoint, whose files do not change.
-        checked_s: When it was found to be the newest version for an `open` that is on its way; used once.
         has_marker: Whether a directory is known to stay when it is empty.
         lock: Held for as long as its content, path or version is being changed.
     """
@@ -60,7 +58,6 @@ class Node:
     has_new_attributes: bool = False
     is_replaced: bool = False
     is_settled: bool = False
-    checked_s: float = -math.inf
     has_marker: bool = False
     lock: threading.RLock = field(default_factory=threading.RLock)
 

@@ -171,7 +171,7 @@ class Requests:
         return b""
 
     def _open(self, header: RequestHeader, body: memoryview) -> Answer:
-        return self._opened(self.files.open(self._node(header.node), _OPEN_IN.unpack_from(body)[0]))
+        return self._opened(self.files.open(self._node(header.node), _OPEN_IN.unpack_from(body)[0], header.pid))
 
     def _create(self, header: RequestHeader, body: memoryview) -> Answer:
         flags, mode, umask, _ = _CREATE_IN.unpack_from(body)

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,13 +24,13 @@ VALID_SETTLED_S = 60.0
 ATTEMPTS_MAX = 20
 # The kernel looks a name up and makes the file at once, unless it remembers from before that there is none.
 MISSING_S = 0.02
-# It looks up a name again whose inode was old, once: whatever is found then is opened, also if it is replaced meanwhile.
+# It looks up a name again whose inode was old, once: whatever the same thread opens then is opened, also if it is replaced meanwhile.
 STALE_S = 0.2
 RECENT_MAX = 256
 
 
-class RecentPaths:
-    """Paths that something was found out of a moment ago. Safe for use by many threads.
+class Recent:
+    """Paths, or paths and threads, that something was found out of a moment ago. Safe for use by many threads.
 
     Args:
         seconds: How long that is.
@@ -37,21 +38,21 @@ class RecentPaths:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._noted: OrderedDict[str, float] = OrderedDict()
+        self._noted: OrderedDict[Hashable, float] = OrderedDict()
         self._lock = threading.Lock()
 
-    def note(self, path: str) -> None:
-        """Note it of a path."""
+    def note(self, what: Hashable) -> None:
+        """Note it."""
         with self._lock:
-            self._noted[path] = time.monotonic()
-            self._noted.move_to_end(path)
+            self._noted[what] = time.monotonic()
+            self._noted.move_to_end(what)
             while len(self._noted) > RECENT_MAX:
                 self._noted.popitem(last=False)
 
-    def take(self, path: str) -> bool:
+    def take(self, what: Hashable) -> bool:
         """Whether it was noted a moment ago. Says so once."""
         with self._lock:
-            return time.monotonic() - self._noted.pop(path, -math.inf) < self._seconds
+            return time.monotonic() - self._noted.pop(what, -math.inf) < self._seconds
 
 
 @dataclass(slots=True)
@@ -65,7 +66,7 @@ class MountState:
         level: At which level a file is published when it is closed.
         read_only: Whether nothing may be changed.
         missing: Paths where a look-up found nothing.
-        stale: Paths of which an `open` was told that the kernel has an old version.
+        stale: Paths, and the threads whose `open` was told that the kernel has an old version.
     """
 
     store: Store
@@ -75,8 +76,8 @@ class MountState:
     read_only: bool = False
     nodes: Nodes = field(init=False)
     _handle_ids: itertools.count[int] = field(init=False, default_factory=lambda: itertools.count(1))
-    missing: RecentPaths = field(init=False, default_factory=lambda: RecentPaths(MISSING_S))
-    stale: RecentPaths = field(init=False, default_factory=lambda: RecentPaths(STALE_S))
+    missing: Recent = field(init=False, default_factory=lambda: Recent(MISSING_S))
+    stale: Recent = field(init=False, default_factory=lambda: Recent(STALE_S))
 
     def __post_init__(self) -> None:
         self.nodes = Nodes(self.root, time.time_ns())
@@ -114,7 +115,5 @@ def look_up(state: MountState, path: str) -> Node:
             raise
         found = nodes.show(entry, seen)
         if found is not None:
-            if state.stale.take(path):
-                found.checked_s = time.monotonic()
             return found
     raise BlockingIOError(f"{path} changes all the time")
