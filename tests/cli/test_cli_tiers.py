@@ -194,7 +194,7 @@ def test_status_starts_no_flusher(host, url, no_flusher):
 
 
 def test_a_flusher_that_begins_later_makes_no_pending_file_younger(host, url, tell, no_flusher):
-    stage(url, files=1)
+    stage(url, files=3)  # the bandwidth lets one pass at once
     time.sleep(1)
     no_flusher()
     with sidecar(host, url, "--bandwidth", "1KB"):
