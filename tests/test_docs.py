@@ -50,6 +50,11 @@ def test_every_page_is_in_the_menu_of_the_site():
     assert {page for page in pages if not page.startswith("decisions/") and f" {page}\n" not in menu} == set()
 
 
+def test_no_two_decisions_have_one_number():
+    names = sorted(path.name for path in (ROOT / "docs" / "decisions").glob("0*.md"))
+    assert len({name[:4] for name in names}) == len(names), names
+
+
 def test_every_environment_variable_that_is_read_is_documented():
     used = set()
     for path in (ROOT / "tierfs").rglob("*.py"):
