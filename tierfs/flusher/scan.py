@@ -185,6 +185,9 @@ class PendingScan:
         is_blind = state.ram.is_blind()
         # Its owner is dead by now, and may have sealed something right before.
         self.discover()
+        if segment.is_sealing():
+            # What its journal has of that counts for nothing, which only the slot tells.
+            self.recover(at_once=True)
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
             if self._unreadable or is_blind or state.ram.is_blind():
