@@ -2,19 +2,24 @@
 
 import contextlib
 import os
+import threading
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from tierfs.clock import SystemClock
-from tierfs.errors import NotFoundError
+from tierfs.errors import CapacityError, NotFoundError, StoreError
+from tierfs.flusher import journals
 from tierfs.flusher.journals import Journals
 from tierfs.flusher.nvme import NvmePersister
+from tierfs.flusher.scan import PendingScan
 from tierfs.host.nvme.writer import NvmeTier
-from tierfs.host.pending.journal import journals_in, read_entries
+from tierfs.host.pending.journal import clear_entry, journals_in, read_entries
 from tierfs.host.pending.levels import Level
 from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Segment, SlotKind, SlotState
 from tierfs.session.left_behind import is_pending
 from tierfs.store import Writer, delete, load
 from tierfs.store.waiting import wait
@@ -297,3 +302,140 @@ def test_a_removal_after_a_file_in_the_journal(story, idle, monkeypatch):
     with pytest.raises(NotFoundError):
         load(story.host.store, "d/a")
     story.check()
+
+
+def test_a_journal_that_cannot_be_taken_up_has_readers_fail_and_not_see_the_old_file(story, idle, monkeypatch):
+    def refuse(*_, **__):
+        raise CapacityError("no room", tier="nvme")
+
+    story.save("d/a", b"old")
+    monkeypatch.undo()
+    wait(story.host.store, "", Level.OBJECT, 20)
+    with monkeypatch.context() as stuck:
+        stuck.setattr(NvmePersister, "persist_all", lambda self: time.sleep(0.01))
+        story.save("d/a", b"new")
+        story.end(of="host")
+    with monkeypatch.context() as full:
+        full.setattr(NvmeTier, "write", refuse)
+        full.setattr(NvmeTier, "commit", refuse)
+        story.open()
+        for _ in range(2):
+            with pytest.raises(StoreError, match="journal"):
+                load(story.host.store, "d/a")
+        with pytest.raises(StoreError, match="journal"):
+            wait(story.host.store, "", Level.OBJECT, 5)
+    assert load(story.host.store, "d/a") == b"new"
+    story.check()
+
+
+def test_what_a_flusher_cleared_before_it_died_is_flushed_by_the_next_one(story, idle, monkeypatch):
+    story.save("d/a", b"x")
+    state, draft = story.host.flusher._state, drafts(story.host)["d/a"]
+    ((_, path),) = journals_in(story.host.tiers.nvme.directory)
+    fd = os.open(path, os.O_RDWR)
+    clear_entry(fd, draft.journal[1], draft.write_id)
+    os.close(fd)
+    flushed = []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: flushed.append(os.readlink(f"/proc/self/fd/{fd}")))
+    state.journals.clear([draft])
+    assert str(path) in flushed
+
+
+def test_an_entry_that_cannot_be_cleared_now_is_cleared_later(story, monkeypatch):
+    """Its draft is published and replaced meanwhile; and must not come back when its process ends, and its slab is gone."""
+
+    def refuse(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as short:
+        short.setattr(journals, "clear_entry", refuse)
+        story.save("d/a", b"old")
+        wait(story.host.store, "", Level.OBJECT, 20)
+    ((_, path),) = journals_in(story.host.tiers.nvme.directory)
+    assert story.host.flusher._state.counters["journal_failures"]
+    story.save("d/a", b"new")
+    wait(story.host.store, "", Level.OBJECT, 20)
+    ends = time.monotonic() + 10
+    while list(read_entries(path)):
+        assert time.monotonic() < ends, "the entry stays"
+        time.sleep(0.05)
+    story.end(of="process")
+    story.open()
+    story.save("d/b", b"more")
+    story.check()
+
+
+def test_a_draft_that_was_never_sealed_does_not_appear_when_its_segment_goes(story, idle, monkeypatch):
+    """The process dies after the flusher looked for journals of the dead, and before it gives back what they were filling."""
+    ram, real, dying = story.host.tiers.ram, PendingScan.recover, threading.Event()
+    directory = story.host.tiers.nvme.directory
+
+    def recover(self, *arguments, **options):
+        real(self, *arguments, **options)
+        if dying.is_set():
+            dying.clear()
+            for slot in [slot for segment in ram.own_segments() for slot in segment.slots(states=(SlotState.CLEAN,))]:
+                slot.segment.give(slot)
+            ram.host._own.release()
+
+    story.dies_at = "before draft.seal"
+    with pytest.raises(Crash):
+        story.save("d/a", b"never seen")
+    story.is_dead, story.dies_at = False, ""
+    (segment,) = ram.own_segments()
+    monkeypatch.setattr(PendingScan, "recover", recover)
+    dying.set()
+    ends = time.monotonic() + 10
+    while segment.path.exists() or journals_in(directory):
+        assert time.monotonic() < ends, "it stays"
+        time.sleep(0.05)
+    with pytest.raises(NotFoundError):
+        load(story.host.store, "d/a")
+    assert story.host.flusher._state.counters["journal_files"] == 0
+
+
+def test_a_conflict_is_no_later_write_that_did_not_see_an_entry(story, idle, monkeypatch):
+    """The path was deleted after the conflict, so that the file in the journal replaces what the one in conflict was to replace."""
+    story.save("d/a", b"saved")
+    draft = drafts(story.host)["d/a"]
+    story.end(of="host")
+    host, directory, clock = story.host.tiers.ram.host, story.host.tiers.nvme.directory, SystemClock()
+    ram = RamTier(host, story.host.descriptor.uuid, budget_bytes=128 << 20, clock=clock)
+    nvme = NvmeTier(directory, budget_bytes=128 << 20, clock=clock)
+    with contextlib.closing(ram), contextlib.closing(nvme):
+        kept = replace(draft, record=replace(draft.record, write_id=os.urandom(16)), journal=None)
+        (number,) = nvme.commit(drafts=[(kept.write_id, kept.path, kept.encode(), kept.names)])
+        nvme.set_state(number, "conflict", "somebody was faster")
+        taken = []
+        found = Journals(ram, nvme, clock, lambda _: None, Counter())
+        found.recover(lambda _, one: taken.append(one.write_id), at_once=True)
+    assert taken == [draft.write_id]
+
+
+def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(story, idle, monkeypatch):
+    """While the flusher looks into one segment after the other, a file is saved in the first of them, and then one in the last."""
+    state, scan = story.host.flusher._state, story.host.flusher.scan
+    other = story.make_host(ack=Level.LOCAL)
+    story.host.tiers.writer._fault = other.tiers.writer._fault = lambda point: None
+    _save(other.store, "e/first", b"x")
+    _save(story.host.store, "e/second", b"x")
+    mine, theirs = (host.tiers.ram.own_segments()[0].id for host in (story.host, other))
+    real, seen = Segment.slots, []
+
+    def slots(self, **options):
+        found = real(self, **options)
+        if options.get("kind") is SlotKind.DRAFT and threading.current_thread() is this and not seen:
+            seen.append(self.id)
+            earlier, later = (story.host, other) if self.id == mine else (other, story.host)
+            _save(earlier.store, "d/earlier", b"x")
+            _save(later.store, "d/later", b"x")
+        return found
+
+    this = threading.current_thread()
+    monkeypatch.setattr(Segment, "slots", slots)
+    with story.host.held():
+        scan.discover()
+        assert seen[0] in {mine, theirs}
+        with state.changed:
+            found = {entry.path for entry in state.entries}
+        assert "d/later" not in found or "d/earlier" in found

@@ -54,6 +54,9 @@ class Journals:
         self._directory = ram.host.store_directory(ram.store)
         self._boot = boot_id()
         self._lock = threading.Lock()  # of `recover`: what one thread took is published before another one looks
+        self._uncleared: set[tuple[Path, int, bytes]] = (
+            set()
+        )  # entries that are not needed, each with its offset and write id
         self._next_looks: dict[Path, tuple[float, float]] = {}  # when, and how long after the one before
 
     def __repr__(self) -> str:
@@ -62,7 +65,8 @@ class Journals:
     def clear(self, drafts: Iterable[Draft]) -> None:
         """A lower tier has these drafts: clear their entries, before that tier may give them up again.
 
-        If it fails, the draft may be published once more after a crash, and be kept as a conflict if the path changed meanwhile.
+        Where it fails it is tried again at each sweep. If the flusher ends before that, the draft may be published once more, and be
+        kept as a conflict if the path changed meanwhile.
         """
         found: dict[str, list[tuple[int, bytes]]] = {}
         for draft in drafts:
@@ -77,16 +81,25 @@ class Journals:
                 self._fault("after journal.clear")
 
     def _clear(self, path: Path, entries: Sequence[tuple[int, bytes]]) -> None:
+        named = {(path, *entry) for entry in entries}
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if any([clear_entry(fd, offset, write_id) for offset, write_id in entries]):  # noqa: C419 - all of them
-                    os.fdatasync(fd)
+                for offset, write_id in entries:
+                    clear_entry(fd, offset, write_id)
+                # Also what was cleared before: a flusher that died right after may not have flushed it.
+                os.fdatasync(fd)
             finally:
                 os.close(fd)
+        except FileNotFoundError:  # its process needed it no more, nor does anybody else
+            pass
         except OSError as error:
             self._counters["journal_failures"] += 1
-            _logger.warning("%s: entries that are not needed cannot be cleared: %s", path, error)
+            if not self._uncleared.issuperset(named):
+                _logger.warning("%s: entries that are not needed cannot be cleared: %s", path, error)
+            self._uncleared |= named
+            return
+        self._uncleared -= named
 
     def recover(self, taken: Callable[[int, Draft], None], *, at_once: bool) -> None:
         """Take to the nvme tier what is in journals of processes that are gone and in no slab any more.
@@ -102,6 +115,8 @@ class Journals:
             self._recover(taken, at_once=at_once)
 
     def _recover(self, taken: Callable[[int, Draft], None], *, at_once: bool) -> None:
+        for path, offset, write_id in list(self._uncleared):
+            self._clear(path, [(offset, write_id)])
         now, is_alive = self._clock.monotonic(), self._ram.host.is_alive
         gone = [path for owner, path in journals_in(self._directory) if not is_alive(owner)]
         gone = [path for path in gone if at_once or now >= self._next_looks.get(path, (now, 0.0))[0]]
@@ -131,9 +146,9 @@ class Journals:
                 path.unlink(missing_ok=True)
 
     def _stored(self) -> dict[bytes, Draft | None]:
-        """The drafts in the nvme tier, by write id; ``None`` for one that cannot be read."""
+        """The drafts in the nvme tier, by write id; ``None`` for one that cannot be read, and one in conflict, which no later write saw."""
         drafts = self._nvme.drafts() if self._nvme is not None else []
-        return {each.write_id: _readable(each) for each in drafts}
+        return {each.write_id: None if each.state == "conflict" else _readable(each) for each in drafts}
 
     def _sort(
         self,
@@ -152,7 +167,7 @@ class Journals:
         cleared, left = [], False
         for entry in read_entries(path):
             segment = segments.get(entry.slot.segment)
-            if entry.draft.write_id in stored:
+            if entry.draft.write_id in stored or (path, entry.offset, entry.draft.write_id) in self._uncleared:
                 cleared.append((entry.offset, entry.draft.write_id))
             elif segment is not None:
                 slot = segment.slot(entry.slot.index)

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from tierfs.clock import boot_id
-from tierfs.errors import ConflictError, CorruptionError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
 from tierfs.host.pending.levels import Level
@@ -73,14 +73,40 @@ class PendingScan:
                 _logger.error("what is in a journal of this host stays there: %s", error)  # noqa: TRY400 - says it all
             self._state.counters["journal_failures"] += 1
 
+    def recover_all(self) -> None:
+        """The same for somebody who is going to look for drafts: what stays in a journal he would not find.
+
+        Raises:
+            StoreError: Something stays there.
+        """
+        try:
+            self._state.journals.recover(self._publish_later, at_once=True)
+        except (TierfsError, OSError) as error:
+            raise StoreError(
+                f"files that this host saved are in a journal of it and cannot be taken from there: {error}",
+                transient=True,
+                tier="nvme",
+            ) from error
+
     def _publish_later(self, number: int, draft: Draft) -> None:
         with self._state.changed:
             self._state.entries.add(self._stored(draft, number))
             self._state.changed.notify_all()
 
     def discover(self) -> None:
-        """Find drafts that were sealed since, and after a start those that were kept as conflicts."""
-        for slot in self._state.ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
+        """Find drafts that were sealed since, and after a start those that were kept as conflicts.
+
+        One segment is looked at after the other. So a draft may be missed, and one be found that another process sealed after it. A
+        second look finds all that came before those of the first.
+        """
+        state, states = self._state, (SlotState.SEALED, SlotState.CONFLICT)
+        found = state.ram.drafts(states)
+        with state.changed:
+            is_news = any(slot.name not in state.entries for slot in found)
+        if is_news:
+            last_ns = found[-1].stamp_ns
+            found = [slot for slot in state.ram.drafts(states) if slot.stamp_ns <= last_ns]
+        for slot in found:
             self._take(slot)
 
     def _take(self, slot: Slot) -> None:
