@@ -208,6 +208,15 @@ def test_a_journal_that_is_needed_stays(journal, tmp_path):
     assert found(tmp_path) == [1]
 
 
+def test_an_entry_can_be_given_back_after_another_thread_closed_the_journal(journal, tmp_path):
+    """Its segment is closed as well, so that its draft is not sealed; the segment may go, and the entry would count."""
+    room = write(journal, 1)
+    journal.close()
+    assert found(tmp_path) == [1]
+    journal.give_back(room)
+    assert found(tmp_path) == []
+
+
 def test_a_forked_child_leaves_it_to_its_parent(journal, tmp_path):
     write(journal, 1)
     journal._renew()

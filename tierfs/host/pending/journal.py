@@ -204,11 +204,14 @@ class Journal:
 
     def give_back(self, room: Room) -> None:
         """Clear an entry whose draft is not sealed after all."""
-        with contextlib.suppress(
-            OSError
-        ):  # then its room is never used again, and it counts for nothing without its draft
-            os.pwrite(self._fd, _CLEARED, room.offset)
-            os.fdatasync(self._fd)
+        assert self._path is not None
+        with contextlib.suppress(OSError):  # then its room is never used again
+            fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)  # another thread may have closed the journal meanwhile
+            try:
+                os.pwrite(fd, _CLEARED, room.offset)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
             room.is_written = True
 
     def close(self) -> None:
