@@ -439,3 +439,26 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(story, idle,
         with state.changed:
             found = {entry.path for entry in state.entries}
         assert "d/later" not in found or "d/earlier" in found
+
+
+def test_what_was_never_sealed_is_cleared_before_what_replaced_it_goes_on(story, monkeypatch):
+    """Once that is published, nothing tells any more that it did not see the other one."""
+    ((_, path),) = journals_in(story.host.tiers.nvme.directory)
+    left = []
+
+    def step(point):
+        if point == "before settle.commit":
+            left.extend(entry.draft.record.inline for entry in read_entries(path))
+
+    other = story.make_host(ack=Level.LOCAL)
+    monkeypatch.setattr(PendingScan, "sweep", lambda self: None)
+    story.dies_at = "before draft.seal"
+    with pytest.raises(Crash):
+        story.save("d/a", b"never sealed")
+    story.is_dead, story.dies_at = False, ""
+    assert [entry.draft.record.inline for entry in read_entries(path)] == [b"never sealed"]
+    story.host.tiers.ram.host._own.release()
+    story.host.flusher._state.fault = step
+    _save(other.store, "d/a", b"sealed")
+    wait(other.store, "", Level.OBJECT, 20)
+    assert left == []

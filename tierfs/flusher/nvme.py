@@ -38,11 +38,15 @@ class NvmePersister:
     Args:
         state: Shared by the flusher's parts.
         put: Puts a slot's chunk into the object tier.
+        recover: Looks at the journals of the dead.
     """
 
-    def __init__(self, state: FlushState, put: Callable[[Slot], None]) -> None:
+    def __init__(
+        self, state: FlushState, put: Callable[[Slot], None], recover: Callable[[], None] = lambda: None
+    ) -> None:
         self._state = state
         self._put = put
+        self._recover = recover
         self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
         self._ahead_at: float | None = None  # when something was written ahead of its draft, and not committed since
 
@@ -59,6 +63,9 @@ class NvmePersister:
             # Those that come later are for the next call.
             last, waiting = state.entries.last_waiting(), self.waiting()
             state.settling_since = state.clock.monotonic() if waiting else None
+        if waiting:
+            # One of these may replace what somebody who died before did not seal: published, it would not tell that any more.
+            self._recover()
         while waiting and not state.stopping:
             batch = self.batch(waiting)
             if not batch or not self.persist(batch):
