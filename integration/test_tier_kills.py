@@ -371,27 +371,6 @@ def test_a_host_that_is_started_anew_keeps_what_is_local_whatever_lies_in_its_sh
     case.check_all_went_down([case.mode.states[2]], case.start("flusher"))
 
 
-JOURNALED = [
-    write("first", 10, "local"),
-    write("second", 10, "local"),
-    ["await", "go"],
-    write("run/1/a", 70_000, "local"),
-    write("run/1/b", 10, "local"),
-    write("run/1/a", 80_000, "local"),
-    write("latest", 103, "local"),
-]
-
-
-@pytest.mark.parametrize("of", ["container", "host"])
-def test_small_files_that_no_flusher_took_are_kept_once_they_are_local(case, tmp_path, of):
-    case = case(Mode(JOURNALED, ram=128 * MIB), tmp_path)
-    for child in run_until_staged(case, **({"boot": "0123456789abcdef" * 2} if of == "host" else {})):
-        child.kill()
-    for path in case.shm.iterdir() if of == "container" else ():
-        shutil.rmtree(path)
-    case.check_all_went_down([case.mode.states[-1]], case.start("flusher"))
-
-
 RANK = """
 import sys, time
 import fsspec

@@ -47,18 +47,13 @@ FILLED = Mode(
     nvme=8 * MIB,
 )
 NO_SHM = Mode(
-    [write("run/a", MIB + 1, "local"), write("run/b", 40 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
+    [write("run/a", MIB, "local"), write("run/b", 40 * MIB, "local")], ram=100 * MIB, nvme=96 * MIB, shm_room=0
 )
 SMALL_SHM = Mode(
     [write("run/a", 30 * MIB, "local"), write("run/b", 30 * MIB, "local"), write("latest", 10, "local")],
     ram=70 * MIB,
     nvme=96 * MIB,
     shm_room=40 * MIB,
-)
-JOURNALED = Mode(
-    [write("run/1/a", 70_000, "local"), write("run/1/b", 10, "local"), write("run/1/a", 80_000, "local")],
-    ram=40 * MIB,
-    nvme=8 * MIB,
 )
 SPILLED = Mode([write("run/a", 70 * MIB, "staged")], ram=40 * MIB, nvme=20 * MIB, piece=70 * MIB)
 
@@ -136,20 +131,6 @@ def test_two_flushers_that_die_while_they_open_the_nvme_tier_lose_nothing_that_w
 
 def test_a_flusher_that_dies_between_index_and_arena_is_replaced_by_one_that_finds_nothing_lost(case):
     assert kill_while_making(case(WITH_NVME), [("after index.create", 1), ("before arena.create", 1)]) == 2
-
-
-@pytest.mark.parametrize(
-    "step", ["before journal.write", "after journal.write", "before draft.seal", "after draft.seal"]
-)
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_trainer_that_dies_beside_its_journal_leaves_the_old_file_or_the_new_one(case, step, number):
-    assert kill_trainer(case(JOURNALED), (step, number))
-
-
-@pytest.mark.parametrize("step", ["before journal.clear", "after journal.clear"])
-def test_a_flusher_that_dies_beside_a_journal_is_replaced(case, step):
-    assert kill_flusher(case(JOURNALED), (step, 1))
-    assert kill_both(case(JOURNALED), ("after journal.write", 2), first="trainer")
 
 
 @pytest.mark.parametrize("step", ["before draft.seal", "before wait"])

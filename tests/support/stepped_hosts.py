@@ -28,7 +28,6 @@ from tierfs.host.host import Host
 from tierfs.host.nvme.index import IndexReader
 from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.writer import NvmeTier
-from tierfs.host.pending.journal import journals_in, read_entries
 from tierfs.host.pending.record import Draft
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState
@@ -161,7 +160,6 @@ def forget(tiers):
     """Let go of what tiers have open, and of the memory."""
     tiers.cache.close()
     tiers.nvme.close()
-    tiers.writer.close()
     for part in (tiers.cache, tiers.drafts, tiers.reader, tiers.writer):
         part._ram = None
     tiers.drafts._index._ram = None
@@ -205,9 +203,8 @@ class Trainer:
         self.alive = True
 
     def seal_draft(self, draft, **how):
-        is_on_disk = self._seal(draft, **how)
+        self._seal(draft, **how)
         self.place.world.sealed(self.place, draft)
-        return is_on_disk
 
     def add(self, slot):
         """As a `Backfill`."""
@@ -226,6 +223,7 @@ class Trainer:
             self.host._own.release()
         for segment in self.ram.segments():
             segment.close()
+        self.tiers.writer.close()
         forget(self.tiers)
         self.ram = self.host = None
 
@@ -239,7 +237,6 @@ class Observer:
         self.host = Host(host.state, host.shm)
         self.ram = RamTier(self.host, world.uuid, budget_bytes=setup.ram, clock=world.clock)
         directory = self.host.store_directory(world.uuid)
-        self.directory = directory
         self.index = IndexReader(directory / "nvme.db", busy_s=1.0)
         self.tiers = Tiers(
             self.ram,
@@ -277,18 +274,13 @@ class Observer:
             drafts[write_id] = Draft.decode(data, "nvme.db")
             states.setdefault(write_id, set()).add("conflict" if state == "conflict" else "nvme")
             assert state != "damaged", f"a draft in the nvme tier is damaged: {drafts[write_id].path}"
-        journaled = {
-            entry.draft.write_id: dict(zip(entry.draft.names, entry.chunks, strict=True))
-            for _, path in journals_in(self.directory)
-            for entry in read_entries(path)
-        }
         chunks = {
             slot.name
             for segment in self.ram.segments()
             for slot in segment.slots(kind=SlotKind.CHUNK, states=(SlotState.SEALED,))
         }
         held = {name for (name,) in self.select("SELECT refs.name FROM refs JOIN chunks USING (name) WHERE NOT bad")}
-        return SimpleNamespace(drafts=drafts, states=states, ram=chunks, nvme=held, journaled=journaled)
+        return SimpleNamespace(drafts=drafts, states=states, ram=chunks, nvme=held)
 
     def dirty_ram_bytes(self):
         return sum(segment.sums().dirty + segment.sums().filling for segment in self.ram.segments())
@@ -500,11 +492,6 @@ class SteppedHost:
         self.observer.close()
         shutil.rmtree(self.shm)
         self.shm.mkdir()
-        if journals_in(Host(self.state, self.shm).store_directory(self.world.uuid)):
-            # Whoever opens the store first has a flusher look at them.
-            self.crash_at, self.nvme_trouble = None, False
-            self.meanwhile.clear()
-            self.start_flusher()
         self.trainers = [Trainer(self), Trainer(self)]
         self.observer = Observer(self)
 

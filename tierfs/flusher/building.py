@@ -20,7 +20,6 @@ from tierfs.host.host import Host
 from tierfs.host.nvme.arena import no_faults
 from tierfs.host.nvme.stored import ARENA_FILE
 from tierfs.host.nvme.writer import NvmeTier, is_needed
-from tierfs.host.pending.journal import journals_in
 from tierfs.host.slab.growth import TRANSIT_BYTES
 from tierfs.host.slab.ram import RamTier
 
@@ -116,7 +115,7 @@ def _nvme_tier(
             raise
         _logger.warning("there is no nvme tier, what is pending goes from memory to the object tier: %s", error)
         return None, str(error)
-    if budget_bytes or tier.drafts() or journals_in(directory):
+    if budget_bytes or tier.drafts():
         return tier, ""
     tier.close()
     return None, ""

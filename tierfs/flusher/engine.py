@@ -132,9 +132,6 @@ class FlushEngine:
     def _do_status(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"pid": os.getpid(), **self._flusher.report()}
 
-    def _do_recover(self, arguments: dict[str, Any], peer: Peer) -> None:
-        self._flusher.scan.recover_all()
-
     def _do_backfill(self, arguments: dict[str, Any], peer: Peer) -> dict[str, Any]:
         return {"bytes": self._flusher.persister.backfill(self._slots(arguments))}
 

@@ -90,7 +90,7 @@ class Flusher:
         self._state = FlushState(ram, nvme, clock=clock, random=random, fault=faults, connect=connect)
         self.scan = PendingScan(self._state)
         self.uploader = Uploader(self._state, bandwidth=bandwidth)
-        self.persister = NvmePersister(self._state, self.uploader.put, self.scan.recover)
+        self.persister = NvmePersister(self._state, self.uploader.put)
         self.nvme_problem = ""  # why there is no nvme tier, though there was to be one
         self._threads: list[threading.Thread] = []
         self._opens_ahead = False
@@ -356,7 +356,6 @@ class Flusher:
                 assert self.nvme is not None
                 self.nvme.publish(entry.number)
             elif entry.slot is not None:
-                state.journals.clear([entry.draft])
                 state.drop_holds(entry.draft)
                 state.release(entry.draft, entry.slot, discarded=True)
             with state.changed:

@@ -38,15 +38,11 @@ class NvmePersister:
     Args:
         state: Shared by the flusher's parts.
         put: Puts a slot's chunk into the object tier.
-        recover: Looks at the journals of the dead.
     """
 
-    def __init__(
-        self, state: FlushState, put: Callable[[Slot], None], recover: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, state: FlushState, put: Callable[[Slot], None]) -> None:
         self._state = state
         self._put = put
-        self._recover = recover
         self._writes = ThreadPoolExecutor(WRITES_MAX, thread_name_prefix="tierfs-write")
         self._ahead_at: float | None = None  # when something was written ahead of its draft, and not committed since
 
@@ -63,9 +59,6 @@ class NvmePersister:
             # Those that come later are for the next call.
             last, waiting = state.entries.last_waiting(), self.waiting()
             state.settling_since = state.clock.monotonic() if waiting else None
-        if waiting:
-            # One of these may replace what somebody who died before did not seal: published, it would not tell that any more.
-            self._recover()
         while waiting and not state.stopping:
             batch = self.batch(waiting)
             if not batch or not self.persist(batch):
@@ -192,8 +185,6 @@ class NvmePersister:
             else:
                 break
         state.fault("after settle.commit")
-        # Before one of them may be published and leave the nvme tier.
-        state.journals.clear(entry.draft for entry in batch)
         slots = [entry.slot for entry in batch]
         with state.changed:
             for entry, number in zip(batch, numbers, strict=True):

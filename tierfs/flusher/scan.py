@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from tierfs.clock import boot_id
-from tierfs.errors import ConflictError, CorruptionError, StoreError, TierfsError
+from tierfs.errors import ConflictError, CorruptionError, TierfsError
 from tierfs.flusher.queue import FlushItem
 from tierfs.flusher.state import FlushState
-from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, SlotRef
 from tierfs.host.pending.scan import damaged_segment
 from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
@@ -36,9 +34,7 @@ class PendingScan:
     def resume(self) -> None:
         """Find what an earlier flusher left in the nvme tier, before anything is published."""
         state = self._state
-        self.recover(lambda *_: None, at_once=True)
         if state.nvme is not None:
-            found: list[Draft] = []
             for stored in state.nvme.drafts():
                 try:
                     draft = Draft.decode(stored.data, f"draft {stored.seq} in the nvme tier")
@@ -48,65 +44,18 @@ class PendingScan:
                     lost = stored.path or "a file"
                     _logger.error("%s is lost: %s (%s)", lost, stored.note, error)  # noqa: TRY400 - says it all
                     continue
-                found.append(draft)
-                entry = self._stored(draft, stored.seq)
+                turn = draft.turn(self._boot, stored.seq)
+                entry = FlushItem(draft, turn, number=stored.seq, level=state.local_level, persisted=True)
                 if stored.state == "conflict":
                     entry.fail(ConflictError(stored.note, path=draft.path), float("inf"))
                 with state.changed:
                     state.entries.add(entry)
-            # An earlier flusher may have ended between its commit and this, and none of them is published before.
-            state.journals.clear(found)
             state.holders = set(state.nvme.holders())
         self.discover()
 
-    def _stored(self, draft: Draft, number: int) -> FlushItem:
-        state = self._state
-        turn = draft.turn(self._boot, number)
-        return FlushItem(draft, turn, number=number, level=state.local_level, persisted=True)
-
-    def recover(self, taken: Callable[[int, Draft], None] | None = None, *, at_once: bool = False) -> None:
-        """See `Journals.recover`; by default what is taken to the nvme tier is published from there. What cannot be stays where it is."""
-        try:
-            self._state.journals.recover(self._publish_later if taken is None else taken, at_once=at_once)
-        except (TierfsError, OSError) as error:
-            if not self._state.counters["journal_failures"]:
-                _logger.error("what is in a journal of this host stays there: %s", error)  # noqa: TRY400 - says it all
-            self._state.counters["journal_failures"] += 1
-
-    def recover_all(self) -> None:
-        """The same for somebody who is going to look for drafts: what stays in a journal he would not find.
-
-        Raises:
-            StoreError: Something stays there.
-        """
-        try:
-            self._state.journals.recover(self._publish_later, at_once=True)
-        except (TierfsError, OSError) as error:
-            raise StoreError(
-                f"files that this host saved are in a journal of it and cannot be taken from there: {error}",
-                transient=True,
-                tier="nvme",
-            ) from error
-
-    def _publish_later(self, number: int, draft: Draft) -> None:
-        with self._state.changed:
-            self._state.entries.add(self._stored(draft, number))
-            self._state.changed.notify_all()
-
     def discover(self) -> None:
-        """Find drafts that were sealed since, and after a start those that were kept as conflicts.
-
-        One segment is looked at after the other. So a draft may be missed, and one be found that another process sealed after it. A
-        second look finds all that came before those of the first.
-        """
-        state, states = self._state, (SlotState.SEALED, SlotState.CONFLICT)
-        found = state.ram.drafts(states)
-        with state.changed:
-            is_news = any(slot.name not in state.entries for slot in found)
-        if is_news:
-            last_ns = found[-1].stamp_ns
-            found = [slot for slot in state.ram.drafts(states) if slot.stamp_ns <= last_ns]
-        for slot in found:
+        """Find drafts that were sealed since, and after a start those that were kept as conflicts."""
+        for slot in self._state.ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
             self._take(slot)
 
     def _take(self, slot: Slot) -> None:
@@ -136,8 +85,7 @@ class PendingScan:
                     return
                 kept = now.state is SlotState.CONFLICT
                 turn = draft.turn(self._boot)
-                level = Level.STAGED if draft.journal is None else Level.LOCAL
-                entry = FlushItem(draft, turn, slot=slot, level=level, persisted=kept)
+                entry = FlushItem(draft, turn, slot=slot, persisted=kept)
                 if kept:
                     text = f"{draft.path} was changed by another writer before it was flushed: theirs stands, this one is kept"
                     entry.fail(ConflictError(text, path=draft.path), float("inf"))
@@ -189,7 +137,6 @@ class PendingScan:
     def sweep(self) -> None:
         """Free what dead processes left unsealed; what they sealed is on its way like everything else."""
         state = self._state
-        self.recover()
         freed = state.ram.reclaim(self._needed_slots)
         if freed:
             state.counters["reclaimed_bytes"] += freed
@@ -211,9 +158,6 @@ class PendingScan:
         is_blind = state.ram.is_blind()
         # Its owner is dead by now, and may have sealed something right before.
         self.discover()
-        if segment.is_sealing():
-            # What its journal has of that counts for nothing, which only the slot tells.
-            self.recover(at_once=True)
         chunks = segment.slots(kind=SlotKind.CHUNK)
         with state.changed:
             if self._unreadable or is_blind or state.ram.is_blind():

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from tierfs.clock import Clock
 from tierfs.errors import StoreError, TierfsError
 from tierfs.flusher.access import Access, Connect
-from tierfs.flusher.journals import Journals
 from tierfs.flusher.queue import FlushItem, FlushQueue
 from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
@@ -55,7 +54,6 @@ class FlushState:
         local_level: The level of a draft in the nvme tier.
         nvme_bytes: The nvme tier's budget; 0 where there is none.
         fault: Called before and after each ordered step.
-        journals: Small files of this host that were on the disk before they were sealed.
     """
 
     def __init__(
@@ -85,7 +83,6 @@ class FlushState:
         usage = nvme.usage() if nvme is not None else None
         self.local_level = Level.LOCAL if usage is not None and usage.gives_local else Level.STAGED
         self.nvme_bytes = usage.budget_bytes if usage is not None else 0
-        self.journals = Journals(ram, nvme, clock, fault, self.counters)
 
     def persists_first(self) -> bool:
         """Whether no draft that is in the nvme tier is begun with now, for the sake of those that are not."""

@@ -328,7 +328,6 @@ class Uploader:
             state.fault("before finish.release")
             if state.nvme is not None:
                 state.nvme.publish(*[entry.number for entry in done if entry.number is not None])
-            state.journals.clear(entry.draft for entry in done if entry.slot is not None)
             for entry in done:
                 if entry.slot is not None:
                     state.drop_holds(entry.draft)

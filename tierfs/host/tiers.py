@@ -112,11 +112,6 @@ class Tiers:
     def __repr__(self) -> str:
         return f"Tiers(ram={self.ram!r}, nvme={self.nvme!r})"
 
-    @property
-    def has_journal(self) -> bool:
-        """Whether small files may be at `Level.LOCAL` before the flusher has them."""
-        return self.has_nvme and self.drafts.stored_level is Level.LOCAL
-
     def wait(self, path: str, level: Level, timeout_s: float | None = None, *, write_id: bytes | None = None) -> None:
         """Wait until what is pending at or below ``path``, or the one draft named, has reached ``level``.
 

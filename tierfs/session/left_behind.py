@@ -66,15 +66,12 @@ def is_pending(state: Path, directory: Path) -> bool:
     """Whether something is, as far as it can be looked up."""
     # They bring numpy, which takes a while.
     from tierfs.host.nvme.reader import NvmeReader  # noqa: PLC0415
-    from tierfs.host.pending.journal import journals_in, read_entries  # noqa: PLC0415
     from tierfs.host.slab.ram import RamTier  # noqa: PLC0415
     from tierfs.host.slab.segment import SlotState  # noqa: PLC0415
 
     try:
         nvme, ram = NvmeReader(directory), RamTier(Host(state), directory.name, budget_bytes=0, clock=SystemClock())
         with contextlib.closing(nvme), contextlib.closing(ram):
-            if ram.drafts((SlotState.SEALED, SlotState.CONFLICT)) or nvme.drafts_below("", conflicts=True):
-                return True
-        return any(True for _, path in journals_in(directory) for _ in read_entries(path))
-    except (TierfsError, OSError):
+            return bool(ram.drafts((SlotState.SEALED, SlotState.CONFLICT)) or nvme.drafts_below("", conflicts=True))
+    except TierfsError:
         return True  # what cannot be looked at may well be

@@ -143,17 +143,10 @@ def tiers_for(
         # The disk's free space is in it, which changes all the time.
         _logger.warning("%s: %s", target.url, problem, extra={"repeat_of": f"{target.url}: {tier}"})
     finish_at_exit(tiers, target.url, launcher)
-    if resumes and _may_be_pending(tiers):
+    if resumes and tiers.drafts.pending_below(""):
         # Left by processes that are gone. Opening the store need not wait for the flusher to come up.
         start_daemon(tiers.writer.announce, name="resume")
     return tiers
-
-
-def _may_be_pending(tiers: Tiers) -> bool:
-    try:
-        return bool(tiers.drafts.pending_below(""))
-    except StoreError:  # of which whoever looks for a file hears
-        return True
 
 
 def publisher_of(connect: Callable[[], Store], host: Host) -> StorePublisher:

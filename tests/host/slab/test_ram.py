@@ -23,7 +23,7 @@ from tierfs.errors import CapacityError, InvalidInputError
 from tierfs.host.host import Host
 from tierfs.host.slab import new_segment as newslab
 from tierfs.host.slab import pool
-from tierfs.host.slab.budget import LOCK, RamBudget
+from tierfs.host.slab.budget import RamBudget
 from tierfs.host.slab.growth import next_layout, wished_layout
 from tierfs.host.slab.ram import RamTier
 from tierfs.host.slab.segment import SlotKind, SlotState
@@ -1025,18 +1025,6 @@ def test_what_the_dead_left_is_given_back_when_asked_for_but_not_what_is_dirty(o
     killed(host, lambda other: put(other, b"b", b"dirty"))
     assert tier.reap() == 0
     assert content(tier.find(b"b")) == b"dirty"
-
-
-def test_what_the_dead_were_sealing_keeps_its_segment_until_the_flusher_has_seen_it(open_tier, host):
-    """Their journals may have it, and only the slot tells that it is none."""
-    killed(host, lambda other: other.take(SlotKind.DRAFT, KIB, timeout_s=0))
-    tier = open_tier()
-    tier.reap()
-    with host.locked(LOCK):
-        assert RamBudget(host).orphans() == []
-    assert suffixes(host) == [".slab"]
-    tier.reclaim(lambda _: set())
-    assert suffixes(host) == []
 
 
 def test_a_closed_tier_says_so(open_tier):

@@ -15,9 +15,6 @@ from tierfs.host.slab.segment import Segment, Slot, SlotState
 
 __all__ = ["StagedIndex"]
 
-# So many drafts in memory alone are not gone through for each small file: that waits for the flusher, as they do.
-VOLATILE_MAX = 100
-
 
 class StagedIndex:
     """The sealed drafts in the segments of one store, by path. Safe for use by many threads.
@@ -38,7 +35,6 @@ class StagedIndex:
         self._places: dict[str, set[tuple[str, int]]] = {}  # by path: segments and places
         self._sorted: list[str] = []  # the paths
         self._damaged: set[tuple[str, int]] = set()
-        self._volatile: set[tuple[str, int]] = set()  # drafts that are in memory alone
 
     def __repr__(self) -> str:
         return f"StagedIndex({len(self._places)} paths)"
@@ -66,16 +62,6 @@ class StagedIndex:
             draft = self._decoded.in_slot(slot)
             if draft is not None:
                 yield draft
-
-    def follows_volatile(self, path: str) -> bool:
-        """Whether something that is in memory alone has to be published before a file at ``path`` that is closed now."""
-        directory = path.rpartition("/")[0]
-        inside = f"{directory}/" if directory else ""
-        with self._lock:
-            self._refresh()
-            if self._damaged or len(self._volatile) > VOLATILE_MAX:
-                return True
-            return any(self._paths[segment_id][index].startswith(inside) for segment_id, index in self._volatile)
 
     def _names_below(self, path: str) -> list[str]:
         if not path:
@@ -121,8 +107,6 @@ class StagedIndex:
             self._damaged.add((segment_id, index))
         else:
             self._paths.setdefault(segment_id, {})[index] = draft.path
-            if draft.journal is None:
-                self._volatile.add((segment_id, index))
             if draft.path not in self._places:
                 self._places[draft.path] = set()
                 bisect.insort(self._sorted, draft.path)
@@ -130,7 +114,6 @@ class StagedIndex:
 
     def _remove(self, segment_id: str, index: int) -> None:
         self._damaged.discard((segment_id, index))
-        self._volatile.discard((segment_id, index))
         path = self._paths.get(segment_id, {}).pop(index, None)
         if path is not None:
             self._places[path].discard((segment_id, index))

@@ -67,7 +67,6 @@ class Draft:
             before it is gone where it was.
         boot: The run of the kernel in which it was closed.
         stamp_ns: When, on that run's monotonic clock: what drafts are published in the order of.
-        journal: The journal that has it, and at which offset, if it was on the disk before it was sealed.
     """
 
     path: str
@@ -77,7 +76,6 @@ class Draft:
     after: bytes | None = None
     boot: str = ""
     stamp_ns: int = 0
-    journal: tuple[str, int] | None = None
 
     @property
     def write_id(self) -> bytes:
@@ -116,9 +114,7 @@ class Draft:
         if self.base.write_id is not None:
             base["write_id"] = self.base.write_id.hex()
         after = self.after.hex() if self.after is not None else ""
-        closed: dict[str, object] = {"boot": self.boot, "stamp_ns": self.stamp_ns}
-        if self.journal is not None:
-            closed["journal"] = self.journal
+        closed = {"boot": self.boot, "stamp_ns": self.stamp_ns}
         head = json.dumps({"path": self.path, "base": base, "after": after, **closed}).encode()
         record = self.record.encode(self.path)
         out = bytearray(_HEAD.pack(_MAGIC, DRAFT_VERSION, 0, len(head), len(record), len(self.slots)))
@@ -171,7 +167,6 @@ class Draft:
             after,
             head["boot"],
             head["stamp_ns"],
-            (str(head["journal"][0]), int(head["journal"][1])) if "journal" in head else None,
         )
 
 

@@ -17,7 +17,6 @@ from tierfs.host.nvme.reader import NvmeReader
 from tierfs.host.nvme.stored import StoredDraft
 from tierfs.host.pending.decoded import DecodedDrafts
 from tierfs.host.pending.index import StagedIndex
-from tierfs.host.pending.journal import journals_in, read_entries
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft
 from tierfs.host.rpc.caller import Caller
@@ -62,7 +61,6 @@ class PendingDrafts:
         stored_level: Level,
     ) -> None:
         self.stored_level = stored_level
-        self._has_recovered = False
         self._ram = ram
         self._nvme = nvme
         self._flusher = flusher
@@ -92,7 +90,7 @@ class PendingDrafts:
         stored = None if item is None else self._decoded.in_index(item)
         if stored is not None and (staged is None or not self._is_newer(staged, stored)):
             return Pending(stored, self.stored_level)
-        return Pending(staged, _level_in_slab(staged)) if staged is not None else None
+        return Pending(staged, Level.STAGED) if staged is not None else None
 
     def level(self, path: str) -> Level:
         """The level of the newest write of ``path`` on this host."""
@@ -111,12 +109,8 @@ class PendingDrafts:
         for draft in staged:
             other = found.get(draft.path)
             if other is None or self._is_newer(draft, other.draft):
-                found[draft.path] = Pending(draft, _level_in_slab(draft))
+                found[draft.path] = Pending(draft, Level.STAGED)
         return found
-
-    def follows_volatile(self, path: str) -> bool:
-        """Whether a file at ``path`` that is closed now has to be published after one that a crash of the host would take."""
-        return self._ram.is_blind() or self._index.follows_volatile(path)
 
     def check_hidden(self, path: str) -> None:
         """See that no segment is damaged, where something that this host wrote at or below ``path`` may be hidden.
@@ -136,14 +130,6 @@ class PendingDrafts:
         if any(_is_below(draft.path, path) for draft in staged) or damaged:
             return False
         return not self._stored_below(path, conflicts=True)
-
-    def _recover(self) -> None:
-        """Have a flusher take to the nvme tier what journals alone have: files of processes whose memory is gone, too."""
-        host = self._ram.host
-        gone = [path for owner, path in journals_in(host.store_directory(self._ram.store)) if not host.is_alive(owner)]
-        segments = {segment.id for segment in self._ram.segments()} if gone else set()
-        if any(entry.slot.segment not in segments for path in gone for entry in read_entries(path)):
-            self._flusher.request("recover", {})
 
     def conflicts(self) -> list[tuple[str, str]]:
         """Paths that somebody else changed before this host's change was published, and a word on each."""
@@ -189,9 +175,6 @@ class PendingDrafts:
 
     def _ask_index(self, look_up: Callable[[], _Answer]) -> _Answer:
         """Look up drafts; where the index is of no use, after a flusher, which is started for it, has made it anew."""
-        if not self._has_recovered:
-            self._recover()
-            self._has_recovered = True
         for _ in range(REBUILDS_MAX):
             try:
                 return look_up()
@@ -201,10 +184,6 @@ class PendingDrafts:
                 )
             self._flusher.request("status", {})
         return look_up()
-
-
-def _level_in_slab(draft: Draft) -> Level:
-    return Level.STAGED if draft.journal is None else Level.LOCAL
 
 
 def damaged_segment(name: str, error: Exception, path: str) -> CorruptionError:

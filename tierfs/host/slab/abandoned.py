@@ -144,6 +144,6 @@ def _is_worthless(entry: os.DirEntry[str]) -> bool:
     except (TierfsError, OSError, MemoryError):
         return False  # may be another version's, and dirty
     try:
-        return not (segment.is_dirty() or segment.is_sealing())
+        return not segment.is_dirty()
     finally:
         segment.close()

@@ -106,7 +106,7 @@ class RamBudget:
                 file.path.unlink(missing_ok=True)
 
     def orphans(self) -> list[Segment]:
-        """The segments, of any store, whose owner is dead and in which nothing is dirty or was being sealed. Under the host's lock.
+        """The segments, of any store, whose owner is dead and in which nothing is dirty. Under the host's lock.
 
         Of those in which something is, the rest is given back.
         """
@@ -114,7 +114,7 @@ class RamBudget:
         for segment in self._segments():
             if self._host.is_alive(segment.owner):
                 segment.close()
-            elif segment.is_dirty() or segment.is_sealing():
+            elif segment.is_dirty():
                 segment.shed()
                 segment.close()
             else:

@@ -259,7 +259,7 @@ class RamTier:
         freed = 0
         for segment in self._peers.segments():
             with self.host.locked(LOCK):
-                if not (self.host.is_alive(segment.owner) or segment.is_dirty() or segment.is_sealing()):
+                if not self.host.is_alive(segment.owner) and not segment.is_dirty():
                     copies = segment.slots(kind=SlotKind.CHUNK, states=(SlotState.CLEAN,))
                     freed += sum(slot.length for slot in copies if not slot.hidden)
                     self._peers.drop(segment)

@@ -510,11 +510,6 @@ class Segment:
         """Whether a slot is SEALED or CONFLICT."""
         return self._table.has(DIRTY_STATES)
 
-    def is_sealing(self) -> bool:
-        """Whether a draft is being filled. If the owner is dead, its journal may have the draft, and only this slot tells that it is none."""
-        table = self._table
-        return bool(((table.state == SlotState.FILLING) & (table.kind == SlotKind.DRAFT)).any())
-
     def awaits(self, kept: int = 0) -> bool:
         """Whether more than so many bytes are being filled, or a slot is SEALED: on its way to being free."""
         return self._table.has({SlotState.SEALED}) or self._table.sums().filling > kept

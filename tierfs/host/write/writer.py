@@ -19,8 +19,7 @@ from tierfs.errors import StoreError, TierfsError
 from tierfs.host.cache.single_flight import SingleFlight
 from tierfs.host.counters import Counters
 from tierfs.host.nvme.arena import no_faults
-from tierfs.host.pending.journal import Journal, JournalChunk, Room
-from tierfs.host.pending.record import Draft, SlotRef
+from tierfs.host.pending.record import Draft
 from tierfs.host.private import refused
 from tierfs.host.rpc.caller import Caller
 from tierfs.host.slab.memory import memory_available
@@ -36,14 +35,13 @@ __all__ = ["ANNOUNCE_S", "NAMES_MAX", "SlabWriter"]
 
 # How long an answer without work may take. Starting a flusher may be part of it.
 ANNOUNCE_S = 10.0
-# The flusher is told of a draft this soon, so that whoever saved it goes on meanwhile, and of those that follow within `NEWS_S` together:
-# the messages of small files took as long as the files. Who waits for a draft tells of it itself.
-SOON_S = 0.001
+# The flusher is told at once of the first draft, and of those that follow this soon together: the messages of small files took as long
+# as the files. Who waits for a draft tells of it itself.
 NEWS_S = 0.02
 # In one message, which has to fit into a packet.
 NAMES_MAX = 500
-# A draft grows by this when it is closed: boot and stamp, and the name of its entry in a journal.
-STAMP_BYTES = 128
+# A draft grows by this when it is closed.
+STAMP_BYTES = 64
 # For who seals a change of the same path, which takes a moment, unless that process was stopped amid it.
 SEAL_S = 30.0
 
@@ -79,9 +77,7 @@ class SlabWriter:
         self._fault = no_faults  # tests fail there
         self._boot = boot_id()
         self._housekeeping = Housekeeping(ram, ended)
-        directory = ram.host.store_directory(ram.store)
-        self._sealing = SingleFlight(directory / "seal.lock")
-        self._journal = Journal(directory, ram.host.owner)
+        self._sealing = SingleFlight(ram.host.store_directory(ram.store) / "seal.lock")
         self._lock = threading.Lock()
         self._is_news = False
         self._is_telling = False
@@ -180,14 +176,7 @@ class SlabWriter:
 
     # -- drafts --------------------------------------------------------------------------------------------------------
 
-    def seal_draft(
-        self,
-        draft: Draft,
-        *,
-        timeout_s: float | None,
-        check: Callable[[], None],
-        may_journal: Callable[[], bool] = lambda: False,
-    ) -> bool:
+    def seal_draft(self, draft: Draft, *, timeout_s: float | None, check: Callable[[], None]) -> None:
         """Seal a draft, waiting so long for room: from now on it is pending, and the host sees it.
 
         Args:
@@ -195,10 +184,6 @@ class SlabWriter:
             timeout_s: How long to wait for room.
             check: Raises if the path is not what the draft replaces any more. From then on until it is sealed, nobody else
                 of the host seals one of this path.
-            may_journal: Whether it is to be on the disk first, with its chunks, which are all in this process's slabs; asked then.
-
-        Returns:
-            Whether it is: it has reached `Level.LOCAL`.
 
         Raises:
             CapacityError: There is no room for it, and none came in time.
@@ -206,9 +191,9 @@ class SlabWriter:
                 that the file was staged in; the latter two are transient.
         """
         self._housekeeping.begin()
-        length = len(draft.encode()) + STAMP_BYTES
+        room = len(draft.encode()) + STAMP_BYTES
         self._fault("before draft.take")
-        slot = self._ram.take(SlotKind.DRAFT, length, timeout_s=timeout_s, on_wait=self._nudge)
+        slot = self._ram.take(SlotKind.DRAFT, room, timeout_s=timeout_s, on_wait=self._nudge)
         self._fault("after draft.take")
         with contextlib.ExitStack() as until_checked:
             until_checked.callback(self.drop, slot)
@@ -217,59 +202,15 @@ class SlabWriter:
                 check()
                 until_checked.pop_all()
                 stamp_ns = self._stamp()
-                closed = replace(draft, boot=self._boot, stamp_ns=stamp_ns)
-                entry = self._write_entry(closed, slot, length) if may_journal() else None
-                room, data = (None, closed.encode()) if entry is None else entry
-                try:
-                    slot.segment.view(slot)[: len(data)] = data
-                    self._fault("before draft.seal")
-                    # Its path again, apart from its data, to be known if that is damaged.
-                    where = draft.path.encode()
-                    slot.segment.seal(
-                        slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
-                    )
-                except BaseException:
-                    now = slot.segment.slot(slot.index)
-                    if room is not None and (now is None or now.state is SlotState.FILLING):
-                        self._journal.give_back(room)
-                    raise
+                data = replace(draft, boot=self._boot, stamp_ns=stamp_ns).encode()
+                slot.segment.view(slot)[: len(data)] = data
+                self._fault("before draft.seal")
+                # Its path again, apart from its data, to be known if that is damaged.
+                where = draft.path.encode()
+                slot.segment.seal(
+                    slot, draft.write_id, where, length=len(data), state=SlotState.SEALED, stamp_ns=stamp_ns
+                )
                 self._fault("after draft.seal")
-                return room is not None
-
-    def _write_entry(self, draft: Draft, slot: Slot, length: int) -> tuple[Room, bytes] | None:
-        """Write a draft to the journal, with its chunks, to be sealed in a slot.
-
-        Args:
-            draft: The draft.
-            slot: The slot.
-            length: Bytes of the draft at most.
-
-        Returns:
-            The entry's room, and the draft's bytes; ``None`` if it is not there.
-        """
-        segments = {segment.id: segment for segment in self._ram.own_segments()}
-        chunks = []
-        for reference in draft.slots:
-            segment = None if reference is None else segments.get(reference.segment)
-            chunk = None if segment is None or reference is None else segment.slot(reference.index)
-            if segment is None or reference is None or chunk is None or chunk.serial != reference.serial:
-                return None
-            chunks.append(JournalChunk(segment.meta(chunk), segment.view(chunk)))
-        room = self._journal.reserve(length, chunks)
-        if room is None:
-            return None
-        named = replace(draft, journal=self._journal.name_of(room))
-        data = named.encode()
-        self._fault("before journal.write")
-        try:
-            self._journal.write(room, SlotRef(slot.segment.id, slot.index, slot.serial), named, data, chunks)
-        except OSError as error:
-            self._counters.fall_back(
-                "journal_failures", "a small file waits for the flusher to be on the disk: %s", error
-            )
-            return None
-        self._fault("after journal.write")
-        return room, data
 
     def _check_removed(self, draft: Draft, slot: Slot) -> None:
         """See that others will find a draft and its chunks.
@@ -325,9 +266,8 @@ class SlabWriter:
             self._tell_soon()
 
     def close(self) -> None:
-        """Release the files."""
+        """Release the file that sealing locks."""
         self._sealing.close()
-        self._journal.close()
 
     def _tell_soon(self) -> None:
         with self._lock:
@@ -339,16 +279,14 @@ class SlabWriter:
             self._tell_news()
 
     def _tell_news(self) -> None:
-        pause_s = SOON_S
         while True:
-            self._ended.wait(pause_s)
             with self._lock:
                 if not self._is_news or self._ended.is_set():
                     self._is_telling = False
                     return
                 self._is_news = False
             self._tell()
-            pause_s = NEWS_S
+            self._ended.wait(NEWS_S)
 
     def _tell(self) -> None:
         self._fault("before announce")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from tierfs.errors import ConflictError, NotFoundError, StoreError
 from tierfs.format.manifest import Manifest, Record
-from tierfs.host.pending.journal import FILE_BYTES_MAX
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import Draft, ObservedBase, SlotRef
 from tierfs.store.offline import ask_briefly
@@ -41,8 +40,7 @@ def seal(
     *,
     slots: Sequence[SlotRef | None] = (),
     after: bytes | None = None,
-    level: Level = Level.STAGED,
-) -> Level:
+) -> None:
     """Seal a change of what was observed: it is pending from now on, and this host sees it.
 
     Args:
@@ -51,10 +49,6 @@ def seal(
         record: The record to publish.
         slots: Per row of a manifest, which slot holds the chunk for this change; none for rows whose chunks lie elsewhere.
         after: Write id of a draft that has to be published before.
-        level: The level that is wanted. A small file can be at `Level.LOCAL` right away.
-
-    Returns:
-        The level that it has reached.
 
     Raises:
         ConflictError: Another process of this host, or another thread, changed the path since. Nothing is pending.
@@ -69,16 +63,7 @@ def seal(
     )
     draft = Draft(observed.path, record, base, tuple(slots) or (None,) * len(rows), after)
     store.hand_over(writes=True)
-    is_small = isinstance(record, Manifest) and record.length <= FILE_BYTES_MAX
-    is_whole = after is None and not record.indirect if isinstance(record, Manifest) else False
-    wants = level is Level.LOCAL and tiers.has_journal and is_small and is_whole and None not in draft.slots
-    is_on_disk = tiers.writer.seal_draft(
-        draft,
-        timeout_s=store.timeout_s,
-        check=lambda: _check_unchanged(store, tiers, observed),
-        may_journal=lambda: wants and not tiers.drafts.follows_volatile(observed.path),
-    )
-    return Level.LOCAL if is_on_disk else Level.STAGED
+    tiers.writer.seal_draft(draft, timeout_s=store.timeout_s, check=lambda: _check_unchanged(store, tiers, observed))
 
 
 def _check_unchanged(store: Store, tiers: Tiers, observed: Observed) -> None:
@@ -127,17 +112,8 @@ def _stands(store: Store, observed: Observed) -> bool:
         return observed.version is None
 
 
-def follow(
-    store: Store, record: Record, path: str, level: Level | None = None, *, reached: Level = Level.STAGED
-) -> None:
+def follow(store: Store, record: Record, path: str, level: Level | None = None) -> None:
     """Tell the flusher of a sealed change, or wait until it has reached ``level``, by default the store's.
-
-    Args:
-        store: The store.
-        record: The record.
-        path: Its path.
-        level: The level.
-        reached: The one that it has reached by now.
 
     Raises:
         ConflictError: Somebody else changed the path since; theirs stands.
@@ -146,7 +122,7 @@ def follow(
     """
     assert store.tiers is not None
     wanted = store.ack if level is None else level
-    if wanted > reached:
+    if wanted > Level.STAGED:
         store.tiers.wait(path, wanted, store.timeout_s, write_id=record.write_id)
     else:
         store.tiers.writer.announce(wait=False)

@@ -232,7 +232,7 @@ class Writer:
                 slots = [*self._kept_slots, *(self._sink.slots if isinstance(self._sink, SlabSink) else ())]
                 slots += [None] * (len(rows) - len(slots))
                 self._is_sealing = True
-                reached = seal(self._store, self._observed, manifest, slots=slots, level=self._level)
+                seal(self._store, self._observed, manifest, slots=slots)
         except BaseException as error:
             self.abort()
             if isinstance(error, ConflictError):
@@ -241,7 +241,7 @@ class Writer:
         self._done = True
         if self._staged:
             self._is_done, self.published = True, manifest
-            follow(self._store, manifest, self.path, self._level, reached=reached)
+            follow(self._store, manifest, self.path, self._level)
             return manifest
         try:
             publish(self._store, self._observed, manifest, term=self._term)
