@@ -26,6 +26,7 @@ from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import Segment, SlotKind
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (
     Writer,
@@ -694,3 +695,35 @@ def test_a_wait_for_a_flusher_that_hangs_ends_in_time_and_says_so(host, monkeypa
             release.set()
             monkeypatch.undo()
     wait(host.store, "run", Level.OBJECT, 30)
+
+
+def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, monkeypatch):
+    """While the flusher looks into one segment after the other, a file is saved in the first of them, and then one in the last."""
+    host, other = make_host(), make_host()
+    save_at(host.store, "before", b"x", Level.STAGED)
+    wait(host.store, "", Level.OBJECT, 20)  # so there is a flusher
+    this, real, take, seen = threading.current_thread(), Segment.slots, PendingScan._take, []
+    monkeypatch.setattr(
+        PendingScan, "_take", lambda self, slot: take(self, slot) if threading.current_thread() is this else None
+    )
+    save_at(other.store, "e/first", b"x", Level.STAGED)
+    save_at(host.store, "e/second", b"x", Level.STAGED)
+    mine, theirs = (one.tiers.ram.own_segments()[0].id for one in (host, other))
+
+    def slots(self, **options):
+        found = real(self, **options)
+        if options.get("kind") is SlotKind.DRAFT and threading.current_thread() is this and not seen:
+            seen.append(self.id)
+            earlier, later = (host, other) if self.id == mine else (other, host)
+            save_at(earlier.store, "d/earlier", b"x", Level.STAGED)
+            save_at(later.store, "d/later", b"x", Level.STAGED)
+        return found
+
+    with host.held():
+        state = host.flusher._state
+        monkeypatch.setattr(Segment, "slots", slots)
+        host.flusher.scan.discover()
+        assert seen[0] in {mine, theirs}
+        with state.changed:
+            found = {entry.path for entry in state.entries}
+        assert "d/later" not in found or "d/earlier" in found

@@ -54,8 +54,19 @@ class PendingScan:
         self.discover()
 
     def discover(self) -> None:
-        """Find drafts that were sealed since, and after a start those that were kept as conflicts."""
-        for slot in self._state.ram.drafts((SlotState.SEALED, SlotState.CONFLICT)):
+        """Find drafts that were sealed since, and after a start those that were kept as conflicts.
+
+        One segment is looked at after the other. So a draft may be missed, and one be found that another process sealed after it. A
+        second look finds all that came before those of the first.
+        """
+        state, states = self._state, (SlotState.SEALED, SlotState.CONFLICT)
+        found = state.ram.drafts(states)
+        with state.changed:
+            is_news = any(slot.name not in state.entries for slot in found)
+        if is_news:
+            last_ns = found[-1].stamp_ns
+            found = [slot for slot in state.ram.drafts(states) if slot.stamp_ns <= last_ns]
+        for slot in found:
             self._take(slot)
 
     def _take(self, slot: Slot) -> None:
