@@ -495,6 +495,7 @@ def test_hundreds_of_connections_leave_nothing_behind(directory):
         until(lambda: not running.service._connections)
         # Threads of other tests that are about to end may open something for a moment.
         until(lambda: gc.collect() >= 0 and descriptors() <= before)
-        assert len(running.service._threads) <= 1
+        # Those that ended since the last connection began are forgotten with the next one.
+        assert len(running.service._threads) < 10
     finally:
         running.stop()
