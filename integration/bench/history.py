@@ -31,7 +31,7 @@ def runs_of(path: Path) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     report = json.loads(path.read_text())
     if "runs" in report:
         for run in report["runs"]:
-            yield run["label"], run["aims"]
+            yield run.get("label", path.stem[:10]), run.get("aims", [])
     else:
         yield report.get("date", path.stem)[:10], report.get("aims", [])
 
