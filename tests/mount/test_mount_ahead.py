@@ -262,6 +262,7 @@ def test_files_that_stay_open_leave_a_small_ram_tier_to_others(tmp_path):
     for handle in handles:
         hand.close(handle)
     assert all(verbs.load(store, f"f{number}") == DATA * 3 for number in range(4))
+    assert store.tiers.counters["mount_written_twice"] == 4
 
 
 def test_a_file_that_grows_slowly_is_stored_when_it_is_closed(hand):

@@ -14,7 +14,7 @@ from functools import partial
 
 from tierfs import store as verbs
 from tierfs.digest import CHUNK_BYTES
-from tierfs.errors import CapacityError, ConflictError, NotFoundError
+from tierfs.errors import ConflictError, NotFoundError
 from tierfs.mount.attributes import attributes_of, with_posix
 from tierfs.mount.errnos import refusal
 from tierfs.mount.nodes import Handle, Node, version_of
@@ -24,6 +24,7 @@ from tierfs.mount.state import MountState
 from tierfs.mount.wire import SetAttr, Valid
 from tierfs.store import Entry, WriteMode, Writer
 from tierfs.store.write.staging import is_staged
+from tierfs.units import format_bytes
 
 __all__ = ["Files"]
 
@@ -273,23 +274,24 @@ class Files:
             if writer.is_done:
                 self._take_published(node, staged, writer)
 
-    def _writer_ahead(self, path: str) -> Writer:
-        """A writer for a file that may stay open for long.
+    def _writer_ahead(self, path: str) -> Writer | None:
+        """A writer for a file that may stay open for long, if the ram tier has room for the chunks that such files hold.
 
         Raises:
-            CapacityError: The chunks that such files hold might leave no room in the ram tier for another one's.
             TierfsError: As `Writer`.
         """
         store, level = self._state.store, self._state.level
-        tiers = store.tiers
-        if (
-            tiers is not None
-            and tiers.ram.holds_chunks
-            and is_staged(store, path, store.ack if level is None else level)
-        ):
+        tiers, wanted = store.tiers, store.ack if level is None else level
+        if tiers is not None and tiers.ram.holds_chunks and is_staged(store, path, wanted):
             usage = tiers.ram.usage()
             if usage.budget_bytes - usage.used_bytes + usage.clean_bytes < AHEAD_RAM_BYTES:
-                raise CapacityError(f"{path} is stored when it is closed, since the ram tier has little room")
+                tiers.counters.fall_back(
+                    "mount_written_twice",
+                    "the ram tier has less than %s free: files written through the mount go to a local file first, and are stored when "
+                    "they are closed; raise ram= (TIERFS_RAM) if that lasts",
+                    format_bytes(AHEAD_RAM_BYTES),
+                )
+                return None
         return Writer(store, path, level=level)
 
     def _take_published(self, node: Node, staged: StagedInode, writer: Writer) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from tierfs.buffers import buffers
 from tierfs.digest import BLOCK_BYTES
+from tierfs.errors import TierfsError
 from tierfs.format.manifest import Manifest
 from tierfs.mount.errnos import refusal
 from tierfs.store import Reader, Writer
@@ -121,8 +122,8 @@ class StagedInode:
         self._write_local(offset, data)
         self._own.update(range(first, last + 1))
 
-    def write_ahead(self, make: Callable[[], Writer]) -> None:
-        """Have a new file that was written from start to end so far go on in a writer, which ``make`` makes.
+    def write_ahead(self, make: Callable[[], Writer | None]) -> None:
+        """Have a new file that was written from start to end so far go on in a writer, which ``make`` makes if there is to be one.
 
         A writer that fails here changes nothing: the local file has all bytes, and publishing them says what is wrong.
         """
@@ -137,16 +138,18 @@ class StagedInode:
         writer = None
         try:
             writer = make()
-            self.feed(writer)
-            os.ftruncate(self._fd, 0)
-        except Exception as error:  # noqa: BLE001 - see above
-            _logger.debug("a file is not stored while it is written: %r", error)
             if writer is not None:
-                writer.abort()
-            _ahead_free.release()
-        else:
-            self._own.clear()
-            self._writer = writer
+                self.feed(writer)
+                os.ftruncate(self._fd, 0)
+                self._own.clear()
+                self._writer = writer
+        except (TierfsError, OSError) as error:
+            _logger.debug("a file is not stored while it is written: %r", error)
+        finally:
+            if self._writer is None:
+                _ahead_free.release()
+                if writer is not None:
+                    writer.abort()
 
     def take_writer(self, path: str, base: Manifest | None) -> Writer | None:
         """The writer that has all bytes, if there is one, now the caller's. One that does something else is taken back first.
