@@ -69,7 +69,9 @@ class SlotAllocator:
         sizes = [padded(max(length, 1)) for length in lengths]
         length = sum(sizes)
         # What is much smaller than a chunk lies at the end, where it leaves room for whole chunks in one piece.
-        at = self._extents.take(length, last=length < CHUNK_BYTES // 2) if len(self._free) >= len(sizes) else None
+        if len(self._free) < len(sizes):
+            return None
+        at = self._extents.take(length, last=length < CHUNK_BYTES // 2)
         if at is None:
             self._refused_bytes = min(self._refused_bytes, length)
             return None
