@@ -729,3 +729,27 @@ def test_the_counter_of_changes_lies_where_it_always_lay(segment):
     fd = os.open(segment.path, os.O_RDONLY)
     assert int.from_bytes(os.pread(fd, 8, CHANGES_AT), "little") == segment.changes > 0
     os.close(fd)
+
+
+def test_a_size_is_known_to_be_refused_until_something_is_freed(folder):
+    segment = make(folder, data=1 << 20, slots=8)
+    try:
+        slot = segment.take(SlotKind.CHUNK, 768 << 10)
+        assert not segment.is_known_full([[512 << 10]])
+        assert segment.take(SlotKind.CHUNK, 512 << 10) is None
+        assert segment.is_known_full([[512 << 10], [1 << 20]])
+        assert not segment.is_known_full([[1 << 20], [4096]])  # the least of them may fit
+        segment.give(slot)
+        assert not segment.is_known_full([[512 << 10]])
+    finally:
+        segment.close()
+
+
+def test_too_few_slots_say_nothing_of_the_bytes(folder):
+    segment = make(folder, data=1 << 20, slots=4)
+    try:
+        assert segment.take_runs(SlotKind.CHUNK, [[4096] * 5]) == [None]
+        assert not segment.is_known_full([[5 * 4096]])
+        assert segment.take(SlotKind.CHUNK, 5 * 4096) is not None
+    finally:
+        segment.close()
