@@ -58,20 +58,19 @@ def warnings_are_logged_in_each_test():
 
 @pytest.fixture(autouse=True)
 def stores_are_closed(request):
-    """Those whose state is a test's own, before that goes: whoever closed them afterwards would find it gone."""
-    if "tmp_path" not in request.fixturenames:
-        yield
-        return
-    tmp_path = request.getfixturevalue("tmp_path")
-    earlier = open_stores()
+    """Before the state of those whose state is a test's own goes, and so that no test has the files of all before it open."""
+    if "tmp_path" in request.fixturenames:
+        request.getfixturevalue("tmp_path")
+    opened = sys.modules.get("tierfs.session.open")
+    earlier = set() if opened is None else {id(store) for store in opened._stores.values()}
     yield
-    for key, store in open_stores().items():
-        if earlier.get(key) is not store and store._state_dir is not None and tmp_path in store._state_dir.parents:
-            del sys.modules["tierfs.session.open"]._stores[key]
+    opened = sys.modules.get("tierfs.session.open")
+    if opened is None:
+        return
+    for key, store in list(opened._stores.items()):
+        if id(store) not in earlier:
+            del opened._stores[key]
             if store.tiers is not None:
                 store.tiers.close()
-
-
-def open_stores():
-    opened = sys.modules.get("tierfs.session.open")
-    return {} if opened is None else dict(opened._stores)
+                for kept in [key for key, tiers in opened._tiers.items() if tiers is store.tiers]:
+                    del opened._tiers[kept]
