@@ -208,6 +208,7 @@ def judge_leftovers(load, state, uuid):
         "nvme.db",
         "nvme.db-journal",
         "nvme.used",
+        "nvme.paths",
         "flusher.lock",
         "launch.lock",
         "fetch.lock",
