@@ -18,6 +18,7 @@ from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreErro
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.publish import StorePublisher
+from tierfs.flusher.queue import FlushQueue
 from tierfs.flusher.scan import PendingScan
 from tierfs.flusher.upload import Uploader
 from tierfs.format import keys
@@ -26,7 +27,7 @@ from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment, SlotKind
+from tierfs.host.slab.segment import Segment
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (
     Writer,
@@ -702,17 +703,17 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, m
     host, other = make_host(), make_host()
     save_at(host.store, "before", b"x", Level.STAGED)
     wait(host.store, "", Level.OBJECT, 20)  # so there is a flusher
-    this, real, take, seen = threading.current_thread(), Segment.slots, PendingScan._take, []
+    this, real, discover, seen = threading.current_thread(), Segment.take_changed_drafts, PendingScan.discover, []
     monkeypatch.setattr(
-        PendingScan, "_take", lambda self, slot: take(self, slot) if threading.current_thread() is this else None
+        PendingScan, "discover", lambda self: discover(self) if threading.current_thread() is this else None
     )
     save_at(other.store, "e/first", b"x", Level.STAGED)
     save_at(host.store, "e/second", b"x", Level.STAGED)
     mine, theirs = (one.tiers.ram.own_segments()[0].id for one in (host, other))
 
-    def slots(self, **options):
-        found = real(self, **options)
-        if options.get("kind") is SlotKind.DRAFT and threading.current_thread() is this and not seen:
+    def take_changed(self):
+        found = real(self)
+        if threading.current_thread() is this and self.id in {mine, theirs} and not seen:
             seen.append(self.id)
             earlier, later = (host, other) if self.id == mine else (other, host)
             save_at(earlier.store, "d/earlier", b"x", Level.STAGED)
@@ -721,9 +722,62 @@ def test_a_draft_is_not_found_without_one_that_was_sealed_before_it(make_host, m
 
     with host.held():
         state = host.flusher._state
-        monkeypatch.setattr(Segment, "slots", slots)
+        monkeypatch.setattr(Segment, "take_changed_drafts", take_changed)
         host.flusher.scan.discover()
         assert seen[0] in {mine, theirs}
         with state.changed:
             found = {entry.path for entry in state.entries}
         assert "d/later" not in found or "d/earlier" in found
+        host.flusher.scan.discover()
+        with state.changed:
+            assert {"d/earlier", "d/later"} <= {entry.path for entry in state.entries}
+
+
+def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host, monkeypatch):
+    this, add, discover = threading.current_thread(), FlushQueue.add, PendingScan.discover
+
+    def fail(self, entry):
+        if entry.path == "second":
+            raise MemoryError
+        add(self, entry)
+
+    with host.held():
+        save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        scan, state = host.flusher.scan, host.flusher._state
+        monkeypatch.setattr(FlushQueue, "add", fail)
+        monkeypatch.setattr(
+            PendingScan, "discover", lambda self: discover(self) if threading.current_thread() is this else None
+        )
+        for name in ("first", "second", "third"):
+            save_at(host.store, name, b"x", Level.STAGED)
+        with pytest.raises(MemoryError):
+            scan.discover()
+        monkeypatch.setattr(FlushQueue, "add", add)
+        scan.discover()
+        with state.changed:
+            assert [entry.path for entry in state.entries] == ["before", "first", "second", "third"]
+
+
+def test_who_looks_for_files_meanwhile_waits_for_what_another_thread_found(host, monkeypatch):
+    taking, go_on, take = threading.Event(), threading.Event(), PendingScan._take
+
+    def slowly(self, slot):
+        taking.set()
+        assert go_on.wait(20)
+        take(self, slot)
+
+    with host.held():
+        save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        monkeypatch.setattr(PendingScan, "_take", slowly)
+        save_at(host.store, "a", b"x", Level.STAGED)
+        assert taking.wait(20)
+        flusher, known = host.flusher, []
+        waiting = threading.Thread(
+            target=lambda: known.append(flusher.wait(lambda entry: entry.path == "a", Level.LOCAL, 20))
+        )
+        waiting.start()
+        waiting.join(0.3)
+        go_on.set()
+        waiting.join(20)
+        assert known == [True]
+    wait(host.store, "a", Level.OBJECT, 20)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 from tierfs.clock import boot_id
 from tierfs.errors import ConflictError, CorruptionError, TierfsError
@@ -14,6 +15,7 @@ from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["PendingScan"]
 
+_PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")
 
 
@@ -23,6 +25,7 @@ class PendingScan:
     def __init__(self, state: FlushState) -> None:
         self._state = state
         self._boot = boot_id()
+        self._looking = threading.Lock()  # who looks meanwhile waits for what was found already
         self._unreadable: set[bytes] = set()  # write ids
         self._lost: dict[int | Slot, str] = {}  # paths of those in the nvme tier, by number, and of those in slabs
 
@@ -54,20 +57,38 @@ class PendingScan:
         self.discover()
 
     def discover(self) -> None:
-        """Find drafts that were sealed since, and after a start those that were kept as conflicts.
+        """Find drafts that were sealed since the last call; the first one finds those that were kept as conflicts, too.
 
         One segment is looked at after the other. So a draft may be missed, and one be found that another process sealed after it. A
         second look finds all that came before those of the first.
         """
-        state, states = self._state, (SlotState.SEALED, SlotState.CONFLICT)
-        found = state.ram.drafts(states)
-        with state.changed:
-            is_news = any(slot.name not in state.entries for slot in found)
-        if is_news:
-            last_ns = found[-1].stamp_ns
-            found = [slot for slot in state.ram.drafts(states) if slot.stamp_ns <= last_ns]
-        for slot in found:
-            self._take(slot)
+        with self._looking:
+            found: list[Slot] = []
+            done = 0
+            try:
+                self._add_changed(found)
+                last_ns = max((slot.stamp_ns for slot in found if slot.name not in self._state.entries), default=None)
+                if last_ns is not None:
+                    self._add_changed(found)
+                found.sort(key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
+                for slot in found:
+                    if last_ns is not None and slot.stamp_ns > last_ns:
+                        break
+                    self._take(slot)
+                    done += 1
+            finally:
+                for slot in found[done:]:
+                    slot.segment.put_back_changed_drafts([slot.index])
+
+    def _add_changed(self, found: list[Slot]) -> None:
+        """Add the pending drafts whose slots changed since the last call."""
+        for segment in self._state.ram.segments():
+            changed = segment.take_changed_drafts()
+            try:
+                found += [slot for slot in changed.values() if slot is not None and slot.state in _PENDING]
+            except BaseException:
+                segment.put_back_changed_drafts(changed)
+                raise
 
     def _take(self, slot: Slot) -> None:
         state, segment = self._state, slot.segment
@@ -92,7 +113,7 @@ class PendingScan:
             if known is None:
                 # Looked at again, because it is marked clean before it is forgotten here: it may be done with already.
                 now = segment.slot(slot.index)
-                if now is None or now.serial != slot.serial or now.state not in (SlotState.SEALED, SlotState.CONFLICT):
+                if now is None or now.serial != slot.serial or now.state not in _PENDING:
                     return
                 kept = now.state is SlotState.CONFLICT
                 turn = draft.turn(self._boot)

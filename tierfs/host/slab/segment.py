@@ -412,13 +412,14 @@ class Segment:
     def take_changed_drafts(self) -> dict[int, Slot | None]:
         """The slots of drafts that changed since the last call, by index; ``None`` where no draft is now. For one caller."""
         with self._view_lock:
-            view = self._current_view()
-            changed, view.changed_drafts = view.changed_drafts, set()
-            rows = {index: view.rows.get(index) for index in changed}
-        return {
-            index: self._slot(index, row) if row is not None and row.kind == SlotKind.DRAFT else None
-            for index, row in rows.items()
-        }
+            view, none = self._current_view(), set[int]()
+            rows = {index: view.rows.get(index) for index in view.changed_drafts}
+            slots = {
+                index: self._slot(index, row) if row is not None and row.kind == SlotKind.DRAFT else None
+                for index, row in rows.items()
+            }
+            view.changed_drafts = none  # last, so that none is lost where memory runs out before
+        return slots
 
     def put_back_changed_drafts(self, indices: Iterable[int]) -> None:
         """Undo `take_changed_drafts` for these: its caller did not get to them."""
