@@ -27,7 +27,7 @@ from tierfs.host.nvme.writer import NvmeTier
 from tierfs.host.pending.levels import Level
 from tierfs.host.pending.record import local_name
 from tierfs.host.slab.ram import RamTier
-from tierfs.host.slab.segment import Segment
+from tierfs.host.slab.segment import Segment, SlotKind
 from tierfs.objects import MeasuredObjects, MemoryObjects
 from tierfs.store import (
     Writer,
@@ -756,6 +756,24 @@ def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host,
         scan.discover()
         with state.changed:
             assert [entry.path for entry in state.entries] == ["before", "first", "second", "third"]
+
+
+def test_a_file_that_could_not_be_marked_clean_is_marked_by_the_next_look(host, monkeypatch):
+    mark, failed = Segment.mark, []
+
+    def fail_once(self, slot, state):
+        if slot.kind is SlotKind.DRAFT and not failed:
+            failed.append(slot.name)
+            raise MemoryError
+        return mark(self, slot, state)
+
+    with host.held():
+        save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        monkeypatch.setattr(Segment, "mark", fail_once)
+        save_at(host.store, "a", b"x", Level.LOCAL)
+        until(lambda: failed and not host.tiers.ram.drafts())
+    wait(host.store, "", Level.OBJECT, 20)
+    assert load(host.plain(), "a") == b"x"
 
 
 def test_who_looks_for_files_meanwhile_waits_for_what_another_thread_found(host, monkeypatch):

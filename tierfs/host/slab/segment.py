@@ -401,7 +401,8 @@ class Segment:
     def slots(self, *, kind: SlotKind | None = None, states: Collection[SlotState] | None = None) -> list[Slot]:
         """The slots that are not free, or those of a kind, or in these states, in the order of the table."""
         with self._view_lock:
-            return [self._slot(index, row) for index, row in self._current_view().select(kind, states)]
+            rows = self._current_view().select(kind, states)
+        return [self._slot(index, row) for index, row in rows]
 
     def slot(self, index: int) -> Slot | None:
         """The slot at this place in the table; None if it is free."""
