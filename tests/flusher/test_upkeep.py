@@ -110,7 +110,7 @@ def test_it_goes_on_after_an_error_and_ends_when_it_is_told_to(store):
         time.sleep(0.01)
     begun = time.monotonic()
     upkeep.stop()
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 10
     assert counts["upkeep_failures"] >= 3
     assert "tierfs-upkeep" not in {thread.name for thread in threading.enumerate()}
 

@@ -434,7 +434,7 @@ def test_latency_is_paid_once_in_each_direction(server, proxy, client):
     proxy.latency_s = 0.1
     begun_s = time.monotonic()
     assert _ask(client, "GET", "/a") == (200, server.stored["/a"])
-    assert 0.2 <= time.monotonic() - begun_s < 3
+    assert 0.2 <= time.monotonic() - begun_s < 6  # each of 64 pieces would make it 6.4
 
 
 @pytest.mark.parametrize("method", ["GET", "PUT"])
@@ -443,7 +443,7 @@ def test_bandwidth_bounds_each_direction(server, proxy, client, method):
     proxy.bandwidth = 100_000
     begun_s = time.monotonic()
     assert _ask(client, method, "/a", None if method == "GET" else bytes(40_000))[0] == 200
-    assert 0.4 <= time.monotonic() - begun_s < 2
+    assert 0.4 <= time.monotonic() - begun_s < 20
 
 
 def test_while_it_refuses_nobody_gets_through_and_then_the_port_is_the_same(server, proxy, client):

@@ -122,7 +122,7 @@ def test_a_chunk_is_absent_while_the_index_is_kept_busy_and_drafts_are_an_error(
     start = time.monotonic()
     assert read(reader, 1) is None
     assert read(reader, 1) is None
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     assert reader.fallbacks["busy"] == 2
     assert len([record for record in caplog.records if "passed by" in record.message]) == 1
     # An older file must not be shown instead.
