@@ -15,6 +15,7 @@ from support.tiered import BIG, MIB, Host, content, save_at
 from tierfs import digest
 from tierfs.digest import DigestKind
 from tierfs.errors import CapacityError, ConflictError, NotFoundError, StoreError, StoreNotFoundError
+from tierfs.flusher import scan
 from tierfs.flusher.engine import FlushEngine
 from tierfs.flusher.nvme import NvmePersister
 from tierfs.flusher.publish import StorePublisher
@@ -743,7 +744,7 @@ def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host,
 
     with host.held():
         save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
-        scan, state = host.flusher.scan, host.flusher._state
+        flusher, state = host.flusher, host.flusher._state
         monkeypatch.setattr(FlushQueue, "add", fail)
         monkeypatch.setattr(
             PendingScan, "discover", lambda self: discover(self) if threading.current_thread() is this else None
@@ -751,15 +752,16 @@ def test_what_the_flusher_could_not_take_note_of_is_found_by_the_next_look(host,
         for name in ("first", "second", "third"):
             save_at(host.store, name, b"x", Level.STAGED)
         with pytest.raises(MemoryError):
-            scan.discover()
+            flusher.scan.discover()
         monkeypatch.setattr(FlushQueue, "add", add)
-        scan.discover()
+        flusher.scan.discover()
         with state.changed:
             assert [entry.path for entry in state.entries] == ["before", "first", "second", "third"]
 
 
-def test_a_file_that_could_not_be_marked_clean_is_marked_by_the_next_look(host, monkeypatch):
-    mark, failed = Segment.mark, []
+def test_files_that_could_not_be_marked_clean_are_found_by_a_later_walk(host, monkeypatch):
+    """The first of three that were committed together fails, so the others were not tried."""
+    mark, persist_all, failed = Segment.mark, NvmePersister.persist_all, []
 
     def fail_once(self, slot, state):
         if slot.kind is SlotKind.DRAFT and not failed:
@@ -767,13 +769,20 @@ def test_a_file_that_could_not_be_marked_clean_is_marked_by_the_next_look(host, 
             raise MemoryError
         return mark(self, slot, state)
 
+    monkeypatch.setattr(scan, "WALK_S", 0.5)
     with host.held():
         save_at(host.store, "before", b"x", Level.LOCAL)  # so there is a flusher
+        flusher = host.flusher
+        monkeypatch.setattr(NvmePersister, "persist_all", lambda _: None)
+        for name in "abc":
+            save_at(host.store, name, b"x", Level.STAGED)
+        until(lambda: len(flusher._state.entries) == 4)
         monkeypatch.setattr(Segment, "mark", fail_once)
-        save_at(host.store, "a", b"x", Level.LOCAL)
+        monkeypatch.setattr(NvmePersister, "persist_all", persist_all)
+        flusher.nudge()
         until(lambda: failed and not host.tiers.ram.drafts())
     wait(host.store, "", Level.OBJECT, 20)
-    assert load(host.plain(), "a") == b"x"
+    assert [load(host.plain(), name) for name in "abc"] == [b"x"] * 3
 
 
 def test_who_looks_for_files_meanwhile_waits_for_what_another_thread_found(host, monkeypatch):

@@ -15,6 +15,8 @@ from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["PendingScan"]
 
+# From one walk over all drafts to the next: what was done for one may have failed in the middle since its slot changed.
+WALK_S = 10.0
 _PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")
 
@@ -26,6 +28,7 @@ class PendingScan:
         self._state = state
         self._boot = boot_id()
         self._looking = threading.Lock()  # who looks meanwhile waits for what was found already
+        self._walk_at_s = float("-inf")
         self._unreadable: set[bytes] = set()  # write ids
         self._lost: dict[int | Slot, str] = {}  # paths of those in the nvme tier, by number, and of those in slabs
 
@@ -63,32 +66,31 @@ class PendingScan:
         second look finds all that came before those of the first.
         """
         with self._looking:
-            found: list[Slot] = []
-            done = 0
-            try:
-                self._add_changed(found)
-                last_ns = max((slot.stamp_ns for slot in found if slot.name not in self._state.entries), default=None)
-                if last_ns is not None:
-                    self._add_changed(found)
-                found.sort(key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
-                for slot in found:
-                    if last_ns is not None and slot.stamp_ns > last_ns:
-                        break
+            now_s, walk_at_s = self._state.clock.monotonic(), self._walk_at_s
+            is_walk = now_s >= walk_at_s
+            self._walk_at_s = float("-inf")  # if this look fails, the next one has to find what this one did
+            found = self._look(walk=is_walk)
+            last_ns = max((slot.stamp_ns for slot in found if slot.name not in self._state.entries), default=None)
+            if last_ns is not None:
+                found += self._look(walk=False)
+            found.sort(key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))
+            for slot in found:
+                if last_ns is None or slot.stamp_ns <= last_ns:
                     self._take(slot)
-                    done += 1
-            finally:
-                for slot in found[done:]:
+                else:
                     slot.segment.put_back_changed_drafts([slot.index])
+            self._walk_at_s = now_s + WALK_S if is_walk else walk_at_s
 
-    def _add_changed(self, found: list[Slot]) -> None:
-        """Add the pending drafts whose slots changed since the last call."""
+    def _look(self, *, walk: bool) -> list[Slot]:
+        """The pending drafts: all of them, or those whose slots changed since the last look."""
+        found: list[Slot] = []
         for segment in self._state.ram.segments():
-            changed = segment.take_changed_drafts()
-            try:
-                found += [slot for slot in changed.values() if slot is not None and slot.state in _PENDING]
-            except BaseException:
-                segment.put_back_changed_drafts(changed)
-                raise
+            changed = segment.take_changed_drafts().values()
+            if walk:
+                found += segment.slots(kind=SlotKind.DRAFT, states=_PENDING)
+            else:
+                found += [slot for slot in changed if slot is not None and slot.state in _PENDING]
+        return found
 
     def _take(self, slot: Slot) -> None:
         state, segment = self._state, slot.segment

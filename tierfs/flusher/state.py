@@ -135,7 +135,6 @@ class FlushState:
 
         Nobody else has a chunk of one that is discarded: if a copy of the file is pending, its slot stays dirty.
         """
-        slot.segment.put_back_changed_drafts([slot.index])  # if this fails, the next look finds it again
         self.fault("before release.chunks")
         for name, reference in zip(draft.names, draft.slots, strict=True):
             chunk = None if reference is None else self.chunk(reference)
