@@ -58,6 +58,7 @@ from tierfs.errors import (
     StoreError,
     TierfsError,
 )
+from tierfs.flusher import queue
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.format.keys import ChunkName
@@ -120,14 +121,13 @@ class Setup:
     ram: int = 16 << 20
     nvme: int = 0
     passed_by_over: int = 1 << 30
-    ahead_from: int = 1 << 30
     keeps_reads: bool = True
     passes_by: bool = False
 
 
 SETUPS = {
-    "both": Setup(nvme=8 << 20, ahead_from=2 * CHUNK),
-    "both, little": Setup(ram=600 << 10, nvme=12 * (64 << 10), passed_by_over=3 * CHUNK, ahead_from=CHUNK),
+    "both": Setup(nvme=8 << 20),
+    "both, little": Setup(ram=600 << 10, nvme=12 * (64 << 10), passed_by_over=3 * CHUNK),
     "nvme only": Setup(nvme=8 << 20, keeps_reads=False),
     "ram only": Setup(),
     "ram only, little": Setup(ram=600 << 10),
@@ -148,6 +148,7 @@ def small_and_repeatable():
         patch.setattr(RamTier, "chunks_budget_bytes", 6 * CHUNK)
         patch.setattr(transfers.transfers, "shared", InlineTransfers())
         patch.setattr(ahead, "AHEAD_BYTES_MIN", 2 * CHUNK)
+        patch.setattr(queue, "AHEAD_BYTES_MIN", 2 * CHUNK)
         patch.setattr(ahead, "start_daemon", lambda task, *, name: task() or name)
         patch.setattr(buffers.buffers, "shared", buffers.Buffers())
         patch.setattr(buffers, "POOLED_PART", 1 << 30)

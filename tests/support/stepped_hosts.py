@@ -344,7 +344,6 @@ class SteppedHost:
             ram = RamTier(self.process, world.uuid, budget_bytes=setup.ram, clock=world.clock)
             flusher = Flusher(ram, nvme, clock=world.clock, random=world.random.random, faults=self.fault(life))
             uploader = flusher.uploader
-            uploader._may_go_ahead = lambda entry: not entry.ahead and entry.draft.length >= setup.ahead_from
             uploader._chunks = uploader._releases = flusher.persister._writes = Inline()
             if nvme is not None:
                 flusher._state.nvme_bytes = 2 * setup.passed_by_over
