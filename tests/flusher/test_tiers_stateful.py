@@ -336,6 +336,7 @@ class TieredHosts(RuleBasedStateMachine):
             blind=lambda: trainer.tiers.counters["blind_writes"] > blind,
             changes={},
             before=self.troubles(host),
+            is_stale=False,
         )
 
     def troubles(self, host):
@@ -374,6 +375,8 @@ class TieredHosts(RuleBasedStateMachine):
     def is_excused(self, doing, failure):
         """Whether something happened for which an operation may fail like that."""
         if isinstance(failure, (ConflictError, TimeoutError)) and self.has_conflict(doing.host):
+            return True
+        if isinstance(failure, ConflictError) and doing.is_stale:
             return True
         if isinstance(failure, CapacityError) and self.hosts[doing.host].setup.ram < 1 << 20:
             return True
@@ -582,6 +585,8 @@ class TieredHosts(RuleBasedStateMachine):
             with pytest.raises((ConflictError, StoreError)):
                 self.attempt_raw(opened.doing, do)
             return
+        # Where the object tier is on this host, staging asks it what stands, if it answers.
+        opened.doing.is_stale = stale and opened.trainer.store.descriptor.endpoint.host_local
         self.attempt(opened.doing, do, opened.level)
 
     def attempt_raw(self, doing, operation):

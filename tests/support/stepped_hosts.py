@@ -405,6 +405,8 @@ class SteppedHost:
             self.flusher.scan.discover()
             self.flusher.scan.sweep()
             self.flusher.persister.commit_ahead()
+            if self.flusher._state.entries.large and self.world.random.random() < 0.5 and self._step_take():
+                return True
             if self._step_persist():
                 return True
         return self._step_advance(0) or (self._step_take() and self._step_advance(0))
