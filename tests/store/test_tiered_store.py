@@ -487,7 +487,7 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(host.flusher.scan, "_take", lambda _: None)
+        patch.setattr(host.flusher.scan, "discover", lambda: None)
         save(host.store, "a", b"after")
         damage_draft(host, with_path=with_path)
     with pytest.raises(CorruptionError, match="a: what this host wrote last"):
@@ -545,14 +545,13 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(host.flusher.scan, "_take", lambda _: None)
+        patch.setattr(host.flusher.scan, "discover", lambda: None)
         save(host.store, "a", b"first")
         (damaged,) = host.tiers.ram.drafts()
         save(host.store, "a", b"second")
-        patch.setattr(host.tiers.ram, "drafts", lambda: [damaged])
-        damage_draft(host, with_path=with_path)
-        patch.undo()
-        patch.setattr(host.flusher.scan, "_take", lambda _: None)
+        with monkeypatch.context() as only:
+            only.setattr(host.tiers.ram, "drafts", lambda: [damaged])
+            damage_draft(host, with_path=with_path)
         drafts = host.tiers.drafts
         drafts._decoded._decoded.clear()
         drafts._index = StagedIndex(host.tiers.ram, drafts._decoded)  # what a process that begins now would find
