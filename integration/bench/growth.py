@@ -22,7 +22,8 @@ Of a host, in directories of their own (`growth_host.py`; N is at most 400 there
 - milliseconds for each of N files of 100 KiB, staged, local, and written to ext4 with fsync;
 - a process's first save of N MB to S3 and its second, where ministack is installed;
 - what a state of N times the ram tier sends and keeps;
-- what a flusher of one of N stores costs.
+- what a flusher of one of N stores costs;
+- milliseconds that a flusher takes to find one new file while N drafts without bytes are pending.
 
 With ``--largest 10000`` it takes a minute; ``--largest 1000`` is the smallest size.
 """
@@ -52,7 +53,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from aims import Aims, show
 from fsspec.implementations.memory import MemoryFileSystem
-from growth_host import first_save, flushers, shared_memory, small_files, waves
+from growth_host import first_save, flushers, looks, shared_memory, small_files, waves
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -330,7 +331,7 @@ def host(largest: int) -> dict[str, dict[int, float]]:
     some = [max(most // divisor, 1) for divisor in (27, 9, 3, 1)]
     count = 4 if largest >= SMALL_LARGEST else 2  # the smallest run only shows that all of it works
     rows = shared_memory(some[-count:]) | small_files(some[-count:])
-    rows |= waves([2, 4, 8, 16][:count]) | flushers([1, 2, 4, 8][:count])
+    rows |= waves([2, 4, 8, 16][:count]) | flushers([1, 2, 4, 8][:count]) | looks(sizes(largest))
     try:
         return rows | first_save([1, 4, 16, 64][:count])
     except ModuleNotFoundError as error:
@@ -388,6 +389,7 @@ def main() -> int:
     aims.at_most(f"records read again, of {10 * largest}", rows["records read again"][10 * largest], 0)
     ranks = max(rows["metadata, CPU s a rank"])
     aims.at_most(f"metadata of {ranks} ranks x 300 tensors, CPU s a rank", rows["metadata, CPU s a rank"][ranks], 1)
+    aims.at_most(f"a look for one new file, ms, {largest} pending", rows["a look for one new file, ms"][largest], 1)
     for name in ("step of the flusher's queue, us", "eviction with the tables locked, us"):
         aims.at_most(f"exponent of the {name}", exponents[name], 0.2)
     note_host_aims(aims, of_host)

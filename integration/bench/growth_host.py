@@ -1,4 +1,4 @@
-"""Rows of `growth.py` about a host: shared memory, small files, the first save of a process, waves, and flushers.
+"""Rows of `growth.py` about a host: shared memory, small files, the first save of a process, waves, flushers and their looks.
 
 Each row has state directories of its own. Those of small files and flushers lie on the disk, because the levels need one.
 """
@@ -6,6 +6,7 @@ Each row has state directories of its own. Those of small files and flushers lie
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import statistics
@@ -21,7 +22,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import tierfs
+from tierfs.clock import SystemClock
 from tierfs.dcp import TierWriter
+from tierfs.flusher.scan import PendingScan
+from tierfs.flusher.state import FlushState
+from tierfs.format.manifest import Tombstone
+from tierfs.host.host import Host
+from tierfs.host.nvme.arena import no_faults
+from tierfs.host.pending.record import Draft, ObservedBase
+from tierfs.host.slab.ram import RamTier
+from tierfs.host.slab.segment import SlotKind
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -189,3 +199,37 @@ def flushers(counts: list[int]) -> dict[str, dict[int, float]]:
 def _cpu_s(pid: int) -> float:
     user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def looks(sizes: list[int]) -> dict[str, dict[int, float]]:
+    """Milliseconds that a flusher takes to find one new file while so many are pending, and there is no nvme tier."""
+    found: dict[int, float] = {}
+    with _place() as (disk, shm):
+        host, clock = Host(disk / "state", shm), SystemClock()
+        writer, reader = (RamTier(host, "0" * 32, budget_bytes=1 << 30, clock=clock) for _ in range(2))
+        state = FlushState(reader, None, clock=clock, random=lambda: 0.5, fault=no_faults)
+        scan = PendingScan(state)
+
+        def seal(number: int) -> None:
+            write_id = number.to_bytes(16, "little")
+            data = Draft(f"run/f{number}", Tombstone(write_id, 0, 0), ObservedBase(None)).encode()
+            slot = writer.take(SlotKind.DRAFT, len(data), timeout_s=10)
+            slot.segment.view(slot)[: len(data)] = data
+            slot.segment.seal(slot, write_id, b"", stamp_ns=time.monotonic_ns())
+
+        numbers = itertools.count()
+        for size in sizes:
+            for number in itertools.islice(numbers, size - max(found, default=0)):
+                seal(number)
+            scan.discover()
+            took: list[float] = []
+            for number in itertools.islice(numbers, 9):
+                seal(number)
+                begun = time.perf_counter()
+                scan.discover()
+                took.append(time.perf_counter() - begun)
+            assert len(state.entries) == size + 9 * len(found) + 9, "each look finds what is new"
+            found[size] = statistics.median(took) * 1e3
+        writer.close()
+        reader.close()
+    return {"a look for one new file, ms": found}
