@@ -15,7 +15,7 @@ from tierfs.host.slab.segment import Segment, Slot, SlotKind, SlotState
 
 __all__ = ["PendingScan"]
 
-# From one walk over all drafts to the next: what was done for one may have failed in the middle since its slot changed.
+# Seconds between two walks over all drafts. A look sees a draft once, so a step that fails afterwards would leave it behind.
 WALK_S = 10.0
 _PENDING = (SlotState.SEALED, SlotState.CONFLICT)
 _logger = logging.getLogger("tierfs.flush")
@@ -60,7 +60,7 @@ class PendingScan:
         self.discover()
 
     def discover(self) -> None:
-        """Find drafts that were sealed since the last call; the first one finds those that were kept as conflicts, too.
+        """Find drafts that were sealed since the last call. The first call, and one every `WALK_S`, goes over all drafts.
 
         One segment is looked at after the other. So a draft may be missed, and one be found that another process sealed after it. A
         second look finds all that came before those of the first.
@@ -70,7 +70,9 @@ class PendingScan:
             is_walk = now_s >= walk_at_s
             self._walk_at_s = float("-inf")  # if this look fails, the next one has to find what this one did
             found = self._look(walk=is_walk)
-            last_ns = max((slot.stamp_ns for slot in found if slot.name not in self._state.entries), default=None)
+            with self._state.changed:
+                new_ns = [slot.stamp_ns for slot in found if slot.name not in self._state.entries]
+            last_ns = max(new_ns, default=None)
             if last_ns is not None:
                 found += self._look(walk=False)
             found.sort(key=lambda slot: (slot.stamp_ns, slot.segment.id, slot.serial))

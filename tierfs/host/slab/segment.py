@@ -413,13 +413,13 @@ class Segment:
     def take_changed_drafts(self) -> dict[int, Slot | None]:
         """The slots of drafts that changed since the last call, by index; ``None`` where no draft is now. For one caller."""
         with self._view_lock:
-            view, none = self._current_view(), set[int]()
+            view, nothing_changed = self._current_view(), set[int]()
             rows = {index: view.rows.get(index) for index in view.changed_drafts}
             slots = {
                 index: self._slot(index, row) if row is not None and row.kind == SlotKind.DRAFT else None
                 for index, row in rows.items()
             }
-            view.changed_drafts = none  # last, so that none is lost where memory runs out before
+            view.changed_drafts = nothing_changed  # last: if memory runs out before, no change is lost
         return slots
 
     def put_back_changed_drafts(self, indices: Iterable[int]) -> None:
