@@ -7,6 +7,7 @@ import sys
 import tempfile
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import settings
 
 # How long an example takes says more of the machine than of the code.
@@ -19,6 +20,9 @@ def pytest_configure():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Of the hundreds of processes that tests start, each would compile tierfs anew.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # The workers keep the memory that one test gives back for the next: first-touch memory is slow.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(64 << 20))
+    os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", str(512 << 20))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -33,9 +37,9 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="module")
 def state_of_its_own():
-    """Processes that tests start inherit it too."""
+    """Each module's, as a new store looks through all that the host keeps. Processes that tests start inherit it."""
     with (
         tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory,
         tempfile.TemporaryDirectory(prefix="tierfs-test-", dir="/dev/shm") as shared,
@@ -46,6 +50,8 @@ def state_of_its_own():
         yield
         for name in ("TIERFS_STATE_DIR", "TIERFS_SHM_DIR"):
             os.environ.pop(name, None)
+    # Each listing of a store in memory looks at all objects of all of them.
+    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture(autouse=True)

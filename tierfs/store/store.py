@@ -233,21 +233,15 @@ class RecordCache:
     """
 
     def __init__(self, bytes_max: int | None = None) -> None:
-        self._bytes_max = bytes_max
+        if bytes_max is None:
+            bytes_max = min(max(memory_limit() // RECORDS_SHARE, RECORDS_BYTES_MIN), RECORDS_BYTES_MAX)
+        self.bytes_max = bytes_max
         self._bytes = 0
         self._lock = threading.Lock()
         self._entries: OrderedDict[str, tuple[Version, Record, int]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"RecordCache({len(self._entries)} records, {self._bytes}/{self.bytes_max} bytes)"
-
-    @property
-    def bytes_max(self) -> int:
-        """Room for so many bytes."""
-        if self._bytes_max is None:
-            share = memory_limit() // RECORDS_SHARE
-            self._bytes_max = min(max(share, RECORDS_BYTES_MIN), RECORDS_BYTES_MAX)
-        return self._bytes_max
 
     def status(self) -> dict[str, int]:
         """How many there are, their bytes by estimate, and the room for them."""

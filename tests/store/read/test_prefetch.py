@@ -114,7 +114,8 @@ def two_processors(monkeypatch):
 def test_threads_that_wait_to_keep_what_they_read_do_not_make_the_ram_tier_grow(make_host, stored):
     host = make_host(ram=1024 * MIB)
     assert load(host.store, "a") == stored
-    assert host.tiers.ram.usage().host_bytes < 2 * KEPT_BYTES
+    # A chunk that another thread is just filling cannot make room, so one more may be kept.
+    assert host.tiers.ram.usage().used_bytes <= KEPT_BYTES + CHUNK_BYTES < MORE
 
 
 @pytest.mark.usefixtures("two_processors")
