@@ -71,20 +71,17 @@ NEXT_AFTER = {**LOSSES, 4: (0.25 + 2**-54).hex()}
 
 
 @needs_torch
-def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path) -> None:
-    late = f"from tierfs.cli.commands.demo import _DemoPlan; _DemoPlan.terminated_at = lambda plan, _: plan.steps; {RUN_DEMO}"
-    process = subprocess.run(
-        [sys.executable, "-c", late, *TINY, "--url", f"tierfs::file://{tmp_path}/demo", "--json"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert process.returncode == 0, process.stderr
-    document = json.loads(process.stdout)
-    assert document["equal"] is True
-    assert document["terminated_at"] == 6
+def test_a_signal_at_the_last_step_ends_the_run_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    init(f"file://{tmp_path}/demo")
+    played = demo._Demo(f"tierfs::file://{tmp_path}/demo", demo._DemoPlan(6, 2, 200_000, 180.0))
+    terminated, resumed = demo._DemoRun(), demo._DemoRun()
+    played._follow("run to be terminated", terminated, "resumed", terminate=6)
+    assert terminated.stopped_at == 6
+    assert sorted(terminated.losses) == [1, 2, 3, 4, 5, 6]
+    played._follow("resumed run", resumed, "resumed")
+    assert (resumed.begun_at, resumed.losses) == (6, {})
+    assert resumed.digest
 
 
 @needs_torch
