@@ -6,6 +6,7 @@ import tempfile
 import time
 
 import pytest
+from drawing import SEED, SHARE, drawn
 from leftovers import end_flushers
 
 # Files that take minutes, the longest first: two processes that share the files out are done at the same time then.
@@ -23,9 +24,24 @@ LONG = (
 )
 
 
-def pytest_collection_modifyitems(items):
+# These draw from what they kill at, or each of their cases is another thing.
+ALL_CASES = ("test_tier_kills", "test_dcp_kills", "test_benchmarks")
+
+
+def pytest_report_header():
+    return f"TIERFS_TESTS_SHARE={SHARE} TIERFS_TEST_SEED={SEED}"
+
+
+def pytest_collection_modifyitems(config, items):
+    cases = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {
+        item for name, some in cases.items() for item in (some if some[0].path.stem in ALL_CASES else drawn(some, name))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
     places = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
+    items[:] = sorted((item for item in items if item in kept), key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 UNTIL_S = float(os.environ.get("TIERFS_TESTS_UNTIL", "inf"))

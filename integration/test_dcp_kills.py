@@ -38,13 +38,13 @@ if not dist.is_available() or not dist.is_gloo_available():
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import dcp_kill_worker as worker
 from dcp_kill_worker import ABSENT, WORLD
+from drawing import SEED, drawn
 from leftovers import flushers
 from support.killing import MIB, Child, Zygote, points_of
 
 from tierfs.session import parse_url
 from tierfs.session.open import open_bare
 
-SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 # TIERFS_TEST_KILLS=1000 kills once at each step of each process, and TIERFS_TEST_KILLS_S=3600 goes on for a night.
 KILLS = int(os.environ.get("TIERFS_TEST_KILLS", "0"))
 KILLS_S = float(os.environ.get("TIERFS_TEST_KILLS_S", "20"))
@@ -441,7 +441,7 @@ def test_a_kill_at_any_step_of_a_save_leaves_the_newest_checkpoint_that_is_compl
     noise = random.Random(f"{SEED} {name}")
     mode, count = MODES[name]
     planned = list(plan(mode, steps(found_zygotes[0], template, mode), noise))
-    kills = noise.sample(planned, min(KILLS or count, len(planned)))
+    kills = drawn(noise.sample(planned, min(KILLS or count, len(planned))), name)
     waiting = queue.Queue()
     for kill in kills:
         waiting.put(kill)

@@ -8,12 +8,12 @@ import sys
 import time
 
 import pytest
+from drawing import SEED
 
 import tierfs
 from tierfs.store import Store, find, load, verify
 
 KILLS = 30
-SEED = int(os.environ.get("TIERFS_TEST_SEED", "1"))
 
 WRITER = """
 import itertools, random, sys, time
