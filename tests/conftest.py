@@ -35,6 +35,8 @@ def pytest_collection_finish():
     # Some tests count what the collector leaves: it need not go through all that was imported each time.
     gc.collect()
     gc.freeze()
+    # Hypothesis measures each collection, in Python.
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -63,7 +63,8 @@ def nothing_left():
     before = descriptors(), children()
     yield
     # What lies in a cycle of references is let go of by the collector alone.
-    until(lambda: gc.collect() >= 0 and descriptors() <= before[0] and children() <= before[1] and not threads())
+    until(lambda: not threads(), every_s=0.01)
+    until(lambda: gc.collect() >= 0 and descriptors() <= before[0] and children() <= before[1], every_s=0.02)
 
 
 def threads():

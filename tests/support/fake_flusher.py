@@ -107,11 +107,11 @@ class FakeEngine:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def until(condition, timeout_s=10.0):
+def until(condition, timeout_s=10.0, every_s=0.002):
     ends = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < ends, "it did not come to pass"
-        time.sleep(0.002)
+        time.sleep(every_s)
 
 
 class Running:
