@@ -80,5 +80,6 @@ def stores_are_closed(request):
             del opened._stores[key]
             if store.tiers is not None:
                 store.tiers.close()
-                for kept in [key for key, tiers in opened._tiers.items() if tiers is store.tiers]:
-                    del opened._tiers[kept]
+                open_tiers = sys.modules["tierfs.session.compose"].open_tiers
+                for kept in [key for key, tiers in open_tiers.items() if tiers is store.tiers]:
+                    del open_tiers[kept]

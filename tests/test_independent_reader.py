@@ -32,12 +32,13 @@ from support.independent_reader import (
     encode_path,
     main,
 )
+from support.opened import know_no_store
 
 import tierfs
 from tierfs.errors import TierfsError
 from tierfs.host.rpc.stopping import stop_flusher
 from tierfs.objects import LocalObjects
-from tierfs.session import open as opening
+from tierfs.session import compose
 from tierfs.store import Store, load
 from tierfs.store.create import read_descriptor
 
@@ -342,13 +343,12 @@ def staged(tmp_path: Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
         patch.setenv("TIERFS_SHM_DIR", str(tmp_path / "shm"))
-        patch.setattr(opening, "_stores", {})
-        patch.setattr(opening, "_tiers", {})
+        know_no_store(patch)
         root = f"{tmp_path}/store"
         tierfs.init(root)
         options = {"ack": "staged", "ram": "64MiB", "nvme": "0", "codecs": "all"}
         yield fsspec.url_to_fs(f"tierfs::file://{root}", **options, skip_instance_cache=True)[0], root
-        for tiers in opening._tiers.values():
+        for tiers in compose.open_tiers.values():
             tiers.close()
         for directory in (tmp_path / "state").glob("stores/*"):
             stop_flusher(directory, tierfs.__version__, timeout_s=30)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from support.opened import know_no_store
 
 import tierfs
 from tierfs.cli import main
@@ -29,8 +30,8 @@ from tierfs.host.pending.levels import Level
 from tierfs.host.rpc.client import FlusherClient
 from tierfs.host.rpc.protocol import LOCK_NAME
 from tierfs.host.rpc.stopping import stop_flusher
+from tierfs.session import compose, open_store, parse_url
 from tierfs.session import open as opening
-from tierfs.session import open_store, parse_url
 from tierfs.session import tiers as localtiers
 from tierfs.session.open import open_bare
 from tierfs.store import find, list_directory, save
@@ -46,11 +47,10 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setenv("TIERFS_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TIERFS_SHM_DIR", str(tmp_path / "shm"))
     monkeypatch.setenv("TIERFS_RAM", "64MiB")
-    monkeypatch.setattr(opening, "_stores", {})
-    monkeypatch.setattr(opening, "_tiers", {})
+    know_no_store(monkeypatch)
     (tmp_path / "shm").mkdir()
     yield tmp_path
-    for tiers in opening._tiers.values():
+    for tiers in compose.open_tiers.values():
         tiers.close()
     for state in tmp_path.glob("state*"):
         for directory in state.glob("stores/*"):

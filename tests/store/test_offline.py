@@ -21,7 +21,7 @@ from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, Store
 from tierfs.host.pending.levels import Level
 from tierfs.objects.backends.memory import MemoryObjects
 from tierfs.objects.registry import connect
-from tierfs.session import open_store
+from tierfs.session import compose, open_store
 from tierfs.session.url import parse_url
 from tierfs.store import load
 from tierfs.store.create import create_store
@@ -190,7 +190,7 @@ def far(monkeypatch, tmp_path):
                 if store.tiers is not None:
                     store.tiers.close()
             opened._stores.clear()
-            opened._tiers.clear()
+            compose.open_tiers.clear()
 
     yield Far
     FarFileSystem.problem = None

@@ -14,6 +14,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from support.opened import know_no_store
 
 import tierfs
 from tierfs.cli import main
@@ -22,7 +23,7 @@ from tierfs.format import keys
 from tierfs.format.keys import ChunkName
 from tierfs.host.host import Host
 from tierfs.host.identity import check, claim
-from tierfs.session import open_store, parse_url
+from tierfs.session import compose, open_store, parse_url
 from tierfs.session.open import open_bare
 from tierfs.session.settings import TierOptions
 from tierfs.session.tiers import publisher_of
@@ -231,8 +232,7 @@ def test_what_may_be_pending_where_nobody_can_look_has_reached_no_level(store, o
     fs.pipe(f"{path}/a", b"saved")
     fs.wait(path, "object", timeout=30)
     os.chmod(options["state_dir"], 0o755)  # as cp -r makes it
-    monkeypatch.setattr(opening, "_stores", {})
-    monkeypatch.setattr(opening, "_tiers", {})
+    know_no_store(monkeypatch)
     fs, path = open_at(store)
     assert fs.cat(f"{path}/a") == b"saved"
     for ask in (lambda: fs.wait(path, "object", timeout=30), lambda: fs.ack(f"{path}/a")):
@@ -276,8 +276,7 @@ def test_a_look_changes_nothing(host):
 
 @pytest.mark.parametrize("is_pending", [True, False])
 def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(store, options, monkeypatch, is_pending):
-    for known in ("_stores", "_tiers"):
-        monkeypatch.setattr(opening, known, {})
+    know_no_store(monkeypatch)
     fs, path = open_at(store, ack="staged", **options)
     with monkeypatch.context() as patch:
         if is_pending:
@@ -288,8 +287,7 @@ def test_a_directory_that_is_not_mounted_is_not_taken_for_one_without_a_store(st
     hidden = store.rename(store.with_name("hidden"))
     store.mkdir()
 
-    for known in ("_stores", "_tiers"):
-        monkeypatch.setattr(opening, known, {})
+    know_no_store(monkeypatch)
     try:
         if is_pending:
             with pytest.raises(StoreError, match=f"pending for the store that was at {store}, .*: mount it") as caught:
@@ -313,8 +311,7 @@ def left(store, options, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("tierfs.host.write.writer.SlabWriter._tell", lambda _: None)
         fs.pipe(f"{path}/a", b"saved")
-    for known in ("_stores", "_tiers"):
-        monkeypatch.setattr(opening, known, {})
+    know_no_store(monkeypatch)
     return store
 
 
@@ -365,8 +362,7 @@ def test_no_store_is_made_where_one_with_changes_pending_was(left, options, tmp_
         left.mkdir(exist_ok=True)
     shutil.rmtree(left)
     hidden.rename(left)
-    for known in ("_stores", "_tiers"):
-        monkeypatch.setattr(opening, known, {})
+    know_no_store(monkeypatch)
     assert open_at(left, **options)[0].cat(f"{left}/a") == b"saved"
 
 
@@ -385,7 +381,7 @@ def opened_anew(root, **options):
         if store.tiers is not None:
             store.tiers.close()
     opening._stores.clear()
-    opening._tiers.clear()
+    compose.open_tiers.clear()
     return open_at(root, **options)
 
 

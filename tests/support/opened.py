@@ -1,4 +1,4 @@
-"""What this process has open, and that it may open no more. To compare: ``descriptors() <= before`` fails over what came.
+"""What this process has open: descriptors, and stores. To compare: ``descriptors() <= before`` fails over what came.
 
 What other tests left, and what went meanwhile, does not matter.
 """
@@ -10,6 +10,8 @@ import os
 import resource
 from collections import Counter
 from collections.abc import Iterator
+
+import pytest
 
 
 def descriptors() -> Counter[tuple[str, str]]:
@@ -38,3 +40,9 @@ def no_descriptors_left() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def know_no_store(patch: pytest.MonkeyPatch) -> None:
+    """Have no store open, and no local tiers, as another process has."""
+    patch.setattr("tierfs.session.open._stores", {})
+    patch.setattr("tierfs.session.compose.open_tiers", {})

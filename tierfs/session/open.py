@@ -10,36 +10,28 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tierfs.digest import DigestKind
-from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError, TierfsError
+from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, StoreError, StoreNotFoundError
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
-from tierfs.host.filesystems import filesystem_of, is_network
-from tierfs.host.host import state_directory
-from tierfs.host.identity import DamagedPlaceError
 from tierfs.objects import ObjectTier, as_promised, connect, probe
+from tierfs.session.compose import compose, state_of, tier_settings, verify_writes
 from tierfs.session.left_behind import check_nothing_is_left
-from tierfs.session.settings import ResolvedTiers, TierOptions, from_environment, resolve
-from tierfs.session.url import Location, configured_tiers, parse_url, target_url
+from tierfs.session.settings import ResolvedTiers
+from tierfs.session.url import Location, parse_url, target_url
 from tierfs.store.create import LEASE_S, check_digests, check_times, create_store, read_descriptor
 from tierfs.store.offline import LOOK_S, KnownStores, within
 from tierfs.store.store import Store
-
-if TYPE_CHECKING:
-    from tierfs.host.tiers import Tiers
 
 __all__ = ["init", "known_descriptor", "open_bare", "open_store"]
 
 NESTED_LOOKED_AT_MAX = 10_000
 _logger = logging.getLogger("tierfs.store")
 _stores: dict[tuple[str, str], Store] = {}
-_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
 _lock = threading.RLock()
 
 
@@ -47,7 +39,6 @@ def _renew() -> None:
     global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
     _stores.clear()
-    _tiers.clear()
 
 
 os.register_at_fork(after_in_child=_renew)
@@ -219,7 +210,7 @@ def open_store(location: Location, *, write: bool = False, create: bool = False)
 
 def _check_nothing_is_left(location: Location, ancestors: list[str]) -> None:
     """Where no store is found, though there was one. See `check_nothing_is_left`."""
-    state = _state_of(location)
+    state = state_of(location)
     if (state / "stores").is_dir():
         tiers = (connect(location.protocol, root, location.options) for root in ancestors)
         check_nothing_is_left(state, [name for objects in tiers for name in objects.places()])
@@ -258,7 +249,7 @@ def _create(
         if not endpoint.host_local:
             # It sends again what failed for the moment, but not what is refused on purpose.
             endpoint = probe(connect(location.protocol, root, location.options, attempts=1)).capabilities
-    promised = as_promised(objects, endpoint, _verify_writes(location))
+    promised = as_promised(objects, endpoint, verify_writes(location))
     descriptor, made = create_store(
         promised, url, digest=kind, random_bytes=os.urandom(16), lease_s=lease_s, grace_s=grace_s
     )
@@ -269,7 +260,7 @@ def _create(
         known = _stores.get((_token(location), root))
         if known is not None and known.descriptor == descriptor:
             return known
-        store = _stores[_token(location), root] = _make(location, objects, descriptor, url, objects.places())
+        store = _stores[_token(location), root] = compose(location, objects, descriptor, url, objects.places())
         return store
 
 
@@ -312,7 +303,7 @@ def _open_root(location: Location, root: str, *, has_known: bool = False, is_unr
         _remember(location, url, descriptor, places)
     with _lock:
         if key not in _stores:
-            store = _stores[key] = _make(location, objects, descriptor, url, places)
+            store = _stores[key] = compose(location, objects, descriptor, url, places)
             if kept is not None:
                 store.check_before_writing()
         return _stores[key]
@@ -331,86 +322,7 @@ def known_descriptor(location: Location, url: str) -> Descriptor | None:
 
 
 def _known_stores(location: Location) -> KnownStores:
-    return KnownStores(_state_of(location), json.dumps(location.options, sort_keys=True, default=repr))
-
-
-def _state_of(location: Location) -> Path:
-    options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
-    return state_directory(options.state_dir)
-
-
-def _make(location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]) -> Store:
-    """An open store with its local tiers, which all stores of this process with the same ones share."""
-    objects = as_promised(objects, descriptor.endpoint, _verify_writes(location))
-    options, settings, host_local = _tier_settings(location, descriptor, url.partition("://")[2])
-    process_local = location.protocol == "memory"
-    tiers: Tiers | None = None
-    hidden: TierfsError | None = None
-    unused = ""
-    hand_over: Callable[[bool], None] | None = None
-    if settings.ram_bytes or settings.nvme_bytes:
-        key = (
-            descriptor.uuid,
-            places,
-            replace(options, ack=None, timeout=None, bandwidth=None, codecs=None, device=None),
-        )
-        tiers = _tiers.get(key)
-        from tierfs.session import tiers as localtiers  # noqa: PLC0415 - brings numpy, which takes a while
-
-        options_given = dict(location.options)
-        if tiers is None:
-            target = localtiers.TieredStore(
-                descriptor.uuid, url, places, options_given, descriptor.digest_kind, host_local, process_local
-            )
-            try:
-                home = localtiers.home_of(target, settings)
-            except TierfsError as error:
-                # Published files can be read without them.
-                if options.is_explicit and not isinstance(error, DamagedPlaceError):
-                    raise
-                _logger.warning("%s is used without local tiers: %s", url, error)
-                unused = str(error)
-                hidden = error if localtiers.may_hide(error, descriptor.uuid, settings) else None
-            else:
-
-                def open_plain() -> Store:
-                    return Store(objects, descriptor, url=url, codecs=settings.codecs)
-
-                tiers = _tiers[key] = localtiers.tiers_for(target, settings, open_plain, home, resumes=location.resumes)
-        if tiers is not None:
-            shared = tiers
-
-            def hand_over(writes: bool) -> None:
-                localtiers.hand_over(shared, options_given, writes=writes)
-
-    return Store(
-        objects,
-        descriptor,
-        url=url,
-        tiers=tiers,
-        hidden=hidden,
-        ack=settings.ack,
-        timeout_s=settings.timeout_s,
-        state_dir=settings.directory,
-        codecs=settings.codecs,
-        device_bytes=settings.device_bytes,
-        unused=unused,
-        hand_over=hand_over,
-    )
-
-
-def _verify_writes(location: Location) -> str:
-    return str(location.options.get("verify_writes", "auto"))
-
-
-def _tier_settings(location: Location, descriptor: Descriptor, root: str) -> tuple[TierOptions, ResolvedTiers, bool]:
-    """How a store's local tiers are set up: as asked for, what that comes to, and whether the object tier is this host's."""
-    options = location.tiers.over(from_environment()).over(location.configured).over(configured_tiers())
-    process_local = location.protocol == "memory"
-    # A directory may be the host's own when the store is made, and be mounted from elsewhere on other hosts.
-    host_local = descriptor.endpoint.host_local and (process_local or not is_network(filesystem_of(root)))
-    settings = resolve(options, descriptor.uuid, host_local=host_local, process_local=process_local)
-    return options, settings, host_local
+    return KnownStores(state_of(location), json.dumps(location.options, sort_keys=True, default=repr))
 
 
 def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, ResolvedTiers]:
@@ -439,8 +351,8 @@ def open_bare(location: Location, *, may_be_away: bool = False) -> tuple[Store, 
             if kept is None:
                 raise
             descriptor = kept[0]
-        promised = as_promised(objects, descriptor.endpoint, _verify_writes(location))
-        settings = _tier_settings(location, descriptor, root)[1]
+        promised = as_promised(objects, descriptor.endpoint, verify_writes(location))
+        settings = tier_settings(location, descriptor, root)[1]
         return Store(promised, descriptor, url=url, codecs=settings.codecs), settings
     raise StoreNotFoundError(f"no store holds {location.url}", path=location.url)
 
