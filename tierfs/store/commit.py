@@ -24,7 +24,6 @@ from tierfs.store.read.reader import open_manifest
 from tierfs.store.replaced import remove_replaced
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
-from tierfs.store.tree.listing import live_records
 from tierfs.store.tree.records import (
     Observed,
     blindly,
@@ -36,6 +35,7 @@ from tierfs.store.tree.records import (
     publish,
 )
 from tierfs.store.tree.references import write_references
+from tierfs.store.tree.walk import live_records
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.writer import WriteMode, Writer, ensure_chunks_durable, learn_rows, refuse_foreign
 

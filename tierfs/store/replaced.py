@@ -14,8 +14,8 @@ from tierfs.errors import ConflictError, NotFoundError, TierfsError
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.store import Store
 from tierfs.store.tree.delete import bury
-from tierfs.store.tree.listing import live_records
 from tierfs.store.tree.records import observe_listed
+from tierfs.store.tree.walk import live_records
 
 __all__ = ["remove_replaced"]
 

@@ -11,7 +11,7 @@ from tierfs.format.manifest import Manifest
 from tierfs.host.pending.record import Draft
 from tierfs.store.encode.series import group_of, last_number, numbered, numbers
 from tierfs.store.store import Store
-from tierfs.store.tree.listing import names_in
+from tierfs.store.tree.walk import names_in
 
 __all__ = ["ListedNames", "find_parent", "given_parent"]
 
@@ -41,7 +41,7 @@ class ListedNames:
         return f"ListedNames({len(self._kept)} directories)"
 
     def in_directory(self, path: str) -> list[str]:
-        """See `tierfs.store.tree.listing.names_in`."""
+        """See `tierfs.store.tree.walk.names_in`."""
         now = self._store.clock.monotonic()
         with self._lock:
             listed_at, names = self._kept.get(path, (-NAMES_KEPT_S, []))

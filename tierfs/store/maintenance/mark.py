@@ -21,8 +21,8 @@ from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.maintenance.names import NameSet
 from tierfs.store.maintenance.pool import Pool
 from tierfs.store.store import Store
-from tierfs.store.tree.listing import live_records
 from tierfs.store.tree.references import is_root, names_of, parents_of, put_references
+from tierfs.store.tree.walk import live_records
 
 __all__ = ["Marked", "Unreadable", "is_below", "mark"]
 

@@ -3,43 +3,44 @@
 A directory is there while a live record lies below it, its own marker included, or a file that tierfs did not write.
 As in any object store, a path can be a file and have others below it: by itself it is the file then, and a listing has
 it twice, the file first.
-Tombstones are told from live records by their size, so only live records that this process has not seen in this
-version cost a GET.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tierfs.errors import CorruptionError, FormatError, InvalidInputError, NotFoundError, TierfsError
+from tierfs.errors import NotFoundError
 from tierfs.format import keys
-from tierfs.format.manifest import TOMBSTONE_BYTES, Manifest, Record
+from tierfs.format.manifest import Manifest
 from tierfs.gc_pause import Uncollected
-from tierfs.objects.protocol import Listed, ObjectInfo, Prefix
+from tierfs.objects.protocol import ObjectInfo, Prefix
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
-from tierfs.store.tree.records import observe, observe_listed, observe_marker, recall
+from tierfs.store.tree.records import observe, observe_marker
+from tierfs.store.tree.walk import (
+    directory_name,
+    foreign_objects,
+    foreign_prefix,
+    is_valid,
+    live_path,
+    live_records,
+    read_manifests,
+)
 
 __all__ = [
     "Entry",
     "directories_in",
     "find",
-    "foreign_objects",
     "has_below",
     "is_directory",
     "list_directory",
-    "live_records",
-    "names_in",
     "pending_at",
-    "read_manifests",
     "stat",
     "stat_to_read",
 ]
 
-ERRAND_RECORDS_MAX = 64
 # Up to so many directories are looked into one by one, a request each: about one round of requests side by side.
 LOOKS_MAX = 32
 # Names to go through for each directory before the rest are looked into one by one. A page of a bucket's listing has 1,000, and 16
@@ -49,7 +50,6 @@ LOOK_NAMES = 64
 LOOK_NAMES_NEAR = 4
 # A listing beyond a network puts the collection of garbage off for no longer: it may wait for an endpoint that is down.
 UNCOLLECTED_S_MAX = 10.0
-_logger = logging.getLogger("tierfs.store")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +176,9 @@ def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
     foreign: list[str] = []
     directories: list[str] = []
     exists = not path
-    for item in store.objects.list(_foreign_prefix(path), delimiter=True):
+    for item in store.objects.list(foreign_prefix(path), delimiter=True):
         child = item.key.rstrip("/")
-        if child.rpartition("/")[2] == keys.PRIVATE or not _is_valid(child):
+        if child.rpartition("/")[2] == keys.PRIVATE or not is_valid(child):
             continue
         if isinstance(item, Prefix):
             foreign.append(child)
@@ -186,11 +186,11 @@ def _list_directory(store: Store, path: str, *, detail: bool) -> list[Entry]:
             files[child] = Entry(child, is_directory=False, foreign=item)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
         if isinstance(item, Prefix):
-            name = _directory_name(item.key)
+            name = directory_name(item.key)
             if name is not None:
                 directories.append(f"{path}/{name}" if path else name)
             continue
-        live = _live_path(item)
+        live = live_path(item)
         if live is not None and live not in pending:
             exists = True
             if not live.endswith("/"):
@@ -231,7 +231,7 @@ def _living(
         wanted, left = set(unknown), (LOOK_NAMES_NEAR if near else LOOK_NAMES) * len(unknown)
         start = len(path) + 1 if path else 0
         for item in store.objects.list(keys.directory_prefix(path)):
-            live = _live_path(item) if isinstance(item, ObjectInfo) else None
+            live = live_path(item) if isinstance(item, ObjectInfo) else None
             # The slash that ends the root's own marker is behind no name.
             if live is not None and live not in pending and (end := live.find("/", start)) > start:
                 found.add(name := live[:end])
@@ -295,32 +295,6 @@ def _sorted(entries: list[Entry]) -> list[Entry]:
     return sorted(entries, key=lambda entry: (entry.path, entry.is_directory))
 
 
-def live_records(store: Store, path: str, *, deep: bool = True) -> Iterator[tuple[str, ObjectInfo]]:
-    """Path and object of every live record below ``path`` in the object tier, unread; markers' paths end with ``/``.
-
-    Args:
-        store: The store.
-        path: A directory.
-        deep: Whether to go into the directories in it.
-    """
-    for item in store.objects.list(keys.directory_prefix(path), delimiter=not deep):
-        if isinstance(item, ObjectInfo) and (live := _live_path(item)) is not None:
-            yield live, item
-
-
-def names_in(store: Store, path: str) -> list[str]:
-    """Names of the live files in a directory in the object tier, and of the directories there, live or not; one listing."""
-    names = []
-    for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
-        live = _live_path(item) if isinstance(item, ObjectInfo) else None
-        name = live.rpartition("/")[2] if live is not None else None
-        if isinstance(item, Prefix):
-            name = _directory_name(item.key)
-        if name:
-            names.append(name)
-    return names
-
-
 def directories_in(store: Store, path: str) -> list[str]:
     """Names of the directories in a directory, sorted, however many there are: two listings, no look into each one.
 
@@ -330,91 +304,15 @@ def directories_in(store: Store, path: str) -> list[str]:
         StoreError, ReadOnlyError: The object tier failed.
     """
     names = set(_child_directories(path, pending_at(store, path)))
-    for item in store.objects.list(_foreign_prefix(path), delimiter=True):
+    for item in store.objects.list(foreign_prefix(path), delimiter=True):
         name = item.key.rstrip("/").rpartition("/")[2]
-        if isinstance(item, Prefix) and name != keys.PRIVATE and _is_valid(item.key.rstrip("/")):
+        if isinstance(item, Prefix) and name != keys.PRIVATE and is_valid(item.key.rstrip("/")):
             names.add(name)
     for item in store.objects.list(keys.directory_prefix(path), delimiter=True):
-        found = _directory_name(item.key) if isinstance(item, Prefix) else None
+        found = directory_name(item.key) if isinstance(item, Prefix) else None
         if found is not None:
             names.add(found)
     return sorted(names)
-
-
-def foreign_objects(store: Store, path: str) -> Iterator[ObjectInfo]:
-    """Every object below ``path`` that tierfs did not write."""
-    for item in _foreign_listing(store, path):
-        if isinstance(item, ObjectInfo) and keys.PRIVATE not in item.key.split("/") and _is_valid(item.key):
-            yield item
-
-
-def _foreign_listing(store: Store, path: str) -> Iterator[Listed]:
-    if path:
-        yield from store.objects.list(_foreign_prefix(path))
-        return
-    # Not in one go: most of what lies below the root are chunks.
-    for item in store.objects.list("", delimiter=True):
-        if not isinstance(item, Prefix):
-            yield item
-        elif item.key != f"{keys.PRIVATE}/":
-            yield from store.objects.list(item.key)
-
-
-def read_manifests(
-    store: Store,
-    listed: Sequence[tuple[str, ObjectInfo]],
-    *,
-    damaged: Callable[[str, TierfsError], object] | None = None,
-) -> list[tuple[str, ObjectInfo, Manifest]]:
-    """Read records that a listing named, as the object tier has them; those known on this host in that version cost no request.
-
-    Args:
-        store: The store.
-        listed: Their paths and objects.
-        damaged: Called with path and error for each that is damaged or of another version, which is passed over then; by
-            default that is an error.
-
-    Returns:
-        Those that are there still, in no promised order.
-
-    Raises:
-        CorruptionError, FormatError, StoreError, ReadOnlyError: It failed.
-    """
-
-    def read(item: tuple[str, ObjectInfo]) -> tuple[str, ObjectInfo, Manifest] | None:
-        path, info = item
-        try:
-            manifest = observe_listed(store, path, info).manifest
-        except NotFoundError:
-            return None  # collected since the listing
-        except (CorruptionError, FormatError) as error:
-            if damaged is None:
-                raise
-            damaged(path, error)
-            return None
-        return None if manifest is None else (path, info, manifest)
-
-    found, unknown = _split(listed, store.records.find(info for _, info in listed))
-    recalled, unknown = _split(unknown, recall(store, unknown))
-    # Several to an errand, where there are many: an errand takes longer than a look into a local directory.
-    size = max(1, min(ERRAND_RECORDS_MAX, len(unknown) // (4 * transfers().workers)))
-    errands = [unknown[start : start + size] for start in range(0, len(unknown), size)]
-    fetched = itertools.chain.from_iterable(transfers().map(lambda errand: list(map(read, errand)), errands))
-    return [*found, *recalled, *(item for item in fetched if item is not None)]
-
-
-def _split(
-    listed: Sequence[tuple[str, ObjectInfo]], known: Sequence[Record | None]
-) -> tuple[list[tuple[str, ObjectInfo, Manifest]], list[tuple[str, ObjectInfo]]]:
-    """Those of which the record is known, and the others."""
-    found: list[tuple[str, ObjectInfo, Manifest]] = []
-    unknown: list[tuple[str, ObjectInfo]] = []
-    for item, record in zip(listed, known, strict=True):
-        if isinstance(record, Manifest):
-            found.append((*item, record))
-        elif record is None:
-            unknown.append(item)
-    return found, unknown
 
 
 def _read_all(store: Store, records: Sequence[tuple[str, ObjectInfo]], *, detail: bool) -> list[Entry]:
@@ -449,35 +347,3 @@ def _has_live(store: Store, path: str, pending: Mapping[str, Manifest | None]) -
 
 def _has_foreign(store: Store, path: str) -> bool:
     return any(True for _ in foreign_objects(store, path))
-
-
-def _foreign_prefix(path: str) -> str:
-    return f"{keys.validate_path(path)}/" if path else ""
-
-
-def _live_path(info: ObjectInfo) -> str | None:
-    """The path of a live record in a listing, or ``None`` for a tombstone or a stray object."""
-    try:
-        path = keys.parse_record_key(info.key)
-    except FormatError as error:
-        _logger.warning("an object is passed over: %s; `tierfs verify` lists such objects", error)
-        return None
-    return None if info.size == TOMBSTONE_BYTES else path
-
-
-def _directory_name(key: str) -> str | None:
-    """The name of a directory in a listing; ``None`` for a stray one."""
-    try:
-        return keys.parse_component(key.rstrip("/").rpartition("/")[2])
-    except FormatError:
-        return None
-
-
-def _is_valid(path: str) -> bool:
-    """Whether a file that tierfs did not write has a name that a store's path can have."""
-    try:
-        keys.validate_path(path)
-    except InvalidInputError as error:
-        _logger.warning("a file that tierfs did not write cannot be shown: %s", error)
-        return False
-    return True

@@ -17,7 +17,7 @@ from tierfs.objects.checksums import checksum_for
 from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
-from tierfs.store.tree.listing import live_records, read_manifests
+from tierfs.store.tree.walk import live_records, read_manifests
 
 __all__ = ["ROOT_NAME", "is_root", "names_of", "owned_records", "parents_of", "put_references", "write_references"]
 

@@ -22,8 +22,9 @@ from tierfs.objects.protocol import ObjectInfo
 from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.transfers import transfers
-from tierfs.store.tree.listing import foreign_objects, live_records, read_manifests, stat
+from tierfs.store.tree.listing import stat
 from tierfs.store.tree.references import is_root
+from tierfs.store.tree.walk import foreign_objects, live_records, read_manifests
 
 __all__ = ["Usage", "usage", "usages"]
 
