@@ -100,6 +100,7 @@ CUT_IN_CHUNKS = (
     "host.slab.growth",
     "host.slab.pool",
     "store.write.cuts",
+    "store.write.preconditions",
     "store.write.sink",
     "store.write.writer",
 )

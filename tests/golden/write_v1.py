@@ -63,11 +63,11 @@ def write_store(root: Path) -> None:
         save(
             store, path, files[path], metadata={"step": 7, "tags": ["golden", None]} if path == "numbers.bin" else None
         )
-    save_module: Any = importlib.import_module("tierfs.store.write.writer")
-    direct = save_module.DIRECT_ROW_BYTES_MAX
-    save_module.DIRECT_ROW_BYTES_MAX = 0
+    preconditions: Any = importlib.import_module("tierfs.store.write.preconditions")
+    direct = preconditions.DIRECT_ROW_BYTES_MAX
+    preconditions.DIRECT_ROW_BYTES_MAX = 0
     save(store, "indirect.bin", files["indirect.bin"])
-    save_module.DIRECT_ROW_BYTES_MAX = direct
+    preconditions.DIRECT_ROW_BYTES_MAX = direct
     copy(store, "numbers.bin", "copy-of-numbers.bin")
     save(store, "appended.txt", b"first, ")
     writer = Writer(store, "appended.txt", mode=WriteMode.APPEND)

@@ -342,7 +342,7 @@ def test_a_file_of_more_chunks_than_a_writer_remembers_is_published(store, monke
 
 
 def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(store, tier, clock, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.store.write.writer"], "DIRECT_ROW_BYTES_MAX", 0)
+    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
     writer = Writer(store, "a")
     writer.write(CONTENT)
     writer._finish_rows()
@@ -360,7 +360,7 @@ def test_the_chunks_of_an_indirect_table_are_settled_with_those_of_the_file(stor
 
 
 def test_an_indirect_file_is_appended_copied_and_renamed(store, monkeypatch):
-    monkeypatch.setattr(sys.modules["tierfs.store.write.writer"], "DIRECT_ROW_BYTES_MAX", 0)
+    monkeypatch.setattr(sys.modules["tierfs.store.write.preconditions"], "DIRECT_ROW_BYTES_MAX", 0)
     save(store, "a", CONTENT)
     writer = Writer(store, "a", mode=WriteMode.APPEND)
     writer.write(OTHER)

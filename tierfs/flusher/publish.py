@@ -29,7 +29,7 @@ from tierfs.store.soundness import is_sound, is_sound_base, replaced_chunks
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe, publish
 from tierfs.store.tree.references import is_root
-from tierfs.store.write.writer import ensure_chunks_durable
+from tierfs.store.write.preconditions import ensure_chunks_durable
 
 __all__ = ["PLANS_MAX", "StorePublisher"]
 

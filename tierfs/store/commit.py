@@ -36,8 +36,9 @@ from tierfs.store.tree.records import (
 )
 from tierfs.store.tree.references import write_references
 from tierfs.store.tree.walk import live_records
+from tierfs.store.write.preconditions import ensure_chunks_durable, learn_rows, refuse_foreign
 from tierfs.store.write.staging import is_staged
-from tierfs.store.write.writer import WriteMode, Writer, ensure_chunks_durable, learn_rows, refuse_foreign
+from tierfs.store.write.writer import WriteMode, Writer
 
 __all__ = ["PART", "PENDING", "ROOT", "Commits", "Waiting", "part_of"]
 

@@ -32,7 +32,7 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.records import observe_published, publish
 from tierfs.store.tree.references import is_root, write_references
-from tierfs.store.write.writer import fold_rows
+from tierfs.store.write.preconditions import fold_rows
 
 __all__ = ["FileLoss", "Fixed", "RepairReport", "repair"]
 

@@ -12,9 +12,9 @@ from tierfs.store.read.reader import expand_rows
 from tierfs.store.store import Store
 from tierfs.store.tree.directory import make_directory
 from tierfs.store.tree.records import observe, observe_marker, publish
+from tierfs.store.write.preconditions import ensure_chunks_durable, learn_rows, refuse_foreign
 from tierfs.store.write.staging import is_staged
 from tierfs.store.write.staging import replace as replace_record
-from tierfs.store.write.writer import ensure_chunks_durable, learn_rows, refuse_foreign
 
 __all__ = ["annotate", "annotate_directory"]
 

@@ -6,8 +6,8 @@ from tierfs.errors import NotFoundError
 from tierfs.format.manifest import Tombstone
 from tierfs.store.store import Store
 from tierfs.store.tree.records import Observed, observe_to_replace
+from tierfs.store.write.preconditions import refuse_foreign
 from tierfs.store.write.staging import replace
-from tierfs.store.write.writer import refuse_foreign
 
 __all__ = ["bury", "delete"]
 
