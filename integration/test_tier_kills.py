@@ -283,9 +283,9 @@ def test_flushers_that_die_while_they_make_the_nvme_tier_leave_none_that_seems_t
         kills["making"] = do_all(found, mode, jobs)
 
 
-def test_there_were_enough_kills(kills, request):
-    if request.config.option.keyword or any("::" in name for name in request.config.args):
-        pytest.skip("not all were asked for")
+def test_there_were_enough_kills(kills):
+    if not kills.keys() >= MODES.keys():
+        pytest.skip("not all were asked for, or another process had some")
     print(kills)
     assert sum(kills.values()) >= KILLS_MIN // SHARE
 
