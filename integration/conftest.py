@@ -24,7 +24,7 @@ LONG = (
 )
 
 
-# These draw from what they kill at, or each of their cases is another thing.
+# Tests of kills draw their kills instead, and each case of the last is another benchmark.
 ALL_CASES = ("test_tier_kills", "test_dcp_kills", "test_benchmarks")
 
 

@@ -1,4 +1,4 @@
-"""One in so many of what there is to try, drawn by the seed: `.ci/run` has no time for all of it."""
+"""Draws a share of the cases by a seed: `.ci/run` has no time for all of them."""
 
 import os
 import random
@@ -8,7 +8,7 @@ SHARE = int(os.environ.get("TIERFS_TESTS_SHARE", "1"))
 
 
 def drawn(cases, what):
-    """One in ``SHARE`` of these, one at least, in their order. ``what`` they are: each of them draws others."""
+    """Draw one in ``SHARE`` of these cases, at least one, in their order. The name ``what`` is part of the seed."""
     if SHARE == 1:
         return cases
     count = -(-len(cases) // SHARE)

@@ -41,7 +41,7 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def state_of_its_own():
-    """Each module's, as a new store looks through all that the host keeps. Processes that tests start inherit it."""
+    """Each module has its own, since a new store looks through all that the host keeps. Child processes inherit it."""
     with (
         tempfile.TemporaryDirectory(prefix="tierfs-state-") as directory,
         tempfile.TemporaryDirectory(prefix="tierfs-test-", dir="/dev/shm") as shared,

@@ -70,7 +70,7 @@ DTYPES = sorted(
 
 def noise(*shape, dtype=torch.float32, seed=0):
     count = torch.Size(shape).numel() * dtype.itemsize
-    # What NumPy's memory is behind could not be resized.
+    # A clone, since torch cannot resize memory that NumPy owns.
     raw = torch.from_numpy(np.random.SFC64(seed).random_raw(-(-count // 8)).view(np.uint8)[:count]).clone()
     if dtype is torch.bool:
         raw &= 1

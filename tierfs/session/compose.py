@@ -1,9 +1,8 @@
-"""A store put together with its local tiers, as a location's options, the environment and the configuration say."""
+"""Puts a store together with its local tiers, as a location's options, the environment and the configuration say."""
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,19 +21,22 @@ from tierfs.store.store import Store
 if TYPE_CHECKING:
     from tierfs.host.tiers import Tiers
 
-__all__ = ["compose", "open_tiers", "state_of", "tier_settings", "verify_writes"]
+__all__ = ["compose", "forget_tiers", "open_tiers", "state_of", "tier_settings", "verify_writes"]
 
 _logger = logging.getLogger("tierfs.store")
 open_tiers: dict[tuple[str, tuple[str, ...], TierOptions], Tiers] = {}
-"""The local tiers that this process uses, by store, place and options. A forked child uses none of them."""
+"""The local tiers that this process uses, by store, place and options."""
 
-os.register_at_fork(after_in_child=open_tiers.clear)
+
+def forget_tiers() -> None:
+    """Use none of them any more, as in a forked child."""
+    open_tiers.clear()
 
 
 def compose(
     location: Location, objects: ObjectTier, descriptor: Descriptor, url: str, places: tuple[str, ...]
 ) -> Store:
-    """An open store with its local tiers, which all stores of this process with the same ones share.
+    """Put an open store together with its local tiers. Stores of this process with the same settings share them.
 
     Callers hold the lock of the table of open stores.
 

@@ -19,7 +19,7 @@ from tierfs.errors import InvalidInputError, NotFoundError, ReadOnlyError, Store
 from tierfs.format import keys
 from tierfs.format.descriptor import Descriptor
 from tierfs.objects import ObjectTier, as_promised, connect, probe
-from tierfs.session.compose import compose, state_of, tier_settings, verify_writes
+from tierfs.session.compose import compose, forget_tiers, state_of, tier_settings, verify_writes
 from tierfs.session.left_behind import check_nothing_is_left
 from tierfs.session.settings import ResolvedTiers
 from tierfs.session.url import Location, parse_url, target_url
@@ -39,6 +39,7 @@ def _renew() -> None:
     global _lock  # noqa: PLW0603 - a forked child must not inherit a lock that a lost thread holds
     _lock = threading.RLock()
     _stores.clear()
+    forget_tiers()
 
 
 os.register_at_fork(after_in_child=_renew)

@@ -1,4 +1,4 @@
-"""What listings of the object tier name: live records and files that tierfs did not write, and how records so found are read.
+"""Walks listings of the object tier: finds live records and files that tierfs did not write, and reads those records.
 
 Tombstones are told from live records by their size, so only live records that this process has not seen in this
 version cost a GET.

@@ -1,4 +1,4 @@
-"""What has to hold before a record is published: its chunks are there to stay, and nobody else's object lies at its path."""
+"""Checks before a record is published: its chunks are there to stay, and nobody else's object lies at its path."""
 
 from __future__ import annotations
 
