@@ -470,6 +470,13 @@ def test_a_store_that_was_opened_and_closed_keeps_no_descriptors(tmp_path, root,
     assert descriptors() <= before
 
 
+def stop_looking(host, patch):
+    """Have the flusher find no more drafts. A look that had begun is over afterwards."""
+    patch.setattr(host.flusher.scan, "discover", lambda: None)
+    with host.flusher.scan._looking:
+        pass
+
+
 def damage_draft(host, *, with_path):
     """Flip a bit of the one draft in slabs."""
     (slot,) = host.tiers.ram.drafts()
@@ -487,7 +494,7 @@ def test_a_change_that_is_damaged_in_memory_is_not_passed_over(make_host, with_p
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(host.flusher.scan, "discover", lambda: None)
+        stop_looking(host, patch)
         save(host.store, "a", b"after")
         damage_draft(host, with_path=with_path)
     with pytest.raises(CorruptionError, match="a: what this host wrote last"):
@@ -545,7 +552,7 @@ def test_what_was_damaged_in_memory_before_a_path_was_saved_again_does_not_hide_
     save(host.store, "b", b"other")
     wait(host.store, "", Level.OBJECT, 30)
     with monkeypatch.context() as patch:
-        patch.setattr(host.flusher.scan, "discover", lambda: None)
+        stop_looking(host, patch)
         save(host.store, "a", b"first")
         (damaged,) = host.tiers.ram.drafts()
         save(host.store, "a", b"second")
