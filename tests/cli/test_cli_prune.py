@@ -71,6 +71,24 @@ def test_a_checkpoint_that_is_saved_anew_meanwhile_stays(run, capsys, monkeypatc
     assert (code, shown[100]["removed"], shown[200]["removed"]) == (5, False, True)
 
 
+def test_a_pin_that_names_no_checkpoint_is_refused(run, capsys):
+    assert main(["prune", run, "--keep", "latest:1", "--pin", "step_20"]) == 3
+    shown = capsys.readouterr().err
+    assert "run/step_20 is pinned, and no checkpoint is there" in shown
+    assert "run/step_200" in shown
+    store = open_store(parse_url(run))[0]
+    assert sum(entry.path.endswith("/.metadata") for entry in find(store, "run", detail=False)) == 4
+
+
+@pytest.mark.parametrize(
+    "form", ["step_100", "step_100/", "/step_100", "{url}/step_100", "{url}/step_100/", "{path}/step_100"]
+)
+def test_a_pin_is_a_name_a_path_or_a_url(run, capsys, form):
+    pin = form.format(url=run, path=run.removeprefix("tierfs::file://"))
+    code, shown = prune(capsys, run, "--keep", "latest:1", "--pin", pin)
+    assert (code, [step for step, each in shown.items() if each["kept"]]) == (0, [100, 400])
+
+
 def test_gc_frees_to_the_byte_what_usage_said(run, capsys):
     store = open_store(parse_url(run))[0]
 

@@ -17,6 +17,8 @@ from tierfs.store.tree.records import observe
 
 __all__ = ["Pruned", "look", "prune", "remove", "roots_of"]
 
+NAMED_MAX = 5
+
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
@@ -56,10 +58,12 @@ def prune(
 
     Raises:
         InvalidInputError: There is no rule.
+        NotFoundError: A pinned path holds no checkpoint; none is removed.
         StoreError, ReadOnlyError: The object tier failed; some may be removed.
     """
     found = look(store, path, pinned=pinned)
     by_path = {candidate.directory: candidate for candidate in found}
+    _check_pins(store, path, pinned, list(by_path))
     seen = {candidate.directory: roots_of(store, candidate) for candidate in found}
     pruned = []
     for decision in decide(found.values(), keep, store.clock.now_ns()):
@@ -74,6 +78,17 @@ def prune(
         else:
             pruned.append(Pruned(decision, removed=True))
     return pruned
+
+
+def _check_pins(store: Store, path: str, pinned: Collection[str], found: Sequence[str]) -> None:
+    """Refuse a pin without a checkpoint: a slip in its name would have removed what it was to keep."""
+    for pin in sorted(set(pinned) - set(found)):
+        names = ", ".join(found[-NAMED_MAX:]) or "none"
+        raise NotFoundError(
+            f"{store.where(pin)} is pinned, and no checkpoint is there, so none was removed; "
+            f"at or below {store.where(path)} there are {len(found)}, the last of them: {names}",
+            path=pin,
+        )
 
 
 def _saved(store: Store, candidate: Candidate, pinned: Collection[str]) -> SavedCheckpoint:

@@ -6,8 +6,9 @@ import argparse
 from typing import TYPE_CHECKING
 
 from tierfs.cli.output import add_json_argument, align, print_json, printable
-from tierfs.cli.places import add_url_argument, store_place
+from tierfs.cli.places import StorePlace, add_url_argument, find_store, store_place
 from tierfs.cli.progress import Progress
+from tierfs.dcp.address import inside
 from tierfs.errors import ConflictError, InvalidInputError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a checkpoint below URL that stays; may be given several times",
+        help="name or URL of a checkpoint below URL that stays; may be given several times",
     )
     parser.add_argument("--dry-run", action="store_true", help="remove nothing; name the rule that keeps each")
     add_json_argument(parser)
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InvalidInputError("name at least one rule: --keep latest:3")
     keep = [parse_rule(text) for text in arguments.keep]
     place = store_place(arguments.url)
-    pinned = {"/".join(part for part in (place.path, name.strip("/")) if part) for name in arguments.pin}
+    pinned = {_pinned_path(place, arguments.url, text) for text in arguments.pin}
     with Progress("prune"):
         pruned = prune(place.store, place.path, keep, pinned=pinned, dry_run=arguments.dry_run)
     if arguments.json:
@@ -60,6 +61,19 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _print(pruned, dry_run=arguments.dry_run)
     return ConflictError.exit_code if any(each.problem for each in pruned) else 0
+
+
+def _pinned_path(place: StorePlace, url: str, text: str) -> str:
+    """The path in the store that a pin names: a name below the directory, or a path or URL of its own."""
+    below = f"{url.rstrip('/')}/"
+    if text.startswith(below):
+        text = text[len(below) :]
+    elif text.startswith("/") or "::" in text or "://" in text:
+        other = find_store(text)
+        if other is not None and other.store is place.store:
+            return other.path
+    name = text.strip("/")
+    return inside(place.path, name) if name else place.path
 
 
 def _plain(each: Pruned) -> dict[str, object]:
