@@ -1,6 +1,7 @@
 """``tierfs prune`` on checkpoints that `TierWriter` saved."""
 
 import json
+import sys
 
 import pytest
 
@@ -69,6 +70,12 @@ def test_a_checkpoint_that_is_saved_anew_meanwhile_stays(run, capsys, monkeypatc
     monkeypatch.setattr(pruning, "decide", decide_late)
     code, shown = prune(capsys, run, "--keep", "latest:1")
     assert (code, shown[100]["removed"], shown[200]["removed"]) == (5, False, True)
+
+
+def test_without_torch_prune_names_the_extra(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["prune", run, "--keep", "latest:1"]) == 2
+    assert "pip install 'tierfs[torch]'" in capsys.readouterr().err
 
 
 def test_a_pin_that_names_no_checkpoint_is_refused(run, capsys):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 
+from tierfs.cli.arguments import require_torch
 from tierfs.cli.executors import add_executor_argument
 from tierfs.cli.output import add_json_argument
 from tierfs.cli.progress import add_progress_argument
@@ -109,8 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         from tierfs.cli.commands._checkpoint_commit import commit  # noqa: PLC0415 - not for --help
 
         return commit(arguments)
-    if importlib.util.find_spec("torch") is None:
-        raise InvalidInputError("checkpoints are read with torch, which is not installed: pip install 'tierfs[torch]'")
+    require_torch("checkpoints are read")
     # Each of them loads torch, which takes seconds: only when it is sure to be needed.
     if arguments.action in {"ls", "show"}:
         from tierfs.cli.commands import _checkpoint_look as look  # noqa: PLC0415

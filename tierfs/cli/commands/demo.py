@@ -6,7 +6,6 @@ The training itself is `tierfs.demo.worker`, run in processes of its own: no tor
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import shutil
 import signal
@@ -18,6 +17,7 @@ from typing import Any
 
 import fsspec
 
+from tierfs.cli.arguments import require_torch
 from tierfs.demo.ranks import RankGroup
 from tierfs.demo.report import CompletedSave, Proof, Report, compare_losses
 from tierfs.errors import AlreadyExistsError, CorruptionError, InvalidInputError, StoreNotFoundError, TierfsError
@@ -112,8 +112,7 @@ class _DemoPlan:
 
 def _checked(arguments: argparse.Namespace) -> _DemoPlan:
     """The options, or an error that says which one is wrong."""
-    if importlib.util.find_spec("torch") is None:
-        raise InvalidInputError("the demo trains with torch, which is not installed: pip install 'tierfs[torch]'")
+    require_torch("the demo trains")
     if arguments.url and not (arguments.url.startswith("tierfs") and "://" in arguments.url):
         # DCP takes anything without "://" for a local path, "tierfs::/data" included.
         raise InvalidInputError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from tierfs.cli.arguments import require_torch
 from tierfs.cli.output import add_json_argument, align, print_json, printable
 from tierfs.cli.places import StorePlace, add_url_argument, find_store, store_place
 from tierfs.cli.progress import Progress
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Remove what no rule keeps; the exit code of a conflict if one was saved anew meanwhile."""
+    require_torch("checkpoints are read")
     from tierfs.checkpoint.prune import prune  # noqa: PLC0415 - it loads torch
     from tierfs.store.maintenance.retention import parse_rule  # noqa: PLC0415
 
