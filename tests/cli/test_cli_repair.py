@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 
 import pytest
 import torch
@@ -89,6 +90,19 @@ def test_checkpoints_are_named_with_the_tensors_that_they_lost(root, capsys, mon
     assert set(loss["names"]) <= set(state)
     main(["repair", str(root)])
     assert "checkpoint run/step_2 lost" in capsys.readouterr().out
+
+
+def test_without_torch_repair_reports_all_but_checkpoints(root, capsys, monkeypatch):
+    next((root / ".tierfs" / "chunks").rglob("*.0")).unlink()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    for name in [name for name in sys.modules if name.startswith(("tierfs.dcp", "tierfs.checkpoint"))]:
+        monkeypatch.delitem(sys.modules, name)
+    code, shown = repair(capsys, root)
+    assert (code, [each["path"] for each in shown["lost"]], shown["checkpoints"]) == (6, ["a"], None)
+    assert main(["repair", str(root)]) == 6
+    out, err = capsys.readouterr()
+    assert "lost  a: " in out
+    assert err.count("without their checkpoints") == 1
 
 
 def test_a_part_of_a_store_is_refused(root):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from tierfs.cli.progress import Progress, add_progress_argument
 from tierfs.errors import CorruptionError, InvalidInputError
 from tierfs.session import parse_url
 from tierfs.session.mending import mend_descriptor
+from tierfs.store import Store
 
 if TYPE_CHECKING:
     from tierfs.checkpoint.losses import CheckpointLoss
@@ -27,6 +29,7 @@ tierfs repair s3://bucket/run --dry-run
 tierfs repair s3://bucket/run
 tierfs repair s3://bucket/run --read-data --from s3://other-region/run"""
 NAMES_MAX = 10
+_logger = logging.getLogger("tierfs.repair")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -73,20 +76,29 @@ def run(arguments: argparse.Namespace) -> int:
             concurrency=arguments.concurrency,
             progress=lambda what, count: progress.note(f"{what} +{count}"),
         )
-    losses: list[CheckpointLoss] = []
-    if not report.is_whole:
-        from tierfs.checkpoint.losses import checkpoint_losses  # noqa: PLC0415 - it loads torch
-
-        lost = {each.path: each.ranges for each in report.lost}
-        losses = checkpoint_losses(place.store.without_local_tiers(), lost, report.lost_files)
+    losses = _checkpoint_losses(place.store, report)
     if arguments.json:
-        checkpoints = [asdict(each) for each in losses]
+        checkpoints = None if losses is None else [asdict(each) for each in losses]
         print_json({"url": place.store.url, "descriptor": descriptor, **report.as_dict(), "checkpoints": checkpoints})
     else:
         if descriptor:
             print(f"{'would mend' if report.dry_run else 'mended'}  .tierfs/store.json ({descriptor})")
-        _print(report, losses)
+        _print(report, losses or ())
     return 0 if report.is_whole else CorruptionError.exit_code
+
+
+def _checkpoint_losses(store: Store, report: RepairReport) -> list[CheckpointLoss] | None:
+    """The checkpoints that lost something; ``None`` where torch, which reads them, cannot be imported."""
+    if report.is_whole:
+        return []
+    try:
+        from tierfs.checkpoint.losses import checkpoint_losses  # noqa: PLC0415 - it loads torch
+    except ImportError as error:
+        # What was repaired must be told all the same.
+        _logger.warning("lost files are listed without their checkpoints, which are read with torch: %s", error)
+        return None
+    lost = {each.path: each.ranges for each in report.lost}
+    return checkpoint_losses(store.without_local_tiers(), lost, report.lost_files)
 
 
 def _print(report: RepairReport, losses: Sequence[CheckpointLoss]) -> None:
