@@ -1,5 +1,6 @@
 """``materialize`` and ``sync``: what differs is copied, what went is deleted, and an interrupted run goes on."""
 
+import errno
 import json
 import os
 import random
@@ -154,6 +155,50 @@ def test_a_file_in_place_of_a_directory_needs_delete(stored, tmp_path, capsys):
     assert "--delete" in capsys.readouterr().err
     run(capsys, "materialize", stored, root, "--delete")
     assert below(root) == FILES
+
+
+def test_delete_removes_a_directory_that_holds_a_part(stored, tmp_path, capsys):
+    root = tmp_path / "out"
+    run(capsys, "materialize", stored, root)
+    (root / "gone").mkdir()
+    (root / "gone" / f"{PART_PREFIX}old").write_bytes(b"x")
+    run(capsys, "materialize", stored, root, "--delete")
+    assert not (root / "gone").exists()
+
+
+def test_a_file_replaces_a_directory_that_holds_a_part(stored, tmp_path, capsys):
+    root = tmp_path / "out"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / f"{PART_PREFIX}old").write_bytes(b"x")
+    run(capsys, "materialize", stored, root, "--delete")
+    assert below(root) == FILES
+
+
+def test_a_directory_that_cannot_be_removed_is_named(stored, tmp_path, capsys, monkeypatch):
+    root = tmp_path / "out"
+    (root / "a").mkdir(parents=True)
+
+    def rmdir(path):
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    assert main(["materialize", stored, str(root), "--delete"]) == 1
+    assert f"{root}/a: Device or resource busy" in capsys.readouterr().err
+
+
+def test_a_directory_that_fills_again_is_named_and_no_part_is_left(stored, tmp_path, capsys, monkeypatch):
+    root = tmp_path / "out"
+    (root / "a").mkdir(parents=True)
+    real = down.remove
+
+    def remove(where, files, directories):
+        (root / "a" / "new").write_bytes(b"x")
+        return real(where, files, directories)
+
+    monkeypatch.setattr(down, "remove", remove)
+    assert main(["materialize", stored, str(root), "--delete"]) == 2
+    assert f"{root}/a: Is a directory" in capsys.readouterr().err
+    assert not list(root.glob(f"{PART_PREFIX}*"))
 
 
 def test_a_link_is_replaced_and_not_followed(stored, tmp_path, capsys):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -70,8 +72,8 @@ class _Materializer:
         gone_directories = local.directories - directories
         wanted_parts = {_part(name) for name in files}
         if deletes:
+            remove(self._root, local.parts - wanted_parts, ())  # first: a directory with a part in it is not empty
             self.done.deleted = remove(self._root, gone_files, gone_directories)
-            remove(self._root, local.parts - wanted_parts, ())
             for relative in gone_files:
                 self._record.forget(relative)
         else:
@@ -98,6 +100,8 @@ class _Materializer:
             status = os.lstat(target)
         except FileNotFoundError:
             status = None
+        if status is not None and stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), target)
         if status is not None and self._record.knows(relative, content, status):
             self._count(unchanged=1)
             self._advance(entry.length)

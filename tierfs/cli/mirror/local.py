@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ __all__ = ["PART_PREFIX", "LocalTree", "remove", "scan", "scan_source"]
 
 PART_PREFIX = ".tierfs-part-"
 """How a file is called that is not complete: it is found again by the next run."""
+_GONE_OR_IN_USE = frozenset({errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST})  # by another process meanwhile
 
 
 @dataclass(slots=True)
@@ -63,13 +65,23 @@ def scan_source(root: str) -> LocalTree:
 
 
 def remove(root: str, files: Iterable[str], directories: Iterable[str]) -> int:
-    """Remove files, and then directories as far as they are empty. Returns how many files went."""
+    """Remove files, and then directories as far as they are empty.
+
+    Returns:
+        How many files went.
+
+    Raises:
+        OSError: One cannot be removed; the error names it.
+    """
     count = 0
     for relative in files:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(os.path.join(root, relative))
             count += 1
     for relative in sorted(directories, key=len, reverse=True):
-        with contextlib.suppress(OSError):
+        try:
             os.rmdir(os.path.join(root, relative))
+        except OSError as error:  # noqa: PERF203 - one that stays keeps no other
+            if error.errno not in _GONE_OR_IN_USE:
+                raise
     return count
