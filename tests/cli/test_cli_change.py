@@ -11,7 +11,8 @@ from tierfs.cli import main
 from tierfs.errors import StoreError
 from tierfs.format import keys
 from tierfs.session import open_store, parse_url
-from tierfs.store import Writer, make_directory, rename, save
+from tierfs.store import Writer, delete, make_directory, rename, save
+from tierfs.store.request_metrics import asked
 from tierfs.testing import damage
 
 BIG = random.Random(5).randbytes(200_000)
@@ -126,6 +127,20 @@ def test_rm_deletes_files_and_with_r_directories(url, capsys):
     assert main(["rm", "-r", f"{url}/run", f"{url}/run/deep", f"{url}/kept/c", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"files": 2}
     assert names(url) == set()
+
+
+@pytest.mark.parametrize(("options", "looking"), [([], 1), (["-r"], 4)])
+def test_rm_of_a_file_looks_for_no_directory_to_remove(url, options, looking):
+    objects = open_store(parse_url(url))[0].objects
+
+    def requests():
+        return sum(counts["requests"] for counts in asked(objects)["object_requests"].values())
+
+    began = requests()
+    delete(*open_store(parse_url(f"{url}/run/a")))
+    deletion, began = requests() - began, requests()
+    assert main(["rm", f"{url}/run/b", *options]) == 0
+    assert requests() - began == deletion + looking
 
 
 def test_rm_with_r_deletes_what_is_a_file_and_a_directory_as_a_whole(url, capsys):

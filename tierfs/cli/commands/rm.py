@@ -48,7 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
         doomed = [one for one in (entry, *below) if not one.is_directory]
         refuse_foreign_files(place.store, doomed)
         files.update({(place.store.url, one.path): place.store for one in doomed})
-        directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
+        # A name may be that of a file and of a directory.
+        if entry.is_directory or any(one.path != place.path for one in below):
+            directories.append((place.store, [place.path, *(one.path for one in below if one.is_directory)]))
 
     def delete_one(item: tuple[tuple[str, str], Store], _stop: threading.Event) -> None:
         (_, path), store = item
